@@ -1,0 +1,129 @@
+"""Every setting, as frozen dataclasses by concern. A field's name is its flag's (``max_num_seqs`` ↔
+``--max-num-seqs``) and its environment variable's (``TRIPTYCH_MAX_NUM_SEQS``); ``cli/flags.py`` maps both onto it."""
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import ConfigError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def setting(default: Any, meaning: str) -> Any:
+    """A field with the text that ``--help`` shows for it."""
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an instance computes."""
+
+    dtype: str = setting(
+        "auto",
+        "weights and activations: auto (on CPUs fp16-packed weights and fp32 activations), float32 for exact "
+        "comparison with a reference, bfloat16, float16",
+    )
+    threads: int = setting(0, "threads that one instance computes with; 0 shares the cores out evenly")
+    max_num_seqs: int = setting(32, "sequences that one language instance works on at a time")
+    max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks")
+    max_model_len: int = setting(0, "longest sequence in tokens; 0 takes what model and KV cache allow")
+    page_size: int = setting(16, "tokens in a page of the KV cache")
+    kv_cache_tokens: int = setting(16384, "tokens that the KV cache of one language instance holds")
+    receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool")
+    receive_blocks: int = setting(64, "blocks in the receive pool of one language instance")
+    encode_batch_patches: int = setting(1024, "patches encoded together; an item that has more goes alone")
+    encode_cache_mb: int = setting(256, "embedding rows that one encode instance remembers, in MiB")
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
+        may_be_zero = ("threads", "max_model_len", "encode_cache_mb")
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < (0 if name in may_be_zero else 1):
+                raise ConfigError(f"{flag(name)} {value} is too small")
+        if self.max_model_len > self.kv_cache_tokens:
+            raise ConfigError(
+                f"--max-model-len {self.max_model_len} doesn't fit in --kv-cache-tokens {self.kv_cache_tokens}"
+            )
+
+    @property
+    def num_pages(self) -> int:
+        """KV pages in the pool."""
+        return -(-self.kv_cache_tokens // self.page_size)
+
+    @property
+    def max_context(self) -> int:
+        """The longest sequence, in tokens, that the flags and the KV cache allow; the model may allow less."""
+        capacity = self.num_pages * self.page_size
+        return min(self.max_model_len or capacity, capacity)
+
+
+@dataclass(frozen=True)
+class FrontDoorConfig:
+    """What the front door accepts."""
+
+    host: str = setting("127.0.0.1", "address that the HTTP server listens on")
+    port: int = setting(8000, "port that the HTTP server listens on; 0 takes any free one")
+    control_port: int = setting(0, "port on which instances join; 0 takes any free one")
+    served_model_name: str = setting("", "the name that requests give as model; the folder's name unless given")
+    max_queue: int = setting(256, "requests waiting or running at a time; more are answered with 503")
+    max_body_mb: int = setting(64, "largest request body, in MiB")
+    max_image_mb: int = setting(32, "largest image file, in MiB")
+    max_images: int = setting(64, "images in one request")
+    allowed_media_domains: tuple[str, ...] = setting((), "hosts that images may be fetched from; none unless given")
+    request_timeout: float = setting(600.0, "seconds after which a request that isn't done fails")
+
+    def __post_init__(self) -> None:
+        for name in ("port", "control_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not a port number")
+        for name in ("max_queue", "max_body_mb", "max_image_mb", "request_timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
+
+
+@dataclass(frozen=True)
+class LeaseConfig:
+    """How instances stay registered, start and end. Expiry is generous beside the heartbeat because a loop that is
+    late isn't a dead process."""
+
+    heartbeat: float = setting(0.5, "seconds between an instance's signs of life")
+    lease_expiry: float = setting(10.0, "seconds of silence after which an instance counts as gone")
+    start_timeout: float = setting(600.0, "seconds that loading a model may take")
+    drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heartbeat < self.lease_expiry:
+            raise ConfigError(f"--heartbeat {self.heartbeat} must be shorter than --lease-expiry {self.lease_expiry}")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """All of one service's settings. ``model`` is a checkpoint folder."""
+
+    model: Path
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    front_door: FrontDoorConfig = field(default_factory=FrontDoorConfig)
+    lease: LeaseConfig = field(default_factory=LeaseConfig)
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def as_flags(*configs: Any) -> list[str]:
+    """The settings as command-line arguments, for a process that shall run with the same ones."""
+    arguments = []
+    for config in configs:
+        for item in fields(config):
+            value = getattr(config, item.name)
+            arguments += [flag(item.name), ",".join(value) if isinstance(value, tuple) else str(value)]
+    return arguments
+
+
+def threads_per_instance(engine: EngineConfig, num_instances: int) -> int:
+    """``--threads``, or an even share of the cores this process may use; never none."""
+    return engine.threads or max(1, len(os.sched_getaffinity(0)) // num_instances)

@@ -1,0 +1,163 @@
+"""Every error that Triptych raises on purpose, in one tree.
+
+::
+
+    TriptychError
+    ├── RequestError                a client's fault; carries the field at fault
+    │   ├── InvalidRequest          wrong type, unknown field, value out of range
+    │   ├── PromptTooLong           more tokens than the model's context holds
+    │   ├── UnknownModel
+    │   ├── PayloadTooLarge
+    │   └── MediaError              an item that can't be used
+    │       ├── UnsupportedMedia    not an image of a known format
+    │       ├── TruncatedMedia      the bytes end before the header or the pixels do
+    │       ├── MediaTooLarge       refused at planning, before any pixel is decoded
+    │       ├── BadMediaSize        zero sides, or a shape the model can't take
+    │       └── MediaNotAllowed     a URL whose host isn't allowed
+    ├── ServiceError                our side's fault or state
+    │   ├── Overloaded              the queue is full; carries retry_after
+    │   ├── Unavailable             no instance can do this (now, or in this topology)
+    │   ├── InstanceLost            the instance that held the request is gone
+    │   ├── DeadlineExceeded
+    │   ├── PlanMismatch            a result that differs from its plan: a bug, caught
+    │   └── InternalError           anything else that went wrong while serving one request
+    ├── TransferError
+    │   ├── BlockError              double free, foreign free or leak in a block pool
+    │   ├── LayoutMismatch          the two ends disagree about the rows
+    │   └── RegionError             a region that can't be opened or is too small
+    └── StartError                  the service can't start; shown to the operator
+        ├── CheckpointError         a checkpoint folder that can't be served; names file or key
+        ├── TopologyError
+        └── ConfigError
+
+What HTTP status each becomes is said once, in ``triptych/api/errors.py``.
+"""
+
+
+class TriptychError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class RequestError(TriptychError):
+    """The client sent something that can't be served.
+
+    ``param`` names the field at fault, in the path notation of the OpenAI API
+    (``messages[0].content[1].image_url``), or is None when no single field is.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """A field is unknown, has the wrong type, or a value out of range."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt, or prompt and requested output, exceed the context length."""
+
+
+class UnknownModel(RequestError):
+    """The request names a model that isn't served here."""
+
+
+class PayloadTooLarge(RequestError):
+    """The request body exceeds the limit."""
+
+
+class MediaError(RequestError):
+    """A media item can't be used."""
+
+
+class UnsupportedMedia(MediaError):
+    """The bytes aren't of a media format that Triptych reads."""
+
+
+class TruncatedMedia(MediaError):
+    """The bytes end too early."""
+
+
+class MediaTooLarge(MediaError):
+    """The item exceeds a limit on pixels, bytes or tokens."""
+
+
+class BadMediaSize(MediaError):
+    """The item's sides are zero, or a shape the model can't take."""
+
+
+class MediaNotAllowed(MediaError):
+    """The item's URL isn't one that this server may fetch."""
+
+
+class ServiceError(TriptychError):
+    """The service couldn't answer a valid request."""
+
+
+class Overloaded(ServiceError):
+    """The queue is full. ``retry_after`` is in seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(ServiceError):
+    """No instance can do this now, or in this topology."""
+
+
+class InstanceLost(ServiceError):
+    """The instance that held the request is gone."""
+
+
+class DeadlineExceeded(ServiceError):
+    """The request's time ran out."""
+
+
+class PlanMismatch(ServiceError):
+    """A result differs from its plan. Always a bug, never the client's fault."""
+
+
+class InternalError(ServiceError):
+    """Something went wrong while serving one request."""
+
+
+class TransferError(TriptychError):
+    """A transfer between instances went wrong."""
+
+
+class BlockError(TransferError):
+    """Double free, foreign free or leak in a block pool."""
+
+
+class LayoutMismatch(TransferError):
+    """Producer and consumer disagree about dtype, width, block size or model."""
+
+
+class RegionError(TransferError):
+    """A region can't be opened, or isn't what its handle says."""
+
+
+class StartError(TriptychError):
+    """The service can't start. The message is for the operator's terminal."""
+
+
+class CheckpointError(StartError):
+    """A checkpoint folder can't be served. Names the file or the key."""
+
+
+class TopologyError(StartError):
+    """A topology that makes no sense."""
+
+
+class ConfigError(StartError):
+    """Settings that don't fit together."""
+
+
+def from_wire(name: str, message: str, param: str | None = None) -> TriptychError:
+    """The error that another process reported by class name; an InternalError for a name that isn't in the tree or
+    isn't one a request may end in."""
+    kind = globals().get(name)
+    if not isinstance(kind, type) or not issubclass(kind, RequestError | ServiceError):
+        return InternalError(message)
+    return kind(message, param) if issubclass(kind, RequestError) else kind(message)

@@ -1,0 +1,90 @@
+"""Topologies: which instances there are and which stages each runs. ``2E1PD`` is two encode instances and one
+instance that runs prefill and decode."""
+
+import enum
+import re
+from dataclasses import dataclass
+
+from triptych.errors import TopologyError
+
+
+class Stage(enum.StrEnum):
+    """One panel of the triptych."""
+
+    ENCODE = "E"
+    PREFILL = "P"
+    DECODE = "D"
+
+
+class Role(enum.StrEnum):
+    """The run of adjacent stages that one instance serves."""
+
+    E = "E"
+    PD = "PD"
+    EPD = "EPD"
+
+    @property
+    def stages(self) -> frozenset[Stage]:
+        return frozenset(Stage(letter) for letter in self.value)
+
+    @property
+    def encodes(self) -> bool:
+        return Stage.ENCODE in self.stages
+
+    @property
+    def generates(self) -> bool:
+        return Stage.DECODE in self.stages
+
+
+_GROUP = re.compile(r"(\d+)([EPD]+)")
+_EXAMPLES = "try 1EPD, 1E1PD, 2E1PD or 1E2PD"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The instances of a service, as pairs of role and count, in the order written."""
+
+    groups: tuple[tuple[Role, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        """Reads ``1E1PD`` and the like. Raises TopologyError, with the reason, for one that makes no sense."""
+        written = text.strip().upper()
+        if not written or _GROUP.sub("", written):
+            raise TopologyError(f"topology {text!r} is not a row of counts and roles: {_EXAMPLES}")
+        groups = tuple((_role(letters, text), int(count)) for count, letters in _GROUP.findall(written))
+        topology = cls(groups)
+        topology._check(text)
+        return topology
+
+    @property
+    def roles(self) -> list[Role]:
+        """One role per instance."""
+        return [role for role, count in self.groups for _ in range(count)]
+
+    def __str__(self) -> str:
+        return "".join(f"{count}{role}" for role, count in self.groups)
+
+    def _check(self, text: str) -> None:
+        named = [role for role, _ in self.groups]
+        if any(count == 0 for _, count in self.groups):
+            raise TopologyError(f"topology {text!r} has a group of zero instances")
+        if len(named) != len(set(named)):
+            raise TopologyError(f"topology {text!r} names a role twice; write the sum of its instances once")
+        if sum(count for _, count in self.groups) > MAX_INSTANCES:
+            raise TopologyError(f"topology {text!r} has more than {MAX_INSTANCES} instances")
+        if not any(role.generates for role in named):
+            raise TopologyError(f"topology {text!r} has no instance that decodes: {_EXAMPLES}")
+        if not any(role.encodes for role in named):
+            raise TopologyError(f"topology {text!r} has no instance that encodes: {_EXAMPLES}")
+
+
+MAX_INSTANCES = 64
+
+
+def _role(letters: str, text: str) -> Role:
+    try:
+        return Role(letters)
+    except ValueError:
+        served = ", ".join(role.value for role in Role)
+        raise TopologyError(f"topology {text!r}: {letters!r} is not a role; roles are {served}") from None
