@@ -1,0 +1,114 @@
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triptych.errors import InvalidRequest
+from triptych.prompt.detokenize import Detokenizer
+from triptych.prompt.tokenizer import Tokenizer
+
+SPECIAL = 258
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_folder: Path) -> Tokenizer:
+    return Tokenizer(shared_folder)
+
+
+# One token per byte: any UTF-8 split happens, and most random streams aren't UTF-8 at all.
+token_streams = st.lists(st.integers(0, 262), max_size=80)
+texts = st.text(alphabet="ab é漢😀\ufffd", max_size=40)
+stops = st.lists(st.text(alphabet="ab é😀", min_size=1, max_size=4), max_size=3)
+
+
+def streamed(detokenizer: Detokenizer, tokens: list[int], cuts: list[int]) -> str:
+    """The text of pushes of the given sizes, again and again, and of the end."""
+    pieces, place = [], 0
+    while place < len(tokens):
+        size = cuts[len(pieces) % len(cuts)]
+        pieces.append(detokenizer.push(tokens[place : place + size]))
+        place += size
+    return "".join(pieces) + detokenizer.finish()
+
+
+def until_stop(text: str, stop: list[str]) -> str:
+    """The definition: the stop string that is complete first; of two, the longer."""
+    for end in range(1, len(text) + 1):
+        found = [len(one) for one in stop if text[:end].endswith(one)]
+        if found:
+            return text[: end - max(found)]
+    return text
+
+
+cuts = st.lists(st.integers(1, 5), min_size=1, max_size=5)
+
+
+@settings(max_examples=500, deadline=None)
+@given(tokens=token_streams, cuts=cuts)
+def test_any_stream_equals_the_full_decode(tokenizer: Tokenizer, tokens: list[int], cuts: list[int]) -> None:
+    assert streamed(Detokenizer(tokenizer), tokens, cuts) == tokenizer.decode(tokens)
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=texts, stop=stops, cuts=cuts)
+def test_stop_strings(tokenizer: Tokenizer, text: str, stop: list[str], cuts: list[int]) -> None:
+    detokenizer = Detokenizer(tokenizer, stop)
+    assert streamed(detokenizer, tokenizer.encode(text), cuts) == until_stop(text, stop)
+    assert detokenizer.stopped == any(one in text for one in stop)
+
+
+def test_whole_characters_only(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push([token]) for token in tokenizer.encode("é😀a")]
+    assert pieces == ["", "é", "", "", "", "😀", "a"]
+    assert detokenizer.finish() == ""
+
+
+def test_incomplete_character_at_the_end(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push(tokenizer.encode("a😀")[:-1]) == "a"
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    first, second = tokenizer.encode("é")
+    assert detokenizer.push([SPECIAL, first, SPECIAL, second, SPECIAL]) == "é"
+
+
+def test_longest_possible_stop_is_held_back(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, ["abc", "bd"])
+    assert detokenizer.push(tokenizer.encode("xab")) == "x"
+    assert detokenizer.push(tokenizer.encode("e")) == "abe"
+    assert detokenizer.push(tokenizer.encode("yb")) == "y"
+    assert not detokenizer.stopped
+    assert detokenizer.push(tokenizer.encode("dz")) == ""
+    assert detokenizer.stopped
+    assert detokenizer.push(tokenizer.encode("more")) == ""
+    assert detokenizer.finish() == ""
+
+
+def test_held_text_is_flushed(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, ["END"])
+    assert detokenizer.push(tokenizer.encode("the EN")) == "the "
+    assert detokenizer.finish() == "EN"
+
+
+def test_empty_stop_string() -> None:
+    with pytest.raises(InvalidRequest, match="empty") as caught:
+        Detokenizer(None, ["a", ""])  # type: ignore[arg-type]
+    assert caught.value.param == "stop"
+
+
+@pytest.mark.parametrize("text", ["a", "\ufffd", None])
+def test_time_per_token_is_constant(tokenizer: Tokenizer, text: str | None) -> None:
+    """Also for a stream that never is UTF-8."""
+    one = tokenizer.encode("😀")[1:2] if text is None else tokenizer.encode(text)
+    detokenizer = Detokenizer(tokenizer)
+    start = time.process_time()
+    tokens = one * 5000
+    for token in tokens:
+        detokenizer.push([token])
+    assert time.process_time() - start < 5

@@ -1,0 +1,186 @@
+import io
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from triptych.errors import (
+    BadMediaSize,
+    CheckpointError,
+    InternalError,
+    InvalidRequest,
+    MediaTooLarge,
+    PromptTooLong,
+    TruncatedMedia,
+    UnsupportedMedia,
+)
+from triptych.prompt.fingerprint import fingerprint
+from triptych.prompt.prompt import PromptBuilder
+
+
+@pytest.fixture(scope="module")
+def builder(shared_folder: Path) -> PromptBuilder:
+    return PromptBuilder(shared_folder)
+
+
+def png(width: int, height: int, color: str = "red") -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(out, "PNG")
+    return out.getvalue()
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def image_part(data: bytes) -> dict[str, Any]:
+    return {"type": "image", "data": data}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
+def test_text_only(builder: PromptBuilder) -> None:
+    prompt = builder.build([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}])
+    text = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.tokens == builder.tokenizer.encode(text)
+    assert prompt.items == ()
+    np.testing.assert_array_equal(prompt.positions.prompt, np.tile(np.arange(len(prompt.tokens)), (3, 1)))
+    assert prompt.positions.next_position == len(prompt.tokens)
+
+
+def test_placeholders_are_expanded_in_order(builder: PromptBuilder) -> None:
+    first, second = png(64, 32), png(40, 40)
+    prompt = builder.build([user(text_part("a"), image_part(first), text_part("b")), user(image_part(second))])
+    image = builder.planner.image_token_id
+    assert [item.data for item in prompt.items] == [first, second]
+    assert prompt.tokens.count(image) == sum(item.plan.rows for item in prompt.items)
+    for item in prompt.items:
+        assert item.span.length == item.plan.rows
+        assert set(prompt.tokens[item.span.start : item.span.end]) == {image}
+        assert builder.tokenizer.token_of(prompt.tokens[item.span.start - 1]) == "<|vision_start|>"
+        assert builder.tokenizer.token_of(prompt.tokens[item.span.end]) == "<|vision_end|>"
+    assert prompt.positions.prompt.shape == (3, len(prompt.tokens))
+
+
+def test_keys_name_bytes_plan_and_model(folder: Path) -> None:
+    builder = PromptBuilder(folder)
+    red, blue = png(32, 32), png(32, 32, "blue")
+    keys = [item.key for item in builder.build([user(image_part(red), image_part(blue), image_part(red))]).items]
+    assert keys[0] == keys[2] != keys[1]
+    assert all(len(key) == 64 for key in keys)
+    assert PromptBuilder(folder).build([user(image_part(red))]).items[0].key == keys[0]
+    (folder / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 256, "max_pixels": 4095}))
+    assert PromptBuilder(folder).build([user(image_part(red))]).items[0].key != keys[0]
+
+
+def test_fingerprint_sees_every_file(folder: Path) -> None:
+    seen = {fingerprint(folder)}
+
+    def is_new() -> bool:
+        before = len(seen)
+        seen.add(fingerprint(folder))
+        return len(seen) > before
+
+    assert not is_new()
+    weights = folder / "model.safetensors"
+    header = b'{"a":{}}'
+    weights.write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
+    assert is_new()
+    weights.write_bytes(struct.pack("<Q", len(header)) + header.replace(b"a", b"b") + b"1234")
+    assert is_new()
+    weights.write_bytes(struct.pack("<Q", len(header)) + header.replace(b"a", b"b") + b"12345")
+    assert is_new()
+    weights.rename(folder / "other.safetensors")
+    assert is_new()
+    (folder / "preprocessor_config.json").unlink()
+    assert is_new()
+    (folder / "other.safetensors").write_bytes(struct.pack("<Q", 2**60))
+    with pytest.raises(CheckpointError, match=r"other\.safetensors"):
+        fingerprint(folder)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "system", "content": "a<|image_pad|>b"}], "messages[0].content"),
+        ([user(text_part("a")), user(text_part("b"), text_part("<|video_pad|>"))], "messages[1].content[1].text"),
+        ([{"role": "assistant", "content": "<|vision_start|>"}], "messages[0].content"),
+        ([user(text_part("<|vision_end|>"))], "messages[0].content[0].text"),
+        ([user(text_part("<|image"), text_part("_pad|>"))], "messages[0].content[1].text"),
+        ([user(text_part("<|im"), text_part("age"), text_part("_pad|>"))], "messages[0].content[2].text"),
+        ([{"role": "tool", "content": None, "calls": [{"<|image_pad|>": 1}]}], "messages[0].calls[0]"),
+        ([{"role": "<|image_pad|>", "content": "a"}], "messages[0].role"),
+    ],
+)  # fmt: skip
+def test_media_tokens_in_text(builder: PromptBuilder, messages: list[dict[str, Any]], param: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"may not contain <\|") as caught:
+        builder.build(messages)
+    assert caught.value.param == param
+
+
+def test_media_tokens_in_template_variables(builder: PromptBuilder) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        builder.build([user(text_part("a"))], tools=[{"type": "<|image_pad|>"}])
+    assert caught.value.param == "tools[0].type"
+
+
+def test_half_a_surrogate_pair(builder: PromptBuilder) -> None:
+    with pytest.raises(InvalidRequest, match="Unicode") as caught:
+        builder.build([user(text_part("\ud83d"))])
+    assert caught.value.param == "messages[0].content[0].text"
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"hello", UnsupportedMedia),
+        (png(32, 32)[:20], TruncatedMedia),
+        (png(32, 32)[:16] + struct.pack(">LL", 50_000, 50_000) + png(32, 32)[24:], MediaTooLarge),
+        (png(32, 32)[:16] + struct.pack(">LL", 0, 5) + png(32, 32)[24:], BadMediaSize),
+        (png(402, 2), BadMediaSize),
+    ],
+)
+def test_bad_media_names_its_part(builder: PromptBuilder, data: bytes, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        builder.build([user(text_part("a")), user(text_part("b"), image_part(data))])
+    assert caught.value.param == "messages[1].content[1].image_url"  # type: ignore[attr-defined]
+
+
+def test_too_long(shared_folder: Path) -> None:
+    builder = PromptBuilder(shared_folder, context_length=50)
+    with pytest.raises(PromptTooLong, match=r"has \d{3} tokens; the context length is 50"):
+        builder.build([user(text_part("a" * 100))])
+    with pytest.raises(PromptTooLong, match="the context length is 50"):
+        builder.build([user(image_part(png(64, 64)))])
+    assert PromptBuilder(shared_folder, context_length=10**6).context_length == 4096
+
+
+@pytest.mark.parametrize("template", ["no image", "<|image_pad|><|image_pad|>"])
+def test_template_that_misplaces_images(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(InternalError, match=r"placed \d images of 1"):
+        PromptBuilder(folder).build([user(image_part(png(32, 32)))])
+
+
+def test_tokenizer_without_the_media_token(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"video_token_id": 999}))
+    with pytest.raises(CheckpointError, match="no token 999"):
+        PromptBuilder(folder)
+
+
+def test_build_is_quick(builder: PromptBuilder) -> None:
+    messages = [user(image_part(png(200, 100)), text_part("What is in this picture?"))]
+    durations = []
+    for _ in range(30):
+        start = time.perf_counter()
+        builder.build(messages)
+        durations.append(time.perf_counter() - start)
+    assert min(durations) < 2e-3

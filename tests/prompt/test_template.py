@@ -1,0 +1,75 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from triptych.errors import CheckpointError, InvalidRequest
+from triptych.prompt.template import ChatTemplate
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def template(folder: Path, source: str) -> ChatTemplate:
+    (folder / "chat_template.jinja").write_text(source)
+    return ChatTemplate(folder)
+
+
+def test_renders_text_and_images(shared_folder: Path) -> None:
+    content = [{"type": "image"}, {"type": "text", "text": "what is {{ this }}?"}]
+    assert ChatTemplate(shared_folder).render([{"role": "user", "content": content}]) == (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>what is {{ this }}?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert ChatTemplate(shared_folder).render(USER, add_generation_prompt=False).endswith("<|im_end|>\n")
+
+
+def test_sources_in_order(folder: Path) -> None:
+    def write(name: str, template: object) -> None:
+        (folder / name).write_text(json.dumps({"chat_template": template}))
+
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(CheckpointError, match="no chat template"):
+        ChatTemplate(folder)
+    write("chat_template.json", "legacy")
+    assert ChatTemplate(folder).render(USER) == "legacy"
+    write("tokenizer_config.json", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}])
+    assert ChatTemplate(folder).render(USER) == "named"
+    assert template(folder, "file").render(USER) == "file"
+
+
+def test_variables_and_filters(folder: Path) -> None:
+    source = (
+        "{{ eos_token }}{{ pad_token }}{{ add_bos_token is defined }}{{ tools is none }}{{ {'a': '<é>'} | tojson }}"
+    )
+    assert template(folder, source).render(USER) == '<|im_end|><|endoftext|>FalseTrue{"a": "<é>"}'
+    assert template(folder, "{{ tools | length }}").render(USER, tools=[1, 2]) == "2"
+    assert len(template(folder, "{{ strftime_now('%Y-%m-%d') }}").render(USER)) == 10
+    assert template(folder, "{% for m in [1, 2] %}{{ m }}{% break %}{% endfor %}").render(USER) == "1"
+    assert template(folder, "{% generation %}{{ messages[0].content }}{% endgeneration %}").render(USER) == "hi"
+
+
+def test_blocks_leave_no_blank_lines(folder: Path) -> None:
+    assert template(folder, "{% if true %}\n  {% if true %}\na\n  {% endif %}\n{% endif %}\n").render(USER) == "a\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "concatenate"),
+        ("{{ messages[0].missing.attribute }}", "no attribute"),
+        ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 1 / 0 }}", "zero"),
+    ],
+)
+def test_errors_are_short_requests_errors(folder: Path, source: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        template(folder, source).render(USER)
+    assert caught.value.param == "messages"
+    assert len(str(caught.value)) < 300
+
+
+def test_template_that_does_not_parse(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="doesn't parse"):
+        template(folder, "{% if %}")

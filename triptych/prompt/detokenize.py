@@ -1,0 +1,117 @@
+"""Tokens to text while they come: whole characters only, and nothing that may belong to a stop string.
+
+``tokenizers.decoders.DecodeStream`` isn't used: it has no way to flush the bytes it holds back at the end of a
+stream, so that its text differs from the full decode's.
+"""
+
+from collections.abc import Sequence
+
+from triptych.errors import InvalidRequest
+from triptych.prompt.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+# A window that won't end in whole characters (a stream of bytes that isn't UTF-8) is cut beyond this many tokens, to
+# keep the work per token constant.
+_MAX_WINDOW = 16
+
+
+class Detokenizer:
+    """One sequence's text. What ``push`` and ``finish`` return, joined, equals the decoded tokens up to the first stop
+    string, however the tokens were split into pushes. Exact for byte-level tokenizers.
+
+    The first stop string is the one that is complete first; of two complete at once, the longer one. ``stopped`` is
+    true once one was found; it isn't part of the text. Raises InvalidRequest for an empty stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        if not all(stop):
+            raise InvalidRequest("a stop string can't be empty", "stop")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        # Text of the window is that of context and window less that of the context: decoders that treat the first
+        # token of a text differently must not see the window as one.
+        self._context: list[int] = []
+        self._context_length = 0
+        self._window: list[int] = []
+        self._emitted = 0
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that is now certain. Empty once stopped."""
+        return "".join(self._release(self._decode_next(token_id)) for token_id in token_ids)
+
+    def finish(self) -> str:
+        """What was held back. Bytes of a character that never was completed become U+FFFD."""
+        text = self._release(self._window_text()[self._emitted :])
+        self._window.clear()
+        self._emitted = 0
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _decode_next(self, token_id: int) -> str:
+        if self.stopped:
+            return ""
+        self._window.append(token_id)
+        text = self._window_text()
+        if text.endswith(_REPLACEMENT):
+            # Only the last replacement can still become another character.
+            new = text[self._emitted : -1]
+            self._emitted = max(self._emitted, len(text) - 1)
+            if len(self._window) > _MAX_WINDOW:
+                self._cut_window(text)
+            return new
+        new = text[self._emitted :]
+        if text or not self._context:
+            self._begin_window(len(self._window))
+        else:
+            # Special tokens only. They'd be a context without text.
+            self._window.clear()
+        return new
+
+    def _window_text(self) -> str:
+        return self._tokenizer.decode(self._context + self._window)[self._context_length :]
+
+    def _begin_window(self, cut: int) -> None:
+        """Makes the window's first ``cut`` tokens the context of the others."""
+        self._context = self._window[:cut]
+        self._context_length = len(self._tokenizer.decode(self._context))
+        self._window = self._window[cut:]
+        self._emitted = 0
+
+    def _cut_window(self, text: str) -> None:
+        """Drops tokens whose text can't change any more, where two texts side by side equal the joint one.
+
+        A character that goes across the cut would be two or more replacements, one for its bytes on either side.
+        """
+        for cut in range(len(self._window) - 1, 0, -1):
+            head = self._tokenizer.decode(self._context + self._window[:cut])[self._context_length :]
+            tail = self._tokenizer.decode(self._window[cut:])
+            if head and tail and head + tail == text:
+                emitted = self._emitted - len(head)
+                self._begin_window(cut)
+                self._emitted = emitted
+                return
+
+    def _release(self, text: str) -> str:
+        """Adds text to what is held and returns what can't be part of a stop string."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if ends:
+            self.stopped = True
+            self._held = ""
+            return text[: min(ends)[1]]
+        length = self._stop_prefix_length(text)
+        self._held = text[len(text) - length :]
+        return text[: len(text) - length]
+
+    def _stop_prefix_length(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1)
+        for length in range(min(len(text), longest - 1), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,132 @@
+"""Renders a conversation with a checkpoint's own chat template, in Jinja's sandbox, as transformers would."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from triptych.errors import CheckpointError, InvalidRequest
+from triptych.models.config_files import read_json_object
+
+_TEMPLATE_FILE = "chat_template.jinja"
+_LEGACY_TEMPLATE_FILE = "chat_template.json"
+_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+# What a template does wrong on messages of an unexpected shape, besides Jinja's own errors.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
+
+
+class ChatTemplate:
+    """A checkpoint's template: ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json, else that of
+    chat_template.json. Raises CheckpointError when there is none or it doesn't parse.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        tokenizer_config = _read_if_there(folder / _TOKENIZER_CONFIG_FILE)
+        source = _template_source(folder, tokenizer_config)
+        # transformers defines these two for every template, and some test them against none.
+        self._variables: dict[str, Any] = {"tools": None, "documents": None, **_special_tokens(tokenizer_config)}
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"{folder}: the chat template doesn't parse: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any) -> str:
+        """The prompt's text. ``extra`` are further variables of the template, such as ``tools``.
+
+        Raises InvalidRequest for messages that the template refuses or can't handle.
+        """
+        variables = {**self._variables, **extra}
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+        except _TEMPLATE_ERRORS as error:
+            reason = str(error).strip().splitlines()[:1]
+            raise InvalidRequest(
+                f"the model's chat template can't render these messages: {(reason or ['no reason given'])[0][:200]}",
+                "messages",
+            ) from error
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks assistant text for training; for serving, its body is all there is."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which models weren't trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str:
+    path = folder / _TEMPLATE_FILE
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: can't be read as UTF-8") from error
+    for config in (tokenizer_config, _read_if_there(folder / _LEGACY_TEMPLATE_FILE)):
+        source = _default_template(config.get("chat_template"))
+        if source is not None:
+            return source
+    raise CheckpointError(
+        f"{folder}: no chat template in {_TEMPLATE_FILE}, {_TOKENIZER_CONFIG_FILE} or {_LEGACY_TEMPLATE_FILE}"
+    )
+
+
+def _default_template(value: Any) -> str | None:
+    """The template that ``chat_template`` holds: a string, or in a list of named ones that called ``default``."""
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Name → text of the tokens that the tokenizer's config names, such as ``eos_token``."""
+    extra = tokenizer_config.get("extra_special_tokens")
+    named = {**tokenizer_config, **extra} if isinstance(extra, dict) else tokenizer_config
+    tokens = {}
+    for name, value in named.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
