@@ -1,0 +1,106 @@
+"""Linear layers, weight formats, norm and rope by themselves."""
+
+import pytest
+import torch
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLTextRMSNorm,
+    Qwen3VLTextRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from triptych.errors import CheckpointError, ConfigError
+from triptych.models.layers import WEIGHT_FORMATS, PlainLinear, RMSNorm, weight_format
+from triptych.models.rope import InterleavedMRope, rope_settings, rotate
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_in_every_format(name: str, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(48, 32).bfloat16(), torch.randn(48).bfloat16() if with_bias else None
+    weights = weight_format(name)
+    activations = torch.randn(5, 32).to(weights.activations)
+    expected = activations.double() @ weight.double().T + (0 if bias is None else bias.double())
+    output = weights.linear(weight, bias, CPU)(activations)
+    assert output.dtype == weights.activations
+    tolerance = {"fp32": 1e-5, "fp16-packed": 2e-2}.get(name, 0.2)
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
+
+
+def test_a_weight_that_has_the_dtype_is_not_copied() -> None:
+    weight = torch.randn(4, 3)
+    linear = weight_format("fp32").linear(weight, None, CPU)
+    assert isinstance(linear, PlainLinear)
+    assert linear.weight.data_ptr() == weight.data_ptr()
+
+
+def test_packed_keeps_no_other_copy_and_refuses_other_devices() -> None:
+    weights = weight_format("fp16-packed")
+    linear = weights.linear(torch.randn(4, 3), None, CPU)
+    assert not list(linear.parameters())
+    with pytest.raises(ConfigError, match="CPUs only"):
+        weights.linear(torch.randn(4, 3), None, torch.device("meta"))
+
+
+def test_unknown_weight_format() -> None:
+    with pytest.raises(ConfigError, match="'int3' is unknown; known are fp32"):
+        weight_format("int3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_equals_transformers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    reference = Qwen3VLTextRMSNorm(32, eps=1e-6).to(dtype).requires_grad_(False)
+    reference.weight.copy_(torch.randn(32))
+    activations = (10 * torch.randn(7, 32)).to(dtype)
+    assert torch.equal(RMSNorm(reference.weight, 1e-6)(activations), reference(activations))
+
+
+@pytest.mark.parametrize(("head_dim", "section"), [(16, (4, 2, 2)), (128, (24, 20, 20)), (16, (2, 3, 3))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_equals_transformers(head_dim: int, section: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parameters = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(section), "mrope_interleaved": True}
+    config = Qwen3VLTextConfig(head_dim=head_dim, rope_parameters=parameters)
+    positions = torch.randint(0, 100_000, (3, 9))
+    query = torch.randn(1, 3, 9, head_dim, dtype=dtype)  # [1, heads, T, head_dim]
+    reference_cos, reference_sin = Qwen3VLTextRotaryEmbedding(config)(query, positions[:, None])
+    expected, _ = apply_rotary_pos_emb(query, query, reference_cos, reference_sin)
+    cos, sin = InterleavedMRope(head_dim, 5e6, section, CPU)(positions, dtype)
+    assert torch.equal(cos[:, 0], reference_cos[0])
+    assert torch.equal(sin[:, 0], reference_sin[0])
+    assert torch.equal(rotate(query[0].transpose(0, 1), cos, sin), expected[0].transpose(0, 1))
+
+
+def test_rope_settings_in_both_spellings() -> None:
+    scaling = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    published = rope_settings({"rope_theta": 1e6, "rope_scaling": scaling})
+    assert published == rope_settings({"rope_parameters": scaling | {"rope_theta": 1e6}})
+    assert (published.theta, published.mrope_section) == (1e6, (4, 2, 2))
+    assert rope_settings({"rope_scaling": None}).mrope_section == (24, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "yarn"}, "'yarn' is not served"),
+        ({"type": "linear"}, "'linear' is not served"),
+        ({"mrope_interleaved": False}, "only interleaved"),
+        ({"mrope_section": [4, 4]}, "three positive counts"),
+        ({"mrope_section": [4, "2", 2]}, "three positive counts"),
+        ({"mrope_section": 8}, "three positive counts"),
+        ({"rope_theta": "big"}, "rope_theta"),
+        (["default"], "must be an object"),
+    ],
+)
+def test_rope_settings_that_are_not_served(rope: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        rope_settings({"rope_scaling": rope})
+
+
+def test_sections_must_fill_the_head() -> None:
+    with pytest.raises(CheckpointError, match="adds up to 7"):
+        InterleavedMRope(16, 1e6, (3, 2, 2), CPU)

@@ -1,0 +1,99 @@
+"""The interface between the decoder and an attention backend, and the paged KV cache they share."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from triptych.models.decoder_config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """The consecutive page ids ``first``, ``first + 1``, … that a page table starts with; ``length`` of them."""
+
+    first: int
+    length: int
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's packed tokens: T in all, of S sequences, each sequence's tokens together and in order.
+
+    Raises ValueError when the fields contradict each other.
+    """
+
+    query_lens: list[int]
+    """New tokens of each sequence; they add up to T."""
+    kv_lens: list[int]
+    """Tokens of each sequence in the cache after this step, so at least its ``query_lens``."""
+    page_tables: list[Tensor]
+    """int64: page ids of each sequence, at least ``ceil(kv_len / page_size)``; more are ignored."""
+    slots: Tensor
+    """int64 [T]: where each new token's K and V go, as ``page * page_size + offset in the page``."""
+
+    def __post_init__(self) -> None:
+        if not len(self.query_lens) == len(self.kv_lens) == len(self.page_tables):
+            raise ValueError(
+                f"{len(self.query_lens)} query lengths, {len(self.kv_lens)} kv lengths, {len(self.page_tables)} tables"
+            )
+        if sum(self.query_lens) != self.slots.shape[0]:
+            raise ValueError(f"query lengths add up to {sum(self.query_lens)}, but there are {len(self.slots)} slots")
+        if any(query_len > kv_len for query_len, kv_len in zip(self.query_lens, self.kv_lens, strict=True)):
+            raise ValueError(f"query lengths {self.query_lens} exceed kv lengths {self.kv_lens}")
+
+    @cached_property
+    def page_runs(self) -> list[PageRun]:
+        """Each sequence's leading run of consecutive pages, found once per step rather than once per layer."""
+        return [leading_run(table) for table in self.page_tables]
+
+
+def leading_run(page_table: Tensor) -> PageRun:
+    """The longest run of consecutive page ids that a page table starts with."""
+    pages = page_table.tolist()
+    if not pages:
+        return PageRun(0, 0)
+    length = next((i for i, page in enumerate(pages) if page != pages[0] + i), len(pages))
+    return PageRun(pages[0], length)
+
+
+@dataclass(frozen=True)
+class KVTensors:
+    """The paged KV cache: one [pages, page_size, kv_heads, head_dim] tensor of keys and one of values per layer."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @classmethod
+    def allocate(
+        cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "KVTensors":
+        """A cache of ``num_pages`` zeroed pages in every layer. On CPUs the memory is committed as it's written."""
+        shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+        layers = range(config.num_layers)
+        return cls(
+            keys=[torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
+            values=[torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
+        )
+
+
+class AttentionBackend(Protocol):
+    """Writes a step's new keys and values into a layer's cache, then attends from its new tokens."""
+
+    def __call__(  # noqa: PLR0917 (a kernel's operands)
+        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        """Causal attention of each new token to its own sequence up to itself, scaled by ``head_dim ** -0.5``.
+
+        ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
+        [pages, page_size, kv_heads, head_dim]. Query head h reads kv head ``h * kv_heads // heads``.
+        Returns [T, heads, head_dim] in the query's dtype.
+        """
+
+
+def pages_needed(num_tokens: int, page_size: int) -> int:
+    """How many pages hold ``num_tokens`` tokens."""
+    return math.ceil(num_tokens / page_size)

@@ -1,0 +1,70 @@
+"""Attention on CPUs: PyTorch's fused attention, sequence by sequence."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych.models.attention.base import AttentionBatch, PageRun, pages_needed
+
+
+class CpuAttention:
+    """``AttentionBackend`` for CPUs. Allocates in proportion to one sequence at a time, never to the pool.
+
+    A sequence whose pages are consecutive is read in place; another one's pages are gathered.
+    """
+
+    def __call__(  # noqa: PLR0917 (a kernel's operands)
+        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        """See ``AttentionBackend``."""
+        key_cache.flatten(0, 1).index_copy_(0, batch.slots, key.to(key_cache.dtype))
+        value_cache.flatten(0, 1).index_copy_(0, batch.slots, value.to(value_cache.dtype))
+        outputs = [
+            attend(
+                sequence_query,
+                read_pages(key_cache, kv_len, table, run).to(query.dtype),
+                read_pages(value_cache, kv_len, table, run).to(query.dtype),
+            )
+            for sequence_query, kv_len, table, run in zip(
+                query.split(batch.query_lens), batch.kv_lens, batch.page_tables, batch.page_runs, strict=True
+            )
+        ]
+        return torch.cat(outputs)
+
+
+def read_pages(cache: Tensor, kv_len: int, page_table: Tensor, run: PageRun) -> Tensor:
+    """A sequence's ``kv_len`` rows [kv_len, kv_heads, head_dim]; a view when its pages are consecutive."""
+    num_pages = pages_needed(kv_len, cache.shape[1])
+    if num_pages <= run.length:
+        pages = cache.narrow(0, run.first, num_pages)
+    else:
+        pages = cache.index_select(0, page_table[:num_pages])
+    return pages.flatten(0, 1)[:kv_len]
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One sequence's last ``query.shape[0]`` tokens attending to its keys and values.
+
+    ``query`` [q, heads, d]; ``keys``, ``values`` [kv, kv_heads, d]. Returns [q, heads, d].
+    """
+    query_len, num_heads, head_dim = query.shape
+    kv_len, num_kv_heads, _ = keys.shape
+    group = num_heads // num_kv_heads
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # [1, kv_heads, kv, d]
+    if query_len == 1:
+        # The query heads that share a kv head take the place of query positions: keys are read once per group.
+        grouped = query.reshape(1, num_kv_heads, group, head_dim)
+        return F.scaled_dot_product_attention(grouped, keys, values).reshape(1, num_heads, head_dim)
+    # The group takes the place of the batch, over which keys and values are broadcast without being copied.
+    grouped = query.reshape(query_len, num_kv_heads, group, head_dim).permute(2, 1, 0, 3)  # [group, kv_heads, q, d]
+    keys, values = (tensor.expand(group, -1, -1, -1) for tensor in (keys, values))
+    # is_causal aligns the mask to the upper left, which is right only for a prompt's first chunk.
+    is_first_chunk = query_len == kv_len
+    mask = None if is_first_chunk else lower_right_causal_mask(query_len, kv_len, query.device)
+    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=is_first_chunk)
+    return output.permute(2, 1, 0, 3).reshape(query_len, num_heads, head_dim)
+
+
+def lower_right_causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """bool [q, kv]: True where the query, one of the sequence's last, may see the key."""
+    return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - query_len)

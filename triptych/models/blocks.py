@@ -1,0 +1,144 @@
+"""The parts of a decoder layer. Each builds itself from a ``WeightReader``; ``prefix`` is its place in the decoder.
+
+The reference is ``Qwen3VLTextDecoderLayer`` and ``Qwen3VLMoeTextSparseMoeBlock`` in transformers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych.models.attention.base import AttentionBackend, AttentionBatch
+from triptych.models.decoder_config import DecoderConfig, MoEConfig
+from triptych.models.layers import Linear, RMSNorm
+from triptych.models.rope import rotate
+from triptych.models.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What every layer of one forward pass shares: rotary ``cos`` and ``sin`` [T, 1, head_dim], and the batch."""
+
+    cos: Tensor
+    sin: Tensor
+    attention: AttentionBatch
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normalised queries and keys, over the paged cache."""
+
+    def __init__(self, config: DecoderConfig, reader: WeightReader, prefix: str, backend: AttentionBackend) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.head_counts = [heads, kv_heads, kv_heads]
+        self.head_dim = head_dim
+        self.backend = backend
+        self.qkv = reader.linear(
+            {
+                f"{prefix}.q_proj": heads * head_dim,
+                f"{prefix}.k_proj": kv_heads * head_dim,
+                f"{prefix}.v_proj": kv_heads * head_dim,
+            },
+            config.hidden_size,
+            bias=config.attention_bias,
+        )
+        self.output = reader.linear(
+            {f"{prefix}.o_proj": config.hidden_size}, heads * head_dim, bias=config.attention_bias
+        )
+        # Queries and keys lie side by side, so one norm, with a weight per head, serves both.
+        q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
+        k_weight = reader.vector(f"{prefix}.k_norm", head_dim).expand(kv_heads, -1)
+        self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden]; writes the new tokens' K and V to the layer's ``keys``, ``values``."""
+        heads, kv_heads, _ = self.head_counts
+        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
+        qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        query, key = rotate(self.qk_norm(qk), context.cos, context.sin).split((heads, kv_heads), dim=1)
+        attended = self.backend(query, key, value, keys, values, context.attention)  # [T, heads, head_dim]
+        return self.output(attended.flatten(1))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``, with gate and up fused."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden]."""
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class MixtureOfExperts(nn.Module):
+    """Sends each token through its ``experts_per_token`` best experts and adds up their weighted outputs."""
+
+    def __init__(self, config: MoEConfig, router: Linear, experts: list[GatedMLP]) -> None:
+        super().__init__()
+        self.config = config
+        self.router = router
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden]."""
+        k = self.config.experts_per_token
+        probabilities = self.router(hidden).softmax(dim=-1, dtype=torch.float32)  # [T, experts]
+        scales, chosen = probabilities.topk(k, dim=-1)  # [T, k]
+        if self.config.norm_topk_prob:
+            scales = scales / scales.sum(dim=-1, keepdim=True)
+        # Sorted by expert, the T * k assignments fall into one run per expert, so each expert runs once.
+        assigned = chosen.flatten()
+        order = assigned.argsort(stable=True)
+        counts = assigned.bincount(minlength=self.config.num_experts).tolist()
+        tokens = (order // k).split(counts)
+        scales = scales.to(hidden.dtype).flatten()[order].unsqueeze(-1).split(counts)
+        output = torch.zeros_like(hidden)
+        for expert, count in enumerate(counts):
+            if count:
+                expert_output = self.experts[expert](hidden[tokens[expert]])
+                output.index_add_(0, tokens[expert], expert_output * scales[expert])
+        return output
+
+
+def load_dense_mlp(config: DecoderConfig, reader: WeightReader, prefix: str) -> GatedMLP:
+    """A plain layer's MLP."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    return GatedMLP(
+        gate_up=reader.linear({f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}, hidden),
+        down=reader.linear({f"{prefix}.down_proj": hidden}, intermediate),
+    )
+
+
+def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, prefix: str) -> MixtureOfExperts:
+    """A routed layer's experts and router. The router stays unpacked: rounding it could change which experts run."""
+    hidden, intermediate = config.hidden_size, moe.moe_intermediate_size
+    gate_ups = reader.experts(f"{prefix}.experts.gate_up_proj", moe.num_experts, 2 * intermediate, hidden)
+    downs = reader.experts(f"{prefix}.experts.down_proj", moe.num_experts, hidden, intermediate)
+    experts = [GatedMLP(gate_up, down) for gate_up, down in zip(gate_ups, downs, strict=True)]
+    return MixtureOfExperts(moe, reader.plain_linear(f"{prefix}.gate", moe.num_experts, hidden), experts)
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        prefix = f"layers.{index}"
+        self.attention_norm = reader.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, reader, f"{prefix}.self_attn", backend)
+        self.mlp_norm = reader.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.mlp: nn.Module
+        if config.moe is not None and config.is_moe_layer(index):
+            self.mlp = load_mixture(config, config.moe, reader, f"{prefix}.mlp")
+        else:
+            self.mlp = load_dense_mlp(config, reader, f"{prefix}.mlp")
+
+    def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden], a new tensor."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), keys, values, context)
+        return hidden + self.mlp(self.mlp_norm(hidden))

@@ -1,0 +1,34 @@
+"""Reads the JSON files of a checkpoint folder. No torch: the front door and the supervisor use this too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import CheckpointError
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError, naming the file, when there is none."""
+    try:
+        return parse_json_object(path.read_bytes(), path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
+
+
+def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in ``data``, which came from ``path``. Raises CheckpointError when it isn't one."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def load_config(folder: Path | str) -> dict[str, Any]:
+    """A checkpoint folder's ``config.json``. Raises CheckpointError when it is missing, unreadable or no object."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; a checkpoint folder has a config.json")
+    return read_json_object(path)

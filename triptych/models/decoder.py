@@ -1,0 +1,109 @@
+"""The language half of a model: one parametrised decoder, over a paged KV cache, for packed batches of sequences."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych.models.attention.base import AttentionBackend, AttentionBatch, KVTensors
+from triptych.models.attention.cpu import CpuAttention
+from triptych.models.blocks import Layer, LayerContext
+from triptych.models.checkpoint import Checkpoint
+from triptych.models.decoder_config import DecoderConfig, MoEConfig
+from triptych.models.layers import Linear, WeightFormat, frozen
+from triptych.models.rope import InterleavedMRope
+from triptych.models.weights import HEAD, DecoderKeys, WeightReader
+
+__all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch", "MoEConfig"]
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One step: T tokens, of which M stand for media and L have their logits taken."""
+
+    tokens: Tensor
+    """int64 [T]; a media token's id must be in the vocabulary, but isn't looked at."""
+    positions: Tensor
+    """int64 [3, T]: temporal, height, width."""
+    media_index: Tensor
+    """int64 [M]: which of the T tokens are media tokens; M may be 0."""
+    media_rows: Tensor
+    """[M, hidden * (1 + num_deepstack_layers)]: embedding, then the features added after layers 0, 1, …"""
+    logits_index: Tensor
+    """int64 [L]: the tokens whose logits are wanted; L may be 0."""
+    attention: AttentionBatch
+
+
+class Decoder(nn.Module):
+    """Tokens and media rows in, logits out. Holds no state between steps: that is in the ``KVTensors``.
+
+    ``embedding`` [vocab, hidden] keeps the checkpoint's dtype, and on CPUs its memory mapping: a step needs few rows.
+    """
+
+    def __init__(self, config: DecoderConfig, reader: WeightReader, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = reader.weights.activations
+        vocab_and_hidden = (config.vocab_size, config.hidden_size)
+        embedding = reader.tensor("embed_tokens.weight", vocab_and_hidden)
+        self.embedding = frozen(embedding.to(reader.device))
+        self.rope = InterleavedMRope(config.head_dim, config.rope_theta, config.mrope_section, reader.device)
+        self.layers = nn.ModuleList(Layer(config, reader, index, backend) for index in range(config.num_layers))
+        self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
+        if config.tie_embeddings:
+            reader.ignore(HEAD)  # some tied checkpoints store it all the same
+        self.head: Linear = reader.weights.linear(
+            embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden), None, reader.device
+        )
+
+    @classmethod
+    def load(
+        cls,
+        config: DecoderConfig,
+        checkpoint: Checkpoint,
+        keys: DecoderKeys,
+        weights: WeightFormat,
+        device: torch.device,
+        *,
+        backend: AttentionBackend | None = None,
+    ) -> "Decoder":
+        """The decoder with a checkpoint's weights, ready for inference.
+
+        Built layer by layer from memory-mapped tensors: beyond the result, memory holds one layer's weights.
+        ``backend`` defaults to the CPU's, which is plain PyTorch and so runs, slower than it need, on any device.
+        Raises CheckpointError for a tensor that is missing, misshapen or has no place in the decoder, and ConfigError
+        for a weight format that the device can't use.
+        """
+        reader = WeightReader(checkpoint, keys, weights, device)
+        with torch.inference_mode():
+            decoder = cls(config, reader, backend or CpuAttention())
+        reader.finish()
+        return decoder.eval()
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVTensors) -> Tensor:
+        """Runs one step; writes every layer's K and V of the T tokens. Returns logits, float32 [L, vocab].
+
+        Raises ValueError for media rows of the wrong width.
+        """
+        media = self._media_features(batch)
+        hidden = F.embedding(batch.tokens, self.embedding).to(self.dtype)  # [T, hidden]
+        hidden.index_copy_(0, batch.media_index, media[0])
+        cos, sin = self.rope(batch.positions, self.dtype)
+        context = LayerContext(cos, sin, batch.attention)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, cache.keys[index], cache.values[index], context)
+            if index < self.config.num_deepstack_layers:
+                hidden.index_add_(0, batch.media_index, media[1 + index])
+        if batch.logits_index.shape[0] == 0:
+            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        return self.head(self.norm(hidden[batch.logits_index])).float()
+
+    def _media_features(self, batch: ForwardBatch) -> tuple[Tensor, ...]:
+        """The media rows cut into the embedding and each deepstack layer's features, every one [M, hidden]."""
+        num_features = 1 + self.config.num_deepstack_layers
+        shape = (batch.media_index.shape[0], num_features * self.config.hidden_size)
+        if batch.media_rows.shape != shape:
+            raise ValueError(f"media rows have shape {list(batch.media_rows.shape)}, not {list(shape)}")
+        return batch.media_rows.to(self.dtype).chunk(num_features, dim=1)
