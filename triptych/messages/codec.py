@@ -1,0 +1,29 @@
+"""Messages to bytes and back: msgspec Structs in MessagePack, checked against their types. No pickle, ever."""
+
+import msgspec
+
+from triptych.errors import TriptychError
+from triptych.messages.rows import RowMessage
+from triptych.messages.work import WorkMessage
+
+Message = WorkMessage | RowMessage
+
+
+class BadMessage(TriptychError):
+    """Bytes that aren't a message."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Raises BadMessage, and nothing else, for any bytes that aren't exactly one message."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadMessage(str(error)) from None

@@ -1,0 +1,94 @@
+"""The one transfer protocol: Offer ▸ Grant ▸ Wrote ▸ Done/Abort.
+
+The consumer *grants* blocks, the producer *writes* rows into them. A grant from row 0 begins a transfer, a later
+grant resumes it, small grants are flow control. ``Abort`` is always answered by ``Done``; ``Done`` never is.
+"""
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from triptych.types import Address, TransferId
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class RowLayout(Struct, frozen=True):
+    """What both ends must agree on before a row moves. ``width`` counts elements of ``dtype`` in a row."""
+
+    model: str
+    dtype: str
+    width: Positive
+    row_bytes: Positive
+
+
+class RegionHandle(Struct, frozen=True):
+    """Names memory that a fabric can write to. What ``location`` means is the fabric's own business."""
+
+    fabric: str
+    location: str
+    num_bytes: Positive
+
+
+class Extent(Struct, frozen=True):
+    """A contiguous run of rows in a region: ``start`` and ``rows`` count rows, not bytes."""
+
+    start: Count
+    rows: Positive
+
+
+class Offer(Struct, frozen=True, tag=True):
+    """Producer → consumer: these rows exist or soon will."""
+
+    transfer: TransferId
+    key: str
+    rows: Positive
+    producer: Address
+    layout: RowLayout
+
+
+class Grant(Struct, frozen=True, tag=True):
+    """Consumer → producer: write rows from ``first_row`` on into these extents, filling each in turn."""
+
+    transfer: TransferId
+    first_row: Count
+    extents: list[Extent]
+    region: RegionHandle
+
+
+class Wrote(Struct, frozen=True, tag=True):
+    """Producer → consumer: these rows have landed, all of them. ``began`` is when writing them began, in seconds
+    since the epoch."""
+
+    transfer: TransferId
+    first_row: Count
+    rows: Positive
+    began: float
+
+
+class End(enum.StrEnum):
+    """One end of a transfer."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+
+
+class Done(Struct, frozen=True, tag=True):
+    """Either way: end ``by`` is finished with the transfer and touches none of its memory again."""
+
+    transfer: TransferId
+    by: End
+
+
+class Abort(Struct, frozen=True, tag=True):
+    """Either way: the transfer won't complete; answer Done to ``sender`` when you have let go of it."""
+
+    transfer: TransferId
+    by: End
+    sender: Address
+    reason: str
+
+
+RowMessage = Offer | Grant | Wrote | Done | Abort

@@ -1,0 +1,170 @@
+"""What the front door and the instances say to each other about requests and about themselves."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from triptych.observe.timeline import Interval
+from triptych.topology import Role
+from triptych.types import Address, ItemPlan, RequestId, Span, TransferId
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+
+# ── registration: instance ⇄ front door ──────────────────────────────────────────────────────────────────────
+
+
+class Register(Struct, frozen=True, tag=True):
+    """Instance → front door, once its model is loaded. ``model`` is the checkpoint's fingerprint."""
+
+    name: str
+    role: Role
+    address: Address
+    model: str
+    pid: int
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """Front door → instance: registered; send a heartbeat every ``heartbeat`` seconds."""
+
+    heartbeat: float
+
+
+class Rejected(Struct, frozen=True, tag=True):
+    """Front door → instance: not registered, for this reason; the instance ends."""
+
+    reason: str
+
+
+class Heartbeat(Struct, frozen=True, tag=True):
+    """Instance → front door: alive. An instance the front door doesn't know is asked to register again."""
+
+    address: Address
+
+
+class Reregister(Struct, frozen=True, tag=True):
+    """Front door → instance: the lease has run out; register again."""
+
+
+class Leave(Struct, frozen=True, tag=True):
+    """Instance → front door: going away on purpose."""
+
+    address: Address
+
+
+class PeerLost(Struct, frozen=True, tag=True):
+    """Front door → instances: nothing more will come from this address; release what it held."""
+
+    address: Address
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """Front door → instance: end now."""
+
+
+# ── work: front door ⇄ instances ─────────────────────────────────────────────────────────────────────────────
+
+
+class Sampling(Struct, frozen=True):
+    """How tokens are chosen and when generation ends. ``temperature`` 0 is greedy; ``top_k`` 0 is no limit."""
+
+    max_tokens: Positive
+    temperature: Annotated[float, Meta(ge=0.0)] = 0.0
+    top_k: Count = 0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class ItemSpan(Struct, frozen=True):
+    """Where one item's rows belong in the prompt."""
+
+    key: str
+    span: Span
+
+
+class Generate(Struct, frozen=True, tag=True):
+    """Front door → language instance: prefill this prompt and decode.
+
+    ``positions`` is the little-endian int64 bytes of an array of shape (3, len(tokens)).
+    """
+
+    request: RequestId
+    tokens: list[int]
+    positions: bytes
+    next_position: int
+    items: list[ItemSpan]
+    sampling: Sampling
+    eos_token_ids: list[int]
+
+
+class NeededItem(Struct, frozen=True):
+    """One item whose rows a language instance lacks, and the transfer it expects them by."""
+
+    item: Count
+    transfer: TransferId
+
+
+class Need(Struct, frozen=True, tag=True):
+    """Language instance → front door: have these items encoded. Sent on arrival, and again after preemption."""
+
+    request: RequestId
+    consumer: Address
+    items: list[NeededItem]
+
+
+class Encode(Struct, frozen=True, tag=True):
+    """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``."""
+
+    transfer: TransferId
+    consumer: Address
+    key: str
+    plan: ItemPlan
+    data: bytes
+
+
+class Encoded(Struct, frozen=True, tag=True):
+    """Encode instance → front door: the rows exist. ``cached`` when the tower didn't have to run for them."""
+
+    transfer: TransferId
+    cached: bool
+    intervals: list[Interval]
+
+
+class EncodeFailed(Struct, frozen=True, tag=True):
+    """Encode instance → front door: this item can't be encoded; ``error`` names a class in triptych.errors."""
+
+    transfer: TransferId
+    error: str
+    message: str
+
+
+class Tokens(Struct, frozen=True, tag=True):
+    """Language instance → front door: new tokens; with the last ones why it ended and where the time went."""
+
+    request: RequestId
+    tokens: list[int]
+    finish_reason: str | None = None
+    intervals: list[Interval] = []
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """Language instance → front door: this request ended in an error that names a class in triptych.errors."""
+
+    request: RequestId
+    error: str
+    message: str
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    """Front door → language instance: nobody waits for this request any more."""
+
+    request: RequestId
+
+
+WorkMessage = (
+    Register | Welcome | Rejected | Heartbeat | Reregister | Leave | PeerLost | Stop
+    | Generate | Need | Encode | Encoded | EncodeFailed | Tokens | Failed | Cancel
+)  # fmt: skip

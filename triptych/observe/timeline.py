@@ -1,0 +1,34 @@
+"""Where a request's time went, stage by stage."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+STAGES = ("fetch", "plan", "queue", "preprocess", "encode", "transfer", "prefill", "decode")
+"""In the order a request passes them. ``queue`` is waiting, wherever that is."""
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """When a stage worked on a request. ``start`` and ``end`` in seconds since the epoch;
+    ``item`` is the item's place in the request, or None when the stage works on all of it."""
+
+    stage: str
+    start: float
+    end: float
+    item: int | None = None
+
+
+def as_json(intervals: Iterable[Interval]) -> list[dict[str, Any]]:
+    """The intervals in order of their start, in milliseconds from the first."""
+    ordered = sorted(intervals, key=lambda interval: (interval.start, interval.end))
+    origin = ordered[0].start if ordered else 0.0
+    return [
+        {
+            "stage": interval.stage,
+            "start_ms": round((interval.start - origin) * 1000, 3),
+            "end_ms": round((interval.end - origin) * 1000, 3),
+            **({} if interval.item is None else {"item": interval.item}),
+        }
+        for interval in ordered
+    ]
