@@ -1,0 +1,126 @@
+"""Which sequence computes which tokens in the next step. Holds no device and no socket.
+
+Decodes go first, one token each; what is left of the token budget goes to prefill chunks, in order of arrival, over
+the longest run of tokens that are ready. Pages are taken as they are needed; when none is left, the sequence that
+arrived last gives up its own and is computed again later. The first to have arrived can take every page there is,
+and any sequence fits in the pool alone, so everything ends.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from triptych.language.kv_cache import PagePool
+from triptych.language.sequence import Sequence
+from triptych.types import RequestId
+
+ReadyTokens = Callable[[Sequence], int]
+"""How many of a sequence's tokens, from the first on, are ready: text always is, a media token once its row landed."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``[start, start + length)`` of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk ends with the newest token, so that the step yields the next one."""
+        return self.start + self.length == len(self.sequence.tokens)
+
+
+@dataclass
+class Step:
+    """One scheduler decision. ``preempted`` sequences have lost their pages, and with them their media rows."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+class Scheduler:
+    """Continuous batching over a pool of KV pages."""
+
+    def __init__(self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._budget = max_num_batched_tokens
+        self._sequences: dict[RequestId, Sequence] = {}
+        self._arrivals = 0
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a sequence at the end of the line."""
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self._sequences[sequence.request] = sequence
+
+    def remove(self, request: RequestId) -> Sequence | None:
+        """Takes a sequence out, whatever it was doing, and its pages back."""
+        if sequence := self._sequences.pop(request, None):
+            self._release(sequence)
+        return sequence
+
+    def get(self, request: RequestId) -> Sequence | None:
+        return self._sequences.get(request)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(list(self._sequences.values()))
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def schedule(self, ready: ReadyTokens) -> Step:
+        """Decides the next step and takes its pages. A step without chunks: nothing is ready."""
+        step = Step()
+        running = list(self._sequences.values())[: self._max_num_seqs]
+        for sequence in running:
+            if sequence.decoding:
+                self._add_chunk(step, sequence, 1)
+        for sequence in running:
+            if not sequence.decoding:
+                self._add_chunk(step, sequence, ready(sequence) - sequence.num_computed)
+        return step
+
+    def computed(self, step: Step) -> None:
+        """The step has run: its tokens are in the cache."""
+        for chunk in step.chunks:
+            chunk.sequence.num_computed = chunk.start + chunk.length
+
+    def _add_chunk(self, step: Step, sequence: Sequence, length: int) -> None:
+        if sequence in step.preempted:
+            return
+        length = min(length, self._budget - step.num_tokens)
+        if length > 0 and self._take_pages(step, sequence, sequence.num_computed + length):
+            step.chunks.append(Chunk(sequence, sequence.num_computed, length))
+
+    def _take_pages(self, step: Step, sequence: Sequence, tokens: int) -> bool:
+        missing = self.pool.pages_for(tokens) - len(sequence.pages)
+        while missing > self.pool.num_free:
+            victim = self._victim(step, sequence)
+            if victim is None:
+                return False
+            self._release(victim)
+            step.preempted.append(victim)
+            self.num_preemptions += 1
+        if missing > 0:
+            sequence.pages += self.pool.take(missing)
+        return True
+
+    def _victim(self, step: Step, sequence: Sequence) -> Sequence | None:
+        """The last to have arrived of those behind ``sequence`` that hold pages and aren't in this step already."""
+        busy = {id(chunk.sequence) for chunk in step.chunks}
+        holders = (
+            s for s in self._sequences.values() if s.pages and s.arrival > sequence.arrival and id(s) not in busy
+        )
+        return max(holders, key=lambda s: s.arrival, default=None)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.pages)
+        sequence.pages = []
+        sequence.num_computed = 0

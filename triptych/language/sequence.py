@@ -1,0 +1,62 @@
+"""One request as the language engine sees it: tokens, what of them is in the KV cache, and the pages that hold it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.messages.work import ItemSpan, Sampling
+from triptych.types import RequestId
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Prompt, output and progress of one request.
+
+    ``tokens`` is the prompt followed by what was generated; ``positions`` is int64 of shape (3, prompt tokens);
+    ``num_computed`` tokens have their keys and values in ``pages``. Filled in by the scheduler: ``num_computed``,
+    ``pages``. Filled in by the host: ``arrival``, and ``tokens`` beyond the prompt.
+    """
+
+    request: RequestId
+    tokens: list[int]
+    positions: NDArray[np.int64]
+    next_position: int
+    items: list[ItemSpan]
+    sampling: Sampling
+    eos_token_ids: frozenset[int]
+    arrival: int = 0
+    num_prompt: int = field(init=False)
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens the sequence can come to. The last one generated is never computed, but counts."""
+        return self.num_prompt + self.sampling.max_tokens
+
+    @property
+    def decoding(self) -> bool:
+        """Whether exactly the newest token is left to compute."""
+        return self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
+
+    def finish_reason(self) -> str | None:
+        """Why generation ends with the newest token, or None when it doesn't."""
+        newest = self.tokens[-1]
+        if newest in self.sampling.stop_token_ids or (newest in self.eos_token_ids and not self.sampling.ignore_eos):
+            return "stop"
+        return "length" if self.num_generated >= self.sampling.max_tokens else None
+
+    def positions_of(self, start: int, count: int) -> NDArray[np.int64]:
+        """Rope positions, int64 of shape (3, count), of tokens ``[start, start + count)``."""
+        in_prompt = self.positions[:, start : start + count]
+        generated = np.arange(start + in_prompt.shape[1], start + count, dtype=np.int64)
+        offset = self.next_position - self.num_prompt
+        return np.concatenate([in_prompt, np.broadcast_to(generated + offset, (3, generated.size))], axis=1)

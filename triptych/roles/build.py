@@ -1,0 +1,150 @@
+"""Loads a model's halves and wires them into the hosts that a role asks for."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from triptych.config import EngineConfig, LeaseConfig
+from triptych.encode.cache import RowCache, Rows
+from triptych.encode.jobs import EncodeQueue
+from triptych.families.base import ModelConfig, Planner, TowerInput
+from triptych.families.registry import family_of, resolve
+from triptych.language.kv_cache import PagePool
+from triptych.language.runner import Runner
+from triptych.language.scheduler import Scheduler
+from triptych.messages.channel import Channel
+from triptych.messages.rows import End, RowLayout
+from triptych.models.attention.base import KVTensors
+from triptych.models.checkpoint import Checkpoint
+from triptych.models.config_files import load_config
+from triptych.models.layers import weight_format
+from triptych.models.towers import Tower, TowerFamily
+from triptych.prompt.fingerprint import fingerprint
+from triptych.prompt.prompt import load_preprocessor_config
+from triptych.roles.encode import EncodeHost
+from triptych.roles.incoming_media import IncomingMedia
+from triptych.roles.instance import Instance
+from triptych.roles.language import LanguageHost
+from triptych.topology import Role
+from triptych.transfer.buffers import RowBuffer
+from triptych.transfer.fabrics.base import Fabric
+from triptych.transfer.fabrics.local import LocalFabric
+from triptych.transfer.fabrics.shm import SharedMemoryFabric
+from triptych.transfer.receiver import Receiver
+from triptych.transfer.sender import Sender
+from triptych.types import Address
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WEIGHT_FORMATS = {"auto": "fp16-packed", "float32": "fp32", "float16": "fp16-packed", "bfloat16": "bf16"}
+
+
+class Model:
+    """A checkpoint folder as instances see it: what to load, and how rows look on their way."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
+        self.checkpoint = checkpoint
+        self.config: ModelConfig = load_config(checkpoint.folder)
+        self.files = family_of(self.config)
+        self.planner: Planner = resolve(self.files.planner)(self.config, load_preprocessor_config(checkpoint.folder))
+        self.family: TowerFamily = resolve(self.files.tower)(self.config)
+        self.weights = weight_format(_WEIGHT_FORMATS[dtype])
+        self.fingerprint = fingerprint(checkpoint.folder)
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """Rows have the dtype that the decoder computes in, so that nothing is converted on the way."""
+        dtype, width = self.weights.activations, self.family.row_width
+        return RowLayout(self.fingerprint, str(dtype).removeprefix("torch."), width, width * dtype.itemsize)
+
+
+def build_instance(
+    *,
+    model: Model,
+    name: str,
+    role: Role,
+    channel: Channel,
+    front_door: Address,
+    engine: EngineConfig,
+    lease: LeaseConfig,
+) -> Instance:
+    """Loads what the role needs, and nothing else, and wires it up. Takes as long as reading the weights takes.
+    Raises CheckpointError for a checkpoint that can't be served."""
+    instance = Instance(
+        name=name, role=role, model=model.fingerprint, channel=channel, front_door=front_door, lease=lease
+    )
+    fabrics: dict[str, Fabric] = {"local": LocalFabric(), "shm": SharedMemoryFabric()}
+    if role.encodes:
+        instance.add(_encode_host(model, instance, engine, fabrics), far_end=End.CONSUMER)
+    if role.generates:
+        fabric = fabrics["local" if role.encodes else "shm"]
+        instance.add(_language_host(model, instance, engine, fabric), far_end=End.PRODUCER)
+    return instance
+
+
+class TowerEncoder:
+    """The tower as the encode host sees it: inputs in, bytes of rows out."""
+
+    def __init__(self, tower: Tower, dtype: torch.dtype) -> None:
+        self._tower = tower
+        self._dtype = dtype
+
+    def __call__(self, inputs: Sequence[TowerInput]) -> list[Rows]:
+        """Rows of each input, uint8 of shape (rows, row_bytes)."""
+        with torch.inference_mode():
+            return [_as_bytes(rows.to(self._dtype)) for rows in self._tower.encode(inputs)]
+
+
+def _as_bytes(rows: torch.Tensor) -> Rows:
+    as_bytes: Rows = rows.contiguous().view(torch.uint8).numpy()
+    return np.ascontiguousarray(as_bytes)
+
+
+def _encode_host(model: Model, instance: Instance, engine: EngineConfig, fabrics: dict[str, Fabric]) -> EncodeHost:
+    dtype, channel = model.weights.activations, instance.channel
+    tower = _timed("vision tower", lambda: model.family.load_tower(model.checkpoint, dtype, torch.device("cpu")))
+    return EncodeHost(
+        preprocessor=resolve(model.files.preprocessor)(model.config, load_preprocessor_config(model.checkpoint.folder)),
+        encoder=TowerEncoder(tower, dtype),
+        queue=EncodeQueue(engine.encode_batch_patches),
+        cache=RowCache(engine.encode_cache_mb * 2**20),
+        sender=Sender(fabrics, model.row_layout, channel.address, channel.send),
+        compute=instance.compute,
+        wake=channel.wake,
+        front_door=instance.front_door,
+        send=channel.send,
+    )
+
+
+def _language_host(model: Model, instance: Instance, engine: EngineConfig, fabric: Fabric) -> LanguageHost:
+    device, dtype, channel = torch.device("cpu"), model.weights.activations, instance.channel
+    decoder = _timed("decoder", lambda: model.family.load_decoder(model.checkpoint, model.weights, device))
+    config = model.family.decoder_config
+    cache = KVTensors.allocate(config, engine.num_pages, engine.page_size, dtype, device)
+    buffer = RowBuffer(fabric, model.row_layout, engine.receive_blocks, engine.receive_block_rows)
+    receiver = Receiver(buffer, channel.address, channel.send)
+    pool = PagePool(engine.num_pages, engine.page_size)
+    return LanguageHost(
+        scheduler=Scheduler(pool, engine.max_num_seqs, engine.max_num_batched_tokens),
+        runner=Runner(decoder, cache, engine.page_size),
+        media=IncomingMedia(receiver, instance.name, dtype, model.family.row_width),
+        receiver=receiver,
+        compute=instance.compute,
+        context_length=min(model.planner.context_length, engine.max_context),
+        address=channel.address,
+        front_door=instance.front_door,
+        send=channel.send,
+    )
+
+
+def _timed(what: str, load: Callable[[], T]) -> T:
+    began = time.monotonic()
+    loaded = load()
+    log.info("loaded the %s in %.1f s", what, time.monotonic() - began)
+    return loaded

@@ -1,0 +1,27 @@
+"""The one thread of an instance that computes, so that its loop stays free to answer messages."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ComputeThread:
+    """Runs jobs one at a time in the order given. An instance with several stages gives each of them one job at a
+    time, so they take turns on the same cores: what ``EPD`` in one process means."""
+
+    def __init__(self, on_done: Callable[[], None], initializer: Callable[[], None] | None = None) -> None:
+        """``on_done`` is called, on the compute thread, whenever a job has ended."""
+        self._on_done = on_done
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=initializer)
+
+    def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        future = self._executor.submit(job, *args, **kwargs)
+        future.add_done_callback(lambda _: self._on_done())
+        return future
+
+    def close(self) -> None:
+        """Lets the job that runs end, drops the others."""
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,138 @@
+"""The front door: HTTP in, work out to the instances, tokens back. No torch, no transformers."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+
+from triptych.api.app import create_app
+from triptych.api.service import GenerationDefaults, Service
+from triptych.config import ServeConfig
+from triptych.errors import StartError
+from triptych.messages.channel import Channel
+from triptych.messages.work import Stop
+from triptych.models.config_files import read_json_object
+from triptych.prompt.media import MediaLimits
+from triptych.prompt.prompt import PromptBuilder
+from triptych.router.router import Router
+
+log = logging.getLogger(__name__)
+
+TICK = 0.1
+"""Seconds between looks at leases and deadlines."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers: signals are the command's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class FrontDoor:
+    """Channel, router and HTTP server of one service, on the running event loop. An async context manager: inside,
+    requests are served as soon as instances have joined at ``control``."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Reads the checkpoint's small files and binds both ports. Raises StartError when that fails."""
+        self._config = config
+        builder = PromptBuilder(config.model, config.engine.max_context)
+        self._socket = _listen(config.front_door.host, config.front_door.port)
+        self.channel = Channel(port=config.front_door.control_port)
+        self.router = Router(
+            send=self.channel.send,
+            fingerprint=builder.fingerprint,
+            front_door=config.front_door,
+            lease=config.lease,
+        )
+        self.service = Service(
+            model_name=config.front_door.served_model_name or config.model.name,
+            context_length=builder.context_length,
+            router=self.router,
+            prompt_builder=builder,
+            tokenizer=builder.tokenizer,
+            media=MediaLimits(max_bytes=config.front_door.max_image_mb * 2**20),
+            generation_defaults=GenerationDefaults.of(_generation_config(config.model)),
+            front_door=config.front_door,
+        )
+        settings = uvicorn.Config(
+            create_app(self.service), log_config=None, log_level="warning", access_log=False, lifespan="off"
+        )
+        self._server = _Server(settings)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def url(self) -> str:
+        """Where the HTTP server listens."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def control(self) -> str:
+        """``HOST:PORT`` where instances join."""
+        return self.channel.address.removeprefix("tcp://")
+
+    async def __aenter__(self) -> "FrontDoor":
+        asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._server.serve([self._socket]))]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        for lease in self.router.registry:
+            self.channel.send(lease.address, Stop())
+        asyncio.get_running_loop().remove_reader(self.channel.fileno())
+        ticking, serving = self._tasks
+        ticking.cancel()
+        await asyncio.gather(ticking, serving, return_exceptions=True)
+        self._socket.close()
+        self.channel.close()
+
+    async def drain(self) -> None:
+        """Admits nothing more and waits for what runs, up to the drain timeout."""
+        self.router.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.lease.drain_timeout):
+                while self.router.num_requests:
+                    await asyncio.sleep(TICK / 2)
+        # answers that have ended may still be on their way out of the HTTP server
+        await asyncio.sleep(TICK)
+
+    def _take_messages(self) -> None:
+        for message in self.channel.drain():
+            self.router.handle(message)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self._take_messages()
+            self.router.tick()
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartError(f"can't listen on {host!r}: {error.strerror}") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
+    return listener

@@ -1,0 +1,29 @@
+"""What an instance expects of the stages it hosts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from triptych.messages.codec import Message
+from triptych.types import Address
+
+Send = Callable[[Address, Message], None]
+Handlers = Mapping[type[Any], Callable[[Any], object]]
+"""Message type → what to do with it."""
+
+
+class Host(Protocol):
+    """One stage (encode, or prefill and decode) wired to transfer and to the router."""
+
+    @property
+    def handlers(self) -> Handlers: ...
+
+    def advance(self) -> None:
+        """Takes in results and starts what can start. Called after every batch of messages and after every job."""
+
+    def peer_lost(self, peer: Address) -> None:
+        """Nothing more will come from this address."""
+
+    def check_idle(self) -> None:
+        """Raises when the host is idle and something wasn't given back."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,129 @@
+"""Which media rows each sequence still waits for, and how they get from the receive buffer into a step."""
+
+import itertools
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from triptych.language.runner import MediaRows
+from triptych.language.scheduler import Chunk
+from triptych.language.sequence import Sequence
+from triptych.messages.rows import Abort, Offer, Wrote
+from triptych.messages.work import NeededItem
+from triptych.observe.timeline import Interval
+from triptych.transfer.fabrics.base import Bytes
+from triptych.transfer.receiver import Receiver
+from triptych.types import Address, RequestId, Span, TransferId
+
+
+@dataclass
+class _Item:
+    """One item of a sequence. ``transfer`` is None once its last row is consumed."""
+
+    index: int
+    span: Span
+    transfer: TransferId | None
+    began: float = 0.0
+    landed: float = 0.0
+
+
+class IncomingMedia:
+    """The items of all sequences of an instance, over its receiver."""
+
+    def __init__(self, receiver: Receiver, name: str, row_dtype: torch.dtype, row_width: int) -> None:
+        self._receiver = receiver
+        self._name = name
+        self._row_dtype = row_dtype
+        self._row_width = row_width
+        self._items: dict[RequestId, list[_Item]] = {}
+        self._requests: dict[TransferId, RequestId] = {}
+        self._numbers = itertools.count()
+
+    def need(self, sequence: Sequence) -> list[NeededItem]:
+        """Starts over with a sequence's items: a new transfer for each, in line by arrival and prompt order."""
+        self.release(sequence.request)
+        items = []
+        for index, item in enumerate(sequence.items):
+            transfer = TransferId(f"{self._name}/{next(self._numbers)}")
+            self._receiver.expect(transfer, item.span.length, (sequence.arrival, index))
+            self._requests[transfer] = sequence.request
+            items.append(_Item(index, item.span, transfer))
+        self._items[sequence.request] = items
+        return [NeededItem(item.index, item.transfer) for item in items if item.transfer is not None]
+
+    def release(self, request: RequestId) -> None:
+        """Gives up what a sequence still waits for."""
+        for item in self._items.pop(request, []):
+            if item.transfer is not None:
+                self._receiver.close(item.transfer, "the request ended or starts over")
+                del self._requests[item.transfer]
+
+    def ready_tokens(self, sequence: Sequence) -> int:
+        """How many tokens, from the first on, can be computed: all before the first row that hasn't landed."""
+        for item in self._items.get(sequence.request, ()):
+            if item.transfer is not None:
+                landed = self._receiver.landed(item.transfer)
+                if landed < item.span.length:
+                    return item.span.start + landed
+        return len(sequence.tokens)
+
+    def take(self, chunks: Rows[Chunk]) -> MediaRows:
+        """Copies out the rows of a step's media tokens; their blocks are free again."""
+        pieces: list[Bytes] = []
+        index: list[NDArray[np.int64]] = []
+        first_token = 0
+        for chunk in chunks:
+            for item in self._items.get(chunk.sequence.request, ()):
+                low, high = max(chunk.start, item.span.start), min(chunk.start + chunk.length, item.span.end)
+                if low < high and item.transfer is not None:
+                    index.append(np.arange(low, high) - chunk.start + first_token)
+                    pieces += self._take_rows(item, item.transfer, low - item.span.start, high - low)
+            first_token += chunk.length
+        if not pieces:
+            return MediaRows(torch.empty(0, dtype=torch.int64), torch.empty(0, self._row_width, dtype=self._row_dtype))
+        rows = torch.from_numpy(np.concatenate(pieces)).view(self._row_dtype)
+        return MediaRows(torch.from_numpy(np.concatenate(index)), rows)
+
+    def intervals(self, request: RequestId) -> list[Interval]:
+        """From the first row's writing to the last row's landing, for each item."""
+        items = self._items.get(request, ())
+        return [Interval("transfer", item.began, item.landed, item.index) for item in items if item.landed]
+
+    def grant(self) -> None:
+        """Hands blocks that are free to the line."""
+        self._receiver.grant()
+
+    # ── messages; each returns the requests that must fail because of it ─────────────────────────────────────
+
+    def on_offer(self, offer: Offer) -> list[RequestId]:
+        return self._requests_of([self._receiver.on_offer(offer)])
+
+    def on_wrote(self, wrote: Wrote) -> None:
+        self._receiver.on_wrote(wrote)
+        for item in self._items.get(self._requests.get(wrote.transfer, RequestId("")), ()):
+            if item.transfer == wrote.transfer:
+                item.began = item.began or wrote.began
+                item.landed = time.time()
+
+    def on_abort(self, abort: Abort) -> list[RequestId]:
+        return self._requests_of([abort.transfer if self._receiver.on_abort(abort) else None])
+
+    def producer_lost(self, producer: Address) -> list[RequestId]:
+        return self._requests_of(self._receiver.producer_lost(producer))
+
+    def _requests_of(self, transfers: Iterable[TransferId | None]) -> list[RequestId]:
+        return [self._requests[t] for t in transfers if t is not None and t in self._requests]
+
+    def _take_rows(self, item: _Item, transfer: TransferId, first_row: int, rows: int) -> list[Bytes]:
+        views = self._receiver.read(transfer, first_row, rows)
+        copies = [view.copy() for view in views]
+        self._receiver.consume(transfer, first_row + rows)
+        if first_row + rows == item.span.length:
+            item.transfer = None
+            del self._requests[transfer]
+        return copies

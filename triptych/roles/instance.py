@@ -1,0 +1,119 @@
+"""An instance: one process, one channel, one compute thread, and the hosts that its role asks for.
+
+The loop is the whole of it: receive → let each host advance → heartbeat. Everything slow happens on the compute thread
+or in workers, which wake the loop when they are done.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from triptych.config import LeaseConfig
+from triptych.errors import StartError, TriptychError
+from triptych.messages.channel import Channel
+from triptych.messages.codec import Message
+from triptych.messages.rows import Abort, Done, End
+from triptych.messages.work import Heartbeat, Leave, PeerLost, Register, Rejected, Reregister, Stop, Welcome
+from triptych.roles.compute import ComputeThread
+from triptych.roles.host import Host
+from triptych.topology import Role
+from triptych.types import Address
+
+log = logging.getLogger(__name__)
+
+
+class Instance:
+    """Runs a role's hosts until it is told to stop."""
+
+    def __init__(
+        self, *, name: str, role: Role, model: str, channel: Channel, front_door: Address, lease: LeaseConfig
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.compute = ComputeThread(channel.wake)
+        self._model = model
+        self.channel = channel
+        self.front_door = front_door
+        self._lease = lease
+        self.hosts: list[Host] = []
+        self._handlers: dict[tuple[type[Any], End | None], Callable[[Any], object]] = {
+            (Welcome, None): self._on_welcome,
+            (Rejected, None): self._on_rejected,
+            (Reregister, None): lambda _: self._register(),
+            (PeerLost, None): self._on_peer_lost,
+            (Stop, None): lambda _: self.stop(),
+        }
+        self._registered = False
+        self._stopping = False
+        self._next_heartbeat = 0.0
+
+    def add(self, host: Host, far_end: End) -> None:
+        """Takes in a host. ``far_end`` is who it talks to in transfers: of two hosts in one instance, one is the
+        producer and one the consumer, and what either end says goes to the other."""
+        self.hosts.append(host)
+        for kind, handler in host.handlers.items():
+            self._handlers[kind, far_end if kind in (Done, Abort) else None] = handler
+
+    def stop(self) -> None:
+        """Ends ``run`` soon. May be called from any thread, and from a signal handler."""
+        self._stopping = True
+        self.channel.wake()
+
+    def run(self) -> None:
+        """Registers and serves until ``stop``. Raises StartError when the front door doesn't take the instance."""
+        self._register()
+        deadline = time.monotonic() + self._lease.start_timeout
+        try:
+            while not self._stopping:
+                self._turn()
+                if not self._registered and time.monotonic() > deadline:
+                    raise StartError(f"no answer from the front door at {self.front_door}")
+            self._send(self.front_door, Leave(self.channel.address))
+        finally:
+            self.compute.close()
+            for host in self.hosts:
+                host.close()
+
+    def _turn(self) -> None:
+        timeout = max(0.0, self._next_heartbeat - time.monotonic())
+        for message in self.channel.receive(timeout):
+            self._handle(message)
+        for host in self.hosts:
+            host.advance()
+        if time.monotonic() >= self._next_heartbeat:
+            self._next_heartbeat = time.monotonic() + self._lease.heartbeat
+            self._send(self.front_door, Heartbeat(self.channel.address))
+            for host in self.hosts:
+                host.check_idle()
+
+    def _handle(self, message: Message) -> None:
+        """One message. One that can't be served must not harm the others: messages come from outside."""
+        end = message.by if isinstance(message, Done | Abort) else None
+        handler = self._handlers.get((type(message), end))
+        if handler is None:
+            log.warning("%s is not for a %s instance", type(message).__name__, self.role)
+            return
+        try:
+            handler(message)
+        except TriptychError as error:
+            log.error("%s: %s", type(message).__name__, error)
+
+    def _send(self, to: Address, message: Message) -> None:
+        self.channel.send(to, message)
+
+    def _register(self) -> None:
+        self._send(self.front_door, Register(self.name, self.role, self.channel.address, self._model, os.getpid()))
+
+    def _on_welcome(self, _: Welcome) -> None:
+        self._registered = True
+        log.info("ready")
+
+    def _on_rejected(self, message: Rejected) -> None:
+        raise StartError(f"the front door refuses this instance: {message.reason}")
+
+    def _on_peer_lost(self, message: PeerLost) -> None:
+        for host in self.hosts:
+            host.peer_lost(message.address)
+        self.channel.forget(message.address)

@@ -1,0 +1,204 @@
+"""The host of stages P and D: receive → schedule → run → report."""
+
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from triptych.errors import InvalidRequest, PromptTooLong, TriptychError
+from triptych.language.runner import Runner
+from triptych.language.sampler import Draw
+from triptych.language.scheduler import Scheduler, Step
+from triptych.language.sequence import Sequence
+from triptych.messages.rows import Abort, Done, Offer, Wrote
+from triptych.messages.work import Cancel, Failed, Generate, Need, Tokens
+from triptych.observe.timeline import Interval
+from triptych.roles.compute import ComputeThread
+from triptych.roles.host import Handlers, Send
+from triptych.roles.incoming_media import IncomingMedia
+from triptych.transfer.receiver import Receiver
+from triptych.types import Address, RequestId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Times:
+    """When a sequence got where, in seconds since the epoch; 0 for not yet."""
+
+    received: float
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    transfers: list[Interval] = field(default_factory=list)
+
+    def intervals(self) -> list[Interval]:
+        now = time.time()
+        return [
+            Interval("queue", self.received, self.scheduled),
+            *self.transfers,
+            Interval("prefill", self.scheduled, self.first_token),
+            Interval("decode", self.first_token, now),
+        ]
+
+
+class LanguageHost:
+    """Prefills over the rows that have landed, decodes, and tells the front door each token."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        media: IncomingMedia,
+        receiver: Receiver,
+        compute: ComputeThread,
+        context_length: int,
+        address: Address,
+        front_door: Address,
+        send: Send,
+    ) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._media = media
+        self._receiver = receiver
+        self._compute = compute
+        self._context_length = context_length
+        self._address = address
+        self._front_door = front_door
+        self._send = send
+        self._times: dict[RequestId, _Times] = {}
+        self._running: tuple[Step, Future[list[int]]] | None = None
+
+    @property
+    def handlers(self) -> Handlers:
+        return {
+            Generate: self._on_generate,
+            Cancel: lambda message: self._remove(message.request),
+            Offer: lambda offer: self._fail_all(self._media.on_offer(offer), "encoder and language model don't fit"),
+            Wrote: self._media.on_wrote,
+            Abort: lambda abort: self._fail_all(self._media.on_abort(abort), f"encoding stopped: {abort.reason}"),
+            Done: self._receiver.on_done,
+        }
+
+    def advance(self) -> None:
+        self._collect()
+        self._start()
+        self._media.grant()
+
+    def peer_lost(self, peer: Address) -> None:
+        self._fail_all(self._media.producer_lost(peer), "an encode instance is gone", kind="InstanceLost")
+
+    def check_idle(self) -> None:
+        if not self.scheduler and self._running is None:
+            self.scheduler.pool.check_all_free()
+            self._receiver.check_idle()
+
+    def close(self) -> None:
+        """Nothing is held beyond memory."""
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_generate(self, message: Generate) -> None:
+        try:
+            sequence = _sequence(message, self._context_length)
+        except TriptychError as error:
+            self._send(self._front_door, Failed(message.request, type(error).__name__, str(error)))
+            return
+        self._times[sequence.request] = _Times(received=time.time())
+        self.scheduler.add(sequence)
+        self._need(sequence)
+
+    def _need(self, sequence: Sequence) -> None:
+        if needed := self._media.need(sequence):
+            self._send(self._front_door, Need(sequence.request, self._address, needed))
+
+    def _remove(self, request: RequestId) -> None:
+        self._media.release(request)
+        self.scheduler.remove(request)
+        self._times.pop(request, None)
+
+    def _fail_all(self, requests: list[RequestId], message: str, kind: str = "InternalError") -> None:
+        for request in requests:
+            self._remove(request)
+            self._send(self._front_door, Failed(request, kind, message))
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self) -> None:
+        """Pages only change hands here, between steps: a request that ends during a step can give its pages back at
+        once, because nobody gets them before the step is over."""
+        if self._running is not None:
+            return
+        step = self.scheduler.schedule(self._media.ready_tokens)
+        for sequence in step.preempted:
+            self._need(sequence)
+        if not step.chunks:
+            return
+        now = time.time()
+        for chunk in step.chunks:
+            times = self._times[chunk.sequence.request]
+            times.scheduled = times.scheduled or now
+        batch = self._runner.batch(step.chunks, self._media.take(step.chunks))
+        draws = [Draw(c.sequence.sampling, c.sequence.num_generated) for c in step.chunks if c.samples]
+        self._running = step, self._compute.submit(self._runner.run, batch, draws)
+
+    def _collect(self) -> None:
+        if self._running is None or not self._running[1].done():
+            return
+        step, future = self._running
+        self._running = None
+        if error := future.exception():
+            log.error("a step of %d sequences failed", len(step.chunks), exc_info=error)
+            alive = [c.sequence.request for c in step.chunks if self._alive(c.sequence)]
+            self._fail_all(alive, "the model failed on this request's batch")
+            return
+        self.scheduler.computed(step)
+        sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        for sequence, token in zip(sampling, future.result(), strict=True):
+            if self._alive(sequence):
+                self._report(sequence, token)
+
+    def _alive(self, sequence: Sequence) -> bool:
+        return self.scheduler.get(sequence.request) is sequence
+
+    def _report(self, sequence: Sequence, token: int) -> None:
+        sequence.tokens.append(token)
+        times = self._times[sequence.request]
+        if not times.first_token:
+            times.first_token = time.time()
+            times.transfers = self._media.intervals(sequence.request)
+        reason = sequence.finish_reason()
+        intervals = times.intervals() if reason else []
+        self._send(self._front_door, Tokens(sequence.request, [token], reason, intervals))
+        if reason:
+            self._remove(sequence.request)
+
+
+def _sequence(message: Generate, context_length: int) -> Sequence:
+    """The message as a sequence. Raises RequestError for one that can't be: messages from outside aren't trusted."""
+    num_tokens = len(message.tokens)
+    if not num_tokens:
+        raise InvalidRequest("the prompt is empty")
+    if num_tokens + message.sampling.max_tokens > context_length:
+        raise PromptTooLong(
+            f"{num_tokens} prompt tokens and {message.sampling.max_tokens} new ones exceed the context of "
+            f"{context_length} tokens"
+        )
+    if len(message.positions) != 3 * 8 * num_tokens:
+        raise InvalidRequest("positions don't fit the prompt")
+    end = 0
+    for item in message.items:
+        if item.span.start < end or item.span.length < 1 or item.span.end > num_tokens:
+            raise InvalidRequest("an item's span is not in the prompt, or not in order")
+        end = item.span.end
+    return Sequence(
+        request=message.request,
+        tokens=list(message.tokens),
+        positions=np.frombuffer(message.positions, dtype="<i8").reshape(3, num_tokens),
+        next_position=message.next_position,
+        items=message.items,
+        sampling=message.sampling,
+        eos_token_ids=frozenset(message.eos_token_ids),
+    )

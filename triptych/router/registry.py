@@ -1,0 +1,63 @@
+"""Which instances there are: leases, kept alive by heartbeats."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from triptych.messages.work import Register
+from triptych.topology import Role
+from triptych.types import Address
+
+
+@dataclass(eq=False)
+class InstanceLease:
+    """An instance as the router sees it. ``outstanding`` is the cost of the work it has been given and not yet done:
+    patch-multiplications for an encode instance, tokens for a language instance."""
+
+    name: str
+    role: Role
+    address: Address
+    pid: int
+    last_seen: float
+    outstanding: float = 0.0
+
+
+@dataclass
+class Registry:
+    """All instances whose lease holds. Times are the caller's clock, in seconds."""
+
+    expiry: float
+    _leases: dict[Address, InstanceLease] = field(default_factory=dict)
+
+    def add(self, message: Register, now: float) -> InstanceLease:
+        """A new lease; one that registers again starts over."""
+        lease = InstanceLease(message.name, message.role, message.address, message.pid, now)
+        self._leases[lease.address] = lease
+        return lease
+
+    def refresh(self, address: Address, now: float) -> bool:
+        """Takes note of a heartbeat. False when no such instance is registered."""
+        if lease := self._leases.get(address):
+            lease.last_seen = now
+        return lease is not None
+
+    def remove(self, address: Address) -> InstanceLease | None:
+        return self._leases.pop(address, None)
+
+    def expired(self, now: float) -> list[InstanceLease]:
+        """Those that have been silent for longer than the expiry."""
+        return [lease for lease in self._leases.values() if now - lease.last_seen > self.expiry]
+
+    def get(self, address: Address) -> InstanceLease | None:
+        return self._leases.get(address)
+
+    def encoders(self) -> list[InstanceLease]:
+        return [lease for lease in self if lease.role.encodes]
+
+    def generators(self) -> list[InstanceLease]:
+        return [lease for lease in self if lease.role.generates]
+
+    def __iter__(self) -> Iterator[InstanceLease]:
+        return iter(list(self._leases.values()))
+
+    def __len__(self) -> int:
+        return len(self._leases)

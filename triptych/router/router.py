@@ -1,0 +1,290 @@
+"""The router owns every request from its admission to its end: who works on it, what it waits for, until when."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from triptych import errors
+from triptych.config import FrontDoorConfig, LeaseConfig
+from triptych.errors import DeadlineExceeded, InstanceLost, Overloaded, TriptychError, Unavailable
+from triptych.messages.codec import Message
+from triptych.messages.work import (
+    Cancel,
+    Encode,
+    Encoded,
+    EncodeFailed,
+    Failed,
+    Generate,
+    Heartbeat,
+    ItemSpan,
+    Leave,
+    Need,
+    PeerLost,
+    Register,
+    Rejected,
+    Reregister,
+    Sampling,
+    Tokens,
+    Welcome,
+)
+from triptych.observe.timeline import Interval
+from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.placement import least_outstanding
+from triptych.router.registry import InstanceLease, Registry
+from triptych.types import Address, RequestId, TransferId
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[Address, Message], None]
+
+
+class TokenStream:
+    """The tokens of one request as they come. Ends after the tokens that carry a finish reason."""
+
+    def __init__(self, request: RequestId) -> None:
+        self.request = request
+        self.intervals: list[Interval] = []
+        self._queue: asyncio.Queue[Tokens | TriptychError] = asyncio.Queue()
+
+    def put(self, event: Tokens | TriptychError) -> None:
+        """For the router. After a finish reason or an error nothing more comes."""
+        self._queue.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[Tokens]:
+        """Raises RequestError or ServiceError when the request failed."""
+        while True:
+            event = await self._queue.get()
+            if isinstance(event, TriptychError):
+                raise event
+            yield event
+            if event.finish_reason is not None:
+                return
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt: PlannedPrompt
+    stream: TokenStream
+    generator: InstanceLease
+    cost: float
+    deadline: float
+    transfers: dict[TransferId, "_Encoding"] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Encoding:
+    """One item on its way from ``encoder`` to a request's language instance."""
+
+    request: RequestId
+    item: int
+    encoder: InstanceLease
+    cost: float
+    done: bool = False
+
+
+class Router:
+    """Admits requests, places their work, and turns what instances say into token streams. Used by one event loop."""
+
+    def __init__(
+        self,
+        *,
+        send: Send,
+        fingerprint: str,
+        front_door: FrontDoorConfig,
+        lease: LeaseConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = Registry(lease.lease_expiry)
+        self.draining = False
+        self._send = send
+        self._fingerprint = fingerprint
+        self._config = front_door
+        self._lease = lease
+        self._clock = clock
+        self._requests: dict[RequestId, _Request] = {}
+        self._encodings: dict[TransferId, _Encoding] = {}
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            Register: self._on_register,
+            Heartbeat: self._on_heartbeat,
+            Leave: self._on_leave,
+            Need: self._on_need,
+            Encoded: self._on_encoded,
+            EncodeFailed: self._on_encode_failed,
+            Tokens: self._on_tokens,
+            Failed: self._on_failed,
+        }
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, prompt: PlannedPrompt, sampling: Sampling, eos_token_ids: list[int]) -> TokenStream:
+        """Admits a request and gives it to the least loaded language instance. Raises Overloaded when there is no
+        room for it, Unavailable when no instance could serve it."""
+        generator = self._admit(prompt)
+        request = RequestId(secrets.token_hex(8))
+        cost = float(len(prompt.tokens) + sampling.max_tokens)
+        deadline = self._clock() + self._config.request_timeout
+        entry = _Request(prompt, TokenStream(request), generator, cost, deadline)
+        generate = Generate(
+            request=request,
+            tokens=prompt.tokens,
+            positions=prompt.positions.prompt.astype("<i8").tobytes(),
+            next_position=prompt.positions.next_position,
+            items=[ItemSpan(item.key, item.span) for item in prompt.items],
+            sampling=sampling,
+            eos_token_ids=eos_token_ids,
+        )
+        self._send(generator.address, generate)
+        generator.outstanding += cost
+        self._requests[request] = entry
+        return entry.stream
+
+    def cancel(self, request: RequestId) -> None:
+        """Nobody waits for the request any more. Does nothing for one that has ended."""
+        if entry := self._end(request):
+            self._tell(entry.generator.address, Cancel(request))
+
+    @property
+    def num_requests(self) -> int:
+        """Requests admitted and not ended."""
+        return len(self._requests)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether every stage has an instance."""
+        return bool(self.registry.generators() and self.registry.encoders())
+
+    def _admit(self, prompt: PlannedPrompt) -> InstanceLease:
+        if self.draining:
+            raise Overloaded("the service is shutting down", retry_after=5)
+        if len(self._requests) >= self._config.max_queue:
+            raise Overloaded(f"{len(self._requests)} requests are waiting or running, the most allowed")
+        generator = least_outstanding(self.registry.generators())
+        if generator is None:
+            raise Unavailable("no language instance is ready")
+        if prompt.items and not self.registry.encoders():
+            raise Unavailable("no encode instance is ready, so only text can be served")
+        return generator
+
+    def _end(self, request: RequestId) -> _Request | None:
+        """Forgets a request and takes its work off the books."""
+        if (entry := self._requests.pop(request, None)) is None:
+            return None
+        entry.generator.outstanding -= entry.cost
+        for transfer, encoding in entry.transfers.items():
+            self._settle(encoding)
+            del self._encodings[transfer]
+        return entry
+
+    def _fail(self, request: RequestId, error: TriptychError) -> None:
+        if entry := self._end(request):
+            entry.stream.put(error)
+            self._tell(entry.generator.address, Cancel(request))
+
+    @staticmethod
+    def _settle(encoding: _Encoding) -> None:
+        if not encoding.done:
+            encoding.done = True
+            encoding.encoder.outstanding -= encoding.cost
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, message: Message) -> None:
+        """One message from an instance."""
+        if handler := self._handlers.get(type(message)):
+            handler(message)
+        else:
+            log.warning("%s is not for the front door", type(message).__name__)
+
+    def _on_need(self, message: Need) -> None:
+        """A language instance lacks these items' rows: each goes to the encode instance with the least to do."""
+        if (entry := self._requests.get(message.request)) is None:
+            return
+        for needed in message.items:
+            if needed.item >= len(entry.prompt.items):
+                log.error("request %s has no item %d", message.request, needed.item)
+                continue
+            encoder = least_outstanding(self.registry.encoders())
+            if encoder is None:
+                self._fail(message.request, Unavailable("no encode instance is ready"))
+                return
+            item = entry.prompt.items[needed.item]
+            encoding = _Encoding(message.request, needed.item, encoder, item.plan.cost)
+            encoder.outstanding += encoding.cost
+            entry.transfers[needed.transfer] = self._encodings[needed.transfer] = encoding
+            self._tell(encoder.address, Encode(needed.transfer, message.consumer, item.key, item.plan, item.data))
+
+    def _on_encoded(self, message: Encoded) -> None:
+        if (encoding := self._encodings.get(message.transfer)) is None:
+            return
+        self._settle(encoding)
+        self._requests[encoding.request].stream.intervals += [
+            Interval(interval.stage, interval.start, interval.end, encoding.item) for interval in message.intervals
+        ]
+
+    def _on_encode_failed(self, message: EncodeFailed) -> None:
+        if encoding := self._encodings.get(message.transfer):
+            param = self._requests[encoding.request].prompt.items[encoding.item].param
+            self._fail(encoding.request, errors.from_wire(message.error, message.message, param))
+
+    def _on_tokens(self, message: Tokens) -> None:
+        if (entry := self._requests.get(message.request)) is None:
+            return
+        if message.finish_reason is not None:
+            entry.stream.intervals += message.intervals
+            self._end(message.request)
+        entry.stream.put(message)
+
+    def _on_failed(self, message: Failed) -> None:
+        if entry := self._end(message.request):
+            entry.stream.put(errors.from_wire(message.error, message.message))
+
+    # ── membership and time ──────────────────────────────────────────────────────────────────────────────────
+
+    def _on_register(self, message: Register) -> None:
+        if message.model != self._fingerprint:
+            self._tell(message.address, Rejected("it serves another model than this front door"))
+            return
+        lease = self.registry.add(message, self._clock())
+        log.info("%s joined as %s", lease.name, lease.role)
+        self._tell(lease.address, Welcome(self._lease.heartbeat))
+
+    def _on_heartbeat(self, message: Heartbeat) -> None:
+        if not self.registry.refresh(message.address, self._clock()):
+            self._tell(message.address, Reregister())
+
+    def _on_leave(self, message: Leave) -> None:
+        if lease := self.registry.get(message.address):
+            self._lose(lease, "has left")
+
+    def tick(self) -> None:
+        """What time brings: leases that ran out, deadlines that passed. Call a few times a second."""
+        now = self._clock()
+        for lease in self.registry.expired(now):
+            self._lose(lease, f"has been silent for {self._lease.lease_expiry:g} s")
+        for request in [request for request, entry in self._requests.items() if entry.deadline < now]:
+            self._fail(request, DeadlineExceeded(f"not done within {self._config.request_timeout:g} s"))
+
+    def _lose(self, lease: InstanceLease, why: str) -> None:
+        """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but had not all
+        been handed over are missed by their consumer, which says so."""
+        log.warning("%s %s", lease.name, why)
+        self.registry.remove(lease.address)
+        for other in self.registry:
+            self._tell(other.address, PeerLost(lease.address))
+        lost = {entry.stream.request for entry in self._requests.values() if entry.generator is lease}
+        lost |= {
+            encoding.request for encoding in self._encodings.values() if encoding.encoder is lease and not encoding.done
+        }
+        for request in lost:
+            self._fail(request, InstanceLost(f"an instance that worked on this request {why}"))
+
+    def _tell(self, to: Address, message: Message) -> None:
+        """Sends what nobody waits for: a peer that can't be reached loses its lease soon enough."""
+        try:
+            self._send(to, message)
+        except TriptychError as error:
+            log.warning("couldn't send %s: %s", type(message).__name__, error)
