@@ -1,0 +1,62 @@
+"""The one table from exceptions to HTTP, and the one shape errors have: OpenAI's, nested."""
+
+from http import HTTPStatus
+from typing import Any
+
+from triptych.errors import (
+    DeadlineExceeded,
+    InstanceLost,
+    MediaNotAllowed,
+    MediaTooLarge,
+    Overloaded,
+    PayloadTooLarge,
+    RequestError,
+    TriptychError,
+    Unavailable,
+    UnknownModel,
+)
+
+STATUSES: list[tuple[type[TriptychError], HTTPStatus]] = [
+    (UnknownModel, HTTPStatus.NOT_FOUND),
+    (PayloadTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (MediaTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (MediaNotAllowed, HTTPStatus.BAD_REQUEST),
+    (RequestError, HTTPStatus.BAD_REQUEST),
+    (Overloaded, HTTPStatus.SERVICE_UNAVAILABLE),
+    (Unavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (InstanceLost, HTTPStatus.SERVICE_UNAVAILABLE),
+    (DeadlineExceeded, HTTPStatus.GATEWAY_TIMEOUT),
+    (TriptychError, HTTPStatus.INTERNAL_SERVER_ERROR),
+]
+"""The first entry that an error is an instance of gives its status."""
+
+
+def status_of(error: TriptychError) -> HTTPStatus:
+    return next(status for kind, status in STATUSES if isinstance(error, kind))
+
+
+def body_of(error: TriptychError) -> dict[str, Any]:
+    """``{"error": {message, type, param, code}}``; ``code`` is the name of the error's class, in snake case."""
+    return error_body(
+        message=str(error),
+        kind="invalid_request_error" if isinstance(error, RequestError) else "server_error",
+        code=_snake_case(type(error).__name__),
+        param=error.param if isinstance(error, RequestError) else None,
+    )
+
+
+def error_body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def headers_of(error: TriptychError) -> dict[str, str]:
+    """``Retry-After`` (seconds) where trying again makes sense."""
+    if isinstance(error, Overloaded):
+        return {"Retry-After": str(error.retry_after)}
+    if isinstance(error, Unavailable | InstanceLost):
+        return {"Retry-After": "1"}
+    return {}
+
+
+def _snake_case(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

@@ -1,0 +1,35 @@
+"""The ``triptych`` command: one file per subcommand."""
+
+import argparse
+import logging
+import sys
+
+from triptych import __version__
+from triptych.cli import doctor, run, serve
+from triptych.errors import StartError
+
+COMMANDS = {"serve": serve, "run": run, "doctor": doctor}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parses, runs, exits. An error that the operator can mend is one line, not a traceback."""
+    parser = argparse.ArgumentParser(
+        prog="triptych", description="Serves multimodal language models as encode, prefill and decode."
+    )
+    parser.add_argument("--version", action="version", version=f"triptych {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    try:
+        parsed = parser.parse_args(arguments)
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request
+        code = parsed.run(parsed)
+    except StartError as error:
+        print(f"triptych: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

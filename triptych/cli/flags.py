@@ -1,0 +1,88 @@
+"""Where settings come from: flags first, then TRIPTYCH_* variables, then the defaults in ``config.py``."""
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, flag
+from triptych.demo import MODEL_DIR
+from triptych.errors import CheckpointError, ConfigError
+from triptych.models.safetensors_header import read_folder
+
+DEMO = "demo"
+"""The bundled model's name, wherever a MODEL is asked for."""
+
+C = TypeVar("C")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=f"a checkpoint folder, or {DEMO!r} for the bundled model")
+
+
+def add_settings(parser: argparse.ArgumentParser, title: str, config: type[Any]) -> None:
+    """One flag per setting, in a group of ``--help``."""
+    group = parser.add_argument_group(title)
+    for item in dataclasses.fields(config):
+        group.add_argument(
+            flag(item.name),
+            dest=item.name,
+            default=None,
+            metavar=item.name.upper().rsplit("_", 1)[-1],
+            help=f"{item.metadata['help']} (default: {_shown(item.default)})",
+        )
+
+
+def settings(config: type[C], arguments: argparse.Namespace) -> C:
+    """A config from flags, environment and defaults. Raises ConfigError for a value that isn't one."""
+    values = {}
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]
+        variable = f"TRIPTYCH_{item.name.upper()}"
+        given, source = getattr(arguments, item.name), flag(item.name)
+        if given is None and variable in os.environ:
+            given, source = os.environ[variable], variable
+        if given is not None:
+            values[item.name] = _parsed(given, item.default, source)
+    return config(**values)
+
+
+def serve_config(arguments: argparse.Namespace) -> ServeConfig:
+    """All settings of a service. Raises ConfigError and CheckpointError."""
+    return ServeConfig(
+        model=model_folder(arguments.model),
+        engine=settings(EngineConfig, arguments),
+        front_door=settings(FrontDoorConfig, arguments),
+        lease=settings(LeaseConfig, arguments),
+    )
+
+
+def model_folder(name: str) -> Path:
+    """The checkpoint folder that MODEL names. Raises CheckpointError when it isn't one, or a shard is missing."""
+    folder = MODEL_DIR if name == DEMO else Path(name)
+    if not folder.is_dir():
+        raise CheckpointError(f"{name}: no such folder, and the only bundled model is {DEMO!r}")
+    folder = folder.resolve()
+    read_folder(folder)
+    return folder
+
+
+def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
+    """What requests call the model."""
+    return config.front_door.served_model_name or (DEMO if arguments.model == DEMO else config.model.name)
+
+
+def _parsed(given: str, default: Any, source: str) -> Any:
+    if isinstance(default, tuple):
+        return tuple(part.strip() for part in given.split(",") if part.strip())
+    try:
+        return type(default)(given)
+    except ValueError:
+        raise ConfigError(f"{source} {given!r} is not {_A[type(default)]}") from None
+
+
+_A = {int: "a whole number", float: "a number", str: "text"}
+
+
+def _shown(default: Any) -> str:
+    return str(default) if default not in ("", ()) else "none"

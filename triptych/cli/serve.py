@@ -1,0 +1,118 @@
+"""``triptych serve``: a whole service, or one part of one."""
+
+import argparse
+import asyncio
+import ctypes
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from triptych.cli import flags
+from triptych.cluster.local import SUPERVISOR_VARIABLE
+from triptych.cluster.service import LocalService
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, threads_per_instance
+from triptych.errors import ConfigError
+from triptych.topology import Role, Topology
+
+SUMMARY = "serve a model: all processes of a topology, or one instance that joins a front door"
+FRONT_DOOR = "front-door"
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_model(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--topology", default="1E1PD", help="instances to start, such as 1EPD, 1E1PD, 2E1PD (default: 1E1PD)"
+    )
+    what.add_argument("--role", help=f"run one part alone: E, PD, EPD, or {FRONT_DOOR}")
+    parser.add_argument("--join", metavar="HOST:PORT", help="the front door's control address, for --role E, PD, EPD")
+    parser.add_argument("--name", help="what this instance is called in logs (default: its role and process id)")
+    flags.add_settings(parser, "how instances compute", EngineConfig)
+    flags.add_settings(parser, "what the front door accepts", FrontDoorConfig)
+    flags.add_settings(parser, "how processes start, live and end", LeaseConfig)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = flags.serve_config(arguments)
+    front_door = dataclasses.replace(config.front_door, served_model_name=flags.model_name(arguments, config))
+    config = dataclasses.replace(config, front_door=front_door)
+    if arguments.role is None or arguments.role == FRONT_DOOR:
+        if arguments.join is not None:
+            raise ConfigError("--join is for --role E, PD or EPD")
+        topology = Topology.parse(arguments.topology) if arguments.role is None else None
+        return asyncio.run(_serve(config, topology))
+    return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
+
+
+async def _serve(config: ServeConfig, topology: Topology | None) -> int:
+    """The front door and the instances of the topology, if any, until a signal or a death."""
+    interrupted, terminated = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, interrupted.set)
+    loop.add_signal_handler(signal.SIGTERM, terminated.set)
+    async with LocalService(config, topology, show=_show) as service:
+        ended = [asyncio.create_task(event.wait()) for event in (interrupted, terminated)]
+        starting = asyncio.create_task(service.wait_until_ready())
+        await asyncio.wait({starting, *ended}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            _announce(service, config, topology)
+            endings: set[asyncio.Future[Any]] = {service.lost, *ended}
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        starting.cancel()
+        for task in ended:
+            task.cancel()
+        if service.lost.done() and not interrupted.is_set():
+            _show(f"{service.lost.result()}; stopping the others")
+            return 1
+        if terminated.is_set() and not interrupted.is_set():
+            _show("SIGTERM: no new requests; finishing those that run")
+            await service.drain(interrupted)
+        return 0
+
+
+def _announce(service: LocalService, config: ServeConfig, topology: Topology | None) -> None:
+    what = str(topology) if topology else "the front door alone"
+    _show(f"ready: {config.front_door.served_model_name} as {what} on {service.url}/v1")
+    _show(f"instances can join with: triptych serve {config.model} --role E --join {service.control}")
+
+
+def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str | None) -> int:
+    """One instance in this process, until the front door or a signal ends it."""
+    _end_with_supervisor()
+    if join is None:
+        raise ConfigError(f"--role {role} needs --join HOST:PORT")
+    # before torch is imported, which reads it once
+    threads = threads_per_instance(config.engine, 1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    from triptych.roles.main import run_instance
+
+    run_instance(config, role, join, name or f"{role.value.lower()}-{os.getpid()}", threads)
+    return 0
+
+
+def _role(text: str) -> Role:
+    try:
+        return Role(text.upper())
+    except ValueError:
+        known = ", ".join([*Role, FRONT_DOOR])
+        raise ConfigError(f"--role {text} is not one of {known}") from None
+
+
+def _end_with_supervisor() -> None:
+    """Makes the kernel end this process when its supervisor dies, however that dies (prctl(2), PR_SET_PDEATHSIG)."""
+    supervisor = os.environ.get(SUPERVISOR_VARIABLE)
+    if supervisor is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(supervisor):
+        sys.exit("the supervisor is gone")
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)

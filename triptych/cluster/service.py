@@ -1,0 +1,62 @@
+"""A whole service on one machine: the front door in this process, an instance in each child process."""
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Any
+
+from triptych.cluster.local import LocalCluster, Print, wait_until_ready
+from triptych.config import ServeConfig
+from triptych.roles.front_door import FrontDoor
+from triptych.topology import Topology
+
+
+class LocalService:
+    """An async context manager: inside, the service starts; ``wait_until_ready`` says when it can be used. Without a
+    topology it is a front door that instances join by themselves."""
+
+    def __init__(self, config: ServeConfig, topology: Topology | None, show: Print) -> None:
+        self._config = config
+        self._topology = topology
+        self._front_door = FrontDoor(config)
+        self._cluster = LocalCluster(config, topology, self._front_door.control, show) if topology else None
+        self.lost: asyncio.Future[str] = (
+            self._cluster.lost if self._cluster else asyncio.get_running_loop().create_future()
+        )
+
+    @property
+    def url(self) -> str:
+        return self._front_door.url
+
+    @property
+    def control(self) -> str:
+        return self._front_door.control
+
+    async def __aenter__(self) -> "LocalService":
+        await self._front_door.__aenter__()
+        if self._cluster:
+            await self._cluster.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._cluster:
+            await self._cluster.stop()
+        await self._front_door.__aexit__(kind, error, trace)
+
+    async def wait_until_ready(self) -> None:
+        """Returns once every instance has joined. Raises StartError when one ends before."""
+        if self._cluster and self._topology:
+            registry, expected = self._front_door.router.registry, len(self._topology.roles)
+            await wait_until_ready(self._cluster, lambda: len(registry) >= expected, self._config.lease.start_timeout)
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Lets running requests finish, up to the drain timeout or until ``hurry`` is set."""
+        draining, hurried = asyncio.create_task(self._front_door.drain()), asyncio.create_task(hurry.wait())
+        first: set[asyncio.Future[Any]] = {draining, hurried, self.lost}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, hurried):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
