@@ -26,7 +26,7 @@ class Runner:
     """Runs steps on a decoder and its KV tensors. ``run`` is the only part that takes long."""
 
     def __init__(self, decoder: Decoder, cache: KVTensors, page_size: int) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._cache = cache
         self._page_size = page_size
 
@@ -49,7 +49,7 @@ class Runner:
     def run(self, batch: ForwardBatch, draws: Rows[Draw]) -> list[int]:
         """The next token of every chunk that samples, in order."""
         with torch.inference_mode():
-            logits = self._decoder(batch, self._cache)
+            logits = self.decoder(batch, self._cache)
             return sample(logits, draws) if draws else []
 
     def _attention(self, chunks: Rows[Chunk]) -> AttentionBatch:

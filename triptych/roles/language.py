@@ -60,7 +60,7 @@ class LanguageHost:
         send: Send,
     ) -> None:
         self.scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._media = media
         self._receiver = receiver
         self._compute = compute
@@ -140,9 +140,9 @@ class LanguageHost:
         for chunk in step.chunks:
             times = self._times[chunk.sequence.request]
             times.scheduled = times.scheduled or now
-        batch = self._runner.batch(step.chunks, self._media.take(step.chunks))
+        batch = self.runner.batch(step.chunks, self._media.take(step.chunks))
         draws = [Draw(c.sequence.sampling, c.sequence.num_generated) for c in step.chunks if c.samples]
-        self._running = step, self._compute.submit(self._runner.run, batch, draws)
+        self._running = step, self._compute.submit(self.runner.run, batch, draws)
 
     def _collect(self) -> None:
         if self._running is None or not self._running[1].done():

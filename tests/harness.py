@@ -1,0 +1,104 @@
+"""A whole service inside the test process: real sockets, real shared memory, real instances, each with its loop in a
+thread. What differs from ``triptych serve`` is only that nothing is started. Not a test."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig
+from triptych.messages.channel import Channel
+from triptych.messages.work import Sampling
+from triptych.models.checkpoint import Checkpoint
+from triptych.roles.build import Model, build_instance
+from triptych.roles.front_door import FrontDoor
+from triptych.roles.instance import Instance
+from triptych.roles.language import LanguageHost
+from triptych.topology import Role, Topology
+from triptych.types import Address
+
+Messages = list[dict[str, Any]]
+
+FLOAT32 = EngineConfig(dtype="float32", threads=1, kv_cache_tokens=4096)
+
+
+@dataclass
+class Running:
+    """A service that runs. ``instances`` can be looked into; their loops are in other threads."""
+
+    front_door: FrontDoor
+    instances: list[Instance] = field(default_factory=list)
+
+    async def answer(self, messages: Messages, **sampling: Any) -> list[int]:
+        """The tokens of one answer."""
+        service = self.front_door.service
+        prompt = service.prompt_builder.build(messages)
+        settings = Sampling(**({"max_tokens": 32, "ignore_eos": True} | sampling))
+        stream = service.router.submit(prompt, settings, sorted(service.tokenizer.eos_token_ids))
+        return [token async for report in stream for token in report.tokens]
+
+    async def answers(self, requests: Sequence[Messages], **sampling: Any) -> list[list[int]]:
+        """The tokens of several answers, asked for all at once."""
+        return list(await asyncio.gather(*(self.answer(messages, **sampling) for messages in requests)))
+
+    def language_hosts(self) -> list[LanguageHost]:
+        return [host for instance in self.instances for host in instance.hosts if isinstance(host, LanguageHost)]
+
+
+@asynccontextmanager
+async def running(
+    folder: Path,
+    topology: str = "1EPD",
+    engine: EngineConfig = FLOAT32,
+    front_door: FrontDoorConfig | None = None,
+    prepare: Callable[[Instance], None] = lambda _: None,
+) -> AsyncIterator[Running]:
+    """Starts a service and stops it; on the way out every instance checks that blocks and pages are back.
+    ``prepare`` may change an instance before it runs."""
+    config = ServeConfig(folder, engine, front_door or FrontDoorConfig(port=0), LeaseConfig(lease_expiry=60.0))
+    threads: list[threading.Thread] = []
+    async with FrontDoor(config) as door:
+        service = Running(door)
+        for number, role in enumerate(Topology.parse(topology).roles):
+            instance = _instance(config, role, f"{role.value.lower()}{number}", door.control)
+            prepare(instance)
+            service.instances.append(instance)
+            threads.append(threading.Thread(target=_run, args=[instance], daemon=True))
+            threads[-1].start()
+        async with asyncio.timeout(30):
+            while len(door.router.registry) < len(service.instances):
+                await asyncio.sleep(0.005)
+        yield service
+        for instance in service.instances:
+            instance.stop()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, 30)
+            assert not thread.is_alive(), "an instance didn't stop"
+        for instance in service.instances:
+            for host in instance.hosts:
+                host.check_idle()
+
+
+def _instance(config: ServeConfig, role: Role, name: str, control: str) -> Instance:
+    torch.set_num_threads(1)
+    return build_instance(
+        model=Model(Checkpoint(config.model), config.engine.dtype),
+        name=name,
+        role=role,
+        channel=Channel(),
+        front_door=Address(f"tcp://{control}"),
+        engine=config.engine,
+        lease=config.lease,
+    )
+
+
+def _run(instance: Instance) -> None:
+    try:
+        instance.run()
+    finally:
+        instance.channel.close()

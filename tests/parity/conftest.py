@@ -1,0 +1,47 @@
+"""Checkpoints and what transformers answers with them, made once."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import make_checkpoint
+from tests.parity.cases import CASES
+from tests.parity.reference import Reference
+from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint and its expected answers to all cases."""
+
+    folder: Path
+
+    @cached_property
+    def reference(self) -> Reference:
+        return Reference(self.folder)
+
+    @cached_property
+    def prompts(self) -> list[PlannedPrompt]:
+        builder = PromptBuilder(self.folder)
+        return [builder.build(case.messages) for case in CASES]
+
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """Greedy tokens, one list per case."""
+        answers = [self.reference.generate(p, c.images) for p, c in zip(self.prompts, CASES, strict=True)]
+        # a model that says the same whatever it sees would make every comparison pass
+        assert len({tuple(answer) for answer in answers}) >= len(CASES) - 1
+        return answers
+
+
+@pytest.fixture(scope="session", params=["dense", "moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    yield Model(make_checkpoint(folder, moe=request.param == "moe", tied=request.param == "dense"))
+    asyncio.set_event_loop(None)

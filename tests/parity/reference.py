@@ -1,0 +1,54 @@
+"""What transformers answers, with the same weights and the same prompt. Not a test."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoImageProcessor, PreTrainedModel
+
+from tests.checkpoints import load_reference
+from triptych.prompt.prompt import PlannedPrompt
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint folder's model as transformers runs it, in float32."""
+
+    folder: Path
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        return load_reference(self.folder)
+
+    def generate(self, prompt: PlannedPrompt, images: Sequence[Image.Image], max_new_tokens: int = 32) -> list[int]:
+        """Greedy tokens, without regard to end-of-text tokens."""
+        with torch.inference_mode():
+            output = self.model.generate(
+                **self._inputs(prompt, images),
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return output[0, len(prompt.tokens) :].tolist()
+
+    def first_logits(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> Tensor:
+        """Logits of the first generated token, float32 [vocab]."""
+        with torch.inference_mode():
+            return self.model(**self._inputs(prompt, images)).logits[0, -1]
+
+    def _inputs(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        tokens = torch.tensor([prompt.tokens])
+        is_image = tokens == self.model.config.image_token_id
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": is_image.int()}
+        if images:
+            processor = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+            processed = processor([np.asarray(image.convert("RGB")) for image in images], return_tensors="pt")
+            inputs |= {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"]}
+        return inputs

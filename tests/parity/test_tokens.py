@@ -1,0 +1,138 @@
+"""The same tokens as transformers: whatever the topology, the chunks, the batch, the pools and their shortage."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import FLOAT32, Running, running
+from tests.parity.cases import CASES
+from tests.parity.conftest import Model
+from triptych.models.decoder import Decoder, ForwardBatch
+from triptych.roles.instance import Instance
+from triptych.roles.language import LanguageHost
+
+REQUESTS = [case.messages for case in CASES]
+
+
+def language_host(instance: Instance) -> LanguageHost:
+    return next(host for host in instance.hosts if isinstance(host, LanguageHost))
+
+
+@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "2E1PD", "1E2PD"])
+def test_topologies(model: Model, topology: str) -> None:
+    async def answers() -> list[list[int]]:
+        async with running(model.folder, topology) as service:
+            return await service.answers(REQUESTS)
+
+    assert asyncio.run(answers()) == model.answers
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
+def test_prefill_chunks(model: Model, chunk: int) -> None:
+    async def answers() -> list[list[int]]:
+        engine = replace(FLOAT32, max_num_batched_tokens=chunk)
+        async with running(model.folder, "1E1PD", engine) as service:
+            return await service.answers(REQUESTS)
+
+    assert asyncio.run(answers()) == model.answers
+
+
+def test_one_at_a_time(model: Model) -> None:
+    async def answers() -> list[list[int]]:
+        async with running(model.folder, "1E1PD", replace(FLOAT32, max_num_seqs=1)) as service:
+            return [await service.answer(messages) for messages in REQUESTS]
+
+    assert asyncio.run(answers()) == model.answers
+
+
+@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "2E1PD"])
+@pytest.mark.parametrize("block_rows", [1, 8])
+def test_receive_pool_of_one_block(model: Model, topology: str, block_rows: int) -> None:
+    async def answers() -> list[list[int]]:
+        engine = replace(FLOAT32, receive_blocks=1, receive_block_rows=block_rows)
+        async with running(model.folder, topology, engine) as service:
+            return await service.answers(REQUESTS)
+
+    assert asyncio.run(answers()) == model.answers
+
+
+def test_preemption(model: Model) -> None:
+    """A cache that holds little more than the longest answer alone: the others must give way and start over."""
+    longest = max(len(prompt.tokens) for prompt in model.prompts) + 32
+    pages = -(-longest // FLOAT32.page_size) + 1
+
+    async def answers() -> tuple[list[list[int]], int]:
+        engine = replace(FLOAT32, kv_cache_tokens=pages * FLOAT32.page_size, receive_blocks=2, receive_block_rows=8)
+        async with running(model.folder, "1E1PD", engine) as service:
+            tokens = await service.answers(REQUESTS)
+            return tokens, service.language_hosts()[0].scheduler.num_preemptions
+
+    tokens, preemptions = asyncio.run(answers())
+    assert preemptions > 0
+    assert tokens == model.answers
+
+
+def test_many_requests_on_a_tiny_pool(model: Model) -> None:
+    """No deadlock and no starvation: 40 requests through two blocks of four rows."""
+
+    async def answers() -> list[list[int]]:
+        engine = replace(FLOAT32, receive_blocks=2, receive_block_rows=4, max_num_seqs=8)
+        async with running(model.folder, "2E1PD", engine) as service:
+            return await service.answers(REQUESTS * 5, max_tokens=4)
+
+    assert asyncio.run(answers()) == [answer[:4] for answer in model.answers] * 5
+
+
+def test_first_token_logits(model: Model) -> None:
+    """Within 1e-4 in float32, one case at a time and through the transfer of E to PD."""
+    recorded: list[Tensor] = []
+
+    def record(instance: Instance) -> None:
+        if instance.role.generates:
+            runner = language_host(instance).runner
+            runner.decoder = _Recording(runner.decoder, recorded)
+
+    async def ask(service: Running) -> None:
+        for messages in REQUESTS:
+            await service.answer(messages, max_tokens=1)
+
+    async def run() -> None:
+        async with running(model.folder, "1E1PD", prepare=record) as service:
+            await ask(service)
+
+    asyncio.run(run())
+    assert len(recorded) == len(CASES)
+    for case, prompt, logits in zip(CASES, model.prompts, recorded, strict=True):
+        expected = model.reference.first_logits(prompt, case.images)
+        assert (logits - expected).abs().max() < 1e-4, case.name
+
+
+def test_seeded_sampling_is_the_same_alone_and_in_a_batch(model: Model) -> None:
+    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234}
+
+    async def run() -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        async with running(model.folder, "1E1PD") as service:
+            batch = await service.answers(REQUESTS, **sampling)
+            alone = [await service.answer(messages, **sampling) for messages in REQUESTS]
+            other = await service.answers(REQUESTS, **(sampling | {"seed": 4321}))
+            return batch, alone, other
+
+    batch, alone, other = asyncio.run(run())
+    assert batch == alone
+    assert batch != other
+
+
+class _Recording:
+    """A decoder that keeps the logits it returns."""
+
+    def __init__(self, decoder: Decoder, recorded: list[Tensor]) -> None:
+        self._decoder = decoder
+        self._recorded = recorded
+
+    def __call__(self, batch: ForwardBatch, *arguments: object) -> Tensor:
+        logits: Tensor = self._decoder(batch, *arguments)
+        self._recorded += list(torch.unbind(logits.clone()))
+        return logits
