@@ -108,8 +108,8 @@ async def chunks(completion: Completion, include_usage: bool, timeline: bool) ->
         yield _chunk(completion, {"role": "assistant", "content": ""})
         try:
             async for piece in _chain(first, pieces):
-                if piece:
-                    yield _chunk(completion, {"content": piece})
+                # an empty piece too: clients take the time between tokens from the chunks, as vLLM sends them
+                yield _chunk(completion, {"content": piece})
         except Exception as error:
             if not isinstance(error, TriptychError):
                 log.error("answer %s failed", completion.id, exc_info=error)

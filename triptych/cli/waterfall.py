@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 48
+WIDTH = 36
 COLOURS = {
     "fetch": "bright_black",
     "plan": "magenta",

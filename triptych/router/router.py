@@ -258,20 +258,22 @@ class Router:
 
     def _on_leave(self, message: Leave) -> None:
         if lease := self.registry.get(message.address):
+            log.info("%s is leaving", lease.name)
             self._lose(lease, "has left")
 
     def tick(self) -> None:
         """What time brings: leases that ran out, deadlines that passed. Call a few times a second."""
         now = self._clock()
         for lease in self.registry.expired(now):
-            self._lose(lease, f"has been silent for {self._lease.lease_expiry:g} s")
+            why = f"has been silent for {self._lease.lease_expiry:g} s"
+            log.warning("%s %s", lease.name, why)
+            self._lose(lease, why)
         for request in [request for request, entry in self._requests.items() if entry.deadline < now]:
             self._fail(request, DeadlineExceeded(f"not done within {self._config.request_timeout:g} s"))
 
     def _lose(self, lease: InstanceLease, why: str) -> None:
         """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but had not all
         been handed over are missed by their consumer, which says so."""
-        log.warning("%s %s", lease.name, why)
         self.registry.remove(lease.address)
         for other in self.registry:
             self._tell(other.address, PeerLost(lease.address))

@@ -1,0 +1,226 @@
+"""Load on any OpenAI-compatible endpoint: random JPEGs and text, closed-loop or open-loop; reports TTFT, TPOT,
+inter-token latency and throughput.
+
+    python -m bench.serve --url http://127.0.0.1:8000 --model mid --concurrency 1 --requests 5
+    python -m bench.serve --url http://127.0.0.1:8000 --model mid --rate 0.5 --requests 20
+
+Closed-loop (``--concurrency``) keeps so many requests running; open-loop (``--rate``) starts them at Poisson times,
+whether or not earlier ones are done, as users do. Every request has its own pictures and text, so no cache can help.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+WORDS = ("stone", "river", "lamp", "seven", "under", "cloud", "quick", "paper", "green", "north", "wheel", "salt")
+
+
+@dataclass(frozen=True)
+class Load:
+    """One request's make-up. ``text_words`` counts words, which is about the tokens of a real tokenizer."""
+
+    images: int = 1
+    width: int = 448
+    height: int = 448
+    text_words: int = 128
+    output_tokens: int = 32
+
+
+@dataclass
+class Sample:
+    """One answer as the client saw it. Times in seconds since the request began; ``token_times`` has one per chunk."""
+
+    token_times: list[float] = field(default_factory=list)
+    tokens: int = 0
+    prompt_tokens: int = 0
+    total: float = 0.0
+    error: str = ""
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0]
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first."""
+        return (self.token_times[-1] - self.token_times[0]) / max(1, self.tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
+
+
+def request_body(model: str, load: Load, seed: int) -> dict[str, Any]:
+    """A chat request with random JPEGs before its text; it asks for exactly ``output_tokens`` tokens."""
+    rng = random.Random(seed)
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": random_jpeg(load.width, load.height, rng.randrange(2**32))}}
+        for _ in range(load.images)
+    ]
+    parts.append({"type": "text", "text": " ".join(rng.choices(WORDS, k=load.text_words))})
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": load.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def random_jpeg(width: int, height: int, seed: int) -> str:
+    """A data: URL of a picture that no two requests share. Smooth, so that it has a photograph's size."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), dtype=np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(data, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Sample:
+    """Sends one request and takes note of when each piece of its answer came."""
+    sample = Sample()
+    began = time.perf_counter()
+    try:
+        async with client.stream(
+            "POST", "/v1/chat/completions", json=body, headers={"X-Triptych-Timeline": "true"}
+        ) as response:
+            if response.status_code != httpx.codes.OK:
+                sample.error = f"{response.status_code}: {(await response.aread())[:200].decode(errors='replace')}"
+                return sample
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    _take(sample, json.loads(line.removeprefix("data: ")), time.perf_counter() - began)
+    except httpx.HTTPError as error:
+        sample.error = f"{type(error).__name__}: {error}"
+    sample.total = time.perf_counter() - began
+    if not sample.token_times and not sample.error:
+        sample.error = "no token came"
+    return sample
+
+
+def _take(sample: Sample, chunk: dict[str, Any], now: float) -> None:
+    if "error" in chunk:
+        sample.error = str(chunk["error"])
+    deltas = [choice["delta"] for choice in chunk.get("choices", ())]
+    if any("content" in delta and "role" not in delta for delta in deltas):
+        sample.token_times.append(now)
+    if usage := chunk.get("usage"):
+        sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+    sample.timeline = chunk.get("timeline", sample.timeline)
+
+
+async def closed_loop(client: httpx.AsyncClient, bodies: list[dict[str, Any]], concurrency: int) -> list[Sample]:
+    """Keeps ``concurrency`` requests running until all are done."""
+    waiting: Iterator[dict[str, Any]] = iter(bodies)
+
+    async def worker() -> list[Sample]:
+        return [await ask(client, body) for body in waiting]
+
+    return [sample for samples in await asyncio.gather(*(worker() for _ in range(concurrency))) for sample in samples]
+
+
+async def open_loop(client: httpx.AsyncClient, bodies: list[dict[str, Any]], rate: float, seed: int) -> list[Sample]:
+    """Starts requests at Poisson times, ``rate`` a second on average."""
+    rng = random.Random(seed)
+    running = []
+    for body in bodies:
+        running.append(asyncio.create_task(ask(client, body)))
+        await asyncio.sleep(rng.expovariate(rate))
+    return list(await asyncio.gather(*running))
+
+
+def report(samples: list[Sample], seconds: float) -> dict[str, Any]:
+    """Medians and p99s in milliseconds, throughputs per second."""
+    good = [sample for sample in samples if not sample.error]
+    result: dict[str, Any] = {
+        "requests": len(samples),
+        "errors": [sample.error for sample in samples if sample.error],
+        "seconds": round(seconds, 2),
+    }
+    if good:
+        gaps = [gap for sample in good for gap in sample.gaps] or [0.0]
+        result |= {
+            "prompt_tokens": statistics.median(sample.prompt_tokens for sample in good),
+            "ttft_ms": _spread([sample.ttft for sample in good]),
+            "tpot_ms": _spread([sample.tpot for sample in good]),
+            "inter_token_ms": _spread(gaps),
+            "requests_per_second": round(len(good) / seconds, 3),
+            "output_tokens_per_second": round(sum(sample.tokens for sample in good) / seconds, 2),
+            "stages_ms": _stages(good),
+        }
+    return result
+
+
+def _stages(samples: list[Sample]) -> dict[str, float]:
+    """Median over requests of the time that each stage took in all; only Triptych says."""
+    totals: dict[str, list[float]] = {}
+    for sample in samples:
+        per_stage: dict[str, float] = {}
+        for interval in sample.timeline:
+            took = interval["end_ms"] - interval["start_ms"]
+            per_stage[interval["stage"]] = per_stage.get(interval["stage"], 0.0) + took
+        for stage, took in per_stage.items():
+            totals.setdefault(stage, []).append(took)
+    return {stage: round(statistics.median(times), 1) for stage, times in totals.items()}
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    p99 = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+    return {"p50": round(statistics.median(ordered) * 1000, 1), "p99": round(p99 * 1000, 1)}
+
+
+async def run(
+    url: str, model: str, load: Load, *, requests: int, concurrency: int = 1, rate: float = 0.0, seed: int = 0
+) -> dict[str, Any]:
+    """One measurement, after one request that isn't counted."""
+    bodies = [request_body(model, load, seed * 1_000_003 + number) for number in range(requests + 1)]
+    async with httpx.AsyncClient(
+        base_url=url,
+        trust_env=False,
+        timeout=httpx.Timeout(None, connect=10.0),
+        limits=httpx.Limits(max_connections=None),
+    ) as client:
+        await ask(client, bodies.pop())
+        began = time.perf_counter()
+        if rate:
+            samples = await open_loop(client, bodies, rate, seed)
+        else:
+            samples = await closed_loop(client, bodies, concurrency)
+        return report(samples, time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", required=True)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--concurrency", type=int, default=1, help="closed loop: requests that run at a time")
+    how.add_argument("--rate", type=float, default=0.0, help="open loop: requests that begin each second")
+    parser.add_argument("--requests", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    for name, default in asdict(Load()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    given = parser.parse_args()
+    load = Load(**{name: getattr(given, name) for name in asdict(Load())})
+    how_many = {"requests": given.requests, "concurrency": given.concurrency, "rate": given.rate, "seed": given.seed}
+    result = asyncio.run(run(given.url, given.model, load, **how_many))
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

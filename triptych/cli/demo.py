@@ -1,0 +1,78 @@
+"""``triptych demo``: serves the bundled model and asks it about the bundled pictures, over HTTP."""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from triptych.cli import flags
+from triptych.cli.asking import request_body, show_answer
+from triptych.cli.starting import started
+from triptych.cluster.service import LocalService
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig
+from triptych.demo import PICTURES_DIR
+from triptych.topology import Topology
+
+SUMMARY = "serve the bundled model and ask it about the bundled pictures"
+
+TRY_NEXT = """\
+Try it yourself while this runs (Ctrl-C ends it):
+
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"model": "demo", "messages": [
+    {{"role": "user", "content": [
+                {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,'$(base64 -w0 {picture})'"}}}},
+                {{"type": "text", "text": "{question}"}}]}}]}}'
+
+  # pip install openai
+  import base64, openai
+  client = openai.OpenAI(base_url="{url}/v1", api_key="none")
+  picture = base64.b64encode(open("{picture}", "rb").read()).decode()
+  answer = client.chat.completions.create(model="demo", messages=[{{"role": "user", "content": [
+      {{"type": "image_url", "image_url": {{"url": "data:image/png;base64," + picture}}}},
+      {{"type": "text", "text": "{question}"}}]}}])
+  print(answer.choices[0].message.content)
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(model=flags.DEMO)
+    parser.add_argument("--topology", default="1E1PD", help="instances to start (default: 1E1PD)")
+    parser.add_argument("--questions", type=int, default=5, help="how many to ask (default: 5)")
+    parser.add_argument("--verbose", action="store_true", help="show what the instances say")
+    flags.add_settings(parser, "how instances compute", EngineConfig)
+    flags.add_settings(parser, "what the front door accepts", FrontDoorConfig)
+    flags.add_settings(parser, "how processes start, live and end", LeaseConfig)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = flags.serve_config(arguments)
+    config = dataclasses.replace(
+        config, front_door=dataclasses.replace(config.front_door, served_model_name=flags.DEMO)
+    )
+    return asyncio.run(_run(config, Topology.parse(arguments.topology), arguments.questions, arguments.verbose))
+
+
+async def _run(config: ServeConfig, topology: Topology, count: int, verbose: bool) -> int:
+    console = Console(stderr=True)
+    questions = json.loads((PICTURES_DIR / "questions.json").read_text())
+    async with started(config, topology, console, verbose) as service:
+        console.print(f"The demo model is served as [bold]{topology}[/] on {service.url}")
+        right = [await _ask(service, entry, console) for entry in questions[:count]]
+        console.print(f"\n{sum(right)} of {len(right)} answers as expected\n")
+        entry = next(entry for entry in questions if entry["pictures"][0].endswith(".png"))
+        picture = PICTURES_DIR / entry["pictures"][0]
+        print(TRY_NEXT.format(url=service.url, picture=picture, question=entry["question"]), flush=True)
+        if sys.stdout.isatty():
+            await service.lost
+        return 0 if all(right) else 1
+
+
+async def _ask(service: LocalService, entry: dict[str, Any], console: Console) -> bool:
+    console.print(f"\n[bold]{', '.join(entry['pictures'])}[/]: {entry['question']}")
+    pictures = [PICTURES_DIR / name for name in entry["pictures"]]
+    answer = await show_answer(service.url, request_body(flags.DEMO, pictures, entry["question"]), console)
+    return bool(answer == entry["answer"])

@@ -1,0 +1,36 @@
+"""Starts a service for a command that uses it itself, and says why when that fails."""
+
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rich.console import Console
+
+from triptych.cluster.service import LocalService
+from triptych.config import ServeConfig
+from triptych.errors import StartError
+from triptych.topology import Topology
+
+
+@asynccontextmanager
+async def started(
+    config: ServeConfig, topology: Topology, console: Console, verbose: bool
+) -> AsyncIterator[LocalService]:
+    """A service that is ready. What its instances say is shown as it comes when ``verbose``, else only if they fail."""
+    said: list[str] = []
+    if not verbose:
+        logging.getLogger("triptych").setLevel(logging.WARNING)
+    async with LocalService(config, topology, show=_say if verbose else said.append) as service:
+        try:
+            with console.status(f"starting {topology}"):
+                await service.wait_until_ready()
+        except StartError:
+            for line in said:
+                _say(line)
+            raise
+        yield service
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
