@@ -1,9 +1,10 @@
 """Which sequence computes which tokens in the next step. Holds no device and no socket.
 
 Decodes go first, one token each; what is left of the token budget goes to prefill chunks, in order of arrival, over
-the longest run of tokens that are ready. Pages are taken as they are needed; when none is left, the sequence that
-arrived last gives up its own and is computed again later. The first to have arrived can take every page there is,
-and any sequence fits in the pool alone, so everything ends.
+the longest run of tokens that are ready. A sequence starts when the pages for all its tokens are free, and takes them
+as it needs them; when none is left, the sequence that arrived last gives up its own and is computed again later. The
+first to have arrived need not wait and can take every page there is, and any sequence fits in the pool alone, so
+everything ends.
 """
 
 from collections.abc import Callable, Iterator
@@ -96,8 +97,15 @@ class Scheduler:
         if sequence in step.preempted:
             return
         length = min(length, self._budget - step.num_tokens)
+        if not sequence.pages and not self._may_start(sequence):
+            return
         if length > 0 and self._take_pages(step, sequence, sequence.num_computed + length):
             step.chunks.append(Chunk(sequence, sequence.num_computed, length))
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Without this, sequences that don't fit beside the running ones would start, be preempted, and start again."""
+        first = next(iter(self._sequences.values()))
+        return sequence is first or self.pool.pages_for(len(sequence.tokens)) <= self.pool.num_free
 
     def _take_pages(self, step: Step, sequence: Sequence, tokens: int) -> bool:
         missing = self.pool.pages_for(tokens) - len(sequence.pages)

@@ -114,11 +114,11 @@ def _encode_host(model: Model, instance: Instance, engine: EngineConfig, fabrics
         encoder=TowerEncoder(tower, dtype),
         queue=EncodeQueue(engine.encode_batch_patches),
         cache=RowCache(engine.encode_cache_mb * 2**20),
-        sender=Sender(fabrics, model.row_layout, channel.address, channel.send),
+        sender=Sender(fabrics, model.row_layout, channel.address, instance.send),
         compute=instance.compute,
         wake=channel.wake,
         front_door=instance.front_door,
-        send=channel.send,
+        send=instance.send,
     )
 
 
@@ -128,7 +128,7 @@ def _language_host(model: Model, instance: Instance, engine: EngineConfig, fabri
     config = model.family.decoder_config
     cache = KVTensors.allocate(config, engine.num_pages, engine.page_size, dtype, device)
     buffer = RowBuffer(fabric, model.row_layout, engine.receive_blocks, engine.receive_block_rows)
-    receiver = Receiver(buffer, channel.address, channel.send)
+    receiver = Receiver(buffer, channel.address, instance.send)
     pool = PagePool(engine.num_pages, engine.page_size)
     return LanguageHost(
         scheduler=Scheduler(pool, engine.max_num_seqs, engine.max_num_batched_tokens),
@@ -139,7 +139,7 @@ def _language_host(model: Model, instance: Instance, engine: EngineConfig, fabri
         context_length=min(model.planner.context_length, engine.max_context),
         address=channel.address,
         front_door=instance.front_door,
-        send=channel.send,
+        send=instance.send,
     )
 
 

@@ -15,8 +15,8 @@ from triptych.api.app import create_app
 from triptych.api.service import GenerationDefaults, Service
 from triptych.config import ServeConfig
 from triptych.errors import StartError
-from triptych.messages.channel import Channel
-from triptych.messages.work import Stop
+from triptych.messages.channel import BadAddress, Channel
+from triptych.messages.work import Leave, Stop
 from triptych.models.config_files import read_json_object
 from triptych.prompt.media import MediaLimits
 from triptych.prompt.prompt import PromptBuilder
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 TICK = 0.1
 """Seconds between looks at leases and deadlines."""
+LAST_ANSWERS = 1
+"""Seconds that answers get to reach their clients once their requests have ended with the service."""
 
 
 class _Server(uvicorn.Server):
@@ -45,7 +47,11 @@ class FrontDoor:
         self._config = config
         builder = PromptBuilder(config.model, config.engine.max_context)
         self._socket = _listen(config.front_door.host, config.front_door.port)
-        self.channel = Channel(port=config.front_door.control_port)
+        try:
+            self.channel = Channel(port=config.front_door.control_port)
+        except BadAddress as error:
+            self._socket.close()
+            raise StartError(str(error)) from None
         self.router = Router(
             send=self.channel.send,
             fingerprint=builder.fingerprint,
@@ -63,7 +69,12 @@ class FrontDoor:
             front_door=config.front_door,
         )
         settings = uvicorn.Config(
-            create_app(self.service), log_config=None, log_level="warning", access_log=False, lifespan="off"
+            create_app(self.service),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=LAST_ANSWERS,
         )
         self._server = _Server(settings)
         self._tasks: list[asyncio.Task[None]] = []
@@ -87,13 +98,17 @@ class FrontDoor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.should_exit = self._server.force_exit = True
+        ticking, serving = self._tasks
+        self.router.draining = self._server.should_exit = True
+        asyncio.get_running_loop().remove_reader(self.channel.fileno())
         for lease in self.router.registry:
             self.channel.send(lease.address, Stop())
-        asyncio.get_running_loop().remove_reader(self.channel.fileno())
-        ticking, serving = self._tasks
+            # it goes on no more: whoever still waits for it gets an error, not a stream that breaks off
+            self.router.handle(Leave(lease.address))
         ticking.cancel()
         await asyncio.gather(ticking, serving, return_exceptions=True)
+        # those that the server gave up on still have to let go of their requests
+        await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         self._socket.close()
         self.channel.close()
 
@@ -102,10 +117,9 @@ class FrontDoor:
         self.router.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.lease.drain_timeout):
-                while self.router.num_requests:
+                # a request may have ended while its answer is still on its way out of the HTTP server
+                while self.router.num_requests or self._server.server_state.tasks:
                     await asyncio.sleep(TICK / 2)
-        # answers that have ended may still be on their way out of the HTTP server
-        await asyncio.sleep(TICK)
 
     def _take_messages(self) -> None:
         for message in self.channel.drain():
@@ -132,6 +146,8 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        # a port that another process has bound but doesn't yet listen on is only refused here
+        listener.listen()
     except OSError as error:
         listener.close()
         raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from triptych.config import LeaseConfig
-from triptych.errors import StartError, TriptychError
+from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, End
@@ -56,6 +56,13 @@ class Instance:
         for kind, handler in host.handlers.items():
             self._handlers[kind, far_end if kind in (Done, Abort) else None] = handler
 
+    def send(self, to: Address, message: Message) -> None:
+        """For the hosts. A peer that can't be reached is the registry's business: its lease runs out."""
+        try:
+            self.channel.send(to, message)
+        except TriptychError as error:
+            log.warning("couldn't send %s: %s", type(message).__name__, error)
+
     def stop(self) -> None:
         """Ends ``run`` soon. May be called from any thread, and from a signal handler."""
         self._stopping = True
@@ -70,7 +77,7 @@ class Instance:
                 self._turn()
                 if not self._registered and time.monotonic() > deadline:
                     raise StartError(f"no answer from the front door at {self.front_door}")
-            self._send(self.front_door, Leave(self.channel.address))
+            self.send(self.front_door, Leave(self.channel.address))
         finally:
             self.compute.close()
             for host in self.hosts:
@@ -84,9 +91,15 @@ class Instance:
             host.advance()
         if time.monotonic() >= self._next_heartbeat:
             self._next_heartbeat = time.monotonic() + self._lease.heartbeat
-            self._send(self.front_door, Heartbeat(self.channel.address))
+            self.send(self.front_door, Heartbeat(self.channel.address))
+            self._check_idle()
+
+    def _check_idle(self) -> None:
+        try:
             for host in self.hosts:
                 host.check_idle()
+        except BlockError as error:
+            log.error("while idle: %s", error)  # a bug, and worth knowing, but no reason to stop serving
 
     def _handle(self, message: Message) -> None:
         """One message. One that can't be served must not harm the others: messages come from outside."""
@@ -97,14 +110,13 @@ class Instance:
             return
         try:
             handler(message)
+        except StartError:
+            raise
         except TriptychError as error:
             log.error("%s: %s", type(message).__name__, error)
 
-    def _send(self, to: Address, message: Message) -> None:
-        self.channel.send(to, message)
-
     def _register(self) -> None:
-        self._send(self.front_door, Register(self.name, self.role, self.channel.address, self._model, os.getpid()))
+        self.send(self.front_door, Register(self.name, self.role, self.channel.address, self._model, os.getpid()))
 
     def _on_welcome(self, _: Welcome) -> None:
         self._registered = True

@@ -23,6 +23,16 @@ from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
 
+SAME_INTERVAL = 0.005
+"""Seconds between two steps that are shown as one: what the loop takes to schedule, and a little more."""
+
+
+@dataclass(frozen=True)
+class _RunningStep:
+    step: Step
+    began: float
+    future: Future[list[int]]
+
 
 @dataclass
 class _Times:
@@ -32,13 +42,20 @@ class _Times:
     scheduled: float = 0.0
     first_token: float = 0.0
     transfers: list[Interval] = field(default_factory=list)
+    prefills: list[Interval] = field(default_factory=list)
+
+    def add_prefill(self, began: float, ended: float) -> None:
+        """A step has computed part of the prompt. Steps that follow on each other count as one interval."""
+        if self.prefills and began - self.prefills[-1].end < SAME_INTERVAL:
+            began = self.prefills.pop().start
+        self.prefills.append(Interval("prefill", began, ended))
 
     def intervals(self) -> list[Interval]:
         now = time.time()
         return [
             Interval("queue", self.received, self.scheduled),
             *self.transfers,
-            Interval("prefill", self.scheduled, self.first_token),
+            *self.prefills,
             Interval("decode", self.first_token, now),
         ]
 
@@ -69,7 +86,7 @@ class LanguageHost:
         self._front_door = front_door
         self._send = send
         self._times: dict[RequestId, _Times] = {}
-        self._running: tuple[Step, Future[list[int]]] | None = None
+        self._running: _RunningStep | None = None
 
     @property
     def handlers(self) -> Handlers:
@@ -142,21 +159,23 @@ class LanguageHost:
             times.scheduled = times.scheduled or now
         batch = self.runner.batch(step.chunks, self._media.take(step.chunks))
         draws = [Draw(c.sequence.sampling, c.sequence.num_generated) for c in step.chunks if c.samples]
-        self._running = step, self._compute.submit(self.runner.run, batch, draws)
+        self._running = _RunningStep(step, now, self._compute.submit(self.runner.run, batch, draws))
 
     def _collect(self) -> None:
-        if self._running is None or not self._running[1].done():
+        if self._running is None or not self._running.future.done():
             return
-        step, future = self._running
-        self._running = None
-        if error := future.exception():
+        running, step, self._running = self._running, self._running.step, None
+        if error := running.future.exception():
             log.error("a step of %d sequences failed", len(step.chunks), exc_info=error)
             alive = [c.sequence.request for c in step.chunks if self._alive(c.sequence)]
             self._fail_all(alive, "the model failed on this request's batch")
             return
         self.scheduler.computed(step)
+        for chunk in step.chunks:
+            if (times := self._times.get(chunk.sequence.request)) and not times.first_token:
+                times.add_prefill(running.began, time.time())
         sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        for sequence, token in zip(sampling, future.result(), strict=True):
+        for sequence, token in zip(sampling, running.future.result(), strict=True):
             if self._alive(sequence):
                 self._report(sequence, token)
 

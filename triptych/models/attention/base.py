@@ -71,12 +71,13 @@ class KVTensors:
     def allocate(
         cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> "KVTensors":
-        """A cache of ``num_pages`` zeroed pages in every layer. On CPUs the memory is committed as it's written."""
+        """A cache of ``num_pages`` pages in every layer. Uninitialised, since no slot is read before it is written: on
+        CPUs the memory is committed as it fills."""
         shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
         layers = range(config.num_layers)
         return cls(
-            keys=[torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
-            values=[torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
+            keys=[torch.empty(shape, dtype=dtype, device=device) for _ in layers],
+            values=[torch.empty(shape, dtype=dtype, device=device) for _ in layers],
         )
 
 
