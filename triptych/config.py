@@ -82,6 +82,8 @@ class FrontDoorConfig:
         for name in ("max_queue", "max_body_mb", "max_image_mb", "request_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
+        if self.max_images < 0:
+            raise ConfigError(f"--max-images {self.max_images} is too small")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Role(enum.StrEnum):
         return Stage.DECODE in self.stages
 
 
-_GROUP = re.compile(r"(\d+)([EPD]+)")
+_GROUP = re.compile(r"([0-9]{1,9})([EPD]+)")
 _EXAMPLES = "try 1EPD, 1E1PD, 2E1PD or 1E2PD"
 
 

@@ -84,8 +84,10 @@ class Scheduler:
             if sequence.decoding:
                 self._add_chunk(step, sequence, 1)
         for sequence in running:
-            if not sequence.decoding:
-                self._add_chunk(step, sequence, ready(sequence) - sequence.num_computed)
+            if sequence.decoding:
+                continue
+            if not self._add_chunk(step, sequence, ready(sequence) - sequence.num_computed):
+                break  # those behind it would take the pages it waits for, and new ones would do so for ever
         return step
 
     def computed(self, step: Step) -> None:
@@ -93,14 +95,17 @@ class Scheduler:
         for chunk in step.chunks:
             chunk.sequence.num_computed = chunk.start + chunk.length
 
-    def _add_chunk(self, step: Step, sequence: Sequence, length: int) -> None:
-        if sequence in step.preempted:
-            return
+    def _add_chunk(self, step: Step, sequence: Sequence, length: int) -> bool:
+        """Adds what the budget allows of ``length`` tokens. False when a sequence under way finds no pages for them."""
         length = min(length, self._budget - step.num_tokens)
+        if length <= 0 or sequence in step.preempted:
+            return True
         if not sequence.pages and not self._may_start(sequence):
-            return
-        if length > 0 and self._take_pages(step, sequence, sequence.num_computed + length):
-            step.chunks.append(Chunk(sequence, sequence.num_computed, length))
+            return True
+        if not self._take_pages(step, sequence, sequence.num_computed + length):
+            return False
+        step.chunks.append(Chunk(sequence, sequence.num_computed, length))
+        return True
 
     def _may_start(self, sequence: Sequence) -> bool:
         """Without this, sequences that don't fit beside the running ones would start, be preempted, and start again."""

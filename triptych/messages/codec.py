@@ -1,12 +1,18 @@
 """Messages to bytes and back: msgspec Structs in MessagePack, checked against their types. No pickle, ever."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from triptych.errors import TriptychError
 from triptych.messages.rows import RowMessage
 from triptych.messages.work import WorkMessage
+from triptych.types import Address
 
 Message = WorkMessage | RowMessage
+
+Send = Callable[[Address, Message], None]
+"""How the parts that hold no socket send: to whom, what."""
 
 
 class BadMessage(TriptychError):

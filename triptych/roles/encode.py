@@ -10,11 +10,12 @@ from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeJob, EncodeQueue
 from triptych.errors import TriptychError
 from triptych.families.base import Preprocessor, TowerInput
+from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Grant
 from triptych.messages.work import Encode, Encoded, EncodeFailed
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
-from triptych.roles.host import Handlers, Send
+from triptych.roles.host import Handlers
 from triptych.transfer.sender import Sender
 from triptych.types import Address, TransferId
 

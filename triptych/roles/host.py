@@ -3,10 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from triptych.messages.codec import Message
 from triptych.types import Address
 
-Send = Callable[[Address, Message], None]
 Handlers = Mapping[type[Any], Callable[[Any], object]]
 """Message type → what to do with it."""
 

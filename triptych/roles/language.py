@@ -12,11 +12,12 @@ from triptych.language.runner import Runner
 from triptych.language.sampler import Draw
 from triptych.language.scheduler import Scheduler, Step
 from triptych.language.sequence import Sequence
+from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Offer, Wrote
 from triptych.messages.work import Cancel, Failed, Generate, Need, Tokens
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
-from triptych.roles.host import Handlers, Send
+from triptych.roles.host import Handlers
 from triptych.roles.incoming_media import IncomingMedia
 from triptych.transfer.receiver import Receiver
 from triptych.types import Address, RequestId

@@ -29,7 +29,12 @@ class Registry:
     _leases: dict[Address, InstanceLease] = field(default_factory=dict)
 
     def add(self, message: Register, now: float) -> InstanceLease:
-        """A new lease; one that registers again starts over."""
+        """A new lease. A process that holds one already (it may be asked to register twice) keeps it, and what it
+        was given with it."""
+        held = self._leases.get(message.address)
+        if held is not None and (held.name, held.pid) == (message.name, message.pid):
+            held.last_seen = now
+            return held
         lease = InstanceLease(message.name, message.role, message.address, message.pid, now)
         self._leases[lease.address] = lease
         return lease

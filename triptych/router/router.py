@@ -11,7 +11,7 @@ from typing import Any
 from triptych import errors
 from triptych.config import FrontDoorConfig, LeaseConfig
 from triptych.errors import DeadlineExceeded, InstanceLost, Overloaded, TriptychError, Unavailable
-from triptych.messages.codec import Message
+from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
     Cancel,
     Encode,
@@ -38,8 +38,6 @@ from triptych.router.registry import InstanceLease, Registry
 from triptych.types import Address, RequestId, TransferId
 
 log = logging.getLogger(__name__)
-
-Send = Callable[[Address, Message], None]
 
 
 class TokenStream:
@@ -248,6 +246,9 @@ class Router:
         if message.model != self._fingerprint:
             self._tell(message.address, Rejected("it serves another model than this front door"))
             return
+        held = self.registry.get(message.address)
+        if held is not None and (held.name, held.pid) != (message.name, message.pid):
+            self._lose(held, "was replaced by another at its address")
         lease = self.registry.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
         self._tell(lease.address, Welcome(self._lease.heartbeat))

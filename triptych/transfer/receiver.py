@@ -7,11 +7,10 @@ So any pool, even of one block, finishes transfers of any length, whatever order
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from triptych.errors import TransferError
-from triptych.messages.codec import Message
+from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, Wrote
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.fabrics.base import Bytes
@@ -20,7 +19,6 @@ from triptych.types import Address, TransferId
 
 log = logging.getLogger(__name__)
 
-Send = Callable[[Address, Message], None]
 Place = tuple[int, ...]
 
 
@@ -102,6 +100,10 @@ class Receiver:
         """Rows below ``up_to`` won't be read again: their blocks are free, and are granted on at the next ``grant``.
         With the last row the transfer is done and forgotten."""
         incoming = self._transfers[transfer]
+        if not incoming.consumed <= up_to <= incoming.landed:
+            raise TransferError(
+                f"rows up to {up_to} can't be consumed: {incoming.consumed}..{incoming.landed} are here"
+            )
         incoming.consumed = up_to
         incoming.segments = [
             rest for segment in incoming.segments if (rest := self.buffer.free_below(segment, up_to)) is not None
@@ -119,9 +121,9 @@ class Receiver:
         if incoming.producer is None:
             self._drop(incoming)
             return
-        self._send(incoming.producer, Abort(transfer, End.CONSUMER, self._address, reason))
         if not incoming.in_flight:
             self._drop(incoming)
+        self._send(incoming.producer, Abort(transfer, End.CONSUMER, self._address, reason))
 
     def producer_lost(self, producer: Address) -> list[TransferId]:
         """Nothing more will come from this producer. Forgets what was closing; the transfers that were still
@@ -198,10 +200,10 @@ class Receiver:
         segments = self.buffer.take(incoming.granted, wanted)
         self.counters.grants += 1
         self.counters.resumes += incoming.granted > 0
-        extents = self.buffer.extents(segments)
-        self._send(producer, Grant(incoming.transfer, incoming.granted, extents, self.buffer.handle))
-        incoming.segments += segments
+        grant = Grant(incoming.transfer, incoming.granted, self.buffer.extents(segments), self.buffer.handle)
+        incoming.segments += segments  # before sending, which may raise: the blocks must have an owner
         incoming.granted = segments[-1].end_row
+        self._send(producer, grant)
 
     def _revoke_for(self, head: _Incoming) -> None:
         """Takes back the rows that landed for the last in line, so that the head can move. Rows in flight can't be

@@ -3,19 +3,16 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from triptych.errors import TransferError
-from triptych.messages.codec import Message
+from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, RowLayout, Wrote
 from triptych.transfer.fabrics.base import Bytes, Copy, Fabric, Write
 from triptych.transfer.states import TransferState
 from triptych.types import Address, TransferId
 
 log = logging.getLogger(__name__)
-
-Send = Callable[[Address, Message], None]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class SharedMemoryFabric:
 
     def __init__(self) -> None:
         self._allocated: list[_Mapping] = []
-        self._opened: dict[str, _Mapping] = {}
+        self._opened: dict[RegionHandle, _Mapping] = {}  # by the whole handle: its size is checked on opening
 
     def allocate(self, num_bytes: int) -> Region:
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -53,13 +53,13 @@ class SharedMemoryFabric:
         return Region(RegionHandle(self.name, location, num_bytes), mapping.memory(num_bytes))
 
     def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Finished:
-        if region.location not in self._opened:
-            self._opened[region.location] = self._open(region)
-        put(self._opened[region.location].memory(region.num_bytes), copies)
+        if region not in self._opened:
+            self._opened[region] = self._open(region)
+        put(self._opened[region].memory(region.num_bytes), copies)
         return Finished()
 
     def release(self, region: RegionHandle) -> None:
-        if mapping := self._opened.pop(region.location, None):
+        if mapping := self._opened.pop(region, None):
             os.close(mapping.file)
 
     def close(self) -> None:

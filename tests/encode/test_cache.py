@@ -1,0 +1,50 @@
+import numpy as np
+
+from triptych.encode.cache import RowCache, Rows
+
+
+def rows(size: int) -> Rows:
+    return np.zeros((size, 10), dtype=np.uint8)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = RowCache(30)
+    for key in "abc":
+        cache.put(key, rows(1))
+    assert cache.get("a") is not None
+    cache.put("d", rows(1))
+    assert [key for key in "abcd" if cache.get(key) is None] == ["b"]
+    assert cache.num_bytes == 30
+
+
+def test_a_big_entry_pushes_out_as_many_as_it_needs() -> None:
+    cache = RowCache(30)
+    for key in "abc":
+        cache.put(key, rows(1))
+    cache.put("big", rows(2))
+    assert [key for key in ("a", "b", "c", "big") if cache.get(key) is not None] == ["c", "big"]
+    assert (cache.hits, cache.misses) == (2, 2)
+
+
+def test_one_that_exceeds_the_limit_alone_pushes_out_nothing() -> None:
+    cache = RowCache(30)
+    cache.put("a", rows(1))
+    cache.put("huge", rows(4))
+    assert cache.get("huge") is None
+    assert cache.get("a") is not None
+
+
+def test_putting_again_counts_once() -> None:
+    cache = RowCache(30)
+    first = rows(1)
+    cache.put("a", first)
+    cache.put("a", rows(1))
+    assert cache.get("a") is first
+    assert cache.num_bytes == 10
+
+
+def test_a_limit_of_zero_keeps_nothing() -> None:
+    cache = RowCache(0)
+    cache.put("a", rows(1))
+    assert cache.get("a") is None
+    assert cache.num_bytes == 0

@@ -1,0 +1,147 @@
+from collections.abc import Callable
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triptych.language.kv_cache import PagePool
+from triptych.language.scheduler import Scheduler, Step
+from triptych.language.sequence import Sequence
+from triptych.messages.work import Sampling
+from triptych.types import RequestId
+
+
+def sequence(name: str, prompt: int, max_tokens: int) -> Sequence:
+    return Sequence(
+        request=RequestId(name),
+        tokens=[1] * prompt,
+        positions=np.zeros((3, prompt), dtype=np.int64),
+        next_position=prompt,
+        items=[],
+        sampling=Sampling(max_tokens=max_tokens),
+        eos_token_ids=frozenset(),
+    )
+
+
+def everything(one: Sequence) -> int:
+    return len(one.tokens)
+
+
+def check(scheduler: Scheduler, step: Step, ready: Callable[[Sequence], int], budget: int) -> None:
+    pages = [page for one in scheduler for page in one.pages]
+    assert len(pages) == len(set(pages)), "a page has two owners"
+    assert len(pages) == scheduler.pool.num_pages - scheduler.pool.num_free
+    assert step.num_tokens <= budget
+    computing = [chunk.sequence for chunk in step.chunks]
+    assert len({id(one) for one in computing}) == len(computing)
+    assert not any(one is victim for one in computing for victim in step.preempted)
+    assert all(not victim.pages and victim.num_computed == 0 for victim in step.preempted)
+    for chunk in step.chunks:
+        assert chunk.length > 0
+        assert chunk.start == chunk.sequence.num_computed
+        assert chunk.start + chunk.length <= ready(chunk.sequence)
+        assert len(chunk.sequence.pages) * scheduler.pool.page_size >= chunk.start + chunk.length
+
+
+def run(scheduler: Scheduler, step: Step) -> list[Sequence]:
+    """Pretends to compute; the sequences that got a token."""
+    scheduler.computed(step)
+    sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
+    for one in sampling:
+        one.tokens.append(2)
+        if one.finish_reason():
+            scheduler.remove(one.request)
+    return sampling
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_load_is_scheduled_soundly_and_ends(data: st.DataObject) -> None:
+    page_size, budget = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
+    shapes = data.draw(st.lists(st.tuples(st.integers(1, 15), st.integers(1, 6)), min_size=1, max_size=7))
+    largest = max(-(-(prompt + new) // page_size) for prompt, new in shapes)
+    pool = PagePool(largest + data.draw(st.integers(0, 6)), page_size)
+    scheduler = Scheduler(pool, data.draw(st.integers(1, 5)), budget)
+    chance = data.draw(st.randoms(use_true_random=False))
+    waiting = [sequence(f"r{number}", prompt, new) for number, (prompt, new) in enumerate(shapes)]
+    landed: dict[RequestId, int] = {}
+
+    def ready(one: Sequence) -> int:
+        return len(one.tokens) if landed[one.request] >= one.num_prompt else landed[one.request]
+
+    calm_steps = 0
+    while waiting or len(scheduler):
+        if waiting and chance.random() < 0.4:
+            scheduler.add(waiting.pop(0))
+        for one in scheduler:
+            landed[one.request] = landed.get(one.request, 0) + chance.randint(0, 4)
+        if len(scheduler) and chance.random() < 0.05:
+            scheduler.remove(chance.choice(list(scheduler)).request)
+        step = scheduler.schedule(ready)
+        check(scheduler, step, ready, budget)
+        for victim in step.preempted:
+            landed[victim.request] = 0
+        run(scheduler, step)
+        calm_steps += not waiting
+        assert calm_steps < 2000, "the line stands still"
+    pool.check_all_free()
+
+
+def test_decodes_go_before_prefill_and_prefill_takes_the_rest_of_the_budget() -> None:
+    scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=6)
+    first, second = sequence("first", 3, 5), sequence("second", 30, 5)
+    scheduler.add(first)
+    run(scheduler, scheduler.schedule(everything))
+    scheduler.add(second)
+    step = scheduler.schedule(everything)
+    assert [(chunk.sequence, chunk.start, chunk.length) for chunk in step.chunks] == [(first, 3, 1), (second, 0, 5)]
+
+
+def test_the_last_to_arrive_gives_up_its_pages_and_is_computed_again() -> None:
+    scheduler = Scheduler(PagePool(5, 2), 8, max_num_batched_tokens=16)
+    first, last = sequence("first", 4, 4), sequence("last", 3, 4)
+    for one in (first, last):
+        scheduler.add(one)
+        run(scheduler, scheduler.schedule(everything))
+    preempted = []
+    for _ in range(20):
+        step = scheduler.schedule(everything)
+        preempted += step.preempted
+        run(scheduler, step)
+    assert preempted == [last]
+    assert scheduler.num_preemptions == 1
+    assert len(scheduler) == 0
+    assert (first.num_generated, last.num_generated) == (4, 4)
+
+
+def test_the_first_in_line_is_not_starved_by_an_endless_row_of_small_ones() -> None:
+    """It waits for those that decode already, but nobody new gets the pages it waits for."""
+    scheduler = Scheduler(PagePool(8, 1), 8, max_num_batched_tokens=8)
+    big = sequence("big", 7, 1)
+    waits = [True]
+
+    def ready(one: Sequence) -> int:
+        return 0 if one is big and waits[0] else len(one.tokens)
+
+    scheduler.add(big)
+    for number in range(50):
+        scheduler.add(sequence(f"small {number}", 1, 3))
+        run(scheduler, scheduler.schedule(ready))
+        waits[0] = number < 2  # its media come late
+    assert scheduler.get(big.request) is None
+
+
+def test_one_that_waits_for_its_media_does_not_hold_up_the_others() -> None:
+    scheduler = Scheduler(PagePool(8, 1), 8, max_num_batched_tokens=8)
+    waiting, other = sequence("waiting", 4, 1), sequence("other", 4, 1)
+    scheduler.add(waiting)
+    scheduler.add(other)
+    step = scheduler.schedule(lambda one: 0 if one is waiting else len(one.tokens))
+    assert [chunk.sequence for chunk in step.chunks] == [other]
+
+
+def test_no_more_than_max_num_seqs_run_at_a_time() -> None:
+    scheduler = Scheduler(PagePool(8, 1), 2, max_num_batched_tokens=8)
+    for number in range(3):
+        scheduler.add(sequence(str(number), 1, 2))
+    assert [chunk.sequence.request for chunk in scheduler.schedule(everything).chunks] == ["0", "1"]

@@ -1,0 +1,46 @@
+from triptych.messages.work import Register
+from triptych.router.placement import least_outstanding
+from triptych.router.registry import InstanceLease, Registry
+from triptych.topology import Role
+from triptych.types import Address
+
+
+def register(name: str, role: Role = Role.PD, pid: int = 1) -> Register:
+    return Register(name, role, Address(name), "model", pid)
+
+
+def lease(outstanding: float) -> InstanceLease:
+    return InstanceLease("x", Role.E, Address("x"), 1, 0.0, outstanding)
+
+
+def test_the_least_outstanding_is_chosen_and_the_first_of_equals() -> None:
+    leases = [lease(3.0), lease(1.0), lease(1.0)]
+    assert least_outstanding(leases) is leases[1]
+    assert least_outstanding([]) is None
+
+
+def test_a_lease_lasts_as_long_as_its_heartbeats() -> None:
+    registry = Registry(expiry=10.0)
+    silent, alive = registry.add(register("silent"), 0.0), registry.add(register("alive"), 0.0)
+    assert registry.refresh(alive.address, 9.0)
+    assert registry.expired(10.0) == []
+    assert registry.expired(10.1) == [silent]
+    assert not registry.refresh(Address("unknown"), 9.0)
+
+
+def test_instances_are_found_by_what_they_run() -> None:
+    registry = Registry(expiry=10.0)
+    e, pd, epd = (registry.add(register(role.value, role), 0.0) for role in (Role.E, Role.PD, Role.EPD))
+    assert registry.encoders() == [e, epd]
+    assert registry.generators() == [pd, epd]
+    assert registry.remove(e.address) is e
+    assert registry.remove(e.address) is None
+    assert (registry.get(pd.address), len(registry)) == (pd, 2)
+
+
+def test_the_same_process_keeps_its_lease_and_another_starts_over() -> None:
+    registry = Registry(expiry=10.0)
+    first = registry.add(register("a"), 0.0)
+    assert registry.add(register("a"), 5.0) is first
+    assert first.last_seen == 5.0
+    assert registry.add(register("a", pid=2), 6.0) is not first

@@ -1,0 +1,314 @@
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triptych.config import FrontDoorConfig, LeaseConfig
+from triptych.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded, TruncatedMedia, Unavailable
+from triptych.families.base import Positions
+from triptych.messages.codec import Message
+from triptych.messages.rows import Done, End
+from triptych.messages.work import (
+    Cancel,
+    Encode,
+    Encoded,
+    EncodeFailed,
+    Failed,
+    Generate,
+    Heartbeat,
+    Leave,
+    Need,
+    NeededItem,
+    PeerLost,
+    Register,
+    Rejected,
+    Reregister,
+    Sampling,
+    Tokens,
+    Welcome,
+)  # fmt: skip
+from triptych.observe.timeline import Interval
+from triptych.prompt.prompt import PlannedItem, PlannedPrompt
+from triptych.router.router import Router, TokenStream
+from triptych.topology import Role
+from triptych.types import Address, ImageHeader, ItemPlan, RequestId, Span, TransferId
+
+E0, E1, PD0, PD1 = (Address(name) for name in ("e0", "e1", "pd0", "pd1"))
+ROLES = {E0: Role.E, E1: Role.E, PD0: Role.PD, PD1: Role.PD}
+
+
+def prompt(*costs: float) -> PlannedPrompt:
+    """A prompt with an item of each cost."""
+    header = ImageHeader("png", 1, 1)
+    items = tuple(
+        PlannedItem("k", b"png", ItemPlan("image", header, 1, 1, (1, 1, 1), 2, cost), Span(2 * n, 2), f"messages[{n}]")
+        for n, cost in enumerate(costs)
+    )
+    tokens = [0] * (2 * len(items)) + [1]
+    return PlannedPrompt(tokens, Positions(np.zeros((3, len(tokens)), dtype=np.int64), len(tokens)), items)
+
+
+class Desk:
+    """A router, the clock on its wall, and what it has sent."""
+
+    def __init__(self, *addresses: Address, max_queue: int = 8) -> None:
+        self.now = 100.0
+        self.sent: list[tuple[Address, Message]] = []
+        self.router = Router(
+            send=lambda to, message: self.sent.append((to, message)),
+            fingerprint="model",
+            front_door=FrontDoorConfig(max_queue=max_queue, request_timeout=60.0),
+            lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
+            clock=lambda: self.now,
+        )
+        for address in addresses:
+            self.register(address)
+
+    def register(self, address: Address, pid: int = 1, model: str = "model") -> None:
+        self.router.handle(Register(str(address), ROLES[address], address, model, pid))
+
+    def submit(self, *costs: float) -> TokenStream:
+        return self.router.submit(prompt(*costs), Sampling(max_tokens=4), [])
+
+    def need(self, stream: TokenStream, *items: int) -> list[TransferId]:
+        needed = [NeededItem(item, TransferId(f"{stream.request}/{item}")) for item in items]
+        self.router.handle(Need(stream.request, PD0, needed))
+        return [one.transfer for one in needed]
+
+    def of(self, kind: type) -> list[tuple[Address, Message]]:
+        return [(to, message) for to, message in self.sent if isinstance(message, kind)]
+
+    def outstanding(self) -> float:
+        return sum(lease.outstanding for lease in self.router.registry)
+
+
+def tokens_of(stream: TokenStream) -> list[int]:
+    async def read() -> list[int]:
+        async with asyncio.timeout(5):
+            return [token async for report in stream for token in report.tokens]
+
+    return asyncio.run(read())
+
+
+def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -> None:
+    desk = Desk(E0, PD0, PD1)
+    first, second = desk.submit(1.0), desk.submit()
+    assert [to for to, _ in desk.of(Generate)] == [PD0, PD1]
+    desk.router.handle(Tokens(second.request, [5]))
+    desk.router.handle(Tokens(second.request, [6, 7], "stop", [Interval("decode", 0.0, 1.0)]))
+    assert tokens_of(second) == [5, 6, 7]
+    assert second.intervals == [Interval("decode", 0.0, 1.0)]
+    assert desk.router.num_requests == 1
+    assert desk.router.registry.get(PD1).outstanding == 0
+    assert desk.router.registry.get(PD0).outstanding == 7  # three prompt tokens, four to come
+    desk.router.cancel(first.request)
+    desk.router.cancel(first.request)
+    assert desk.of(Cancel) == [(PD0, Cancel(first.request))]
+    assert desk.outstanding() == 0
+
+
+def test_a_full_house_answers_overloaded_until_one_ends() -> None:
+    desk = Desk(E0, PD0, max_queue=1)
+    stream = desk.submit()
+    with pytest.raises(Overloaded):
+        desk.submit()
+    desk.router.cancel(stream.request)
+    desk.submit()
+
+
+def test_without_instances_or_while_draining_nothing_is_admitted() -> None:
+    with pytest.raises(Unavailable):
+        Desk(E0).submit()
+    with pytest.raises(Unavailable):
+        Desk(PD0).submit(1.0)
+    Desk(PD0).submit()  # text needs no encoder
+    desk = Desk(E0, PD0)
+    desk.router.draining = True
+    with pytest.raises(Overloaded):
+        desk.submit()
+
+
+def test_items_go_to_the_encoder_with_the_least_outstanding() -> None:
+    desk = Desk(E0, E1, PD0)
+    stream = desk.submit(5.0, 3.0, 1.0, 9.0)
+    transfers = desk.need(stream, 0, 1, 2, 3)
+    assert [(to, message.transfer) for to, message in desk.of(Encode)] == list(
+        zip([E0, E1, E1, E1], transfers, strict=True)
+    )
+    desk.router.handle(Encoded(transfers[3], False, [Interval("encode", 1.0, 2.0)]))
+    desk.router.handle(Encoded(transfers[3], False, []))
+    assert [desk.router.registry.get(address).outstanding for address in (E0, E1)] == [5.0, 4.0]
+    assert stream.intervals == [Interval("encode", 1.0, 2.0, 3)]
+
+
+def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_fault() -> None:
+    desk = Desk(E0, PD0)
+    stream, other = desk.submit(1.0, 1.0), desk.submit(1.0)
+    transfers = desk.need(stream, 0, 1)
+    desk.router.handle(EncodeFailed(transfers[1], "TruncatedMedia", "the file ends early"))
+    with pytest.raises(TruncatedMedia, match="ends early") as caught:
+        tokens_of(stream)
+    assert caught.value.param == "messages[1]"
+    assert desk.of(Cancel) == [(PD0, Cancel(stream.request))]
+    desk.router.cancel(other.request)
+    assert desk.outstanding() == 0
+
+
+@pytest.mark.parametrize("name", ["Exception", "StartError", "os", "RegionError"])
+def test_an_error_that_no_request_may_end_in_is_internal(name: str) -> None:
+    desk = Desk(E0, PD0)
+    stream = desk.submit()
+    desk.router.handle(Failed(stream.request, name, "so it goes"))
+    with pytest.raises(InternalError, match="so it goes"):
+        tokens_of(stream)
+
+
+def test_an_instance_that_falls_silent_takes_its_requests_along_and_the_others_are_told() -> None:
+    desk = Desk(E0, PD0, PD1)
+    lost, kept = desk.submit(), desk.submit()
+    desk.now += 8
+    for address in (E0, PD1):
+        desk.router.handle(Heartbeat(address))
+    desk.now += 8
+    desk.router.tick()
+    with pytest.raises(InstanceLost):
+        tokens_of(lost)
+    assert desk.of(PeerLost) == [(E0, PeerLost(PD0)), (PD1, PeerLost(PD0))]
+    assert desk.router.num_requests == 1
+    desk.router.handle(Heartbeat(PD0))
+    assert desk.of(Reregister) == [(PD0, Reregister())]
+    desk.router.cancel(kept.request)
+    assert desk.outstanding() == 0
+
+
+def test_an_encoder_that_leaves_fails_only_what_it_had_not_encoded() -> None:
+    desk = Desk(E0, PD0)
+    unfinished, finished = desk.submit(1.0), desk.submit(1.0)
+    desk.need(unfinished, 0)
+    [transfer] = desk.need(finished, 0)
+    desk.router.handle(Encoded(transfer, False, []))
+    desk.router.handle(Leave(E0))
+    desk.router.handle(Leave(E0))
+    with pytest.raises(InstanceLost):
+        tokens_of(unfinished)
+    assert desk.router.num_requests == 1
+    again = desk.submit()
+    desk.need(finished, 0)
+    with pytest.raises(Unavailable):
+        tokens_of(finished)
+    assert not desk.router.can_serve
+    desk.router.cancel(again.request)
+    assert desk.outstanding() == 0
+
+
+def test_a_request_that_outlasts_its_deadline_fails() -> None:
+    desk = Desk(PD0)
+    stream = desk.submit()
+    for _ in range(12):
+        desk.now += 5.1
+        desk.router.handle(Heartbeat(PD0))
+        desk.router.tick()
+    with pytest.raises(DeadlineExceeded):
+        tokens_of(stream)
+    assert desk.of(Cancel) == [(PD0, Cancel(stream.request))]
+
+
+def test_an_instance_with_another_model_is_rejected() -> None:
+    desk = Desk()
+    desk.register(PD0, model="another")
+    assert [type(message) for _, message in desk.sent] == [Rejected]
+    assert len(desk.router.registry) == 0
+    desk.register(PD0)
+    assert desk.of(Welcome) == [(PD0, Welcome(1.0))]
+
+
+def test_registering_twice_keeps_the_requests() -> None:
+    """An instance may be asked to twice: two heartbeats were on their way when its lease ran out."""
+    desk = Desk(PD0)
+    stream = desk.submit()
+    desk.register(PD0)
+    assert desk.outstanding() == 5
+    desk.router.handle(Leave(PD0))
+    with pytest.raises(InstanceLost):
+        tokens_of(stream)
+
+
+def test_another_process_at_the_same_address_takes_over_nothing() -> None:
+    desk = Desk(PD0)
+    stream = desk.submit()
+    desk.register(PD0, pid=2)
+    with pytest.raises(InstanceLost):
+        tokens_of(stream)
+    assert desk.outstanding() == 0
+    assert desk.router.can_serve is False
+    assert len(desk.router.registry) == 1
+
+
+def test_messages_about_what_nobody_knows_change_nothing() -> None:
+    desk = Desk(E0, PD0)
+    desk.sent.clear()
+    unknown, transfer = RequestId("unknown"), TransferId("unknown")
+    for message in (
+        Tokens(unknown, [1], "stop"),
+        Failed(unknown, "InternalError", ""),
+        Need(unknown, PD0, [NeededItem(0, transfer)]),
+        Encoded(transfer, False, []),
+        EncodeFailed(transfer, "InternalError", ""),
+        Leave(Address("nowhere")),
+        Done(transfer, End.PRODUCER),
+    ):
+        desk.router.handle(message)
+    assert desk.sent == []
+    assert desk.outstanding() == 0
+
+
+def test_a_need_for_an_item_that_is_not_there_is_passed_over() -> None:
+    desk = Desk(E0, PD0)
+    stream = desk.submit(1.0)
+    transfers = desk.need(stream, 7, 0)
+    assert [message.transfer for _, message in desk.of(Encode)] == transfers[1:]
+
+
+def test_a_peer_that_cannot_be_reached_harms_nobody_else() -> None:
+    desk = Desk(E0, PD0)
+    stream = desk.submit(1.0)
+
+    def fail(*_: object) -> None:
+        raise Unavailable("a peer has stopped reading its messages")
+
+    desk.router._send = fail
+    with pytest.raises(Unavailable):
+        desk.submit()
+    desk.need(stream, 0)
+    desk.router.cancel(stream.request)
+    assert desk.router.num_requests == 0
+    assert desk.outstanding() == 0
+
+
+ENDINGS: list[Callable[[Desk, TokenStream], None]] = [
+    lambda desk, stream: desk.router.cancel(stream.request),
+    lambda desk, stream: desk.router.handle(Tokens(stream.request, [1], "length")),
+    lambda desk, stream: desk.router.handle(Failed(stream.request, "InternalError", "")),
+    lambda desk, stream: desk.router.handle(EncodeFailed(TransferId(f"{stream.request}/0"), "MediaError", "")),
+    lambda desk, stream: desk.router.handle(Leave(E1)),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_costs_settle_to_zero_however_requests_end(data: st.DataObject) -> None:
+    desk = Desk(E0, E1, PD0, PD1)
+    streams = [desk.submit(*data.draw(st.lists(st.integers(1, 9).map(float), max_size=3))) for _ in range(6)]
+    for stream in data.draw(st.permutations(streams)):
+        transfers = desk.need(stream, *range(data.draw(st.integers(0, 3))))
+        for transfer in transfers[: data.draw(st.integers(0, 3))]:
+            desk.router.handle(Encoded(transfer, True, []))
+        if data.draw(st.booleans()):
+            data.draw(st.sampled_from(ENDINGS))(desk, stream)
+    for stream in streams:
+        desk.router.cancel(stream.request)
+    assert desk.outstanding() == 0
+    assert desk.router._encodings == {}

@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+
+from tests.transfer.wire import LAYOUT
+from triptych.errors import BlockError
+from triptych.messages.rows import Extent
+from triptych.transfer.blocks import BlockRun
+from triptych.transfer.buffers import RowBuffer, Segment
+from triptych.transfer.fabrics.local import LocalFabric
+
+
+def buffer(num_blocks: int, block_rows: int) -> RowBuffer:
+    return RowBuffer(LocalFabric(), LAYOUT, num_blocks, block_rows)
+
+
+def test_blocks_are_exact_for_the_rows() -> None:
+    rows = buffer(8, 4)
+    assert rows.take(0, 9) == [Segment(0, 9, BlockRun(0, 3))]
+    assert rows.pool.num_free == 5
+
+
+def test_what_is_free_bounds_what_is_taken() -> None:
+    rows = buffer(2, 4)
+    assert rows.take(3, 100) == [Segment(3, 8, BlockRun(0, 2))]
+    with pytest.raises(BlockError):
+        rows.take(11, 1)
+
+
+def test_fragments_become_segments_in_row_order() -> None:
+    rows = buffer(4, 2)
+    rows.pool.take(4)
+    rows.pool.free([BlockRun(0, 1), BlockRun(2, 2)])
+    segments = rows.take(10, 5)
+    assert segments == [Segment(10, 2, BlockRun(0, 1)), Segment(12, 3, BlockRun(2, 2))]
+    assert rows.extents(segments) == [Extent(0, 2), Extent(4, 3)]
+
+
+def test_rows_are_read_across_segments() -> None:
+    rows = buffer(4, 2)
+    rows.pool.take(4)
+    rows.pool.free([BlockRun(0, 1), BlockRun(2, 2)])
+    segments = rows.take(10, 5)
+    memory = rows._region.memory.reshape(-1, LAYOUT.row_bytes)
+    memory[:] = np.arange(len(memory))[:, None]
+    assert [view[:, 0].tolist() for view in rows.read(segments, 11, 3)] == [[1], [4, 5]]
+    assert [view.shape for view in rows.read(segments, 10, 5)] == [(2, LAYOUT.row_bytes), (3, LAYOUT.row_bytes)]
+
+
+def test_only_whole_blocks_are_freed() -> None:
+    rows = buffer(4, 3)
+    [segment] = rows.take(0, 11)
+    assert rows.free_below(segment, 2) == segment
+    rest = rows.free_below(segment, 7)
+    assert rest == Segment(6, 5, BlockRun(2, 2))
+    assert rows.pool.num_free == 2
+    assert rows.free_below(rest, 11) is None
+    rows.pool.check_all_free()

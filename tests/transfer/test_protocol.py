@@ -1,0 +1,352 @@
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.transfer.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, fabric_pair, wire
+from triptych.errors import TransferError, Unavailable
+from triptych.messages.rows import Abort, Done, End, Extent, Grant, Offer, RegionHandle, RowLayout, Wrote
+from triptych.transfer.buffers import RowBuffer
+from triptych.transfer.receiver import Receiver
+from triptych.transfer.states import TransferState
+from triptych.types import TransferId
+
+pytestmark = pytest.mark.parametrize("fabric", FABRICS)
+
+
+@pytest.mark.parametrize(("rows", "num_blocks", "block_rows"), [(7, 4, 2), (1, 1, 1), (40, 1, 4), (41, 2, 2)])
+def test_rows_arrive_bit_equal(fabric: str, rows: int, num_blocks: int, block_rows: int) -> None:
+    with wire(fabric, num_blocks, block_rows) as w:
+        w.expect(rows, (0, 0))
+        w.finish()
+        assert w.receiver.counters.rows == rows
+        assert w.receiver.counters.resumes == -(-rows // (num_blocks * block_rows)) - 1
+
+
+def test_items_offered_in_the_reverse_of_prompt_order_arrive(fabric: str) -> None:
+    with wire(fabric, 2, 2) as w:
+        items = [w.expect(6, (0, place), PRODUCERS[place % 2]) for place in range(4)]
+        for item in reversed(items):
+            w.offer(item)
+            w.provide(item)
+            w.deliver_all()
+            w.receiver.grant()
+            w.deliver_all()
+        w.finish()
+
+
+def test_the_head_of_the_line_gets_a_block_that_a_later_item_held(fabric: str) -> None:
+    with wire(fabric, 2, 2) as w:
+        late = w.expect(4, (0, 1), PRODUCERS[1])
+        w.offer(late)
+        w.provide(late)
+        w.deliver_all()
+        w.receiver.grant()
+        w.deliver_all()
+        assert w.readable(late) == 4
+        head = w.expect(2, (0, 0))
+        w.offer(head)
+        w.provide(head)
+        w.deliver_all()
+        w.receiver.grant()
+        w.deliver_all()
+        assert w.receiver.counters.revoked == 1
+        assert (w.readable(head), w.readable(late)) == (2, 0)
+        w.finish()
+
+
+def test_a_block_is_kept_back_for_the_head_that_is_not_offered_yet(fabric: str) -> None:
+    with wire(fabric, 3, 1) as w:
+        head, late = w.expect(3, (0, 0)), w.expect(3, (0, 1), PRODUCERS[1])
+        w.offer(late)
+        w.provide(late)
+        w.deliver_all()
+        w.receiver.grant()
+        w.deliver_all()
+        assert w.readable(late) == 2
+        w.offer(head)
+        w.provide(head)
+        w.deliver_all()
+        w.receiver.grant()
+        w.deliver_all()
+        assert w.readable(head) == 1
+        assert w.receiver.counters.revoked == 0
+        w.finish()
+
+
+class Story:
+    """A random history of many transfers over a tiny pool."""
+
+    def __init__(self, wire: Wire, chance: random.Random, cancels: bool) -> None:
+        self.wire = wire
+        self.chance = chance
+        self.actions = [self.offer, self.provide, self.consume, wire.receiver.grant, *[self.deliver] * 3]
+        if cancels:
+            self.actions += [self.close, self.abort]
+
+    def tell(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.chance.choice(self.actions)()
+            self.wire.check()
+        self.wire.finish()
+
+    def one_of(self, items: list[Item]) -> list[Item]:
+        return [self.chance.choice(items)] if items else []
+
+    def offer(self) -> None:
+        for item in self.one_of([item for item in self.wire.items.values() if not item.offered]):
+            self.wire.offer(item)
+
+    def provide(self) -> None:
+        for item in self.one_of([item for item in self.wire.items.values() if item.offered and not item.provided]):
+            self.wire.provide(item)
+
+    def deliver(self) -> None:
+        if waiting := [pair for pair, queue in self.wire.queues.items() if queue]:
+            self.wire.deliver(*self.chance.choice(waiting))
+
+    def consume(self) -> None:
+        for item in self.one_of([item for item in self.wire.first_unread() if self.wire.readable(item)]):
+            self.wire.consume(item, self.chance.randint(1, self.wire.readable(item)))
+
+    def close(self) -> None:
+        if self.chance.random() < 0.2:
+            for item in self.one_of([item for item in self.wire.items.values() if not item.ended]):
+                self.wire.close(item)
+
+    def abort(self) -> None:
+        if self.chance.random() < 0.2:
+            for item in self.one_of([item for item in self.wire.items.values() if item.offered]):
+                self.wire.senders[item.producer].abort(item.transfer, "the test's whim")
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    chance=st.randoms(use_true_random=False),
+    rows=st.lists(st.integers(1, 12), min_size=1, max_size=10),
+    num_blocks=st.integers(1, 5),
+    block_rows=st.integers(1, 4),
+    num_requests=st.integers(1, 4),
+    num_steps=st.integers(0, 150),
+    cancels=st.booleans(),
+)
+def test_whatever_happens_every_transfer_ends_and_every_block_comes_back(
+    fabric: str,
+    *,
+    chance: random.Random,
+    rows: list[int],
+    num_blocks: int,
+    block_rows: int,
+    num_requests: int,
+    num_steps: int,
+    cancels: bool,
+) -> None:
+    with wire(fabric, num_blocks, block_rows) as w:
+        for number, count in enumerate(rows):
+            w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), seed=number)
+        Story(w, chance, cancels).tell(num_steps)
+
+
+def test_rows_that_have_not_landed_cannot_be_read_or_consumed(fabric: str) -> None:
+    with wire(fabric, 4, 2) as w:
+        item = w.expect(4, (0, 0))
+        w.offer(item)
+        w.deliver_all()
+        w.receiver.grant()
+        w.deliver_all()
+        for touch in (lambda: w.receiver.read(item.transfer, 0, 1), lambda: w.receiver.consume(item.transfer, 1)):
+            with pytest.raises(TransferError):
+                touch()
+        w.check()
+        w.finish()
+
+
+def test_rows_that_are_gone_cannot_be_read(fabric: str) -> None:
+    with wire(fabric, 4, 1) as w:
+        item = w.expect(4, (0, 0))
+        w.offer(item)
+        w.provide(item)
+        w.deliver_all()
+        w.receiver.grant()
+        w.deliver_all()
+        w.consume(item, 2)
+        with pytest.raises(TransferError):
+            w.receiver.read(item.transfer, 1, 2)
+        w.finish()
+
+
+def test_blocks_in_flight_are_kept_until_the_producer_has_let_go(fabric: str) -> None:
+    with wire(fabric, 2, 2) as w:
+        item = w.expect(4, (0, 0))
+        w.offer(item)
+        w.deliver_all()
+        w.receiver.grant()
+        w.close(item)
+        assert w.buffer.pool.num_free == 0
+        assert w.receiver.state(item.transfer) is TransferState.FAILED
+        w.provide(item)  # before the abort reaches the producer: it may write, into blocks nobody else has
+        w.deliver(CONSUMER, PRODUCERS[0])  # the grant
+        w.deliver(PRODUCERS[0], CONSUMER)  # rows landed for nobody
+        assert w.buffer.pool.num_free == 0
+        w.deliver(CONSUMER, PRODUCERS[0])  # the abort
+        w.deliver(PRODUCERS[0], CONSUMER)  # the answer
+        assert w.buffer.pool.num_free == 2
+        assert w.receiver.idle
+
+
+def test_an_offer_that_nobody_wants_any_more_is_called_off(fabric: str) -> None:
+    with wire(fabric, 2, 2) as w:
+        item = w.expect(4, (0, 0))
+        w.close(item)
+        w.offer(item)
+        w.deliver_all()
+        assert w.senders[item.producer].idle
+        assert w.receiver.idle
+
+
+def test_an_offer_that_does_not_fit_is_named_and_leaves_no_trace(fabric: str) -> None:
+    with wire(fabric, 2, 2) as w:
+        for rows, layout in [(3, LAYOUT), (4, RowLayout("another", "uint8", 5, 5))]:
+            item = w.expect(4, (0, len(w.items)))
+            w.senders[PRODUCERS[0]].offer(item.transfer, CONSUMER, "key", item.rows)
+            w.queues[PRODUCERS[0], CONSUMER].clear()
+            offer = Offer(item.transfer, "key", rows, PRODUCERS[0], layout)
+            assert w.receiver.on_offer(offer) == item.transfer
+            w.close(item)
+            w.deliver_all()
+            assert w.senders[PRODUCERS[0]].idle
+            assert w.receiver.idle
+
+
+@pytest.mark.parametrize(
+    "fault", ["beyond rows", "nothing", "unknown fabric", "outside region", "bad location", "size"]
+)
+def test_a_grant_that_makes_no_sense_ends_only_its_transfer(fabric: str, fault: str) -> None:
+    with wire(fabric, 4, 2) as w:
+        bad, good = w.expect(4, (0, 0)), w.expect(4, (1, 0))
+        for item in (bad, good):
+            w.offer(item)
+            w.provide(item)
+        w.deliver_all()
+        handle = w.buffer.handle
+        grant = {
+            "beyond rows": Grant(bad.transfer, 2, [Extent(0, 3)], handle),
+            "nothing": Grant(bad.transfer, 0, [], handle),
+            "unknown fabric": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle("carrier pigeon", "x", 40)),
+            "outside region": Grant(bad.transfer, 0, [Extent(6, 4)], handle),
+            "bad location": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle(fabric, "nowhere", 40)),
+            "size": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle(fabric, "1:1:" + "0" * 32, 40)),
+        }[fault]
+        w.senders[bad.producer].on_grant(grant)
+        w.deliver_all()
+        assert bad.ended
+        assert not good.ended
+        w.finish()
+
+
+def test_a_landing_that_was_not_granted_is_not_believed(fabric: str) -> None:
+    with wire(fabric, 1, 2) as w:
+        item = w.expect(4, (0, 0))
+        w.offer(item)
+        w.deliver_all()
+        w.receiver.grant()
+        for wrote in (Wrote(item.transfer, 0, 3, 0.0), Wrote(item.transfer, 1, 1, 0.0)):
+            w.receiver.on_wrote(wrote)
+        w.receiver.on_wrote(Wrote(TransferId("unknown"), 0, 1, 0.0))
+        assert w.receiver.landed(item.transfer) == 0
+        w.finish()
+
+
+def test_a_lost_producer_frees_what_was_closing_and_names_what_was_wanted(fabric: str) -> None:
+    with wire(fabric, 4, 1) as w:
+        closing, wanted, other = w.expect(2, (0, 0)), w.expect(2, (0, 1)), w.expect(2, (0, 2), PRODUCERS[1])
+        for item in (closing, wanted, other):
+            w.offer(item)
+        w.deliver_all()
+        w.receiver.grant()
+        w.close(closing)
+        assert w.receiver.producer_lost(PRODUCERS[0]) == [wanted.transfer]
+        w.check()
+        w.close(wanted)
+        assert w.buffer.pool.num_free == 4
+        w.senders[PRODUCERS[0]].consumer_lost(CONSUMER)
+        w.queues[CONSUMER, PRODUCERS[0]].clear()
+        closing.provided = wanted.provided = True
+        w.finish()
+
+
+def test_a_lost_consumer_ends_its_transfers(fabric: str) -> None:
+    with wire(fabric, 4, 1) as w:
+        item = w.expect(2, (0, 0))
+        w.offer(item)
+        w.provide(item)
+        w.deliver_all()
+        w.receiver.grant()
+        w.deliver_all()
+        sender = w.senders[item.producer]
+        assert sender.consumer_lost(CONSUMER) == [item.transfer]
+        assert sender.idle
+        assert sender.consumer_lost(CONSUMER) == []
+
+
+def test_rows_of_another_shape_than_offered_are_refused(fabric: str) -> None:
+    with wire(fabric, 4, 1) as w:
+        item = w.expect(2, (0, 0))
+        w.offer(item)
+        with pytest.raises(TransferError):
+            w.senders[item.producer].provide(item.transfer, np.zeros((3, LAYOUT.row_bytes), dtype=np.uint8))
+        w.finish()
+
+
+def test_aborts_for_what_nobody_knows_are_answered_all_the_same(fabric: str) -> None:
+    with wire(fabric, 1, 1) as w:
+        unknown = TransferId("unknown")
+        assert w.senders[PRODUCERS[0]].on_abort(Abort(unknown, End.CONSUMER, CONSUMER, "")) is None
+        assert w.receiver.on_abort(Abort(unknown, End.PRODUCER, PRODUCERS[0], "")) is False
+        assert w.sent == [Done(unknown, End.PRODUCER), Done(unknown, End.CONSUMER)]
+
+
+def test_the_states_along_the_way(fabric: str) -> None:
+    with wire(fabric, 1, 2) as w:
+        item = w.expect(4, (0, 0))
+        sender = w.senders[item.producer]
+
+        def states() -> tuple[TransferState, TransferState]:
+            return sender.state(item.transfer), w.receiver.state(item.transfer)
+
+        assert w.receiver.state(item.transfer) is TransferState.BOOTSTRAPPING
+        w.offer(item)
+        assert states() == (TransferState.BOOTSTRAPPING, TransferState.BOOTSTRAPPING)
+        w.deliver_all()
+        assert states() == (TransferState.BOOTSTRAPPING, TransferState.WAITING_FOR_INPUT)
+        w.receiver.grant()
+        w.deliver_all()
+        assert states() == (TransferState.WAITING_FOR_INPUT, TransferState.TRANSFERRING)
+        w.provide(item)
+        w.deliver_all()
+        assert states() == (TransferState.TRANSFERRING, TransferState.TRANSFERRING)
+        w.finish()
+        assert w.receiver.counters.completed == sender.counters.completed == 1
+
+
+def test_a_consumer_that_cannot_reach_the_producer_loses_no_block(fabric: str) -> None:
+    def unreachable(*_: object) -> None:
+        raise Unavailable("a peer has stopped reading its messages")
+
+    with fabric_pair(fabric) as fabrics:
+        buffer = RowBuffer(fabrics[0], LAYOUT, 4, 1)
+        receiver = Receiver(buffer, CONSUMER, unreachable)
+        for number, act in enumerate([receiver.grant, lambda: None]):
+            transfer = TransferId(f"t{number}")
+            receiver.expect(transfer, 2, (0,))
+            receiver.on_offer(Offer(transfer, "key", 2, PRODUCERS[0], LAYOUT))
+            for failing in (act, lambda transfer=transfer: receiver.close(transfer, "")):
+                try:
+                    failing()
+                except Unavailable:
+                    continue
+            receiver.producer_lost(PRODUCERS[0])
+            assert receiver.idle
+            receiver.check_idle()
