@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -36,7 +37,7 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         parsed = parse_chat_request(await _body(request, service.front_door.max_body_mb * 2**20))
-        completion = await chat.prepare(service, parsed)
+        completion = await _until_disconnect(request, chat.prepare(service, parsed))
         timeline = request.headers.get(TIMELINE_HEADER, "").lower() == "true"
         if not parsed.stream:
             return JSONResponse(await _until_disconnect(request, chat.whole(completion, timeline)))
@@ -117,6 +118,8 @@ async def _resumed(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGe
 
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, TriptychError)
+    if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+        log.error("%s: %s", type(error).__name__, error)
     return JSONResponse(body_of(error), status_of(error), headers_of(error))
 
 

@@ -11,6 +11,7 @@ from triptych.errors import (
     Overloaded,
     PayloadTooLarge,
     RequestError,
+    ServiceError,
     TriptychError,
     Unavailable,
     UnknownModel,
@@ -29,6 +30,8 @@ STATUSES: list[tuple[type[TriptychError], HTTPStatus]] = [
     (TriptychError, HTTPStatus.INTERNAL_SERVER_ERROR),
 ]
 """The first entry that an error is an instance of gives its status."""
+MAX_MESSAGE = 2000
+MAX_PARAM = 200
 
 
 def status_of(error: TriptychError) -> HTTPStatus:
@@ -36,7 +39,10 @@ def status_of(error: TriptychError) -> HTTPStatus:
 
 
 def body_of(error: TriptychError) -> dict[str, Any]:
-    """``{"error": {message, type, param, code}}``; ``code`` is the name of the error's class, in snake case."""
+    """``{"error": {message, type, param, code}}``; ``code`` is the name of the error's class, in snake case. Errors
+    that aren't made for clients may tell of addresses and files, so they don't get to see them."""
+    if not isinstance(error, RequestError | ServiceError):
+        return error_body("internal error", "server_error", "internal_error")
     return error_body(
         message=str(error),
         kind="invalid_request_error" if isinstance(error, RequestError) else "server_error",
@@ -46,7 +52,9 @@ def body_of(error: TriptychError) -> dict[str, Any]:
 
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """Cut to a size that can be read: messages and paths may quote what the client sent."""
+    param = param and param[:MAX_PARAM]
+    return {"error": {"message": message[:MAX_MESSAGE], "type": kind, "param": param, "code": code}}
 
 
 def headers_of(error: TriptychError) -> dict[str, str]:

@@ -6,13 +6,24 @@ silently dropped.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from triptych.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKENS_LIMIT = 2**24
+STRING, ARRAY = "<string>", "<array>"
+"""Which member of "a string or an array" a value is judged as. Pydantic puts them into the paths of its errors."""
+
+
+def _string_or_array(items: str) -> Discriminator:
+    """Chooses by the value's type, so that an error is about what was sent and not about what else could have been."""
+    return Discriminator(
+        lambda value: STRING if isinstance(value, str) else ARRAY if isinstance(value, list) else None,
+        custom_error_type="string_or_array",
+        custom_error_message=f"Input should be a valid string or an array of {items}",
+    )
 
 
 class Strict(BaseModel):
@@ -42,7 +53,9 @@ Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: Annotated[
+        Annotated[str, Tag(STRING)] | Annotated[list[Part], Tag(ARRAY)], _string_or_array("content parts")
+    ]
     name: str | None = None
 
 
@@ -55,6 +68,10 @@ class TextFormat(Strict):
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[
+    Annotated[StopString, Tag(STRING)] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag(ARRAY)],
+    _string_or_array("strings"),
+]
 
 
 class ChatCompletionRequest(Strict):
@@ -68,7 +85,7 @@ class ChatCompletionRequest(Strict):
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1, le=2**20)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopStrings | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**32)]] | None = Field(None, max_length=256)
     ignore_eos: bool = False
     stream: bool = False
@@ -90,25 +107,31 @@ def parse_chat_request(body: bytes) -> ChatCompletionRequest:
     try:
         return ChatCompletionRequest.model_validate_json(body)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _invalid(details[0]) from None
+        raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
 
 
 def _invalid(detail: Any) -> InvalidRequest:
     param = _path(detail["loc"]) or None
-    if detail["type"] == "json_invalid":
-        return InvalidRequest("the body is not valid JSON")
-    if detail["type"] == "extra_forbidden":
-        return InvalidRequest(f"unknown or unsupported field: {param}", param)
+    match detail["type"]:
+        case "json_invalid":
+            return InvalidRequest("the body is not valid JSON")
+        case "extra_forbidden":
+            return InvalidRequest(f"unknown or unsupported field: {param or repr('')}", param)
+        case "union_tag_invalid":
+            tag, known = detail["ctx"]["tag"], detail["ctx"]["expected_tags"]
+            return InvalidRequest(f"{param}.type: {tag!r} is not supported; use one of {known}", f"{param}.type")
+        case "union_tag_not_found":
+            return InvalidRequest(f"{param}.type: Field required", f"{param}.type")
     return InvalidRequest(f"{param}: {detail['msg']}" if param else detail["msg"], param)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """``messages[0].content[1].text``; leaves out the names that pydantic gives to members of a union."""
+    """``messages[0].content[1].text``, without what pydantic adds for members of unions: STRING and ARRAY, and, behind
+    the index of a content part, the part's type."""
     path = ""
-    for step in location:
+    for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step.isidentifier() and not (path.endswith("]") and step in ("text", "image_url")) and step != "str":
+        elif step not in (STRING, ARRAY) and location[max(0, index - 3) : max(0, index - 1)] != ("content", ARRAY):
             path += f".{step}" if path else step
     return path

@@ -33,13 +33,12 @@ class EventStream(Response):
         gone = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done() and not gone.done():
+                sending.result()
         finally:
+            sending.cancel()
             gone.cancel()
-            if not sending.done():
-                sending.cancel()
-        await asyncio.gather(sending, gone, return_exceptions=True)
-        if not sending.cancelled() and (error := sending.exception()) and not gone.done():
-            raise error
+            await asyncio.gather(sending, gone, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     family = resolve(family_of(config).tower)(config)
     stages = family.stage_bytes(read_folder(folder))
     console = Console()
-    console.print(f"[bold]{arguments.model}[/]: {config['model_type']}, rows of {family.row_width} values")
+    console.print(f"{arguments.model}: {config['model_type']}, rows of {family.row_width} values", markup=False)
     console.print(f"this machine: {len(os.sched_getaffinity(0))} cores")
     console.print(_table(stages))
     return 0

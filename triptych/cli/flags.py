@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,9 +77,12 @@ def _parsed(given: str, default: Any, source: str) -> Any:
     if isinstance(default, tuple):
         return tuple(part.strip() for part in given.split(",") if part.strip())
     try:
-        return type(default)(given)
+        value = type(default)(given)
     except ValueError:
-        raise ConfigError(f"{source} {given!r} is not {_A[type(default)]}") from None
+        value = math.nan
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{source} {given!r} is not {_A[type(default)]}")
+    return value
 
 
 _A = {int: "a whole number", float: "a number", str: "text"}

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import logging
 import os
+import re
 import signal
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ from triptych.topology import Role, Topology
 
 SUMMARY = "serve a model: all processes of a topology, or one instance that joins a front door"
 FRONT_DOOR = "front-door"
+_HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str |
     _end_with_supervisor()
     if join is None:
         raise ConfigError(f"--role {role} needs --join HOST:PORT")
+    if not _HOST_PORT.fullmatch(join):
+        raise ConfigError(f"--join {join!r} is not HOST:PORT")
     # before torch is imported, which reads it once
     threads = threads_per_instance(config.engine, 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -6,9 +6,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from triptych.config import ServeConfig, as_flags, threads_per_instance
 from triptych.errors import StartError
@@ -18,7 +17,6 @@ SUPERVISOR_VARIABLE = "TRIPTYCH_SUPERVISOR"
 """Tells an instance the process id of who watches it; it ends when that process does (see cli/serve.py)."""
 STOP_GRACE = 5.0
 """Seconds that an instance gets to end by itself."""
-LAST_LINES = 12
 
 Print = Callable[[str], None]
 
@@ -28,7 +26,7 @@ class _Child:
     name: str
     process: Process
     relay: asyncio.Task[None] | None = None
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    last_line: str = ""
 
 
 class LocalCluster:
@@ -47,9 +45,9 @@ class LocalCluster:
     async def start(self) -> None:
         """Starts all processes; they load their weights and join at the front door by themselves."""
         for name, role in _names(self._topology):
-            self._children.append(await self._spawn(name, role))
-        for child in self._children:
+            child = await self._spawn(name, role)
             child.relay = asyncio.create_task(self._watch(child))
+            self._children.append(child)
 
     async def stop(self) -> None:
         """Asks every process to end, makes those that don't, and waits until all output is shown."""
@@ -86,11 +84,12 @@ class LocalCluster:
         """Shows what a process says, each line with its name, until it ends."""
         assert child.process.stdout is not None
         while line := await _next_line(child.process.stdout):
-            child.last_lines.append(line)
+            child.last_line = line
             self._show(f"[{child.name}] {line}")
         code = await child.process.wait()
         if not self._stopping and not self.lost.done():
-            self.lost.set_result(f"instance {child.name} (process {child.process.pid}) {_ending(code)}")
+            last_words = f": {child.last_line}" if code > 0 and child.last_line else ""
+            self.lost.set_result(f"instance {child.name} (process {child.process.pid}) {_ending(code)}{last_words}")
 
 
 async def wait_until_ready(cluster: LocalCluster, is_ready: Callable[[], bool], timeout: float) -> None:
@@ -99,7 +98,7 @@ async def wait_until_ready(cluster: LocalCluster, is_ready: Callable[[], bool], 
         async with asyncio.timeout(timeout):
             while not is_ready():
                 if cluster.lost.done():
-                    raise StartError(f"{cluster.lost.result()} before it was ready")
+                    raise StartError(f"before it was ready, {cluster.lost.result()}")
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise StartError(f"the instances weren't ready within {timeout:g} s") from None

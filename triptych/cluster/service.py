@@ -34,8 +34,12 @@ class LocalService:
 
     async def __aenter__(self) -> "LocalService":
         await self._front_door.__aenter__()
-        if self._cluster:
-            await self._cluster.start()
+        try:
+            if self._cluster:
+                await self._cluster.start()
+        except BaseException as error:  # an interrupt too: no process is left behind
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     async def __aexit__(

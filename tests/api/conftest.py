@@ -1,0 +1,30 @@
+"""One service for all tests of the API that need no other settings."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.serving import SOON, Served, served, wait_for
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("api") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def shared_service(folder: Path) -> Iterator[Served]:
+    with served(folder, allowed_media_domains=("127.0.0.1",)) as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared_service: Served) -> Iterator[Served]:
+    """The shared service; the test leaves nothing behind in it."""
+    yield shared_service
+    for gate in (shared_service.steps, shared_service.encoder, shared_service.preprocessor):
+        gate.opened.set()
+        gate.delay, gate.failures = 0.0, 0
+    wait_for(shared_service.everything_is_back, SOON)

@@ -1,0 +1,239 @@
+"""Chat completions that go well: text and images, streamed and not, over plain HTTP and with OpenAI's client."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.api.serving import CHAT, Served, image, image_part, text_part
+
+TWO_IMAGES = [image_part(image(seed=1)), text_part("and"), image_part(image(64, 160, 2)), text_part("differ how?")]
+
+
+def events(service: Served, body: dict[str, Any], headers: dict[str, str] | None = None) -> list[Any]:
+    """The payloads of a stream that must end with ``[DONE]``."""
+    with service.client() as client:
+        response = client.post(CHAT, json=body | {"stream": True}, headers=headers)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def streamed_text(chunks: list[Any]) -> str:
+    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("content", ["Hello", [text_part("Hello")], TWO_IMAGES], ids=["text", "part", "images"])
+def test_the_answer_and_its_stream_say_the_same(service: Served, content: Any) -> None:
+    body = service.body(content, max_tokens=24)
+    answer = service.post(content, max_tokens=24).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == service.model
+    (choice,) = answer["choices"]
+    assert (choice["message"]["role"], choice["finish_reason"]) == ("assistant", "length")
+    assert choice["message"]["content"]
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 24
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 24
+
+    chunks = events(service, body | {"stream_options": {"include_usage": True}})
+    assert streamed_text(chunks) == choice["message"]["content"]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    *_, last, with_usage = chunks
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert (with_usage["choices"], with_usage["usage"]) == ([], usage)
+
+
+def test_usage_is_streamed_only_when_asked_for(service: Served) -> None:
+    assert all("usage" not in chunk for chunk in events(service, service.body()))
+
+
+def test_every_image_counts_where_it_stands(service: Served) -> None:
+    one, other = image_part(image(seed=1)), image_part(image(seed=2))
+    contents = [[one, other], [other, one], [one, text_part("x"), other], [one], [text_part("x")]]
+    assert len({service.text(content, max_tokens=24) for content in contents}) == len(contents)
+
+
+def test_a_conversation_with_all_roles(service: Served) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [image_part(), text_part("What is it?")], "name": "someone"},
+        {"role": "assistant", "content": "A square."},
+        {"role": "user", "content": [text_part("And this?"), image_part(image(seed=5))]},
+    ]
+    said = service.text(messages=messages)
+    assert said != service.text(messages=messages[1:])
+    developer = [{"role": "developer", "content": "Be brief."}, *messages[1:]]
+    assert service.text(messages=developer) == said
+
+
+def test_the_same_seed_gives_the_same_answer(service: Served) -> None:
+    answers = [service.text(temperature=1.5, seed=seed, max_tokens=24) for seed in (7, 7, 8, -7)]
+    assert answers[0] == answers[1]
+    assert len(set(answers)) == 3
+    assert len({service.text(temperature=2.0, max_tokens=24) for _ in range(3)}) == 3, "no seed: another one each time"
+
+
+def test_max_completion_tokens_goes_before_max_tokens(service: Served) -> None:
+    answer = service.post(max_tokens=9, max_completion_tokens=5).json()
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+def test_the_answer_ends_before_a_stop_string_that_spans_tokens(service: Served) -> None:
+    whole = service.text(max_tokens=60)
+    stop = next(whole[at : at + 3] for at in range(4, 40) if whole.find(whole[at : at + 3]) == at)
+    expected = whole[: whole.index(stop)]
+    for settings in ({"stop": stop}, {"stop": ["never said", stop]}):
+        answer = service.post(max_tokens=60, **settings).json()
+        assert answer["choices"][0]["message"]["content"] == expected
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] < 60
+    chunks = events(service, service.body(max_tokens=60, stop=stop))
+    assert streamed_text(chunks) == expected
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_half_a_stop_string_is_said_after_all(service: Served) -> None:
+    whole = service.text(max_tokens=20)
+    chunks = events(service, service.body(max_tokens=20, stop=whole[-1] + "never said"))
+    assert streamed_text(chunks) == whole
+
+
+def test_stop_ids_end_the_answer(service: Served) -> None:
+    tokenizer = service.running.front_door.service.tokenizer
+    whole = service.text(max_tokens=40)
+    stop = next(letter for letter in whole if letter.isascii() and letter.isalpha())
+    answer = service.post(max_tokens=40, stop_token_ids=tokenizer.encode(stop)).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["message"]["content"].rstrip(stop) == whole[: whole.index(stop)]
+
+
+def test_the_end_token_ends_the_answer_unless_ignored(service: Served) -> None:
+    """A random model says its end token at some seed soon enough."""
+    ended = (service.post(temperature=2.0, seed=s, max_tokens=60, ignore_eos=False).json() for s in range(60))
+    finished = next(answer for answer in ended if answer["choices"][0]["finish_reason"] == "stop")
+    assert finished["usage"]["completion_tokens"] < 60
+    assert "<|" not in finished["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_timeline_comes_when_the_header_asks(service: Served, stream: bool) -> None:
+    body = service.body([image_part(image(seed=stream + 10))], stream_options={"include_usage": stream})
+    header = {"X-Triptych-Timeline": "true"}
+    if stream:
+        answers = events(service, body, header)
+        assert all("timeline" not in chunk for chunk in answers[:-1])
+        assert "timeline" not in events(service, body)[-1]
+    else:
+        with service.client() as client:
+            answers = [client.post(CHAT, json=body, headers=header).json()]
+            assert "timeline" not in client.post(CHAT, json=body).json()
+    timeline = answers[-1]["timeline"]
+    stages = {row["stage"] for row in timeline}
+    assert {"fetch", "plan", "preprocess", "encode", "transfer", "prefill", "decode"} <= stages
+    assert all(0 <= row["start_ms"] <= row["end_ms"] for row in timeline)
+
+
+def test_openais_client_works_unchanged(service: Served) -> None:
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=20)
+    with client:
+        assert [model.id for model in client.models.list()] == [service.model]
+        messages: Any = [{"role": "user", "content": TWO_IMAGES}]
+        answer = client.chat.completions.create(model=service.model, messages=messages, max_tokens=16, temperature=0)
+        stream = client.chat.completions.create(
+            model=service.model,
+            messages=messages,
+            max_tokens=16,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        assert said == answer.choices[0].message.content
+        assert chunks[-1].usage == answer.usage
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.chat.completions.create(model="gpt-4o", messages=messages)
+        assert unknown.value.param == "model"
+        assert unknown.value.code == "unknown_model"
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(model=service.model, messages=messages, temperature=3)
+
+
+def test_models_health_and_ready(service: Served) -> None:
+    with service.client() as client:
+        (model,) = client.get("/v1/models").json()["data"]
+        assert (model["id"], model["object"], model["max_model_len"]) == (service.model, "model", 4096)
+        assert client.get("/health").status_code == 200
+        ready = client.get("/ready")
+        assert (ready.status_code, ready.json()) == (200, {"ready": True})
+
+
+class _Pictures(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        data = image(seed=3) if self.path == "/picture" else b"no picture"
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/picture")
+        else:
+            self.send_response(404 if self.path == "/missing" else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Iterator[int]:
+    """The port of a web server on an address that the shared service may fetch from."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pictures) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def fetched(service: Served, url: str) -> httpx.Response:
+    return service.post([text_part("x"), {"type": "image_url", "image_url": {"url": url}}])
+
+
+def test_an_image_from_an_allowed_host_is_as_good_as_its_bytes(service: Served, pictures: int) -> None:
+    answer = fetched(service, f"http://127.0.0.1:{pictures}/picture")
+    assert answer.status_code == 200
+    inline = service.text([text_part("x"), image_part(image(seed=3))])
+    assert answer.json()["choices"][0]["message"]["content"] == inline
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("http://localhost:{}/picture", "media_not_allowed"),
+        ("https://example.org/picture", "media_not_allowed"),
+        ("http://127.0.0.1:{}/moved", "media_not_allowed"),
+        ("http://me@127.0.0.1:{}/picture", "media_not_allowed"),
+        ("file:///etc/passwd", "media_not_allowed"),
+        ("/etc/passwd", "invalid_request"),
+        ("http://127.0.0.1:{}/missing", "invalid_request"),
+        ("http://127.0.0.1:1/picture", "invalid_request"),
+        ("data:image/png;base64", "invalid_request"),
+        ("data:image/png;base64,!!!!", "invalid_request"),
+    ],
+)
+def test_other_urls_are_refused_by_name(service: Served, pictures: int, url: str, code: str) -> None:
+    response = fetched(service, url.format(pictures))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, code)
+    assert error["param"] == "messages[0].content[1].image_url.url"

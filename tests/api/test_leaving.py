@@ -1,0 +1,142 @@
+"""Clients that go away, at every phase of a request, and clients that read slowly."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.serving import CHAT, SOON, Gate, Served, image, image_part, served, text_part, wait_for
+
+LONG = {"max_tokens": 3000}
+
+
+@contextmanager
+def asking(service: Served, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A raw connection that has asked, so that nothing reads ahead."""
+    host, port = service.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(10)
+        connection.connect((host, int(port)))
+        connection.sendall(head.encode() + data)
+        yield connection
+
+
+def gates(service: Served) -> dict[str, Gate]:
+    return {"preprocessing": service.preprocessor, "encoding": service.encoder, "prefilling": service.steps}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["preprocessing", "encoding", "prefilling"])
+def test_leaving_while_a_stage_works_gives_all_back(service: Served, phase: str, stream: bool) -> None:
+    """The stage is held up meanwhile: nothing waits for it to get done."""
+    gate = gates(service)[phase]
+    gate.close()
+    seed = 100 + 10 * stream + list(gates(service)).index(phase)  # an image that no cache has seen
+    with asking(service, service.body([image_part(image(seed=seed))], stream=stream, **LONG)):
+        assert gate.entered.wait(10)
+        assert not service.everything_is_back()
+    wait_for(service.everything_is_back, SOON)
+    gate.opened.set()
+    assert service.text()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_while_tokens_come_gives_all_back(service: Served, stream: bool) -> None:
+    with asking(service, service.body([image_part()], stream=stream, **LONG)) as connection:
+        if stream:
+            received = b""
+            while received.count(b"data: ") < 5:
+                received += connection.recv(4096)
+        else:
+            wait_for(lambda: any(times.first_token for times in _times(service)))
+        assert not service.everything_is_back()
+    wait_for(service.everything_is_back, SOON)
+
+
+def test_leaving_while_waiting_in_line_gives_all_back(service: Served) -> None:
+    """The first request takes nearly all pages, so that the second waits for them."""
+    with asking(service, service.body("x" * 3000, stream=True, max_tokens=1000)) as first:
+        assert first.recv(10)
+        with asking(service, service.body("y" * 3000, max_tokens=1000)):
+            wait_for(lambda: service.running.front_door.router.num_requests == 2)
+        wait_for(lambda: service.running.front_door.router.num_requests == 1, SOON)
+    wait_for(service.everything_is_back, SOON)
+
+
+def test_leaving_half_way_through_the_body(service: Served) -> None:
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
+    assert service.text()
+    assert service.running.front_door.router.num_requests == 0
+
+
+def test_many_that_leave_at_once(service: Served) -> None:
+    for number in range(12):
+        body = service.body([image_part(image(seed=200 + number)), text_part("x")], stream=True, **LONG)
+        with asking(service, body):
+            time.sleep(0.002 * number)  # so that they get to different places
+    wait_for(service.everything_is_back, SOON)
+    assert service.text([image_part()])
+
+
+def test_one_that_leaves_harms_no_other_of_its_batch(service: Served) -> None:
+    expected = service.text(max_tokens=200)
+    with (
+        service.client() as client,
+        client.stream("POST", CHAT, json=service.body(max_tokens=200, stream=True)) as kept,
+    ):
+        lines = kept.iter_lines()
+        next(lines)
+        with asking(service, service.body("Other", stream=True, **LONG)) as other:
+            other.recv(10)
+        said = "".join(_delta(line) for line in lines)
+    assert said == expected
+
+
+def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
+    """It reads nothing while its answer, far larger than all buffers, is made and others are served; then it gets all
+    of it."""
+    with served(folder) as service:
+        door = service.running.front_door
+        door._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+        body = service.body(stream=True, max_tokens=800)
+        with asking(service, body) as slow:
+            assert service.text("Quick") == service.text("Quick")
+            wait_for(lambda: door.router.num_requests == 0, 30)
+            assert service.everything_is_back()
+            assert len(door._server.server_state.tasks) == 1, "its answer still waits to be read"
+            received = b""
+            while not received.endswith(b"0\r\n\r\n"):
+                piece = slow.recv(65536)
+                assert piece, "the stream breaks off"
+                received += piece
+        lines = received.decode(errors="replace").splitlines()
+        assert len(received) > 100_000
+        assert "".join(_delta(line) for line in lines) == service.text(max_tokens=800)
+        assert "data: [DONE]" in lines
+
+
+def test_a_client_that_times_out_has_gone_away(service: Served) -> None:
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=service.url, timeout=0.3, trust_env=False) as client:
+        client.post(CHAT, json=service.body(**LONG))
+    wait_for(service.everything_is_back, SOON)
+
+
+def _delta(line: str) -> str:
+    if not line.startswith("data: {"):
+        return ""
+    return "".join(c["delta"].get("content", "") for c in json.loads(line.removeprefix("data: "))["choices"])
+
+
+def _times(service: Served) -> list[Any]:
+    return [times for host in service.running.language_hosts() for times in list(host._times.values())]

@@ -1,0 +1,113 @@
+"""Which field an error names, for every kind of mistake in a body."""
+
+import json
+from typing import Any
+
+import pytest
+
+from triptych.api.schemas import MAX_STOP_STRINGS, parse_chat_request
+from triptych.errors import InvalidRequest
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+def with_content(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": content}]} | fields
+
+
+CONTENT = "messages[0].content"
+MISTAKES: list[tuple[Any, str | None, str]] = [
+    ({"model": "m"}, "messages", "required"),
+    ({"model": "m", "messages": []}, "messages", "at least 1"),
+    ({"model": "m", "messages": {}}, "messages", "array"),
+    ({"messages": [{"role": "user", "content": "x"}]}, "model", "required"),
+    (with_content("x", model=3), "model", "string"),
+    ({"model": "m", "messages": ["x"]}, "messages[0]", "object"),
+    ({"model": "m", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "assistant"),
+    ({"model": "m", "messages": [{"role": "user"}]}, CONTENT, "required"),
+    (with_content(None), CONTENT, "string or an array"),
+    (with_content(3), CONTENT, "string or an array"),
+    (with_content({"type": "text", "text": "x"}), CONTENT, "string or an array"),
+    (with_content(["x"]), f"{CONTENT}[0]", "object"),
+    (with_content([{"text": "x"}]), f"{CONTENT}[0].type", "required"),
+    (with_content([IMAGE, {"type": "video_url", "video_url": {"url": "x"}}]), f"{CONTENT}[1].type", "'video_url'"),
+    (with_content([{"type": "text"}]), f"{CONTENT}[0].text", "required"),
+    (with_content([IMAGE, {"type": "text", "text": 3}]), f"{CONTENT}[1].text", "string"),
+    (with_content([{"type": "text", "text": "x", "more": 1}]), f"{CONTENT}[0].more", "unknown"),
+    (with_content([{"type": "image_url"}]), f"{CONTENT}[0].image_url", "required"),
+    (with_content([{"type": "image_url", "image_url": "data:,"}]), f"{CONTENT}[0].image_url", "object"),
+    (with_content([{"type": "image_url", "image_url": {"url": 3}}]), f"{CONTENT}[0].image_url.url", "string"),
+    (with_content([{"type": "image_url", "image_url": {}}]), f"{CONTENT}[0].image_url.url", "required"),
+    (
+        with_content([{"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}]),
+        f"{CONTENT}[0].image_url.detail",
+        "'auto', 'low' or 'high'",
+    ),
+    (with_content([{"type": "image_url", "image_url": {"url": "", "fps": 1}}]), f"{CONTENT}[0].image_url.fps", "unkn"),
+    (with_content("x", stop=3), "stop", "string or an array"),
+    (with_content("x", stop=""), "stop", "at least 1"),
+    (with_content("x", stop=["a", 3]), "stop[1]", "string"),
+    (with_content("x", stop=["a", ""]), "stop[1]", "at least 1"),
+    (with_content("x", stop=["a"] * (MAX_STOP_STRINGS + 1)), "stop", "at most"),
+    (with_content("x", stop_token_ids=[1, "x"]), "stop_token_ids[1]", "integer"),
+    (with_content("x", stop_token_ids=[-1]), "stop_token_ids[0]", "greater"),
+    (with_content("x", temperature="1"), "temperature", "number"),
+    (with_content("x", temperature=2.1), "temperature", "less"),
+    (with_content("x", temperature=float("nan")), "temperature", "equal"),
+    (with_content("x", temperature=float("inf")), "temperature", "less"),
+    (with_content("x", top_p=0), "top_p", "greater"),
+    (with_content("x", top_p=float("nan")), "top_p", "equal"),
+    (with_content("x", top_k=1.5), "top_k", "integer"),
+    (with_content("x", max_tokens=0), "max_tokens", "greater"),
+    (with_content("x", max_tokens=True), "max_tokens", "integer"),
+    (with_content("x", max_completion_tokens=10**400), "max_completion_tokens", "less"),
+    (with_content("x", seed=2**63), "seed", "less"),
+    (with_content("x", n=2), "n", "1"),
+    (with_content("x", logprobs=True), "logprobs", "False"),
+    (with_content("x", presence_penalty=0.5), "presence_penalty", "0"),
+    (with_content("x", response_format={"type": "json_object"}), "response_format.type", "text"),
+    (with_content("x", stream="yes"), "stream", "boolean"),
+    (with_content("x", stream_options={"include_usage": 1}), "stream_options.include_usage", "boolean"),
+    (with_content("x", stream_options={"more": 1}), "stream_options.more", "unknown"),
+    (with_content("x", tools=[]), "tools", "unknown"),
+    (with_content("x", **{"two words": 1}), "two words", "two words"),
+    (with_content("x", **{"": 1}), None, "unknown"),
+    ([], None, "object"),
+    (None, None, "object"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "says"), MISTAKES)
+def test_an_error_names_the_field(body: Any, param: str | None, says: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat_request(json.dumps(body).encode())
+    assert caught.value.param == param
+    assert says.lower() in str(caught.value).lower()
+    assert (param or "") in str(caught.value), "the message names the field too"
+    assert "<" not in str(caught.value), "nothing of how the types are declared"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model":"\\ud800"}',
+        b'{"seed":' + b"9" * 9999 + b"}",
+    ],
+    ids=["empty", "cut", "not utf-8", "deep array", "deep object", "half surrogate", "huge number"],
+)
+def test_what_is_not_json(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parse_chat_request(body)
+
+
+def test_what_openai_clients_send_by_default_is_taken() -> None:
+    neutral = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "frequency_penalty": 0, "temperature": 1}
+    neutral |= {"response_format": {"type": "text"}, "user": "u", "stream": False, "stream_options": None}
+    request = parse_chat_request(json.dumps(with_content([IMAGE, {"type": "text", "text": "x"}], **neutral)).encode())
+    assert request.temperature == 1.0
+    assert request.stop_strings == []
