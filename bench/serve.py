@@ -29,12 +29,13 @@ WORDS = ("stone", "river", "lamp", "seven", "under", "cloud", "quick", "paper", 
 
 @dataclass(frozen=True)
 class Load:
-    """One request's make-up. ``text_words`` counts words, which is about the tokens of a real tokenizer."""
+    """One request's make-up. ``text_length`` counts characters: the tokens of a byte-level tokenizer without merges, as
+    random checkpoints have, and about four times the tokens of a real one."""
 
     images: int = 1
     width: int = 448
     height: int = 448
-    text_words: int = 128
+    text_length: int = 128
     output_tokens: int = 32
 
 
@@ -70,7 +71,7 @@ def request_body(model: str, load: Load, seed: int) -> dict[str, Any]:
         {"type": "image_url", "image_url": {"url": random_jpeg(load.width, load.height, rng.randrange(2**32))}}
         for _ in range(load.images)
     ]
-    parts.append({"type": "text", "text": " ".join(rng.choices(WORDS, k=load.text_words))})
+    parts.append({"type": "text", "text": " ".join(rng.choices(WORDS, k=load.text_length))[: load.text_length]})
     return {
         "model": model,
         "messages": [{"role": "user", "content": parts}],

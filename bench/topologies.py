@@ -36,7 +36,7 @@ async def measure(folder: Path, setup: str, options: argparse.Namespace, seed: i
     name, _, threads = setup.partition(":")
     engine = EngineConfig(dtype=options.dtype, threads=int(threads or 1))
     config = ServeConfig(folder, engine, FrontDoorConfig(port=0, served_model_name="m"))
-    load = Load(options.images, options.size, options.size, options.text_words, options.output_tokens)
+    load = Load(options.images, options.size, options.size, options.text_length, options.output_tokens)
     async with LocalService(config, Topology.parse(name), show=lambda _: None) as service:
         await service.wait_until_ready()
         idle = memory()
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--images", type=int, default=1)
     parser.add_argument("--size", type=int, default=448)
-    parser.add_argument("--text-words", type=int, default=128)
+    parser.add_argument("--text-length", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
