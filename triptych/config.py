@@ -97,6 +97,9 @@ class LeaseConfig:
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
 
     def __post_init__(self) -> None:
+        for name in ("start_timeout", "drain_timeout"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
         if not 0 < self.heartbeat < self.lease_expiry:
             raise ConfigError(f"--heartbeat {self.heartbeat} must be shorter than --lease-expiry {self.lease_expiry}")
 

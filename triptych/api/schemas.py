@@ -91,7 +91,7 @@ class ChatCompletionRequest(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    n: Literal[1] | None = None
+    n: int | None = Field(None, ge=1, le=1)
     logprobs: Literal[False] | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -105,9 +105,12 @@ class ChatCompletionRequest(Strict):
 def parse_chat_request(body: bytes) -> ChatCompletionRequest:
     """Raises InvalidRequest that names the first field at fault."""
     try:
-        return ChatCompletionRequest.model_validate_json(body)
+        request = ChatCompletionRequest.model_validate_json(body)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options is only for stream: true", "stream_options")
+    return request
 
 
 def _invalid(detail: Any) -> InvalidRequest:

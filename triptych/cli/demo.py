@@ -11,7 +11,7 @@ from rich.console import Console
 
 from triptych.cli import flags
 from triptych.cli.asking import request_body, show_answer
-from triptych.cli.starting import started
+from triptych.cli.starting import started, unless_lost
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig
 from triptych.demo import PICTURES_DIR
@@ -74,5 +74,6 @@ async def _run(config: ServeConfig, topology: Topology, count: int, verbose: boo
 async def _ask(service: LocalService, entry: dict[str, Any], console: Console) -> bool:
     console.print(f"\n[bold]{', '.join(entry['pictures'])}[/]: {entry['question']}")
     pictures = [PICTURES_DIR / name for name in entry["pictures"]]
-    answer = await show_answer(service.url, request_body(flags.DEMO, pictures, entry["question"]), console)
+    body = request_body(flags.DEMO, pictures, entry["question"])
+    answer = await unless_lost(service, show_answer(service.url, body, console))
     return bool(answer == entry["answer"])

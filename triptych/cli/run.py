@@ -9,7 +9,7 @@ from rich.console import Console
 
 from triptych.cli import flags
 from triptych.cli.asking import request_body, show_answer
-from triptych.cli.starting import started
+from triptych.cli.starting import started, unless_lost
 from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig
 from triptych.topology import Topology
 
@@ -42,4 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
 async def _run(config: ServeConfig, topology: Topology, body: dict[str, Any], verbose: bool) -> int:
     console = Console(stderr=True)
     async with started(config, topology, console, verbose) as service:
-        return 1 if await show_answer(service.url, body, console) is None else 0
+        answer = await unless_lost(service, show_answer(service.url, body, console))
+        return 1 if answer is None else 0

@@ -1,9 +1,11 @@
 """Starts a service for a command that uses it itself, and says why when that fails."""
 
+import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -11,6 +13,8 @@ from triptych.cluster.service import LocalService
 from triptych.config import ServeConfig
 from triptych.errors import StartError
 from triptych.topology import Topology
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -30,6 +34,17 @@ async def started(
                 _say(line)
             raise
         yield service
+
+
+async def unless_lost(service: LocalService, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result. Raises StartError, with an explanation, when an instance dies before it is there."""
+    working = asyncio.ensure_future(work)
+    first: set[asyncio.Future[Any]] = {working, service.lost}
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    if not working.done():
+        working.cancel()
+        raise StartError(service.lost.result())
+    return await working
 
 
 def _say(line: str) -> None:

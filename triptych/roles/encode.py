@@ -8,7 +8,7 @@ from typing import Protocol
 
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeJob, EncodeQueue
-from triptych.errors import TriptychError
+from triptych.errors import PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Grant
@@ -76,6 +76,12 @@ class EncodeHost:
 
     def peer_lost(self, peer: Address) -> None:
         for transfer in self._sender.consumer_lost(peer):
+            self._forget(transfer)
+
+    def lapse(self) -> None:
+        """Nothing may be written any more: the consumers have been told that this instance is gone, and may have
+        granted the same blocks to others."""
+        for transfer in self._sender.forget_all():
             self._forget(transfer)
 
     def check_idle(self) -> None:
@@ -149,10 +155,18 @@ class EncodeHost:
                 self._fail(job, error)
             return
         for job, rows in zip(jobs, future.result(), strict=True):
+            if len(rows) != job.plan.rows:
+                self._fail(job, PlanMismatch(f"the tower made {len(rows)} rows, {job.plan.rows} were planned"))
+                continue
             self._cache.put(job.key, rows)
-            self._jobs.pop(job.key, None)
+            self._settle(job)
             for transfer in job.transfers:
                 self._deliver(transfer, rows, cached=False, intervals=_intervals(job, began))
+
+    def _settle(self, job: EncodeJob) -> None:
+        """The job is over. Another of the same key may have begun since this one was cancelled, and goes on."""
+        if self._jobs.get(job.key) is job:
+            del self._jobs[job.key]
 
     def _deliver(self, transfer: TransferId, rows: Rows, *, cached: bool, intervals: list[Interval]) -> None:
         self._sender.provide(transfer, rows)
@@ -164,7 +178,7 @@ class EncodeHost:
             log.error("item %s failed", job.key[:16], exc_info=error)
         kind = type(error).__name__ if isinstance(error, TriptychError) else "InternalError"
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
-        self._jobs.pop(job.key, None)
+        self._settle(job)
         for transfer in job.transfers:
             self._send(self._front_door, EncodeFailed(transfer, kind, message))
 

@@ -123,7 +123,10 @@ class FrontDoor:
 
     def _take_messages(self) -> None:
         for message in self.channel.drain():
-            self.router.handle(message)
+            try:
+                self.router.handle(message)
+            except Exception:  # a message that the router trips over must not cost the others theirs
+                log.exception("couldn't handle %s", type(message).__name__)
 
     async def _tick(self) -> None:
         while True:

@@ -21,6 +21,9 @@ class Host(Protocol):
     def peer_lost(self, peer: Address) -> None:
         """Nothing more will come from this address."""
 
+    def lapse(self) -> None:
+        """This instance was stopped for longer than its lease: everybody else has given up what it worked on."""
+
     def check_idle(self) -> None:
         """Raises when the host is idle and something wasn't given back."""
 

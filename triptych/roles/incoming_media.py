@@ -1,6 +1,7 @@
 """Which media rows each sequence still waits for, and how they get from the receive buffer into a step."""
 
 import itertools
+import secrets
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
@@ -37,7 +38,8 @@ class IncomingMedia:
 
     def __init__(self, receiver: Receiver, name: str, row_dtype: torch.dtype, row_width: int) -> None:
         self._receiver = receiver
-        self._name = name
+        # random, because two instances may have been given one name
+        self._prefix = f"{name}-{secrets.token_hex(4)}"
         self._row_dtype = row_dtype
         self._row_width = row_width
         self._items: dict[RequestId, list[_Item]] = {}
@@ -49,7 +51,7 @@ class IncomingMedia:
         self.release(sequence.request)
         items = []
         for index, item in enumerate(sequence.items):
-            transfer = TransferId(f"{self._name}/{next(self._numbers)}")
+            transfer = TransferId(f"{self._prefix}/{next(self._numbers)}")
             self._receiver.expect(transfer, item.span.length, (sequence.arrival, index))
             self._requests[transfer] = sequence.request
             items.append(_Item(index, item.span, transfer))

@@ -47,6 +47,7 @@ class Instance:
         }
         self._registered = False
         self._stopping = False
+        self._last_turn = time.monotonic()
         self._next_heartbeat = 0.0
 
     def add(self, host: Host, far_end: End) -> None:
@@ -85,7 +86,9 @@ class Instance:
 
     def _turn(self) -> None:
         timeout = max(0.0, self._next_heartbeat - time.monotonic())
-        for message in self.channel.receive(timeout):
+        messages = self.channel.receive(timeout)
+        self._notice_lapse()
+        for message in messages:
             self._handle(message)
         for host in self.hosts:
             host.advance()
@@ -93,6 +96,15 @@ class Instance:
             self._next_heartbeat = time.monotonic() + self._lease.heartbeat
             self.send(self.front_door, Heartbeat(self.channel.address))
             self._check_idle()
+
+    def _notice_lapse(self) -> None:
+        """A loop that stood still (SIGSTOP, a suspended machine) for longer than the lease works for nobody now."""
+        now, before = time.monotonic(), self._last_turn
+        self._last_turn = now
+        if self._registered and now - before > self._lease.lease_expiry:
+            log.warning("stood still for %.1f s, longer than the lease; giving up what was under way", now - before)
+            for host in self.hosts:
+                host.lapse()
 
     def _check_idle(self) -> None:
         try:
@@ -116,6 +128,7 @@ class Instance:
             log.error("%s: %s", type(message).__name__, error)
 
     def _register(self) -> None:
+        log.info("joining the front door at %s", self.front_door.removeprefix("tcp://"))
         self.send(self.front_door, Register(self.name, self.role, self.channel.address, self._model, os.getpid()))
 
     def _on_welcome(self, _: Welcome) -> None:

@@ -108,6 +108,11 @@ class LanguageHost:
     def peer_lost(self, peer: Address) -> None:
         self._fail_all(self._media.producer_lost(peer), "an encode instance is gone", kind="InstanceLost")
 
+    def lapse(self) -> None:
+        """The requests have failed at the front door already."""
+        for sequence in self.scheduler:
+            self._remove(sequence.request)
+
     def check_idle(self) -> None:
         if not self.scheduler and self._running is None:
             self.scheduler.pool.check_all_free()

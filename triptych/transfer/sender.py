@@ -93,6 +93,12 @@ class Sender:
             self._fabrics[region.fabric].release(region)
         return lost
 
+    def forget_all(self) -> list[TransferId]:
+        """Drops every transfer without a word, and returns them: the consumers count on nothing from here."""
+        forgotten = list(self._transfers)
+        self._transfers.clear()
+        return forgotten
+
     def state(self, transfer: TransferId) -> TransferState:
         return self._transfers[transfer].state
 
