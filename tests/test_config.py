@@ -50,7 +50,7 @@ def test_pages_cover_the_cache_and_bound_the_context() -> None:
 )
 def test_settings_survive_the_command_line(config: object) -> None:
     parser = argparse.ArgumentParser()
-    add_settings(parser, "settings", type(config))
+    add_settings(parser)
     assert settings(type(config), parser.parse_args(as_flags(config))) == config
 
 

@@ -13,7 +13,7 @@ from triptych.cli import flags
 from triptych.cli.asking import request_body, show_answer
 from triptych.cli.starting import started, unless_lost
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig
+from triptych.config import ServeConfig
 from triptych.demo import PICTURES_DIR
 from triptych.topology import Topology
 
@@ -43,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", default="1E1PD", help="instances to start (default: 1E1PD)")
     parser.add_argument("--questions", type=int, default=5, help="how many to ask (default: 5)")
     parser.add_argument("--verbose", action="store_true", help="show what the instances say")
-    flags.add_settings(parser, "how instances compute", EngineConfig)
-    flags.add_settings(parser, "what the front door accepts", FrontDoorConfig)
-    flags.add_settings(parser, "how processes start, live and end", LeaseConfig)
+    flags.add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -22,8 +22,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"a checkpoint folder, or {DEMO!r} for the bundled model")
 
 
-def add_settings(parser: argparse.ArgumentParser, title: str, config: type[Any]) -> None:
-    """One flag per setting, in a group of ``--help``."""
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """One flag per setting of a service, in groups of ``--help``."""
+    _add_group(parser, "how instances compute", EngineConfig)
+    _add_group(parser, "what the front door accepts", FrontDoorConfig)
+    _add_group(parser, "how processes start, live and end", LeaseConfig)
+
+
+def _add_group(parser: argparse.ArgumentParser, title: str, config: type[Any]) -> None:
     group = parser.add_argument_group(title)
     for item in dataclasses.fields(config):
         group.add_argument(

@@ -10,7 +10,7 @@ from rich.console import Console
 from triptych.cli import flags
 from triptych.cli.asking import request_body, show_answer
 from triptych.cli.starting import started, unless_lost
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig
+from triptych.config import ServeConfig
 from triptych.topology import Topology
 
 SUMMARY = "ask one question about pictures, on the terminal"
@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the checkpoint's own)")
     parser.add_argument("--verbose", action="store_true", help="show what the instances say")
-    flags.add_settings(parser, "how instances compute", EngineConfig)
-    flags.add_settings(parser, "what the front door accepts", FrontDoorConfig)
-    flags.add_settings(parser, "how processes start, live and end", LeaseConfig)
+    flags.add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

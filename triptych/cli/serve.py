@@ -14,7 +14,7 @@ from typing import Any
 from triptych.cli import flags
 from triptych.cluster.local import SUPERVISOR_VARIABLE
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, threads_per_instance
+from triptych.config import ServeConfig, threads_per_instance
 from triptych.errors import ConfigError
 from triptych.topology import Role, Topology
 
@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--role", help=f"run one part alone: E, PD, EPD, or {FRONT_DOOR}")
     parser.add_argument("--join", metavar="HOST:PORT", help="the front door's control address, for --role E, PD, EPD")
     parser.add_argument("--name", help="what this instance is called in logs (default: its role and process id)")
-    flags.add_settings(parser, "how instances compute", EngineConfig)
-    flags.add_settings(parser, "what the front door accepts", FrontDoorConfig)
-    flags.add_settings(parser, "how processes start, live and end", LeaseConfig)
+    flags.add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
