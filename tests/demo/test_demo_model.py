@@ -1,0 +1,42 @@
+"""The bundled model: a real checkpoint that answers right, over HTTP, and exactly as transformers answers."""
+
+import asyncio
+import json
+
+import pytest
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+
+from bench.demo_accuracy import Asked, answers_over_http, reference_answers, report
+from triptych.demo import MODEL_DIR, PICTURES_DIR
+from triptych.demo.questions import EVALUATION_SEEDS, make_example
+
+
+@pytest.mark.parametrize("questions", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_answers_over_http_are_right_and_those_of_transformers(questions: int) -> None:
+    examples = [make_example(seed) for seed in EVALUATION_SEEDS[:questions]]
+    answers = asyncio.run(answers_over_http(MODEL_DIR, examples, "1E1PD", "float32"))
+    references = reference_answers(MODEL_DIR, examples)
+    found = report([Asked(*item) for item in zip(examples, answers, references, strict=True)])
+    assert found["differ from transformers"] == 0
+    assert found["exact"] >= 0.97, found["wrong"]
+
+
+def test_checkpoint_is_small_and_whole() -> None:
+    files = list(MODEL_DIR.glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in files) < 15_000_000
+    model, info = Qwen3VLForConditionalGeneration.from_pretrained(MODEL_DIR, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert len(AutoTokenizer.from_pretrained(MODEL_DIR)) <= model.config.text_config.vocab_size
+
+
+def test_bundled_pictures_are_small_and_there() -> None:
+    questions = json.loads((PICTURES_DIR / "questions.json").read_text())
+    names = {name for entry in questions for name in entry["pictures"]}
+    assert names
+    assert sum((PICTURES_DIR / name).stat().st_size for name in names) < 100_000
+
+
+def test_letter_case_makes_no_difference() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    assert tokenizer.encode("WHAT is In the Picture?") == tokenizer.encode("what is in the picture?")
