@@ -69,6 +69,7 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
     (with_content("x", stream="yes"), "stream", "boolean"),
     (with_content("x", stream_options={"include_usage": 1}), "stream_options.include_usage", "boolean"),
     (with_content("x", stream_options={"more": 1}), "stream_options.more", "unknown"),
+    (with_content("x", stream_options={"include_usage": True}), "stream_options", "stream: true"),
     (with_content("x", tools=[]), "tools", "unknown"),
     (with_content("x", **{"two words": 1}), "two words", "two words"),
     (with_content("x", **{"": 1}), None, "unknown"),
