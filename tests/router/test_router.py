@@ -222,7 +222,7 @@ def test_an_instance_with_another_model_is_rejected() -> None:
     assert [type(message) for _, message in desk.sent] == [Rejected]
     assert len(desk.router.registry) == 0
     desk.register(PD0)
-    assert desk.of(Welcome) == [(PD0, Welcome(1.0))]
+    assert desk.of(Welcome) == [(PD0, Welcome(10.0))]
 
 
 def test_registering_twice_keeps_the_requests() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from triptych.cli import flags
 from triptych.cli.asking import request_body, show_answer
 from triptych.cli.starting import started, unless_lost
 from triptych.config import ServeConfig
+from triptych.errors import ConfigError
 from triptych.topology import Topology
 
 SUMMARY = "ask one question about pictures, on the terminal"
@@ -31,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     front_door = dataclasses.replace(config.front_door, port=0, served_model_name=flags.model_name(arguments, config))
     config = dataclasses.replace(config, front_door=front_door)
     *pictures, question = arguments.inputs
+    if Path(question).is_file():
+        raise ConfigError(f"the question is missing: {question} is a file, and the last argument must be a question")
     given = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     settings = {name: value for name, value in given.items() if value is not None}
     body = request_body(front_door.served_model_name, pictures, question, **settings)

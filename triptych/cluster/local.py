@@ -62,7 +62,7 @@ class LocalCluster:
         for child in self._children:
             if child.process.returncode is None:
                 child.process.kill()
-        await asyncio.gather(*relays)
+        await asyncio.gather(*relays, return_exceptions=True)
 
     async def _spawn(self, name: str, role: Role) -> _Child:
         threads = threads_per_instance(self._config.engine, len(self._topology.roles))
@@ -85,7 +85,10 @@ class LocalCluster:
         assert child.process.stdout is not None
         while line := await _next_line(child.process.stdout):
             child.last_line = line
-            self._show(f"[{child.name}] {line}")
+            with contextlib.suppress(
+                OSError
+            ):  # nobody reads the output any more; the child must be watched all the same
+                self._show(f"[{child.name}] {line}")
         code = await child.process.wait()
         if not self._stopping and not self.lost.done():
             last_words = f": {child.last_line}" if code > 0 and child.last_line else ""

@@ -26,9 +26,9 @@ class Register(Struct, frozen=True, tag=True):
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """Front door → instance: registered; send a heartbeat every ``heartbeat`` seconds."""
+    """Front door → instance: registered; the lease runs out after ``expiry`` seconds without a heartbeat."""
 
-    heartbeat: float
+    expiry: float
 
 
 class Rejected(Struct, frozen=True, tag=True):
@@ -94,7 +94,7 @@ class Generate(Struct, frozen=True, tag=True):
     request: RequestId
     tokens: list[int]
     positions: bytes
-    next_position: int
+    next_position: Annotated[int, Meta(ge=0, le=2**31)]
     items: list[ItemSpan]
     sampling: Sampling
     eos_token_ids: list[int]

@@ -102,8 +102,9 @@ class TowerEncoder:
 
 
 def _as_bytes(rows: torch.Tensor) -> Rows:
+    """A copy: a view would keep the whole batch's rows in memory for as long as the cache keeps one item's."""
     as_bytes: Rows = rows.contiguous().view(torch.uint8).numpy()
-    return np.ascontiguousarray(as_bytes)
+    return np.array(as_bytes)
 
 
 def _encode_host(model: Model, instance: Instance, engine: EngineConfig, fabrics: dict[str, Fabric]) -> EncodeHost:

@@ -12,10 +12,10 @@ class ComputeThread:
     """Runs jobs one at a time in the order given. An instance with several stages gives each of them one job at a
     time, so they take turns on the same cores: what ``EPD`` in one process means."""
 
-    def __init__(self, on_done: Callable[[], None], initializer: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_done: Callable[[], None]) -> None:
         """``on_done`` is called, on the compute thread, whenever a job has ended."""
         self._on_done = on_done
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=initializer)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         future = self._executor.submit(job, *args, **kwargs)

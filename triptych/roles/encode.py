@@ -118,6 +118,13 @@ class EncodeHost:
                 if not job.transfers:
                     del self._jobs[job.key]
                     self._queue.discard(job)
+                    self._cancel_preprocessing(job)
+
+    def _cancel_preprocessing(self, job: EncodeJob) -> None:
+        """What hasn't begun never will: live items don't wait behind dead ones."""
+        for future, preprocessing in list(self._preprocessing.items()):
+            if preprocessing is job and future.cancel():
+                self._preprocessing.pop(future, None)
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────────
 

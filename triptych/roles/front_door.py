@@ -14,7 +14,7 @@ import uvicorn
 from triptych.api.app import create_app
 from triptych.api.service import GenerationDefaults, Service
 from triptych.config import ServeConfig
-from triptych.errors import StartError
+from triptych.errors import StartError, TriptychError
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
 from triptych.models.config_files import read_json_object
@@ -102,7 +102,8 @@ class FrontDoor:
         self.router.draining = self._server.should_exit = True
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
         for lease in self.router.registry:
-            self.channel.send(lease.address, Stop())
+            with contextlib.suppress(TriptychError):  # one that can't be told must not keep the others running
+                self.channel.send(lease.address, Stop())
             # it goes on no more: whoever still waits for it gets an error, not a stream that breaks off
             self.router.handle(Leave(lease.address))
         ticking.cancel()
@@ -132,7 +133,10 @@ class FrontDoor:
         while True:
             await asyncio.sleep(TICK)
             self._take_messages()
-            self.router.tick()
+            try:
+                self.router.tick()
+            except Exception:  # leases and deadlines must go on being looked after
+                log.exception("the router's tick failed")
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

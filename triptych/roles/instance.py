@@ -41,14 +41,14 @@ class Instance:
         self._handlers: dict[tuple[type[Any], End | None], Callable[[Any], object]] = {
             (Welcome, None): self._on_welcome,
             (Rejected, None): self._on_rejected,
-            (Reregister, None): lambda _: self._register(),
+            (Reregister, None): lambda _: self._on_forgotten(),
             (PeerLost, None): self._on_peer_lost,
             (Stop, None): lambda _: self.stop(),
         }
         self._registered = False
         self._stopping = False
-        self._last_turn = time.monotonic()
-        self._next_heartbeat = 0.0
+        self._last_heartbeat = time.monotonic()
+        self._expiry = lease.lease_expiry
 
     def add(self, host: Host, far_end: End) -> None:
         """Takes in a host. ``far_end`` is who it talks to in transfers: of two hosts in one instance, one is the
@@ -85,26 +85,28 @@ class Instance:
                 host.close()
 
     def _turn(self) -> None:
-        timeout = max(0.0, self._next_heartbeat - time.monotonic())
+        timeout = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
         messages = self.channel.receive(timeout)
         self._notice_lapse()
         for message in messages:
             self._handle(message)
         for host in self.hosts:
             host.advance()
-        if time.monotonic() >= self._next_heartbeat:
-            self._next_heartbeat = time.monotonic() + self._lease.heartbeat
+        if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
+            self._last_heartbeat = time.monotonic()
             self.send(self.front_door, Heartbeat(self.channel.address))
             self._check_idle()
 
     def _notice_lapse(self) -> None:
         """A loop that stood still (SIGSTOP, a suspended machine) for longer than the lease works for nobody now."""
-        now, before = time.monotonic(), self._last_turn
-        self._last_turn = now
-        if self._registered and now - before > self._lease.lease_expiry:
-            log.warning("stood still for %.1f s, longer than the lease; giving up what was under way", now - before)
-            for host in self.hosts:
-                host.lapse()
+        still = time.monotonic() - self._last_heartbeat
+        if self._registered and still > self._expiry - self._lease.heartbeat:
+            log.warning("stood still for %.1f s, as long as the lease; giving up what was under way", still)
+            self._lapse()
+
+    def _lapse(self) -> None:
+        for host in self.hosts:
+            host.lapse()
 
     def _check_idle(self) -> None:
         try:
@@ -126,13 +128,24 @@ class Instance:
             raise
         except TriptychError as error:
             log.error("%s: %s", type(message).__name__, error)
+        except Exception:  # whatever a peer sent, the others' requests go on
+            log.exception("couldn't handle %s", type(message).__name__)
 
     def _register(self) -> None:
         log.info("joining the front door at %s", self.front_door.removeprefix("tcp://"))
         self.send(self.front_door, Register(self.name, self.role, self.channel.address, self._model, os.getpid()))
 
-    def _on_welcome(self, _: Welcome) -> None:
+    def _on_forgotten(self) -> None:
+        """The front door doesn't know this instance (any more): what was under way has no owner. Several heartbeats may
+        be answered so before the new registration is; one is enough."""
+        if self._registered:
+            self._registered = False
+            self._lapse()
+            self._register()
+
+    def _on_welcome(self, message: Welcome) -> None:
         self._registered = True
+        self._expiry = message.expiry
         log.info("ready")
 
     def _on_rejected(self, message: Rejected) -> None:

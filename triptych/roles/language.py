@@ -124,6 +124,8 @@ class LanguageHost:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_generate(self, message: Generate) -> None:
+        if self.scheduler.get(message.request):
+            raise InvalidRequest("a request of that id is running")
         try:
             sequence = _sequence(message, self._context_length)
         except TriptychError as error:

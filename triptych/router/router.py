@@ -182,6 +182,12 @@ class Router:
             entry.stream.put(error)
             self._tell(entry.generator.address, Cancel(request))
 
+    def _supersede(self, entry: _Request, item: int) -> None:
+        """After a preemption an item is needed anew: its earlier transfers are off the books."""
+        for transfer in [transfer for transfer, encoding in entry.transfers.items() if encoding.item == item]:
+            self._settle(entry.transfers.pop(transfer))
+            del self._encodings[transfer]
+
     @staticmethod
     def _settle(encoding: _Encoding) -> None:
         if not encoding.done:
@@ -209,6 +215,7 @@ class Router:
             if encoder is None:
                 self._fail(message.request, Unavailable("no encode instance is ready"))
                 return
+            self._supersede(entry, needed.item)
             item = entry.prompt.items[needed.item]
             encoding = _Encoding(message.request, needed.item, encoder, item.plan.cost)
             encoder.outstanding += encoding.cost
@@ -251,7 +258,7 @@ class Router:
             self._lose(held, "was replaced by another at its address")
         lease = self.registry.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
-        self._tell(lease.address, Welcome(self._lease.heartbeat))
+        self._tell(lease.address, Welcome(self._lease.lease_expiry))
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         if not self.registry.refresh(message.address, self._clock()):
