@@ -23,7 +23,6 @@
     │   └── InternalError           anything else that went wrong while serving one request
     ├── TransferError
     │   ├── BlockError              double free, foreign free or leak in a block pool
-    │   ├── LayoutMismatch          the two ends disagree about the rows
     │   └── RegionError             a region that can't be opened or is too small
     └── StartError                  the service can't start; shown to the operator
         ├── CheckpointError         a checkpoint folder that can't be served; names file or key
@@ -128,10 +127,6 @@ class TransferError(TriptychError):
 
 class BlockError(TransferError):
     """Double free, foreign free or leak in a block pool."""
-
-
-class LayoutMismatch(TransferError):
-    """Producer and consumer disagree about dtype, width, block size or model."""
 
 
 class RegionError(TransferError):

@@ -14,8 +14,8 @@ class Sequence:
     """Prompt, output and progress of one request.
 
     ``tokens`` is the prompt followed by what was generated; ``positions`` is int64 of shape (3, prompt tokens);
-    ``num_computed`` tokens have their keys and values in ``pages``. Filled in by the scheduler: ``num_computed``,
-    ``pages``. Filled in by the host: ``arrival``, and ``tokens`` beyond the prompt.
+    ``num_computed`` tokens have their keys and values in ``pages``. Filled in by the scheduler: ``arrival``,
+    ``num_computed``, ``pages``. Filled in by the host: ``tokens`` beyond the prompt.
     """
 
     request: RequestId

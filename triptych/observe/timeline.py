@@ -5,12 +5,10 @@ from typing import Any
 
 import msgspec
 
-STAGES = ("fetch", "plan", "queue", "preprocess", "encode", "transfer", "prefill", "decode")
-"""In the order a request passes them. ``queue`` is waiting, wherever that is."""
-
 
 class Interval(msgspec.Struct, frozen=True):
-    """When a stage worked on a request. ``start`` and ``end`` in seconds since the epoch;
+    """When a stage worked on a request: fetch, plan, queue (waiting, wherever that is), preprocess, encode, transfer,
+    prefill or decode. ``start`` and ``end`` in seconds since the epoch;
     ``item`` is the item's place in the request, or None when the stage works on all of it."""
 
     stage: str

@@ -110,11 +110,6 @@ class Sender:
         """No transfer under way."""
         return not self._transfers
 
-    @property
-    def writing(self) -> bool:
-        """Whether a write is under way that ``poll`` should look after."""
-        return any(outgoing.writing for outgoing in self._transfers.values())
-
     def poll(self) -> None:
         """Moves on what can move."""
         for outgoing in list(self._transfers.values()):
