@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, TransferConfig
 from triptych.messages.channel import Channel
 from triptych.messages.work import Sampling
 from triptych.models.checkpoint import Checkpoint
@@ -56,11 +56,18 @@ async def running(
     topology: str = "1EPD",
     engine: EngineConfig = FLOAT32,
     front_door: FrontDoorConfig | None = None,
+    transfer: TransferConfig | None = None,
     prepare: Callable[[Instance], None] = lambda _: None,
 ) -> AsyncIterator[Running]:
     """Starts a service and stops it; on the way out every instance checks that blocks and pages are back.
     ``prepare`` may change an instance before it runs."""
-    config = ServeConfig(folder, engine, front_door or FrontDoorConfig(port=0), LeaseConfig(lease_expiry=60.0))
+    config = ServeConfig(
+        folder,
+        engine=engine,
+        transfer=transfer or TransferConfig(),
+        front_door=front_door or FrontDoorConfig(port=0),
+        lease=LeaseConfig(lease_expiry=60.0),
+    )
     threads: list[threading.Thread] = []
     async with FrontDoor(config) as door:
         service = Running(door)
@@ -93,6 +100,8 @@ def _instance(config: ServeConfig, role: Role, name: str, control: str) -> Insta
         channel=Channel(),
         front_door=Address(f"tcp://{control}"),
         engine=config.engine,
+        transfer=config.transfer,
+        cluster_host="127.0.0.1",
         lease=config.lease,
     )
 

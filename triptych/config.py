@@ -8,6 +8,7 @@ from typing import Any
 
 from triptych.errors import ConfigError
 
+FABRICS = ("auto", "shm", "nixl", "mooncake")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -61,6 +62,29 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class TransferConfig:
+    """How rows get from one instance to another."""
+
+    fabric: str = setting(
+        "auto",
+        "how rows travel between processes: shm, nixl, mooncake, or auto: shm within a machine, otherwise what both "
+        "ends have installed",
+    )
+    checksum: str = setting("auto", "check rows end to end: auto (over fabrics that cross hosts) or always")
+    mooncake_protocol: str = setting("tcp", "what Mooncake sends over: tcp or rdma")
+    mooncake_devices: str = setting("", "network devices for Mooncake's rdma, separated by commas")
+    inject_faults: str = setting(
+        "", "for tests: break that share of writes on purpose, as in drop=0.01,corrupt=0.05,delay=0.1"
+    )
+
+    def __post_init__(self) -> None:
+        choices = {"fabric": FABRICS, "checksum": ("auto", "always"), "mooncake_protocol": ("tcp", "rdma")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
 class FrontDoorConfig:
     """What the front door accepts."""
 
@@ -110,6 +134,7 @@ class ServeConfig:
 
     model: Path
     engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     front_door: FrontDoorConfig = field(default_factory=FrontDoorConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
 

@@ -7,10 +7,11 @@ from triptych.messages.rows import Extent
 from triptych.transfer.blocks import BlockRun
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.fabrics.local import LocalFabric
+from triptych.transfer.memory import PlainMemory
 
 
 def buffer(num_blocks: int, block_rows: int) -> RowBuffer:
-    return RowBuffer(LocalFabric(), LAYOUT, num_blocks, block_rows)
+    return RowBuffer(LAYOUT, num_blocks, block_rows, [LocalFabric()], PlainMemory)
 
 
 def test_blocks_are_exact_for_the_rows() -> None:
@@ -40,7 +41,7 @@ def test_rows_are_read_across_segments() -> None:
     rows.pool.take(4)
     rows.pool.free([BlockRun(0, 1), BlockRun(2, 2)])
     segments = rows.take(10, 5)
-    memory = rows._region.memory.reshape(-1, LAYOUT.row_bytes)
+    memory = rows._memory.bytes.reshape(-1, LAYOUT.row_bytes)
     memory[:] = np.arange(len(memory))[:, None]
     assert [view[:, 0].tolist() for view in rows.read(segments, 11, 3)] == [[1], [4, 5]]
     assert [view.shape for view in rows.read(segments, 10, 5)] == [(2, LAYOUT.row_bytes), (3, LAYOUT.row_bytes)]

@@ -1,5 +1,6 @@
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,8 +8,10 @@ from hypothesis import strategies as st
 
 from tests.transfer.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, fabric_pair, wire
 from triptych.errors import TransferError, Unavailable
-from triptych.messages.rows import Abort, Done, End, Extent, Grant, Offer, RegionHandle, RowLayout, Wrote
+from triptych.messages.codec import decode
+from triptych.messages.rows import Abort, Done, End, Extent, Grant, Offer, Reach, RegionHandle, RowLayout, Wrote
 from triptych.transfer.buffers import RowBuffer
+from triptych.transfer.memory import SharedMemory
 from triptych.transfer.receiver import Receiver
 from triptych.transfer.states import TransferState
 from triptych.types import TransferId
@@ -208,13 +211,23 @@ def test_an_offer_that_nobody_wants_any_more_is_called_off(fabric: str) -> None:
 
 def test_an_offer_that_does_not_fit_is_named_and_leaves_no_trace(fabric: str) -> None:
     with wire(fabric, 2, 2) as w:
-        for rows, layout in [(3, LAYOUT), (4, RowLayout("another", "uint8", 5, 5))]:
+        for changed, named in [
+            ({"rows": 3}, "4 rows planned here, 3 offered"),
+            ({"layout": RowLayout("another", "uint8", 5, 5)}, "model m here, another there"),
+            (
+                {"layout": RowLayout("m", "float16", 5, 10)},
+                "dtype uint8 here, float16 there, row_bytes 5 here, 10 there",
+            ),
+            ({"reaches": [Reach("carrier pigeon", "")]}, "no fabric in common; theirs: carrier pigeon"),
+            ({"reaches": [Reach(fabric, "another machine")]}, "no fabric in common"),
+        ]:
             item = w.expect(4, (0, len(w.items)))
-            w.senders[PRODUCERS[0]].offer(item.transfer, CONSUMER, "key", item.rows)
-            w.queues[PRODUCERS[0], CONSUMER].clear()
-            offer = Offer(item.transfer, "key", rows, PRODUCERS[0], layout)
-            assert w.receiver.on_offer(offer) == item.transfer
-            w.close(item)
+            w.offer(item)
+            offered = decode(w.queues[PRODUCERS[0], CONSUMER].pop())
+            assert isinstance(offered, Offer)
+            w.receiver.on_offer(msgspec.structs.replace(offered, **changed))
+            w.fail()
+            assert named in w.failures[-1].reason
             w.deliver_all()
             assert w.senders[PRODUCERS[0]].idle
             assert w.receiver.idle
@@ -230,14 +243,14 @@ def test_a_grant_that_makes_no_sense_ends_only_its_transfer(fabric: str, fault: 
             w.offer(item)
             w.provide(item)
         w.deliver_all()
-        handle = w.buffer.handle
+        handle = w.buffer.handle(w.fabrics[0])
         grant = {
-            "beyond rows": Grant(bad.transfer, 2, [Extent(0, 3)], handle),
-            "nothing": Grant(bad.transfer, 0, [], handle),
-            "unknown fabric": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle("carrier pigeon", "x", 40)),
-            "outside region": Grant(bad.transfer, 0, [Extent(6, 4)], handle),
-            "bad location": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle(fabric, "nowhere", 40)),
-            "size": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle(fabric, "1:1:" + "0" * 32, 40)),
+            "beyond rows": Grant(bad.transfer, 2, [Extent(0, 3)], handle, False),
+            "nothing": Grant(bad.transfer, 0, [], handle, False),
+            "unknown fabric": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle("carrier pigeon", "x", 40), False),
+            "outside region": Grant(bad.transfer, 0, [Extent(6, 4)], handle, False),
+            "bad location": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle(fabric, "nowhere", 40), False),
+            "size": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle(fabric, "1:1:" + "0" * 32, 40), False),
         }[fault]
         w.senders[bad.producer].on_grant(grant)
         w.deliver_all()
@@ -252,9 +265,9 @@ def test_a_landing_that_was_not_granted_is_not_believed(fabric: str) -> None:
         w.offer(item)
         w.deliver_all()
         w.receiver.grant()
-        for wrote in (Wrote(item.transfer, 0, 3, 0.0), Wrote(item.transfer, 1, 1, 0.0)):
+        for wrote in (Wrote(item.transfer, 0, 3, 0.0, None), Wrote(item.transfer, 1, 1, 0.0, None)):
             w.receiver.on_wrote(wrote)
-        w.receiver.on_wrote(Wrote(TransferId("unknown"), 0, 1, 0.0))
+        w.receiver.on_wrote(Wrote(TransferId("unknown"), 0, 1, 0.0, None))
         assert w.receiver.landed(item.transfer) == 0
         w.finish()
 
@@ -267,9 +280,10 @@ def test_a_lost_producer_frees_what_was_closing_and_names_what_was_wanted(fabric
         w.deliver_all()
         w.receiver.grant()
         w.close(closing)
-        assert w.receiver.producer_lost(PRODUCERS[0]) == [wanted.transfer]
+        w.receiver.producer_lost(PRODUCERS[0])
         w.check()
-        w.close(wanted)
+        w.fail()
+        assert [(f.transfer, f.error) for f in w.failures] == [(wanted.transfer, "InstanceLost")]
         assert w.buffer.pool.num_free == 4
         w.senders[PRODUCERS[0]].consumer_lost(CONSUMER)
         w.queues[CONSUMER, PRODUCERS[0]].clear()
@@ -304,7 +318,7 @@ def test_aborts_for_what_nobody_knows_are_answered_all_the_same(fabric: str) -> 
     with wire(fabric, 1, 1) as w:
         unknown = TransferId("unknown")
         assert w.senders[PRODUCERS[0]].on_abort(Abort(unknown, End.CONSUMER, CONSUMER, "")) is None
-        assert w.receiver.on_abort(Abort(unknown, End.PRODUCER, PRODUCERS[0], "")) is False
+        w.receiver.on_abort(Abort(unknown, End.PRODUCER, PRODUCERS[0], ""))
         assert w.sent == [Done(unknown, End.PRODUCER), Done(unknown, End.CONSUMER)]
 
 
@@ -336,12 +350,13 @@ def test_a_consumer_that_cannot_reach_the_producer_loses_no_block(fabric: str) -
         raise Unavailable("a peer has stopped reading its messages")
 
     with fabric_pair(fabric) as fabrics:
-        buffer = RowBuffer(fabrics[0], LAYOUT, 4, 1)
+        buffer = RowBuffer(LAYOUT, 4, 1, [fabrics[0]], SharedMemory)
         receiver = Receiver(buffer, CONSUMER, unreachable)
         for number, act in enumerate([receiver.grant, lambda: None]):
             transfer = TransferId(f"t{number}")
             receiver.expect(transfer, 2, (0,))
-            receiver.on_offer(Offer(transfer, "key", 2, PRODUCERS[0], LAYOUT))
+            reaches = [Reach(fabrics[0].name, fabrics[0].domain)]
+            receiver.on_offer(Offer(transfer, 2, PRODUCERS[0], LAYOUT, reaches))
             for failing in (act, lambda transfer=transfer: receiver.close(transfer, "")):
                 try:
                     failing()

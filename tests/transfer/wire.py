@@ -1,5 +1,6 @@
 """Senders and receivers over a wire that a test holds in its hands. Not a test."""
 
+import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ import numpy as np
 from triptych.messages.codec import Message, decode, encode
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
 from triptych.transfer.buffers import RowBuffer
-from triptych.transfer.fabrics.base import Bytes, Fabric
+from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
-from triptych.transfer.receiver import Receiver
+from triptych.transfer.memory import Bytes, SharedMemory
+from triptych.transfer.receiver import Failure, Receiver
 from triptych.transfer.sender import Sender
 from triptych.types import Address, TransferId
 
@@ -59,13 +61,24 @@ class Wire:
     def __init__(self, fabrics: tuple[Fabric, Fabric], num_blocks: int, block_rows: int) -> None:
         self.queues: defaultdict[tuple[Address, Address], deque[bytes]] = defaultdict(deque)
         self.sent: list[Message] = []
-        self.buffer = RowBuffer(fabrics[0], LAYOUT, num_blocks, block_rows)
-        self.receiver = Receiver(self.buffer, CONSUMER, lambda to, message: self._send(CONSUMER, to, message))
+        self.fabrics = fabrics
+        self.buffer = RowBuffer(LAYOUT, num_blocks, block_rows, [fabrics[0]], SharedMemory)
+        self.now = 0.0
+        self.receiver = Receiver(
+            self.buffer, CONSUMER, lambda to, message: self._send(CONSUMER, to, message), clock=lambda: self.now
+        )
         self.senders = {address: self._sender(fabrics[1], address) for address in PRODUCERS}
         self.items: dict[TransferId, Item] = {}
+        self.failures: list[Failure] = []
 
     def _sender(self, fabric: Fabric, address: Address) -> Sender:
-        return Sender({fabric.name: fabric}, LAYOUT, address, lambda to, message: self._send(address, to, message))
+        return Sender(
+            {fabric.name: fabric},
+            LAYOUT,
+            address,
+            lambda to, message: self._send(address, to, message),
+            clock=lambda: self.now,
+        )
 
     def _send(self, sender: Address, to: Address, message: Message) -> None:
         self.sent.append(message)
@@ -80,7 +93,7 @@ class Wire:
 
     def offer(self, item: Item) -> None:
         item.offered = True
-        self.senders[item.producer].offer(item.transfer, CONSUMER, "key", item.rows)
+        self.senders[item.producer].offer(item.transfer, CONSUMER, item.rows)
 
     def provide(self, item: Item) -> None:
         item.provided = True
@@ -96,19 +109,23 @@ class Wire:
 
     def _to_receiver(self, message: Message) -> None:
         match message:
-            case Offer() if (failed := self.receiver.on_offer(message)) is not None:
-                self.close(self.items[failed])
+            case Offer():
+                self.receiver.on_offer(message)
             case Wrote():
                 self.receiver.on_wrote(message)
             case Abort(by=End.PRODUCER):
-                if self.receiver.on_abort(message):
-                    self.items[message.transfer].ended = True
+                self.receiver.on_abort(message)
             case Done(by=End.PRODUCER):
                 self.receiver.on_done(message)
-            case Offer():
-                pass
             case _:
                 raise AssertionError(f"{message} is not for the consumer")
+        self.fail()
+
+    def fail(self) -> None:
+        """Closes what has failed, as the language host does."""
+        for failure in self.receiver.take_failures():
+            self.failures.append(failure)
+            self.close(self.items[failure.transfer])
 
     @staticmethod
     def _to_sender(sender: Sender, message: Message) -> None:
@@ -145,9 +162,20 @@ class Wire:
                 first.setdefault(item.place[0], item)
         return list(first.values())
 
+    def poll(self) -> None:
+        """A tenth of a second passes."""
+        self.now += 0.1
+        for sender in self.senders.values():
+            sender.poll()
+
     def deliver_all(self, order: random.Random | None = None) -> None:
-        while waiting := [pair for pair, queue in self.queues.items() if queue]:
-            self.deliver(*(order.choice(waiting) if order else waiting[0]))
+        """Until nothing is on its way: no message, and no write."""
+        while True:
+            if waiting := [pair for pair, queue in self.queues.items() if queue]:
+                self.deliver(*(order.choice(waiting) if order else waiting[0]))
+            elif all(sender.next_poll == math.inf for sender in self.senders.values()):
+                return
+            self.poll()
 
     def finish(self) -> None:
         """Offers, provides and reads everything, all requests strictly in line: must end whatever happened before."""

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, flag
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, TransferConfig, flag
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
 from triptych.models.safetensors_header import read_folder
@@ -25,6 +25,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """One flag per setting of a service, in groups of ``--help``."""
     _add_group(parser, "how instances compute", EngineConfig)
+    _add_group(parser, "how rows travel", TransferConfig)
     _add_group(parser, "what the front door accepts", FrontDoorConfig)
     _add_group(parser, "how processes start, live and end", LeaseConfig)
 
@@ -59,6 +60,7 @@ def serve_config(arguments: argparse.Namespace) -> ServeConfig:
     return ServeConfig(
         model=model_folder(arguments.model),
         engine=settings(EngineConfig, arguments),
+        transfer=settings(TransferConfig, arguments),
         front_door=settings(FrontDoorConfig, arguments),
         lease=settings(LeaseConfig, arguments),
     )

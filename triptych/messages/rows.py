@@ -16,12 +16,18 @@ Positive = Annotated[int, Meta(ge=1)]
 
 
 class RowLayout(Struct, frozen=True):
-    """What both ends must agree on before a row moves. ``width`` counts elements of ``dtype`` in a row."""
+    """What both ends must agree on before a row moves. ``width`` counts elements of ``dtype`` in a row; ``model`` is
+    the checkpoint's fingerprint."""
 
     model: str
     dtype: str
     width: Positive
     row_bytes: Positive
+
+    def difference(self, other: "RowLayout") -> str:
+        """Which fields differ, for people to read; empty when none does."""
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__]
+        return ", ".join(f"{name} {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs)
 
 
 class RegionHandle(Struct, frozen=True):
@@ -39,33 +45,49 @@ class Extent(Struct, frozen=True):
     rows: Positive
 
 
+class Reach(Struct, frozen=True):
+    """A fabric that one end has. Both ends can use it when they have it with the same ``domain``: the process or the
+    machine that it is confined to, empty for one that crosses hosts."""
+
+    fabric: str
+    domain: str
+
+
 class Offer(Struct, frozen=True, tag=True):
-    """Producer → consumer: these rows exist or soon will."""
+    """Producer → consumer: these rows exist or soon will. ``reaches`` are the fabrics that the producer has."""
 
     transfer: TransferId
-    key: str
     rows: Positive
     producer: Address
     layout: RowLayout
+    reaches: list[Reach]
 
 
 class Grant(Struct, frozen=True, tag=True):
-    """Consumer → producer: write rows from ``first_row`` on into these extents, filling each in turn."""
+    """Consumer → producer: write rows from ``first_row`` on into these extents, filling each in turn, and say so in
+    one Wrote. Rows that were written before may be granted again: they have been lost, or garbled on their way.
+    ``checked`` asks for the rows' checksum."""
 
     transfer: TransferId
     first_row: Count
     extents: list[Extent]
     region: RegionHandle
+    checked: bool
+
+    @property
+    def rows(self) -> int:
+        return sum(extent.rows for extent in self.extents)
 
 
 class Wrote(Struct, frozen=True, tag=True):
     """Producer → consumer: these rows have landed, all of them. ``began`` is when writing them began, in seconds
-    since the epoch."""
+    since the epoch; ``checksum`` is the XXH3-64 of their bytes in row order, if the grant asked for it."""
 
     transfer: TransferId
     first_row: Count
     rows: Positive
     began: float
+    checksum: int | None
 
 
 class End(enum.StrEnum):

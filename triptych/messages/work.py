@@ -54,9 +54,11 @@ class Leave(Struct, frozen=True, tag=True):
 
 
 class PeerLost(Struct, frozen=True, tag=True):
-    """Front door → instances: nothing more will come from this address; release what it held."""
+    """Front door → instances: nothing more will come from this address; release what it held. ``transfers`` are those
+    that it was given to offer: it may have died before it did."""
 
     address: Address
+    transfers: list[TransferId]
 
 
 class Stop(Struct, frozen=True, tag=True):

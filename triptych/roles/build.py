@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from triptych.config import EngineConfig, LeaseConfig
+from triptych.config import EngineConfig, LeaseConfig, TransferConfig
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeQueue
 from triptych.families.base import ModelConfig, Planner, TowerInput
@@ -32,8 +32,8 @@ from triptych.roles.language import LanguageHost
 from triptych.topology import Role
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.base import Fabric
-from triptych.transfer.fabrics.local import LocalFabric
-from triptych.transfer.fabrics.shm import SharedMemoryFabric
+from triptych.transfer.fabrics.opening import open_fabrics
+from triptych.transfer.memory import SharedMemory
 from triptych.transfer.receiver import Receiver
 from triptych.transfer.sender import Sender
 from triptych.types import Address
@@ -72,6 +72,8 @@ def build_instance(
     channel: Channel,
     front_door: Address,
     engine: EngineConfig,
+    transfer: TransferConfig,
+    cluster_host: str,
     lease: LeaseConfig,
 ) -> Instance:
     """Loads what the role needs, and nothing else, and wires it up. Takes as long as reading the weights takes.
@@ -79,12 +81,18 @@ def build_instance(
     instance = Instance(
         name=name, role=role, model=model.fingerprint, channel=channel, front_door=front_door, lease=lease
     )
-    fabrics: dict[str, Fabric] = {"local": LocalFabric(), "shm": SharedMemoryFabric()}
+    fabrics = open_fabrics(transfer, cluster_host)
+    for fabric in fabrics:
+        instance.at_end(fabric.close)
     if role.encodes:
         instance.add(_encode_host(model, instance, engine, fabrics), far_end=End.CONSUMER)
     if role.generates:
-        fabric = fabrics["local" if role.encodes else "shm"]
-        instance.add(_language_host(model, instance, engine, fabric), far_end=End.PRODUCER)
+        buffer = RowBuffer(
+            model.row_layout, engine.receive_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory
+        )
+        instance.at_end(buffer.close)
+        receiver = Receiver(buffer, channel.address, instance.send, check_always=transfer.checksum == "always")
+        instance.add(_language_host(model, instance, engine, receiver), far_end=End.PRODUCER)
     return instance
 
 
@@ -107,7 +115,7 @@ def _as_bytes(rows: torch.Tensor) -> Rows:
     return np.array(as_bytes)
 
 
-def _encode_host(model: Model, instance: Instance, engine: EngineConfig, fabrics: dict[str, Fabric]) -> EncodeHost:
+def _encode_host(model: Model, instance: Instance, engine: EngineConfig, fabrics: Sequence[Fabric]) -> EncodeHost:
     dtype, channel = model.weights.activations, instance.channel
     tower = _timed("vision tower", lambda: model.family.load_tower(model.checkpoint, dtype, torch.device("cpu")))
     return EncodeHost(
@@ -115,7 +123,7 @@ def _encode_host(model: Model, instance: Instance, engine: EngineConfig, fabrics
         encoder=TowerEncoder(tower, dtype),
         queue=EncodeQueue(engine.encode_batch_patches),
         cache=RowCache(engine.encode_cache_mb * 2**20),
-        sender=Sender(fabrics, model.row_layout, channel.address, instance.send),
+        sender=Sender({fabric.name: fabric for fabric in fabrics}, model.row_layout, channel.address, instance.send),
         compute=instance.compute,
         wake=channel.wake,
         front_door=instance.front_door,
@@ -123,13 +131,11 @@ def _encode_host(model: Model, instance: Instance, engine: EngineConfig, fabrics
     )
 
 
-def _language_host(model: Model, instance: Instance, engine: EngineConfig, fabric: Fabric) -> LanguageHost:
+def _language_host(model: Model, instance: Instance, engine: EngineConfig, receiver: Receiver) -> LanguageHost:
     device, dtype, channel = torch.device("cpu"), model.weights.activations, instance.channel
     decoder = _timed("decoder", lambda: model.family.load_decoder(model.checkpoint, model.weights, device))
     config = model.family.decoder_config
     cache = KVTensors.allocate(config, engine.num_pages, engine.page_size, dtype, device)
-    buffer = RowBuffer(fabric, model.row_layout, engine.receive_blocks, engine.receive_block_rows)
-    receiver = Receiver(buffer, channel.address, instance.send)
     pool = PagePool(engine.num_pages, engine.page_size)
     return LanguageHost(
         scheduler=Scheduler(pool, engine.max_num_seqs, engine.max_num_batched_tokens),

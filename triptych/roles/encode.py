@@ -12,7 +12,7 @@ from triptych.errors import PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Grant
-from triptych.messages.work import Encode, Encoded, EncodeFailed
+from triptych.messages.work import Encode, Encoded, EncodeFailed, PeerLost
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Handlers
@@ -73,9 +73,15 @@ class EncodeHost:
         self._collect_batch()
         self._start_batch()
         self._sender.poll()
+        for transfer in self._sender.check_deadlines():
+            self._forget(transfer)
 
-    def peer_lost(self, peer: Address) -> None:
-        for transfer in self._sender.consumer_lost(peer):
+    @property
+    def next_advance(self) -> float:
+        return self._sender.next_poll
+
+    def peer_lost(self, lost: PeerLost) -> None:
+        for transfer in self._sender.consumer_lost(lost.address):
             self._forget(transfer)
 
     def lapse(self) -> None:
@@ -94,7 +100,7 @@ class EncodeHost:
 
     def _on_encode(self, message: Encode) -> None:
         now = time.time()
-        self._sender.offer(message.transfer, message.consumer, message.key, message.plan.rows)
+        self._sender.offer(message.transfer, message.consumer, message.plan.rows)
         if (rows := self._cache.get(message.key)) is not None:
             self._deliver(message.transfer, rows, cached=True, intervals=[Interval("queue", now, time.time())])
             return

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from triptych.types import Address
+from triptych.messages.work import PeerLost
 
 Handlers = Mapping[type[Any], Callable[[Any], object]]
 """Message type → what to do with it."""
@@ -18,7 +18,11 @@ class Host(Protocol):
     def advance(self) -> None:
         """Takes in results and starts what can start. Called after every batch of messages and after every job."""
 
-    def peer_lost(self, peer: Address) -> None:
+    @property
+    def next_advance(self) -> float:
+        """Seconds after which ``advance`` wants to be called even if nothing happens; infinite for never."""
+
+    def peer_lost(self, lost: PeerLost) -> None:
         """Nothing more will come from this address."""
 
     def lapse(self) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ from triptych.language.sequence import Sequence
 from triptych.messages.rows import Abort, Offer, Wrote
 from triptych.messages.work import NeededItem
 from triptych.observe.timeline import Interval
-from triptych.transfer.fabrics.base import Bytes
-from triptych.transfer.receiver import Receiver
+from triptych.transfer.memory import Bytes
+from triptych.transfer.receiver import Failure, Receiver
 from triptych.types import Address, RequestId, Span, TransferId
 
 
@@ -100,10 +100,16 @@ class IncomingMedia:
         """Hands blocks that are free to the line."""
         self._receiver.grant()
 
-    # ── messages; each returns the requests that must fail because of it ─────────────────────────────────────
+    def take_failures(self) -> list[tuple[RequestId, Failure]]:
+        """The requests that must fail because a transfer has, each once, and why."""
+        self._receiver.check_deadlines()
+        failures = self._receiver.take_failures()
+        return list({self._requests[f.transfer]: f for f in failures if f.transfer in self._requests}.items())
 
-    def on_offer(self, offer: Offer) -> list[RequestId]:
-        return self._requests_of([self._receiver.on_offer(offer)])
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def on_offer(self, offer: Offer) -> None:
+        self._receiver.on_offer(offer)
 
     def on_wrote(self, wrote: Wrote) -> None:
         self._receiver.on_wrote(wrote)
@@ -112,14 +118,11 @@ class IncomingMedia:
                 item.began = item.began or wrote.began
                 item.landed = time.time()
 
-    def on_abort(self, abort: Abort) -> list[RequestId]:
-        return self._requests_of([abort.transfer if self._receiver.on_abort(abort) else None])
+    def on_abort(self, abort: Abort) -> None:
+        self._receiver.on_abort(abort)
 
-    def producer_lost(self, producer: Address) -> list[RequestId]:
-        return self._requests_of(self._receiver.producer_lost(producer))
-
-    def _requests_of(self, transfers: Iterable[TransferId | None]) -> list[RequestId]:
-        return [self._requests[t] for t in transfers if t is not None and t in self._requests]
+    def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
+        self._receiver.producer_lost(producer, offering)
 
     def _take_rows(self, item: _Item, transfer: TransferId, first_row: int, rows: int) -> list[Bytes]:
         views = self._receiver.read(transfer, first_row, rows)

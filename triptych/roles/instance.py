@@ -38,6 +38,7 @@ class Instance:
         self.front_door = front_door
         self._lease = lease
         self.hosts: list[Host] = []
+        self._at_end: list[Callable[[], object]] = []
         self._handlers: dict[tuple[type[Any], End | None], Callable[[Any], object]] = {
             (Welcome, None): self._on_welcome,
             (Rejected, None): self._on_rejected,
@@ -56,6 +57,10 @@ class Instance:
         self.hosts.append(host)
         for kind, handler in host.handlers.items():
             self._handlers[kind, far_end if kind in (Done, Abort) else None] = handler
+
+    def at_end(self, close: Callable[[], object]) -> None:
+        """What to call when ``run`` ends, after the hosts are closed; the last one first."""
+        self._at_end.append(close)
 
     def send(self, to: Address, message: Message) -> None:
         """For the hosts. A peer that can't be reached is the registry's business: its lease runs out."""
@@ -83,10 +88,12 @@ class Instance:
             self.compute.close()
             for host in self.hosts:
                 host.close()
+            for close in reversed(self._at_end):
+                close()
 
     def _turn(self) -> None:
-        timeout = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
-        messages = self.channel.receive(timeout)
+        until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
+        messages = self.channel.receive(min(until_heartbeat, *(host.next_advance for host in self.hosts)))
         self._notice_lapse()
         for message in messages:
             self._handle(message)
@@ -153,5 +160,5 @@ class Instance:
 
     def _on_peer_lost(self, message: PeerLost) -> None:
         for host in self.hosts:
-            host.peer_lost(message.address)
+            host.peer_lost(message)
         self.channel.forget(message.address)

@@ -14,7 +14,7 @@ from triptych.language.scheduler import Scheduler, Step
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Offer, Wrote
-from triptych.messages.work import Cancel, Failed, Generate, Need, Tokens
+from triptych.messages.work import Cancel, Failed, Generate, Need, PeerLost, Tokens
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Handlers
@@ -94,19 +94,23 @@ class LanguageHost:
         return {
             Generate: self._on_generate,
             Cancel: lambda message: self._remove(message.request),
-            Offer: lambda offer: self._fail_all(self._media.on_offer(offer), "encoder and language model don't fit"),
+            Offer: self._media.on_offer,
             Wrote: self._media.on_wrote,
-            Abort: lambda abort: self._fail_all(self._media.on_abort(abort), f"encoding stopped: {abort.reason}"),
+            Abort: self._media.on_abort,
             Done: self._receiver.on_done,
         }
 
+    next_advance = float("inf")
+
     def advance(self) -> None:
+        for request, failure in self._media.take_failures():
+            self._fail(request, failure.error, failure.reason)
         self._collect()
         self._start()
         self._media.grant()
 
-    def peer_lost(self, peer: Address) -> None:
-        self._fail_all(self._media.producer_lost(peer), "an encode instance is gone", kind="InstanceLost")
+    def peer_lost(self, lost: PeerLost) -> None:
+        self._media.producer_lost(lost.address, lost.transfers)
 
     def lapse(self) -> None:
         """The requests have failed at the front door already."""
@@ -144,10 +148,9 @@ class LanguageHost:
         self.scheduler.remove(request)
         self._times.pop(request, None)
 
-    def _fail_all(self, requests: list[RequestId], message: str, kind: str = "InternalError") -> None:
-        for request in requests:
-            self._remove(request)
-            self._send(self._front_door, Failed(request, kind, message))
+    def _fail(self, request: RequestId, error: str, message: str) -> None:
+        self._remove(request)
+        self._send(self._front_door, Failed(request, error, message))
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -175,8 +178,9 @@ class LanguageHost:
         running, step, self._running = self._running, self._running.step, None
         if error := running.future.exception():
             log.error("a step of %d sequences failed", len(step.chunks), exc_info=error)
-            alive = [c.sequence.request for c in step.chunks if self._alive(c.sequence)]
-            self._fail_all(alive, "the model failed on this request's batch")
+            for chunk in step.chunks:
+                if self._alive(chunk.sequence):
+                    self._fail(chunk.sequence.request, "InternalError", "the model failed on this request's batch")
             return
         self.scheduler.computed(step)
         for chunk in step.chunks:

@@ -29,6 +29,8 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
             channel=channel,
             front_door=Address(f"tcp://{join}"),
             engine=config.engine,
+            transfer=config.transfer,
+            cluster_host="127.0.0.1",
             lease=config.lease,
         )
         for number in (signal.SIGTERM, signal.SIGINT):

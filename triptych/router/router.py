@@ -283,8 +283,9 @@ class Router:
         """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but had not all
         been handed over are missed by their consumer, which says so."""
         self.registry.remove(lease.address)
+        offering = [transfer for transfer, encoding in self._encodings.items() if encoding.encoder is lease]
         for other in self.registry:
-            self._tell(other.address, PeerLost(lease.address))
+            self._tell(other.address, PeerLost(lease.address, offering))
         lost = {entry.stream.request for entry in self._requests.values() if entry.generator is lease}
         lost |= {
             encoding.request for encoding in self._encodings.values() if encoding.encoder is lease and not encoding.done

@@ -1,6 +1,6 @@
 """The receive pool's accounting: blocks are handed out as extents, and every block is accounted for."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from triptych.errors import BlockError
@@ -50,6 +50,14 @@ class BlockPool:
             self._check_taken(run)
             self._taken[run.start : run.end] = bytes(run.length)
             self._free_runs = _coalesced(sorted([*self._free_runs, run]))
+
+    def taken_runs(self) -> Iterator[BlockRun]:
+        """The blocks that aren't free, as runs from the first to the last."""
+        start = 0
+        for free in [*self._free_runs, BlockRun(self.num_blocks, 0)]:
+            if free.start > start:
+                yield BlockRun(start, free.start - start)
+            start = free.end
 
     def check_all_free(self) -> None:
         """Raises BlockError naming how many blocks leaked, if any did."""

@@ -1,11 +1,12 @@
-"""The receive buffer: a region cut into blocks of rows."""
+"""The receive buffer: memory cut into blocks of rows, which peers write to over any of several fabrics."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from triptych.messages.rows import Extent, RowLayout
+from triptych.messages.rows import Extent, Reach, RegionHandle, RowLayout
 from triptych.transfer.blocks import BlockPool, BlockRun
-from triptych.transfer.fabrics.base import Bytes, Fabric
+from triptych.transfer.fabrics.base import Fabric
+from triptych.transfer.memory import Allocate, Bytes
 
 
 @dataclass(frozen=True)
@@ -22,20 +23,67 @@ class Segment:
 
 
 class RowBuffer:
-    """``num_blocks`` blocks of ``block_rows`` rows each, in one region that peers write to."""
+    """``num_blocks`` blocks of ``block_rows`` rows each."""
 
-    def __init__(self, fabric: Fabric, layout: RowLayout, num_blocks: int, block_rows: int) -> None:
+    def __init__(
+        self, layout: RowLayout, num_blocks: int, block_rows: int, fabrics: Sequence[Fabric], allocate: Allocate
+    ) -> None:
+        """``fabrics`` in the order in which they are preferred; ``allocate`` makes memory that each can register."""
         self.layout = layout
         self.block_rows = block_rows
         self.pool = BlockPool(num_blocks)
-        self._region = fabric.allocate(num_blocks * block_rows * layout.row_bytes)
-        self.handle = self._region.handle
-        self._rows: Bytes = self._region.memory.reshape(num_blocks * block_rows, layout.row_bytes)
+        self._fabrics = fabrics
+        self._allocate = allocate
+        self._register()
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    def reachable(self, reaches: Iterable[Reach]) -> Fabric | None:
+        """The best of this buffer's fabrics that a producer with these has too."""
+        theirs = {(reach.fabric, reach.domain) for reach in reaches}
+        return next((fabric for fabric in self._fabrics if (fabric.name, fabric.domain) in theirs), None)
+
+    def handle(self, fabric: Fabric) -> RegionHandle:
+        """What a producer writes to over that fabric."""
+        return self._handles[fabric.name]
+
+    def blocks_of(self, rows: int) -> int:
+        """How many blocks hold so many rows."""
+        return -(-rows // self.block_rows)
+
+    def renew(self) -> None:
+        """Moves to new memory, rows and all, so that a write which nobody can stop any more harms nobody. What is
+        being written to the old memory is lost."""
+        old, handles = self._memory, self._handles
+        self._register()
+        for run in self.pool.taken_runs():
+            low, high = run.start * self._block_bytes, run.end * self._block_bytes
+            self._memory.bytes[low:high] = old.bytes[low:high]
+        for fabric in self._fabrics:
+            fabric.deregister(handles[fabric.name])
+        old.close()
+
+    def close(self) -> None:
+        """Takes the memory back from peers."""
+        for fabric in self._fabrics:
+            fabric.deregister(self._handles[fabric.name])
+        self._memory.close()
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.block_rows * self.layout.row_bytes
+
+    def _register(self) -> None:
+        self._memory = self._allocate(self.pool.num_blocks * self._block_bytes)
+        self._handles = {fabric.name: fabric.register(self._memory) for fabric in self._fabrics}
+        self._rows: Bytes = self._memory.bytes.reshape(-1, self.layout.row_bytes)
 
     def take(self, first_row: int, rows: int) -> list[Segment]:
         """Blocks for as many of the rows from ``first_row`` on as fit in what is free, at least one block's worth.
         Raises BlockError when nothing is free."""
-        blocks = max(1, min(-(-rows // self.block_rows), self.pool.num_free))
+        blocks = max(1, min(self.blocks_of(rows), self.pool.num_free))
         segments = []
         for run in self.pool.take(blocks):
             taken = min(run.length * self.block_rows, rows)

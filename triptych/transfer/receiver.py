@@ -4,88 +4,148 @@ Grants go out in line order (first come first served, then prompt order). The he
 that isn't wholly granted, always gets a block: one is kept back for it, and if rows that landed for a later
 transfer hold the last ones, those rows are given up and granted again later (the producer keeps them until Done).
 So any pool, even of one block, finishes transfers of any length, whatever order they are offered in.
+
+Rows that arrive garbled are granted again. A producer that is lost while it may still be writing can't be stopped (it
+may be a process that stands still in the middle of a copy), so the buffer moves away from under it.
 """
 
 import logging
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from triptych.errors import TransferError
 from triptych.messages.codec import Send
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, Wrote
+from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, Wrote
 from triptych.transfer.buffers import RowBuffer, Segment
-from triptych.transfer.fabrics.base import Bytes
-from triptych.transfer.states import TransferState
+from triptych.transfer.checksum import checksum
+from triptych.transfer.fabrics.base import Fabric
+from triptych.transfer.flow import GrantCap
+from triptych.transfer.memory import Bytes
+from triptych.transfer.states import Deadlines, Progress, TransferState
 from triptych.types import Address, TransferId
 
 log = logging.getLogger(__name__)
 
 Place = tuple[int, ...]
 
+MAX_RESENDS = 3
+"""How often rows that arrive garbled are granted again before the transfer fails."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A transfer that won't complete; ``error`` names a class in triptych.errors. The caller closes it."""
+
+    transfer: TransferId
+    error: str
+    reason: str
+
+
+@dataclass
+class _Flight:
+    """One grant: the rows it covers, where they go, and whether they are here."""
+
+    first_row: int
+    segments: list[Segment]
+    region: RegionHandle
+    checked: bool
+    landed: bool = False
+    resends: int = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(segment.rows for segment in self.segments)
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + self.rows
+
 
 @dataclass
 class _Incoming:
-    """One transfer. Rows below ``consumed`` are gone, below ``landed`` are here, below ``granted`` may arrive."""
+    """One transfer. Rows below ``consumed`` are gone, below ``landed`` are here, below ``granted`` may arrive.
+    ``segments`` hold what is granted and not consumed; ``flights`` are the grants that haven't all landed."""
 
     transfer: TransferId
     rows: int
     place: Place
+    progress: Progress
     producer: Address | None = None
+    fabric: Fabric | None = None
     consumed: int = 0
     landed: int = 0
     granted: int = 0
     segments: list[Segment] = field(default_factory=list)
-    closing: bool = False
+    flights: list[_Flight] = field(default_factory=list)
+    waiting: bool = False
+
+    @property
+    def closing(self) -> bool:
+        return self.progress.state is TransferState.FAILED
 
     @property
     def in_flight(self) -> bool:
-        return self.granted > self.landed
+        return any(not flight.landed for flight in self.flights)
 
     @property
-    def complete(self) -> bool:
-        return self.consumed == self.rows
-
-    @property
-    def state(self) -> TransferState:
-        if self.closing:
-            return TransferState.FAILED
-        if self.complete:
-            return TransferState.SUCCESS
-        if self.producer is None:
-            return TransferState.BOOTSTRAPPING
-        return TransferState.TRANSFERRING if self.granted else TransferState.WAITING_FOR_INPUT
+    def held_blocks(self) -> int:
+        return sum(segment.run.length for segment in self.segments)
 
 
 @dataclass
 class ReceiverCounters:
-    """What has happened so far. ``resumes`` counts grants that start beyond row 0."""
+    """What has happened so far. ``resumes`` counts grants that start beyond row 0, ``waits`` how often a transfer came
+    up in line and found no free block, ``resent`` grants that were repeated because rows arrived garbled, ``fenced``
+    how often the buffer had to move."""
 
     grants: int = 0
     resumes: int = 0
+    waits: int = 0
     revoked: int = 0
+    resent: int = 0
+    fenced: int = 0
     rows: int = 0
+    bytes: int = 0
     completed: int = 0
 
 
 class Receiver:
     """All incoming transfers of one instance, over one buffer. Used by one thread."""
 
-    def __init__(self, buffer: RowBuffer, address: Address, send: Send) -> None:
+    def __init__(
+        self,
+        buffer: RowBuffer,
+        address: Address,
+        send: Send,
+        *,
+        check_always: bool = False,
+        deadlines: Deadlines | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``check_always`` asks for checksums over every fabric, not only over those that cross hosts."""
         self.buffer = buffer
         self.counters = ReceiverCounters()
         self._address = address
         self._send = send
+        self._check_always = check_always
+        self._deadlines = deadlines or Deadlines()
+        self._clock = clock
+        self._cap = GrantCap(buffer.num_blocks)
         self._transfers: dict[TransferId, _Incoming] = {}
+        self._failures: list[Failure] = []
 
     def expect(self, transfer: TransferId, rows: int, place: Place) -> None:
         """Makes room in the line at ``place`` (lower goes first) for a transfer that will be offered."""
-        self._transfers[transfer] = _Incoming(transfer, rows, place)
+        self._transfers[transfer] = _Incoming(transfer, rows, place, Progress(self._clock()))
+        self._cap.learn(self.buffer.blocks_of(rows))
 
     def landed(self, transfer: TransferId) -> int:
         """How many rows, from the first on, have landed; rows already consumed count."""
         return self._transfers[transfer].landed
 
     def state(self, transfer: TransferId) -> TransferState:
-        return self._transfers[transfer].state
+        return self._transfers[transfer].progress.state
 
     def read(self, transfer: TransferId, first_row: int, rows: int) -> list[Bytes]:
         """Views, uint8 of shape (n, row_bytes), of rows that have landed; valid until they are consumed."""
@@ -105,10 +165,11 @@ class Receiver:
                 f"rows up to {up_to} can't be consumed: {incoming.consumed}..{incoming.landed} are here"
             )
         incoming.consumed = up_to
+        incoming.progress.touch(self._clock())
         incoming.segments = [
             rest for segment in incoming.segments if (rest := self.buffer.free_below(segment, up_to)) is not None
         ]
-        if incoming.complete:
+        if incoming.consumed == incoming.rows:
             self._finish(incoming)
 
     def close(self, transfer: TransferId, reason: str) -> None:
@@ -117,59 +178,103 @@ class Receiver:
         incoming = self._transfers.get(transfer)
         if incoming is None or incoming.closing:
             return
-        incoming.closing = True
-        if incoming.producer is None:
+        incoming.progress.enter(TransferState.FAILED, self._clock())
+        producer = incoming.producer
+        if producer is None or not incoming.in_flight:
             self._drop(incoming)
-            return
-        if not incoming.in_flight:
-            self._drop(incoming)
-        self._send(incoming.producer, Abort(transfer, End.CONSUMER, self._address, reason))
+        if producer is not None:
+            self._send(producer, Abort(transfer, End.CONSUMER, self._address, reason))
 
-    def producer_lost(self, producer: Address) -> list[TransferId]:
-        """Nothing more will come from this producer. Forgets what was closing; the transfers that were still
-        wanted are returned, for the caller to close and ask for again."""
-        lost = [incoming for incoming in self._transfers.values() if incoming.producer == producer]
+    def producer_lost(self, producer: Address, offering: Collection[TransferId] = ()) -> None:
+        """Nothing more will come from this producer, which was going to offer the transfers ``offering`` if it hadn't
+        yet. Those still wanted have failed."""
+        lost = [
+            incoming
+            for incoming in self._transfers.values()
+            if incoming.producer == producer or (incoming.producer is None and incoming.transfer in offering)
+        ]
+        if any(incoming.in_flight for incoming in lost):
+            self._fence()
         for incoming in lost:
             incoming.producer = None
             if incoming.closing:
                 self._drop(incoming)
-        return [incoming.transfer for incoming in lost if not incoming.closing]
+            else:
+                self._fail(incoming, "InstanceLost", "the instance that encoded an item is gone")
+
+    def take_failures(self) -> list[Failure]:
+        """The transfers that have failed since the last call; each must be closed."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def check_deadlines(self) -> None:
+        """Fails what has stood still for too long. Call a few times a second."""
+        now = self._clock()
+        overdue = [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]
+        if any(incoming.in_flight for incoming in overdue):
+            self._fence()
+        for incoming in overdue:
+            if incoming.closing:
+                self._drop(incoming)
+            else:
+                incoming.progress.touch(now)  # once is enough
+                self._fail(
+                    incoming, "DeadlineExceeded", f"a transfer stood still while {incoming.progress.state.value}"
+                )
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def on_offer(self, offer: Offer) -> TransferId | None:
-        """Takes note of who has the rows. Returns the transfer when it must fail: the two ends don't agree."""
+    def on_offer(self, offer: Offer) -> None:
+        """Takes note of who has the rows. The transfer fails when the two ends don't fit together."""
         incoming = self._transfers.get(offer.transfer)
         if incoming is None or incoming.closing:
             self._send(offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "not wanted any more"))
-            return None
+            return
+        if incoming.producer is not None:
+            log.error("transfer %s: offered twice", offer.transfer)
+            return
         incoming.producer = offer.producer
-        if offer.layout != self.buffer.layout or offer.rows != incoming.rows:
-            expected = (incoming.rows, self.buffer.layout)
-            log.error("offer %s: %s, expected %s", offer.transfer, (offer.rows, offer.layout), expected)
-            return offer.transfer
-        return None
+        incoming.fabric = self.buffer.reachable(offer.reaches)
+        incoming.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
+        if mismatch := self._mismatch(offer, incoming):
+            self._fail(incoming, "InternalError", f"encoder and language model don't fit: {mismatch}")
 
     def on_wrote(self, wrote: Wrote) -> None:
-        """Rows have landed. They must be the next ones of those granted; anything else is not believed."""
+        """Rows have landed, exactly those of one grant; anything else is not believed. Garbled ones are granted
+        again."""
         incoming = self._transfers.get(wrote.transfer)
-        if incoming is None:
-            return
-        if wrote.first_row != incoming.landed or wrote.first_row + wrote.rows > incoming.granted:
+        flight = _flight(incoming, wrote)
+        if incoming is None or flight is None:
             log.error("transfer %s: rows %d+%d can't have landed", wrote.transfer, wrote.first_row, wrote.rows)
             return
-        incoming.landed += wrote.rows
+        incoming.progress.touch(self._clock())
+        if incoming.closing:
+            flight.landed = True  # nothing is being written any more, but Done is still to come
+            return
+        assert incoming.fabric is not None
+        moved = flight.region != self.buffer.handle(incoming.fabric)
+        if moved or (flight.checked and wrote.checksum != self._checksum(flight)):
+            self._resend(incoming, flight, garbled=not moved)
+            return
+        flight.landed = True
+        while incoming.flights and incoming.flights[0].landed:
+            incoming.landed = incoming.flights.pop(0).end_row
         self.counters.rows += wrote.rows
+        self.counters.bytes += wrote.rows * self.buffer.layout.row_bytes
 
-    def on_abort(self, abort: Abort) -> bool:
-        """The producer gives up; it has let go already. Returns whether the transfer was still wanted."""
+    def on_abort(self, abort: Abort) -> None:
+        """The producer gives up; it has let go already."""
         self._send(abort.sender, Done(abort.transfer, End.CONSUMER))
         incoming = self._transfers.get(abort.transfer)
         if incoming is None:
-            return False
-        wanted = not incoming.closing
-        self._drop(incoming)
-        return wanted
+            return
+        incoming.producer = None
+        for flight in incoming.flights:
+            flight.landed = True  # or never will: either way nobody writes to it
+        if incoming.closing:
+            self._drop(incoming)
+        else:
+            self._fail(incoming, "InternalError", f"encoding stopped: {abort.reason}")
 
     def on_done(self, done: Done) -> None:
         """The producer has let go of a transfer that was aborted."""
@@ -186,24 +291,56 @@ class Receiver:
         if line and line[0].producer is not None and not line[0].segments and not self.buffer.pool.num_free:
             self._revoke_for(line[0])
         kept_back = 0
+        cap = self._cap.blocks() if len(line) > 1 else self.buffer.num_blocks
         for incoming in line:
-            if incoming.producer is None:
+            if incoming.producer is None or incoming.fabric is None:
                 kept_back = 1  # for the first that isn't offered yet: prefill can't pass it
                 continue
             available = self.buffer.pool.num_free - kept_back
             if available <= 0:
+                self._note_waiting(incoming)
                 return
-            self._grant(incoming, incoming.producer, available)
+            allowed = min(available, cap - incoming.held_blocks)
+            if allowed > 0:
+                self._grant(incoming, incoming.fabric, allowed)
 
-    def _grant(self, incoming: _Incoming, producer: Address, blocks: int) -> None:
+    def _note_waiting(self, incoming: _Incoming) -> None:
+        self.counters.waits += not incoming.waiting
+        incoming.waiting = True
+
+    def _grant(self, incoming: _Incoming, fabric: Fabric, blocks: int) -> None:
         wanted = min(incoming.rows - incoming.granted, blocks * self.buffer.block_rows)
         segments = self.buffer.take(incoming.granted, wanted)
         self.counters.grants += 1
         self.counters.resumes += incoming.granted > 0
-        grant = Grant(incoming.transfer, incoming.granted, self.buffer.extents(segments), self.buffer.handle)
+        checked = fabric.checksums or self._check_always
+        flight = _Flight(incoming.granted, segments, self.buffer.handle(fabric), checked)
+        incoming.waiting = False
+        incoming.flights.append(flight)
         incoming.segments += segments  # before sending, which may raise: the blocks must have an owner
-        incoming.granted = segments[-1].end_row
-        self._send(producer, grant)
+        incoming.granted = flight.end_row
+        incoming.progress.enter(TransferState.TRANSFERRING, self._clock())
+        self._send_grant(incoming, flight)
+
+    def _send_grant(self, incoming: _Incoming, flight: _Flight) -> None:
+        assert incoming.producer is not None
+        extents = self.buffer.extents(flight.segments)
+        grant = Grant(incoming.transfer, flight.first_row, extents, flight.region, flight.checked)
+        self._send(incoming.producer, grant)
+
+    def _resend(self, incoming: _Incoming, flight: _Flight, *, garbled: bool) -> None:
+        """Grants the same rows again: they are wrong, or went to memory that the buffer has left."""
+        assert incoming.fabric is not None
+        if garbled:
+            flight.resends += 1
+            self.counters.resent += 1
+            log.warning("transfer %s: rows %d+%d are garbled", incoming.transfer, flight.first_row, flight.rows)
+            if flight.resends > MAX_RESENDS:
+                flight.landed = True  # in a way: nobody writes to it
+                self._fail(incoming, "InternalError", "embedding rows arrived garbled time and again")
+                return
+        flight.region = self.buffer.handle(incoming.fabric)
+        self._send_grant(incoming, flight)
 
     def _revoke_for(self, head: _Incoming) -> None:
         """Takes back the rows that landed for the last in line, so that the head can move. Rows in flight can't be
@@ -215,11 +352,36 @@ class Receiver:
         self.buffer.pool.free(segment.run for segment in last.segments)
         last.segments.clear()
         last.landed = last.granted = last.consumed
+        last.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
         self.counters.revoked += 1
+
+    def _checksum(self, flight: _Flight) -> int:
+        return checksum(self.buffer.read(flight.segments, flight.first_row, flight.rows))
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _mismatch(self, offer: Offer, incoming: _Incoming) -> str:
+        """Why an offer can't be taken; empty when it can."""
+        if offer.rows != incoming.rows:
+            return f"{incoming.rows} rows planned here, {offer.rows} offered"
+        if difference := self.buffer.layout.difference(offer.layout):
+            return difference
+        if incoming.fabric is None:
+            return f"no fabric in common; theirs: {', '.join(reach.fabric for reach in offer.reaches) or 'none'}"
+        return ""
+
+    def _fail(self, incoming: _Incoming, error: str, reason: str) -> None:
+        log.error("transfer %s: %s", incoming.transfer, reason)
+        self._failures.append(Failure(incoming.transfer, error, reason))
+
+    def _fence(self) -> None:
+        """Moves the buffer away from under a write that can't be stopped. Live producers' writes under way go to the
+        old memory too; when they say that they are done, they are granted the same rows again."""
+        self.counters.fenced += 1
+        self.buffer.renew()
+
     def _finish(self, incoming: _Incoming) -> None:
+        incoming.progress.enter(TransferState.SUCCESS, self._clock())
         del self._transfers[incoming.transfer]
         self.counters.completed += 1
         if incoming.producer is not None:
@@ -238,3 +400,10 @@ class Receiver:
         """When idle, every block must be back. Raises BlockError when one isn't."""
         if self.idle:
             self.buffer.pool.check_all_free()
+
+
+def _flight(incoming: _Incoming | None, wrote: Wrote) -> _Flight | None:
+    """The grant that a Wrote answers."""
+    flights = incoming.flights if incoming else []
+    answered = (f for f in flights if not f.landed and (f.first_row, f.rows) == (wrote.first_row, wrote.rows))
+    return next(answered, None)

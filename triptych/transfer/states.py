@@ -1,4 +1,4 @@
-"""The states of a transfer, the same for sender and receiver.
+"""The states of a transfer, the same for sender and receiver, each with a deadline.
 
 ::
 
@@ -6,15 +6,18 @@
     BOOTSTRAPPING       Offer sent, nothing granted              nothing offered yet
          ▼ Grant                                  ▼ Offer
     WAITING_FOR_INPUT   granted, rows not encoded yet            offered, no block granted yet
-         ▼ rows exist                             ▼ Grant sent
+         ▼ rows exist                             ▼ Grant sent   ▲ rows taken back for the head of the line
     TRANSFERRING        rows are being written, grant by grant   rows land and are consumed, grant by grant
          ▼ Done received                          ▼ last row consumed, Done sent
     SUCCESS             rows are let go                          blocks are back in the pool
 
-    FAILED              from any state: aborted by either end, or the peer is gone
+    FAILED              from any state: aborted by either end, the peer is gone, or it stood still for too long
 """
 
 import enum
+from dataclasses import dataclass
+
+from triptych.errors import TransferError
 
 
 class TransferState(enum.Enum):
@@ -25,3 +28,57 @@ class TransferState(enum.Enum):
     TRANSFERRING = "transferring"
     SUCCESS = "success"
     FAILED = "failed"
+
+
+_BEFORE = {
+    TransferState.WAITING_FOR_INPUT: (TransferState.BOOTSTRAPPING, TransferState.TRANSFERRING),
+    TransferState.TRANSFERRING: (TransferState.WAITING_FOR_INPUT,),
+    TransferState.SUCCESS: (TransferState.TRANSFERRING,),
+    TransferState.FAILED: (
+        TransferState.BOOTSTRAPPING,
+        TransferState.WAITING_FOR_INPUT,
+        TransferState.TRANSFERRING,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds that a transfer may stand still in a state: no message, no row written, landed or consumed.
+
+    How long input and blocks take depends on the load, so those limits are as long as a request may take; they catch
+    a peer that is alive but has forgotten the transfer. A single write depends on the network alone, and so does the
+    answer to an Abort (``failed``), for which the consumer keeps the blocks.
+    """
+
+    bootstrapping: float = 60.0
+    waiting_for_input: float = 600.0
+    transferring: float = 600.0
+    write: float = 30.0
+    failed: float = 30.0
+
+    def of(self, state: TransferState) -> float:
+        return float("inf") if state is TransferState.SUCCESS else float(getattr(self, state.name.lower()))
+
+
+class Progress:
+    """Where one transfer stands and since when. ``now`` is in seconds, on any one clock."""
+
+    def __init__(self, now: float) -> None:
+        self.state = TransferState.BOOTSTRAPPING
+        self._since = now
+
+    def enter(self, state: TransferState, now: float) -> None:
+        """Moves on. Raises TransferError when that state doesn't follow on this one: a bug, or a peer's lie."""
+        if state is not self.state:
+            if self.state not in _BEFORE[state]:
+                raise TransferError(f"a transfer can't go from {self.state.value} to {state.value}")
+            self.state = state
+        self.touch(now)
+
+    def touch(self, now: float) -> None:
+        """Something has happened."""
+        self._since = now
+
+    def overdue(self, now: float, deadlines: Deadlines) -> bool:
+        return now - self._since > deadlines.of(self.state)

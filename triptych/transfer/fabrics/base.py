@@ -4,21 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from triptych.errors import RegionError
 from triptych.messages.rows import RegionHandle
-
-Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Region:
-    """Registered memory of this process. ``memory`` is one-dimensional uint8; ``handle`` is what peers write to."""
-
-    handle: RegionHandle
-    memory: Bytes
+from triptych.transfer.memory import Bytes, Memory
 
 
 @dataclass(frozen=True)
@@ -30,29 +18,41 @@ class Copy:
 
 
 class Write(Protocol):
-    """A write under way."""
+    """A write under way. Its sources must stay as they are until ``done`` returns True or raises."""
 
     def done(self) -> bool:
-        """Whether every byte has landed. Raises TransferError when the write failed."""
+        """Whether every byte has landed. Never blocks. Raises TransferError when the write failed; then, too, the
+        sources aren't read any more."""
+
+    def cancel(self) -> None:
+        """Nobody needs the bytes any more. A fabric that can stops early; ``done`` still says when it has let go."""
 
 
 class Fabric(Protocol):
     """Moves bytes between regions. One per process; used by one thread."""
 
     name: str
+    domain: str
+    """Two ends reach each other when both name and domain are equal: a fabric of one machine names the machine here,
+    one that crosses hosts leaves it empty."""
+    checksums: bool
+    """Whether bytes cross something that may garble them, so that each write is checked end to end by default."""
 
-    def allocate(self, num_bytes: int) -> Region:
-        """Memory that peers can write to until ``close``."""
+    def register(self, memory: Memory) -> RegionHandle:
+        """Lets peers write to this memory. Raises RegionError when it is of a kind that this fabric can't share."""
+
+    def deregister(self, region: RegionHandle) -> None:
+        """Takes that back. Peers that had it open already may still write to the memory, but to no other."""
 
     def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Write:
-        """Starts copying into a peer's region. Sources must stay untouched until the write is done.
-        Raises RegionError when the region can't be reached or a copy doesn't fit in it."""
+        """Starts copying into a peer's region. Raises RegionError when the region can't be reached, or when a copy
+        doesn't fit in it; then no byte has been written."""
 
     def release(self, region: RegionHandle) -> None:
         """Forgets what was opened for writing to a peer's region."""
 
     def close(self) -> None:
-        """Gives up every region, allocated here or opened."""
+        """Gives up every region, registered here or opened. Nothing is written or received any more."""
 
 
 class Finished:
@@ -61,11 +61,20 @@ class Finished:
     def done(self) -> bool:
         return True
 
+    def cancel(self) -> None:
+        """Too late."""
+
+
+def check_fit(region: RegionHandle, copies: Sequence[Copy]) -> None:
+    """Raises RegionError unless every copy fits in the region."""
+    for copy in copies:
+        if copy.offset < 0 or copy.offset + copy.source.nbytes > region.num_bytes:
+            raise RegionError(
+                f"{copy.source.nbytes} bytes at {copy.offset} don't fit in a region of {region.num_bytes}"
+            )
+
 
 def put(memory: Bytes, copies: Sequence[Copy]) -> None:
-    """Copies into memory this process can address. Raises RegionError before the first byte if any doesn't fit."""
-    for copy in copies:
-        if copy.offset < 0 or copy.offset + copy.source.nbytes > memory.nbytes:
-            raise RegionError(f"{copy.source.nbytes} bytes at {copy.offset} don't fit in a region of {memory.nbytes}")
+    """Copies into memory that this process can address."""
     for copy in copies:
         memory[copy.offset : copy.offset + copy.source.nbytes] = copy.source

@@ -1,0 +1,152 @@
+"""A fabric that breaks its writes on purpose: it wraps any other, for tests of what stands above it."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from triptych.errors import ConfigError, TransferError
+from triptych.messages.rows import RegionHandle
+from triptych.transfer.fabrics.base import Copy, Fabric, Write
+from triptych.transfer.memory import Memory
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The chance of each fault, for every write; at most one strikes. ``seconds`` is how long a delayed write takes."""
+
+    drop: float = 0.0
+    """Nothing is written, and the write says that it is done."""
+    delay: float = 0.0
+    duplicate: float = 0.0
+    """Everything is written twice."""
+    reorder: float = 0.0
+    """The pieces land one by one, in any order."""
+    corrupt: float = 0.0
+    """One byte arrives wrong."""
+    half: float = 0.0
+    """Half the pieces are written, then the write fails."""
+    seconds: float = 1.0
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Faults":
+        """From ``drop=0.01,corrupt=0.05``. Raises ConfigError for anything else."""
+        known = {item.name: item.type for item in fields(cls)}
+        values: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            try:
+                if name not in known:
+                    raise ValueError
+                values[name] = int(value) if name == "seed" else float(value)
+            except ValueError:
+                raise ConfigError(
+                    f"--inject-faults {part!r}: write NAME=NUMBER, NAME one of {', '.join(known)}"
+                ) from None
+        return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def chances(self) -> dict[str, float]:
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("seconds", "seed")}
+
+
+class FaultyFabric:
+    """Everything is the wrapped fabric's, but for the writes that a fault strikes. ``struck`` counts those by name."""
+
+    def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = fabric.name
+        self.domain = fabric.domain
+        self.checksums = True  # as over a network, which is what it plays
+        self.struck: dict[str, int] = dict.fromkeys(faults.chances, 0)
+        self._fabric = fabric
+        self._faults = faults
+        self._clock = clock
+        self._random = random.Random(faults.seed)
+
+    def register(self, memory: Memory) -> RegionHandle:
+        return self._fabric.register(memory)
+
+    def deregister(self, region: RegionHandle) -> None:
+        self._fabric.deregister(region)
+
+    def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Write:
+        fault = self._draw()
+        if fault is None:
+            return self._fabric.write(region, copies)
+        self.struck[fault] += 1
+        stages = self._stages(fault, region, copies)
+        ready_at = self._clock() + (self._faults.seconds if fault == "delay" else 0.0)
+        return _FaultyWrite(stages, ready_at, self._clock, fails=fault == "half")
+
+    def release(self, region: RegionHandle) -> None:
+        self._fabric.release(region)
+
+    def close(self) -> None:
+        self._fabric.close()
+
+    def _draw(self) -> str | None:
+        left = self._random.random()
+        for name, chance in self._faults.chances.items():
+            left -= chance
+            if left < 0:
+                return name
+        return None
+
+    def _stages(self, fault: str, region: RegionHandle, copies: Sequence[Copy]) -> list[Callable[[], Write]]:
+        """What is written, one after the other."""
+        pieces = list(copies)
+        match fault:
+            case "drop":
+                return []
+            case "duplicate":
+                return [lambda: self._fabric.write(region, copies)] * 2
+            case "reorder":
+                self._random.shuffle(pieces)
+                return [lambda piece=piece: self._fabric.write(region, [piece]) for piece in pieces]  # type: ignore[misc]
+            case "corrupt":
+                index = self._random.randrange(len(pieces))
+                pieces[index] = self._garbled(pieces[index])
+            case "half":
+                pieces = pieces[: (len(pieces) + 1) // 2]
+                pieces[-1] = Copy(pieces[-1].source[: -(-pieces[-1].source.nbytes // 2)], pieces[-1].offset)
+        return [lambda: self._fabric.write(region, pieces)]
+
+    def _garbled(self, piece: Copy) -> Copy:
+        source = np.array(piece.source)
+        source[self._random.randrange(source.nbytes)] ^= 1 << self._random.randrange(8)
+        return Copy(source, piece.offset)
+
+
+class _FaultyWrite:
+    def __init__(
+        self, stages: list[Callable[[], Write]], ready_at: float, clock: Callable[[], float], *, fails: bool
+    ) -> None:
+        self._stages = stages
+        self._ready_at = ready_at
+        self._clock = clock
+        self._fails = fails
+        self._current: Write | None = None
+
+    def done(self) -> bool:
+        if self._clock() < self._ready_at:
+            return False
+        while True:
+            if self._current is not None and not self._current.done():
+                return False
+            self._current = None
+            if not self._stages:
+                break
+            self._current = self._stages.pop(0)()
+        if self._fails:
+            raise TransferError("the write failed halfway, on purpose")
+        return True
+
+    def cancel(self) -> None:
+        """What hasn't begun never will."""
+        self._stages.clear()
+        self._ready_at = 0.0
+        if self._current is not None:
+            self._current.cancel()

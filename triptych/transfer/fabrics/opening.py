@@ -1,0 +1,61 @@
+"""Which fabrics an instance opens."""
+
+import importlib.util
+import ipaddress
+
+from triptych.config import TransferConfig
+from triptych.transfer.fabrics.base import Fabric
+from triptych.transfer.fabrics.faulty import Faults, FaultyFabric
+from triptych.transfer.fabrics.local import LocalFabric
+from triptych.transfer.fabrics.shm import SharedMemoryFabric
+
+
+def open_fabrics(config: TransferConfig, host: str) -> list[Fabric]:
+    """The fabrics of one instance, in the order in which they are preferred. ``host`` is the address that peers reach
+    this process at. Raises StartError when one is asked for by name that isn't installed."""
+    fabrics: list[Fabric] = [LocalFabric(), *(_open(name, config, host) for name in _names(config.fabric, host))]
+    if not config.inject_faults:
+        return fabrics
+    faults = Faults.parse(config.inject_faults)
+    return [FaultyFabric(fabric, faults) for fabric in fabrics]
+
+
+def _names(fabric: str, host: str) -> list[str]:
+    if fabric != "auto":
+        return [fabric]
+    # nobody on another host can join at a loopback address, so there is nothing to open more for
+    network = [name for name in ("nixl", "mooncake") if not _is_loopback(host) and _installed(name)]
+    return ["shm", *network]
+
+
+def _open(name: str, config: TransferConfig, host: str) -> Fabric:
+    match name:
+        case "nixl":
+            from triptych.transfer.fabrics.nixl import NixlFabric
+
+            return NixlFabric(host)
+        case "mooncake":
+            from triptych.transfer.fabrics.mooncake import MooncakeFabric
+
+            return MooncakeFabric(host, protocol=config.mooncake_protocol, devices=config.mooncake_devices)
+        case _:
+            return SharedMemoryFabric()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _installed(name: str) -> bool:
+    modules = {"nixl": ("nixl_cu12", "nixl_cu13", "nixl"), "mooncake": ("mooncake.engine",)}[name]
+    return any(_found(module) for module in modules)
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
