@@ -19,6 +19,7 @@ from triptych.errors import ConfigError
         (FrontDoorConfig, {"control_port": -1}),
         (FrontDoorConfig, {"max_queue": 0}),
         (FrontDoorConfig, {"max_images": -1}),
+        (FrontDoorConfig, {"max_image_mb": 256}),
         (FrontDoorConfig, {"request_timeout": 0.0}),
         (LeaseConfig, {"heartbeat": 10.0, "lease_expiry": 10.0}),
         (LeaseConfig, {"heartbeat": 0.0}),
@@ -28,6 +29,12 @@ def test_settings_that_make_no_sense_are_named(config: type, values: dict[str, o
     name = next(iter(values)).replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{name}"):
         config(**values)
+
+
+def test_images_are_no_larger_than_messages() -> None:
+    FrontDoorConfig(max_image_mb=255)
+    with pytest.raises(ConfigError, match=r"--max-image-mb 4000 is too large: .* at most 255 MiB"):
+        FrontDoorConfig(max_image_mb=4000)
 
 
 def test_zero_means_unlimited_where_help_says_so() -> None:

@@ -41,7 +41,7 @@ class RequestError(TriptychError):
     """The client sent something that can't be served.
 
     ``param`` names the field at fault, in the path notation of the OpenAI API
-    (``messages[0].content[1].image_url``), or is None when no single field is.
+    (``messages[0].content[1].image_url.url``), or is None when no single field is.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:

@@ -30,7 +30,7 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">L", 13) + header + struct.pack(">L", zlib.crc32(header))
 
 
-IMAGE = "messages[0].content[1].image_url"
+IMAGE = "messages[0].content[1].image_url.url"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -68,7 +68,7 @@ def test_what_is_refused_at_planning_never_reaches_an_encoder(service: Served) -
 
 def test_one_bad_image_of_several_is_the_one_named(service: Served) -> None:
     content = [image_part(), text_part("x"), image_part(image(seed=4)[:-200]), image_part(image(seed=6))]
-    the_error(service.post(content), 400, "messages[0].content[2].image_url", "truncated_media")
+    the_error(service.post(content), 400, "messages[0].content[2].image_url.url", "truncated_media")
 
 
 def test_placeholder_tokens_in_the_text(service: Served) -> None:

@@ -14,6 +14,8 @@ import pytest
 from tests.api.serving import CHAT, Served, image, image_part, served, wait_for
 from tests.api.test_bad_input import the_error
 from triptych.messages.work import Leave
+from triptych.roles.encode import EncodeHost
+from triptych.roles.language import LanguageHost
 
 
 @pytest.fixture
@@ -67,6 +69,27 @@ def test_a_tower_that_fails(service: Served) -> None:
         assert service.text([image_part(image(seed=seed))]), "the next attempt works"
 
 
+@pytest.mark.parametrize("stage", ["encode", "language"])
+def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
+    small: Served, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    encode, language = (instance.hosts[0] for instance in small.running.instances)
+    assert isinstance(encode, EncodeHost)
+    assert isinstance(language, LanguageHost)
+
+    def fail() -> None:
+        if encode._jobs if stage == "encode" else len(language.scheduler):
+            monkeypatch.undo()
+            raise RuntimeError("secret of /the/server")
+
+    monkeypatch.setattr(*((encode, "_start_batch") if stage == "encode" else (language, "_start")), fail)
+    message = the_error(small.post([image_part(image(seed=400))]), 503, None, "instance_lost")
+    assert "secret" not in message
+    wait_for(lambda: len(small.running.front_door.router.registry) == 2)
+    wait_for(small.everything_is_back, 1.0)
+    assert small.text([image_part(image(seed=400))])
+
+
 def test_a_full_queue_says_when_to_come_back(small: Served) -> None:
     small.steps.close()
     with ThreadPoolExecutor(1) as pool:
@@ -76,6 +99,8 @@ def test_a_full_queue_says_when_to_come_back(small: Served) -> None:
             response = small.post(stream=stream)
             the_error(response, 503, None, "overloaded")
             assert int(response.headers["retry-after"]) >= 1
+        # before anything of it is fetched, decoded or planned
+        the_error(small.post([image_part(b"no image")]), 503, None, "overloaded")
         small.steps.opened.set()
         assert first.result(10)
     assert small.text()
@@ -102,6 +127,7 @@ def test_without_an_encoder_text_is_served_and_images_are_not(small: Served) -> 
     _leave(small, encoder.channel.address)
     response = small.post([image_part()])
     the_error(response, 503, None, "unavailable")
+    the_error(small.post([image_part(b"no image")]), 503, None, "unavailable")
     assert "retry-after" in response.headers
     assert small.text()
     with small.client() as client:

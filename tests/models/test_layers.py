@@ -1,5 +1,7 @@
 """Linear layers, weight formats, norm and rope by themselves."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
@@ -9,8 +11,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     apply_rotary_pos_emb,
 )
 
+from triptych.config import DTYPES, EngineConfig
 from triptych.errors import CheckpointError, ConfigError
-from triptych.models.layers import WEIGHT_FORMATS, PlainLinear, RMSNorm, weight_format
+from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear, PlainLinear, RMSNorm
 from triptych.models.rope import InterleavedMRope, rope_settings, rotate
 
 CPU = torch.device("cpu")
@@ -21,33 +24,42 @@ CPU = torch.device("cpu")
 def test_linear_in_every_format(name: str, with_bias: bool) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(48, 32).bfloat16(), torch.randn(48).bfloat16() if with_bias else None
-    weights = weight_format(name)
+    weights = WEIGHT_FORMATS[name]
     activations = torch.randn(5, 32).to(weights.activations)
     expected = activations.double() @ weight.double().T + (0 if bias is None else bias.double())
     output = weights.linear(weight, bias, CPU)(activations)
     assert output.dtype == weights.activations
-    tolerance = {"fp32": 1e-5, "fp16-packed": 2e-2}.get(name, 0.2)
+    tolerance = {"float32": 1e-5, "bfloat16": 0.2}.get(name, 2e-2)
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
 
 
 def test_a_weight_that_has_the_dtype_is_not_copied() -> None:
     weight = torch.randn(4, 3)
-    linear = weight_format("fp32").linear(weight, None, CPU)
+    linear = WEIGHT_FORMATS["float32"].linear(weight, None, CPU)
     assert isinstance(linear, PlainLinear)
     assert linear.weight.data_ptr() == weight.data_ptr()
 
 
 def test_packed_keeps_no_other_copy_and_refuses_other_devices() -> None:
-    weights = weight_format("fp16-packed")
+    weights = WEIGHT_FORMATS["float16"]
     linear = weights.linear(torch.randn(4, 3), None, CPU)
     assert not list(linear.parameters())
     with pytest.raises(ConfigError, match="CPUs only"):
         weights.linear(torch.randn(4, 3), None, torch.device("meta"))
 
 
-def test_unknown_weight_format() -> None:
-    with pytest.raises(ConfigError, match="'int3' is unknown; known are fp32"):
-        weight_format("int3")
+def test_every_dtype_that_can_be_asked_for_has_a_format() -> None:
+    assert set(WEIGHT_FORMATS) == set(DTYPES)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_float16_is_packed_weights_and_fp32_activations(dtype: str) -> None:
+    """As ``--help`` says."""
+    weights = WEIGHT_FORMATS[dtype]
+    assert isinstance(weights.linear(torch.randn(4, 3), None, CPU), PackedHalfLinear)
+    assert weights.activations == torch.float32
+    (dtype_setting,) = [item for item in fields(EngineConfig) if item.name == "dtype"]
+    assert "float16: weights in fp16, packed, but activations and sums in fp32" in dtype_setting.metadata["help"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,19 +21,19 @@ from triptych.families.qwen3_vl.tower import Qwen3VL
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config
 from triptych.models.decoder import Decoder
-from triptych.models.layers import PackedHalfLinear, weight_format
+from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
-FP32 = weight_format("fp32")
+FP32 = WEIGHT_FORMATS["float32"]
 
 
 def family(folder: Path) -> Qwen3VL:
     return Qwen3VL(load_config(folder))
 
 
-def load_decoder(folder: Path, weights: str = "fp32") -> Decoder:
-    return family(folder).load_decoder(Checkpoint(folder), weight_format(weights), CPU)
+def load_decoder(folder: Path, weights: str = "float32") -> Decoder:
+    return family(folder).load_decoder(Checkpoint(folder), WEIGHT_FORMATS[weights], CPU)
 
 
 def load_both(folder: Path) -> None:
@@ -90,7 +90,7 @@ def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, l
 
 
 def test_packed_decoder_keeps_packed_weights_only(checkpoint_folder: Callable[..., Path]) -> None:
-    decoder = load_decoder(checkpoint_folder(), "fp16-packed")
+    decoder = load_decoder(checkpoint_folder(), "float16")
     packed = [module for module in decoder.modules() if isinstance(module, PackedHalfLinear)]
     assert len(packed) == 4 * DENSE.layers + 1
     assert {
@@ -257,8 +257,8 @@ import sys, torch
 from triptych.families.qwen3_vl.tower import Qwen3VL
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config
-from triptych.models.layers import weight_format
-Qwen3VL(load_config(sys.argv[1])).load_decoder(Checkpoint(sys.argv[1]), weight_format("fp32"), torch.device("cpu"))
+from triptych.models.layers import WEIGHT_FORMATS
+Qwen3VL(load_config(sys.argv[1])).load_decoder(Checkpoint(sys.argv[1]), WEIGHT_FORMATS["float32"], torch.device("cpu"))
 assert "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script, str(checkpoint_folder())], check=True, cwd=REPOSITORY)

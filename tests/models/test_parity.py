@@ -26,7 +26,7 @@ from triptych.families.qwen3_vl.tower import Qwen3VL, Qwen3VLTower
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config
 from triptych.models.decoder import Decoder
-from triptych.models.layers import weight_format
+from triptych.models.layers import WEIGHT_FORMATS
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
@@ -44,8 +44,8 @@ class Model:
         self.tower: Qwen3VLTower = self.family.load_tower(self.checkpoint, torch.float32, CPU)
 
     @cache  # noqa: B019 (lives as long as the module's fixture)
-    def decoder(self, weights: str = "fp32") -> Decoder:
-        return self.family.load_decoder(self.checkpoint, weight_format(weights), CPU)
+    def decoder(self, weights: str = "float32") -> Decoder:
+        return self.family.load_decoder(self.checkpoint, WEIGHT_FORMATS[weights], CPU)
 
     def prompt(self, images: list[TowerInput], text: bytes = TEXT) -> Prompt:
         return make_prompt(self.reference, list(text), images, self.tower.encode(images), self.family.row_width)
@@ -138,7 +138,7 @@ def test_only_wanted_logits(models: Callable[..., Model]) -> None:
 
 
 @pytest.mark.parametrize("moe", [False, True])
-@pytest.mark.parametrize(("weights", "tolerance"), [("fp16-packed", 0.01), ("bf16", 0.2)])
+@pytest.mark.parametrize(("weights", "tolerance"), [("float16", 0.01), ("bfloat16", 0.2)])
 def test_other_weight_formats(models: Callable[..., Model], moe: bool, weights: str, tolerance: float) -> None:
     """Loose: logits reach 15 here, and rounding is amplified by weights far larger than a trained model's."""
     model = models(moe=moe)

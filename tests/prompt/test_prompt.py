@@ -19,7 +19,6 @@ from triptych.errors import (
     TruncatedMedia,
     UnsupportedMedia,
 )
-from triptych.prompt.fingerprint import fingerprint
 from triptych.prompt.prompt import PromptBuilder
 
 
@@ -80,32 +79,6 @@ def test_keys_name_bytes_plan_and_model(folder: Path) -> None:
     assert PromptBuilder(folder).build([user(image_part(red))]).items[0].key != keys[0]
 
 
-def test_fingerprint_sees_every_file(folder: Path) -> None:
-    seen = {fingerprint(folder)}
-
-    def is_new() -> bool:
-        before = len(seen)
-        seen.add(fingerprint(folder))
-        return len(seen) > before
-
-    assert not is_new()
-    weights = folder / "model.safetensors"
-    header = b'{"a":{}}'
-    weights.write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
-    assert is_new()
-    weights.write_bytes(struct.pack("<Q", len(header)) + header.replace(b"a", b"b") + b"1234")
-    assert is_new()
-    weights.write_bytes(struct.pack("<Q", len(header)) + header.replace(b"a", b"b") + b"12345")
-    assert is_new()
-    weights.rename(folder / "other.safetensors")
-    assert is_new()
-    (folder / "preprocessor_config.json").unlink()
-    assert is_new()
-    (folder / "other.safetensors").write_bytes(struct.pack("<Q", 2**60))
-    with pytest.raises(CheckpointError, match=r"other\.safetensors"):
-        fingerprint(folder)
-
-
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -150,7 +123,7 @@ def test_half_a_surrogate_pair(builder: PromptBuilder) -> None:
 def test_bad_media_names_its_part(builder: PromptBuilder, data: bytes, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         builder.build([user(text_part("a")), user(text_part("b"), image_part(data))])
-    assert caught.value.param == "messages[1].content[1].image_url"  # type: ignore[attr-defined]
+    assert caught.value.param == "messages[1].content[1].image_url.url"  # type: ignore[attr-defined]
 
 
 def test_too_long(shared_folder: Path) -> None:
@@ -160,6 +133,16 @@ def test_too_long(shared_folder: Path) -> None:
     with pytest.raises(PromptTooLong, match="the context length is 50"):
         builder.build([user(image_part(png(64, 64)))])
     assert PromptBuilder(shared_folder, context_length=10**6).context_length == 4096
+
+
+def test_a_text_that_is_far_too_long_is_not_even_tokenized(
+    shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = PromptBuilder(shared_folder)
+    monkeypatch.setattr(builder.tokenizer, "encode", lambda _: pytest.fail("it was tokenized"))
+    with pytest.raises(PromptTooLong, match=r"has at least \d+ tokens; the context length is 4096") as caught:
+        builder.build([user(text_part("a" * 10**6))])
+    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("template", ["no image", "<|image_pad|><|image_pad|>"])

@@ -1,10 +1,14 @@
 import json
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError
 from triptych.prompt.tokenizer import Tokenizer
 
@@ -20,7 +24,7 @@ def test_special_tokens_are_parsed_and_none_added(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("") == []
 
 
-@given(text=st.text())
+@given(text=st.text().filter(lambda text: "<|" not in text))
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -59,3 +63,69 @@ def test_padding_and_truncation_of_the_file_are_ignored(folder: Path) -> None:
     saved["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     path.write_text(json.dumps(saved))
     assert len(Tokenizer(folder).encode("abcd")) == 4
+
+
+def rewritten(folder: Path, **changes: Any) -> Tokenizer:
+    """The folder's tokenizer with other settings at the top of its file."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return Tokenizer(folder)
+
+
+@given(text=st.text() | st.text("AÅ\u212b\u0301\u0344ιΐ한\u1112\u1161\u11ab <|im_end|>"))
+def test_no_fewer_tokens_than_the_bound(tokenizer: Tokenizer, demo: Tokenizer, text: str) -> None:
+    for one in (tokenizer, demo):
+        assert one.fewest_tokens(text) <= len(one.encode(text))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    """One with merges, and with a normalizer that shortens some texts."""
+    return Tokenizer(MODEL_DIR)
+
+
+def test_the_bound_is_reached_by_the_longest_token(tokenizer: Tokenizer) -> None:
+    text = "<|vision_start|>" * 1000
+    assert tokenizer.fewest_tokens(text) == len(tokenizer.encode(text)) == 1000
+
+
+def test_the_bound_allows_for_composition(folder: Path) -> None:
+    """Three characters of seven bytes that become one of two: then two tokens here, which have a byte each."""
+    composing = rewritten(folder, normalizer={"type": "NFC"})
+    text = "\u0399\u0308\u0301" * 1000
+    assert 0 < composing.fewest_tokens(text) <= len(composing.encode(text)) < len(text.encode())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": " +"}, "behavior": "Removed", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+                ],
+            }
+        },
+        {"pre_tokenizer": None},
+        {"decoder": None},
+        {"model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}, "added_tokens": []},
+    ],
+    ids=["normalizer strips", "spaces split", "split removes", "no bytes", "no byte decoder", "words"],
+)
+def test_no_bound_where_text_may_be_dropped(folder: Path, changes: dict[str, Any]) -> None:
+    assert Tokenizer(folder).fewest_tokens("a " * 1000) > 0
+    assert rewritten(folder, **changes).fewest_tokens("a " * 1000) == 0
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(demo: Tokenizer) -> None:
+    encoding = threading.Thread(target=demo.encode, args=["what is in the picture? " * 40_000])
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10

@@ -1,13 +1,29 @@
 """What the HTTP handlers stand on."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from triptych.api.schemas import Temperature, TopK, TopP
 from triptych.config import FrontDoorConfig
-from triptych.families.base import ModelConfig
+from triptych.errors import CheckpointError
+from triptych.models.config_files import GENERATION_CONFIG, load_generation_config
 from triptych.prompt.media import MediaLimits
 from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.router.router import Router
+
+
+class _GenerationConfig(BaseModel):
+    """What of ``generation_config.json`` matters here. A default is what a request could ask for; null means unset."""
+
+    model_config = ConfigDict(strict=True)
+
+    do_sample: bool | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
 
 
 @dataclass(frozen=True)
@@ -19,15 +35,23 @@ class GenerationDefaults:
     top_p: float = 1.0
 
     @classmethod
-    def of(cls, generation_config: ModelConfig) -> "GenerationDefaults":
-        """From ``generation_config.json``, whose ``do_sample: false`` means greedy."""
-        if not generation_config.get("do_sample", bool(not generation_config)):
+    def load(cls, folder: Path) -> "GenerationDefaults":
+        """From the folder's ``generation_config.json``, in which a ``do_sample`` that is false or unset means greedy.
+        Raises CheckpointError, naming file and field, for a value that a request couldn't ask for."""
+        values = load_generation_config(folder)
+        if not values:
+            return cls()
+        try:
+            config = _GenerationConfig.model_validate(values)
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            raise CheckpointError(
+                f"{folder / GENERATION_CONFIG}: {detail['loc'][0]} {detail['input']!r}: {detail['msg']}"
+            ) from None
+        if not config.do_sample:
             return cls(temperature=0.0)
-        return cls(
-            temperature=float(generation_config.get("temperature", 1.0)),
-            top_k=int(generation_config.get("top_k", 0)),
-            top_p=float(generation_config.get("top_p", 1.0)),
-        )
+        given = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)

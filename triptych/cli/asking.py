@@ -4,7 +4,8 @@ import base64
 import json
 import mimetypes
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from triptych.api.app import TIMELINE_HEADER
 from triptych.cli.waterfall import waterfall
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, StartError
 
 
 def request_body(model: str, pictures: Sequence[str | Path], question: str, **settings: Any) -> dict[str, Any]:
@@ -27,35 +28,58 @@ def request_body(model: str, pictures: Sequence[str | Path], question: str, **se
 
 async def show_answer(url: str, body: dict[str, Any], console: Console) -> str | None:
     """Writes the answer to standard output as it comes, then the timeline to ``console``. Returns the answer, or None
-    when there was an error, which is shown."""
-    timeout = httpx.Timeout(None, connect=10.0)
+    when the service says what is wrong, which is shown. Raises StartError when it doesn't answer as it should."""
     answer: list[str] = []
-    async with (
-        httpx.AsyncClient(base_url=url, trust_env=False, timeout=timeout) as client,
-        client.stream("POST", "/v1/chat/completions", json=body, headers={TIMELINE_HEADER: "true"}) as response,
-    ):
-        if response.status_code != httpx.codes.OK:
-            _show_error(console, json.loads(await response.aread()))
-            return None
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if "error" in chunk:
-                _show_error(console, chunk)
-                return None
-            for choice in chunk["choices"]:
-                answer.append(choice["delta"].get("content", ""))
-                sys.stdout.write(answer[-1])
-                sys.stdout.flush()
-            if "timeline" in chunk:
-                print(flush=True)
-                console.print(waterfall(chunk["timeline"]))
+    last: dict[str, Any] = {}
+    try:
+        async with aclosing(_chunks(url, body)) as chunks:
+            async for last in chunks:
+                for choice in last.get("choices", ()):
+                    answer.append(choice["delta"].get("content", ""))
+                    sys.stdout.write(answer[-1])
+                    sys.stdout.flush()
+    finally:
+        if any(answer):
+            print(flush=True)
+    if "error" in last:
+        console.print(last["error"]["message"], style="red", markup=False)
+        return None
+    if "timeline" in last:
+        console.print(waterfall(last["timeline"]))
     return "".join(answer)
 
 
-def _show_error(console: Console, body: dict[str, Any]) -> None:
-    console.print(body["error"]["message"], style="red", markup=False)
+async def _chunks(url: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    """What the service answers; an error is the last of it. Raises StartError when the answer doesn't come or end."""
+    timeout = httpx.Timeout(None, connect=10.0)
+    try:
+        async with (
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=timeout) as client,
+            client.stream("POST", "/v1/chat/completions", json=body, headers={TIMELINE_HEADER: "true"}) as response,
+        ):
+            if response.status_code != httpx.codes.OK:
+                yield _parsed(url, (await response.aread()).decode(errors="replace"))
+                return
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line:
+                    yield (chunk := _parsed(url, line.removeprefix("data: ")))
+                    if "error" in chunk:
+                        return
+    except httpx.HTTPError as error:
+        raise StartError(f"no answer from {url}: {error or type(error).__name__}") from None
+    raise StartError(f"no whole answer from {url}: it broke off")
+
+
+def _parsed(url: str, text: str) -> dict[str, Any]:
+    try:
+        match json.loads(text):
+            case {"choices": list()} | {"error": {"message": str()}} as body:
+                return dict(body)
+    except ValueError:
+        pass
+    raise StartError(f"no answer from {url}: it says {text[:200]!r}")
 
 
 def _data_url(picture: Path) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 from triptych.errors import CheckpointError
 
+GENERATION_CONFIG = "generation_config.json"
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError, naming the file, when there is none."""
@@ -26,9 +28,23 @@ def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
+def load_preprocessor_config(folder: Path | str) -> dict[str, Any]:
+    """A checkpoint folder's ``preprocessor_config.json``; empty when there is none. Raises CheckpointError."""
+    return _read_if_there(Path(folder) / "preprocessor_config.json")
+
+
+def load_generation_config(folder: Path | str) -> dict[str, Any]:
+    """A checkpoint folder's ``generation_config.json``; empty when there is none. Raises CheckpointError."""
+    return _read_if_there(Path(folder) / GENERATION_CONFIG)
+
+
 def load_config(folder: Path | str) -> dict[str, Any]:
     """A checkpoint folder's ``config.json``. Raises CheckpointError when it is missing, unreadable or no object."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; a checkpoint folder has a config.json")
     return read_json_object(path)
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}

@@ -75,24 +75,17 @@ class PackedHalfFormat:
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         if device.type != "cpu":
-            raise ConfigError(f"weight format fp16-packed runs on CPUs only, not on {device}")
+            raise ConfigError(f"packed fp16 weights are for CPUs only, not for {device}")
         return PackedHalfLinear(weight, bias)
 
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    "fp32": PlainFormat(torch.float32),
-    "bf16": PlainFormat(torch.bfloat16),
-    "fp16": PlainFormat(torch.float16),
-    "fp16-packed": PackedHalfFormat(),
+    "auto": PackedHalfFormat(),
+    "float32": PlainFormat(torch.float32),
+    "float16": PackedHalfFormat(),
+    "bfloat16": PlainFormat(torch.bfloat16),
 }
-
-
-def weight_format(name: str) -> WeightFormat:
-    """The format of that name. Raises ConfigError for a name that isn't in ``WEIGHT_FORMATS``."""
-    try:
-        return WEIGHT_FORMATS[name]
-    except KeyError:
-        raise ConfigError(f"weight format {name!r} is unknown; known are {', '.join(WEIGHT_FORMATS)}") from None
+"""What each of ``triptych.config.DTYPES`` means on a CPU."""
 
 
 class RMSNorm(nn.Module):

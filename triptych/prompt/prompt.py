@@ -11,8 +11,8 @@ from blake3 import blake3
 from triptych.errors import CheckpointError, InternalError, InvalidRequest, MediaError, PromptTooLong
 from triptych.families.base import Planner, Positions
 from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config, read_json_object
-from triptych.prompt.fingerprint import fingerprint, update_with_length
+from triptych.models.config_files import load_config, load_preprocessor_config
+from triptych.models.fingerprint import fingerprint, update_with_length
 from triptych.prompt.probe import probe_image
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
@@ -44,10 +44,9 @@ class PlannedPrompt:
     items: tuple[PlannedItem, ...]
 
 
-def load_preprocessor_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint folder's ``preprocessor_config.json``; empty when there is none. Raises CheckpointError."""
-    path = Path(folder) / "preprocessor_config.json"
-    return read_json_object(path) if path.is_file() else {}
+def image_param(message: int, part: int) -> str:
+    """How errors name an image: the request's field that its bytes came from."""
+    return f"messages[{message}].content[{part}].image_url.url"
 
 
 class PromptBuilder:
@@ -81,16 +80,15 @@ class PromptBuilder:
             self._refuse_media_tokens(value, name)
         media = list(self._plan_media(messages))
         text = self.template.render([_without_data(message) for message in messages], **template_variables)
+        # megabytes of text would take seconds to tokenize, only to be refused then
+        self._check_length(self.tokenizer.fewest_tokens(text), "at least ")
         rendered = self.tokenizer.encode(text)
         placed = rendered.count(self.planner.image_token_id)
         if placed != len(media):
             raise InternalError(f"the chat template placed {placed} images of {len(media)}")
         plans = [plan for _, plan, _ in media]
         num_tokens = len(rendered) + sum(plan.rows - 1 for plan in plans)
-        if num_tokens > self.context_length:
-            raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens; the context length is {self.context_length}", "messages"
-            )
+        self._check_length(num_tokens)
         tokens, spans = self._expand(rendered, plans)
         return PlannedPrompt(
             tokens=tokens,
@@ -100,6 +98,13 @@ class PromptBuilder:
                 for (data, plan, param), span in zip(media, spans, strict=True)
             ),
         )
+
+    def _check_length(self, num_tokens: int, qualifier: str = "") -> None:
+        if num_tokens > self.context_length:
+            raise PromptTooLong(
+                f"the prompt has {qualifier}{num_tokens} tokens; the context length is {self.context_length}",
+                "messages",
+            )
 
     def _spelling(self, token_id: int) -> str:
         token = self.tokenizer.token_of(token_id)
@@ -134,7 +139,7 @@ class PromptBuilder:
             for j, part in enumerate(content):
                 if part["type"] != "image":
                     continue
-                param = f"messages[{i}].content[{j}].image_url"
+                param = image_param(i, j)
                 try:
                     plan = self.planner.plan(probe_image(part["data"]))
                 except MediaError as error:

@@ -1,13 +1,20 @@
 """Text to tokens, with a checkpoint's ``tokenizer.json``."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from triptych.errors import CheckpointError
-from triptych.models.config_files import load_config, read_json_object
+from triptych.models.config_files import GENERATION_CONFIG, load_config, load_generation_config
+
+_SHRINKING = (normalizers.NFC, normalizers.Lowercase)
+_MAX_SHRINKING = 4
+"""These normalizers leave no less than a quarter of a text's bytes: a character has four at most, and composition makes
+one of 3.5 times its bytes at most (Unicode 16)."""
 
 
 class Tokenizer:
@@ -28,6 +35,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.eos_token_ids = _eos_token_ids(folder)
+        self._max_bytes_per_token = _max_bytes_per_token(self._tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -36,8 +44,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Adds no token of its own; special tokens written out in ``text`` become those tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # alone ``encode`` keeps the interpreter's lock, and with it every other thread, for as long as it takes
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A bound from below on what ``encode`` makes of ``text``, in no time. 0 where nothing is certain."""
+        return len(text.encode()) // self._max_bytes_per_token if self._max_bytes_per_token else 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens. Bytes that aren't UTF-8 become U+FFFD; ids without text are skipped."""
@@ -49,11 +63,42 @@ class Tokenizer:
         return token
 
 
+def _max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The most bytes of text that one token stands for. None unless every byte is sure to become (part of) a token:
+    other kinds of tokenizers drop spaces, or make one unknown token of any number of characters."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    added = tokenizer.get_added_tokens_decoder().values()
+    keeps_every_byte = (
+        isinstance(tokenizer.model, models.BPE)
+        and isinstance(tokenizer.decoder, decoders.ByteLevel)
+        and vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+        and _only_splits(tokenizer.pre_tokenizer)
+        and not any(token.lstrip or token.rstrip for token in added)
+    )
+    if not keeps_every_byte or not isinstance(tokenizer.normalizer, (*_SHRINKING, type(None))):
+        return None
+    # a byte-level vocabulary spells each byte as one character
+    longest = max([*map(len, vocabulary), *(len(token.content.encode()) for token in added)])
+    return longest * (_MAX_SHRINKING if tokenizer.normalizer else 1)
+
+
+def _only_splits(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> bool:
+    """Whether it is byte-level and leaves nothing out."""
+    if pre_tokenizer is None:
+        return False
+    state = json.loads(pre_tokenizer.__getstate__())
+    steps = state.get("pretokenizers", [state])
+    keeping = all(
+        step["type"] in ("ByteLevel", "Digits") or (step["type"] == "Split" and step["behavior"] != "Removed")
+        for step in steps
+    )
+    return keeping and any(step["type"] == "ByteLevel" for step in steps)
+
+
 def _eos_token_ids(folder: Path) -> frozenset[int]:
-    path = folder / "generation_config.json"
     config = load_config(folder)
     text_config = config.get("text_config")
-    sources = [("generation_config.json", read_json_object(path) if path.is_file() else {}), ("config.json", config)]
+    sources = [(GENERATION_CONFIG, load_generation_config(folder)), ("config.json", config)]
     if isinstance(text_config, dict):
         sources.append(("config.json: text_config", text_config))
     for source, values in sources:

@@ -55,6 +55,7 @@ class EncodeHost:
         self._front_door = front_door
         self._send = send
         self._workers = ThreadPoolExecutor(1, thread_name_prefix="preprocess")
+        self.num_asked = 0
         self._jobs: dict[str, EncodeJob] = {}
         self._preprocessing: dict[Future[TowerInput], EncodeJob] = {}
         self._batch: tuple[list[EncodeJob], float, Future[list[Rows]]] | None = None
@@ -85,8 +86,8 @@ class EncodeHost:
             self._forget(transfer)
 
     def lapse(self) -> None:
-        """Nothing may be written any more: the consumers have been told that this instance is gone, and may have
-        granted the same blocks to others."""
+        """Nothing may be written any more: the consumers are told that this instance is gone, and may grant the same
+        blocks to others."""
         for transfer in self._sender.forget_all():
             self._forget(transfer)
 
@@ -100,6 +101,7 @@ class EncodeHost:
 
     def _on_encode(self, message: Encode) -> None:
         now = time.time()
+        self.num_asked += 1
         self._sender.offer(message.transfer, message.consumer, message.plan.rows)
         if (rows := self._cache.get(message.key)) is not None:
             self._deliver(message.transfer, rows, cached=True, intervals=[Interval("queue", now, time.time())])

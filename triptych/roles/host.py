@@ -26,7 +26,8 @@ class Host(Protocol):
         """Nothing more will come from this address."""
 
     def lapse(self) -> None:
-        """This instance was stopped for longer than its lease: everybody else has given up what it worked on."""
+        """Gives up everything: this instance was stopped for longer than its lease, or has failed. The front door fails
+        the requests, and everybody else lets go of what it held."""
 
     def check_idle(self) -> None:
         """Raises when the host is idle and something wasn't given back."""

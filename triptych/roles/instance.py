@@ -7,6 +7,7 @@ or in workers, which wake the loop when they are done.
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,11 @@ from triptych.topology import Role
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
+
+MAX_FAILURES = 5
+FAILURE_WINDOW = 60.0
+"""An instance starts over after a bug, but not ``MAX_FAILURES`` times within this many seconds: then the bug isn't one
+request's, and an instance that is idle because it fails at everything would be given every new request."""
 
 
 class Instance:
@@ -50,6 +56,8 @@ class Instance:
         self._stopping = False
         self._last_heartbeat = time.monotonic()
         self._expiry = lease.lease_expiry
+        self._register_deadline = 0.0
+        self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
     def add(self, host: Host, far_end: End) -> None:
         """Takes in a host. ``far_end`` is who it talks to in transfers: of two hosts in one instance, one is the
@@ -75,16 +83,17 @@ class Instance:
         self.channel.wake()
 
     def run(self) -> None:
-        """Registers and serves until ``stop``. Raises StartError when the front door doesn't take the instance."""
+        """Registers and serves until ``stop``. Raises StartError when the front door doesn't take the instance, and
+        what a host raised when starting over hasn't helped."""
         self._register()
-        deadline = time.monotonic() + self._lease.start_timeout
         try:
             while not self._stopping:
                 self._turn()
-                if not self._registered and time.monotonic() > deadline:
+                if not self._registered and time.monotonic() > self._register_deadline:
                     raise StartError(f"no answer from the front door at {self.front_door}")
-            self.send(self.front_door, Leave(self.channel.address))
         finally:
+            # however it ends: nobody should wait for the lease to run out
+            self.send(self.front_door, Leave(self.channel.address))
             self.compute.close()
             for host in self.hosts:
                 host.close()
@@ -97,23 +106,43 @@ class Instance:
         self._notice_lapse()
         for message in messages:
             self._handle(message)
-        for host in self.hosts:
-            host.advance()
+        self._advance()
         if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
+            self._notice_lapse()
             self._last_heartbeat = time.monotonic()
             self.send(self.front_door, Heartbeat(self.channel.address))
             self._check_idle()
+
+    def _advance(self) -> None:
+        """A bug costs what is under way here, since nobody knows what it left half done, but neither the model that is
+        loaded nor the other processes, which the supervisor would end with this one."""
+        try:
+            for host in self.hosts:
+                host.advance()
+        except Exception:
+            log.exception("this instance failed; giving up what was under way")
+            self._failures.append(time.monotonic())
+            if len(self._failures) == MAX_FAILURES and self._failures[-1] - self._failures[0] < FAILURE_WINDOW:
+                log.error("it failed %d times within %g s; ending", MAX_FAILURES, FAILURE_WINDOW)
+                raise
+            self._start_over()
 
     def _notice_lapse(self) -> None:
         """A loop that stood still (SIGSTOP, a suspended machine) for longer than the lease works for nobody now."""
         still = time.monotonic() - self._last_heartbeat
         if self._registered and still > self._expiry - self._lease.heartbeat:
             log.warning("stood still for %.1f s, as long as the lease; giving up what was under way", still)
-            self._lapse()
+            self._start_over()
 
-    def _lapse(self) -> None:
+    def _start_over(self) -> None:
+        """Gives up everything, in this order: nothing may be written any more once the front door tells the others that
+        what this instance held is free. It fails the requests, if it hasn't already, before it takes the instance on
+        again."""
         for host in self.hosts:
             host.lapse()
+        self._registered = False
+        self.send(self.front_door, Leave(self.channel.address))
+        self._register()
 
     def _check_idle(self) -> None:
         try:
@@ -139,6 +168,7 @@ class Instance:
             log.exception("couldn't handle %s", type(message).__name__)
 
     def _register(self) -> None:
+        self._register_deadline = time.monotonic() + self._lease.start_timeout
         log.info("joining the front door at %s", self.front_door.removeprefix("tcp://"))
         self.send(self.front_door, Register(self.name, self.role, self.channel.address, self._model, os.getpid()))
 
@@ -146,9 +176,7 @@ class Instance:
         """The front door doesn't know this instance (any more): what was under way has no owner. Several heartbeats may
         be answered so before the new registration is; one is enough."""
         if self._registered:
-            self._registered = False
-            self._lapse()
-            self._register()
+            self._start_over()
 
     def _on_welcome(self, message: Welcome) -> None:
         self._registered = True

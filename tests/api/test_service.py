@@ -1,0 +1,65 @@
+"""A checkpoint's own sampling: what its ``generation_config.json`` may say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.api.service import GenerationDefaults
+from triptych.errors import CheckpointError
+
+
+def defaults(folder: Path, **values: Any) -> GenerationDefaults:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return GenerationDefaults.load(folder)
+
+
+def test_openais_defaults_without_a_file_or_with_an_empty_one(tmp_path: Path) -> None:
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults(temperature=1.0, top_k=0, top_p=1.0)
+    assert defaults(tmp_path) == GenerationDefaults()
+
+
+@pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": None}])
+def test_greedy_unless_it_samples(tmp_path: Path, do_sample: dict[str, Any]) -> None:
+    assert defaults(tmp_path, temperature=0.7, **do_sample).temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, GenerationDefaults()),
+        ({"temperature": 0.7, "top_k": 20, "top_p": 0.8}, GenerationDefaults(0.7, 20, 0.8)),
+        ({"temperature": None, "top_k": None, "top_p": None}, GenerationDefaults()),
+        ({"temperature": 0, "top_k": 0, "top_p": 1}, GenerationDefaults(0.0, 0, 1.0)),
+        ({"top_k": -1}, GenerationDefaults(top_k=-1)),
+        ({"repetition_penalty": "high"}, GenerationDefaults()),
+    ],
+    ids=["unset", "numbers", "null", "neutral", "no limit", "others"],
+)
+def test_what_it_may_say(tmp_path: Path, values: dict[str, Any], expected: GenerationDefaults) -> None:
+    assert defaults(tmp_path, do_sample=True, **values) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.5),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "0.7"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", -1),
+        ("top_p", 1.5),
+        ("top_p", [0.5]),
+        ("top_k", -2),
+        ("top_k", 20.5),
+        ("top_k", True),
+        ("do_sample", "yes"),
+    ],
+)
+def test_what_makes_no_sense_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        defaults(tmp_path, **({"do_sample": True} | {name: value}))
+    assert f"{tmp_path / 'generation_config.json'}: {name} {value!r}: " in str(caught.value)

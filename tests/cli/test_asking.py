@@ -1,0 +1,148 @@
+"""What ``run`` and ``demo`` say when the service they started doesn't answer as it should: one line, exit code 1."""
+
+import asyncio
+import http.server
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from triptych.cli import demo, main, run
+
+Start = Callable[[str], None]
+"""Makes the commands ask a service of this URL instead of one of their own."""
+
+
+class _Service(http.server.BaseHTTPRequestHandler):
+    status, kind, body = 200, "text/event-stream", b""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(self.status)
+        self.send_header("Content-Type", self.kind)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    def point_at(url: str) -> None:
+        @asynccontextmanager
+        async def started(*_: Any) -> AsyncIterator[SimpleNamespace]:
+            lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            yield SimpleNamespace(url=url, lost=lost)
+
+        for command in (run, demo):
+            monkeypatch.setattr(command, "started", started)
+
+    return point_at
+
+
+@pytest.fixture
+def serve(start: Start) -> Iterator[Callable[[int, str], None]]:
+    """Makes the commands ask a service that answers with this status and body."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Service) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+
+        def answer(status: int, body: str) -> None:
+            handler = type("_Answer", (_Service,), {"status": status, "body": body.encode()})
+            server.RequestHandlerClass = handler
+            start(f"http://127.0.0.1:{server.server_port}")
+
+        yield answer
+        server.shutdown()
+        thread.join()
+
+
+def events(*payloads: Any) -> str:
+    return "".join(f"data: {json.dumps(payload)}\n\n" for payload in payloads)
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"choices": [{"delta": {"content": text}}]}
+
+
+def commands(command: str) -> list[str]:
+    return ["run", "demo", "What is it?"] if command == "run" else ["demo", "--questions", "2"]
+
+
+def ended(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, list[str]]:
+    """Exit code, standard output, and the lines of standard error."""
+    with pytest.raises(SystemExit) as exit_:
+        main(commands(command))
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err
+    return int(str(exit_.value.code)), output.out, output.err.splitlines()
+
+
+@pytest.mark.parametrize("command", ["run", "demo"])
+def test_a_service_that_cannot_be_reached(start: Start, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        start(url)
+        code, _, errors = ended(capsys, command)
+    assert code == 1
+    assert errors[-1].startswith(f"triptych: no answer from {url}: ")
+    assert len([line for line in errors if "no answer" in line]) == 1
+
+
+@pytest.mark.parametrize("command", ["run", "demo"])
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ((500, "Internal Server Error"), "it says 'Internal Server Error'"),
+        ((502, ""), "it says ''"),
+        ((500, '{"detail": "no"}'), 'it says \'{"detail"'),
+        ((500, '{"error": "no"}'), 'it says \'{"error"'),
+        ((200, "data: {\n\n"), "it says '{'"),
+        ((200, ""), "it broke off"),
+        ((200, events(said("Half an"))), "it broke off"),
+    ],
+    ids=["no json", "nothing", "not ours", "no error object", "cut event", "no event", "no end"],
+)
+def test_an_answer_that_is_none(
+    serve: Callable[[int, str], None],
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    answer: tuple[int, str],
+    says: str,
+) -> None:
+    serve(*answer)
+    code, _, errors = ended(capsys, command)
+    assert code == 1
+    assert errors[-1].startswith("triptych: no ")
+    assert says in errors[-1]
+
+
+def test_an_error_event_has_a_line_of_its_own(
+    serve: Callable[[int, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(200, events(said("Half an"), {"error": {"message": "an instance was [lost]"}}))
+    code, answer, errors = ended(capsys, "run")
+    assert (code, answer, errors) == (1, "Half an\n", ["an instance was [lost]"])
+
+
+def test_a_whole_answer(serve: Callable[[int, str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = [{"stage": "decode", "start_ms": 0.0, "end_ms": 1.0}]
+    serve(200, events(said("A "), said("square."), {"choices": [], "timeline": timeline}) + "data: [DONE]\n\n")
+    code, answer, errors = ended(capsys, "run")
+    assert (code, answer) == (0, "A square.\n")
+    assert any("decode" in line for line in errors)
+
+
+def test_a_picture_that_is_missing_is_named(start: Start, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", "demo", str(tmp_path / "nothing.png"), "What is it?"])
+    assert exit_.value.code == 1
+    assert "nothing.png" in capsys.readouterr().err
