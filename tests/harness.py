@@ -34,12 +34,12 @@ class Running:
     front_door: FrontDoor
     instances: list[Instance] = field(default_factory=list)
 
-    async def answer(self, messages: Messages, **sampling: Any) -> list[int]:
+    async def answer(self, messages: Messages, cache_salt: str = "", **sampling: Any) -> list[int]:
         """The tokens of one answer."""
         service = self.front_door.service
         prompt = service.prompt_builder.build(messages)
         settings = Sampling(**({"max_tokens": 32, "ignore_eos": True} | sampling))
-        stream = service.router.submit(prompt, settings, sorted(service.tokenizer.eos_token_ids))
+        stream = service.router.submit(prompt, settings, sorted(service.tokenizer.eos_token_ids), cache_salt)
         return [token async for report in stream for token in report.tokens]
 
     async def answers(self, requests: Sequence[Messages], **sampling: Any) -> list[list[int]]:

@@ -1,7 +1,9 @@
 """Every setting, as frozen dataclasses by concern. A field's name is its flag's (``max_num_seqs`` ↔
 ``--max-num-seqs``) and its environment variable's (``TRIPTYCH_MAX_NUM_SEQS``); ``cli/flags.py`` maps both onto it."""
 
+import ipaddress
 import os
+import stat
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,14 @@ from triptych.errors import ConfigError
 
 FABRICS = ("auto", "shm", "nixl", "mooncake")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+MAX_MESSAGE_BYTES = 256 * 2**20
+"""The largest message between processes; an image travels in one, beside less than 1 MiB about it."""
+
+
+MIN_SECRET_BYTES = 16
+"""What a cluster secret has at least; 16 random bytes can't be guessed."""
+MAX_SECRET_BYTES = 4096
+"""A longer file is something else, given by mistake."""
 
 
 def setting(default: Any, meaning: str) -> Any:
@@ -23,8 +33,8 @@ class EngineConfig:
 
     dtype: str = setting(
         "auto",
-        "weights and activations: auto (on CPUs fp16-packed weights and fp32 activations), float32 for exact "
-        "comparison with a reference, bfloat16, float16",
+        "float16: weights in fp16, packed, but activations and sums in fp32; bfloat16, or float32 for exact comparison "
+        "with a reference: weights and activations; auto: float16, whatever the checkpoint has",
     )
     threads: int = setting(0, "threads that one instance computes with; 0 shares the cores out evenly")
     max_num_seqs: int = setting(32, "sequences that one language instance works on at a time")
@@ -32,6 +42,7 @@ class EngineConfig:
     max_model_len: int = setting(0, "longest sequence in tokens; 0 takes what model and KV cache allow")
     page_size: int = setting(16, "tokens in a page of the KV cache")
     kv_cache_tokens: int = setting(16384, "tokens that the KV cache of one language instance holds")
+    enable_prefix_caching: bool = setting(True, "start requests with what the KV cache knows of their prefixes")
     receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool")
     receive_blocks: int = setting(64, "blocks in the receive pool of one language instance")
     encode_batch_patches: int = setting(1024, "patches encoded together; an item that has more goes alone")
@@ -42,7 +53,7 @@ class EngineConfig:
             raise ConfigError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
         may_be_zero = ("threads", "max_model_len", "encode_cache_mb")
         for name, value in vars(self).items():
-            if isinstance(value, int) and value < (0 if name in may_be_zero else 1):
+            if type(value) is int and value < (0 if name in may_be_zero else 1):
                 raise ConfigError(f"{flag(name)} {value} is too small")
         if self.max_model_len > self.kv_cache_tokens:
             raise ConfigError(
@@ -108,6 +119,11 @@ class FrontDoorConfig:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
         if self.max_images < 0:
             raise ConfigError(f"--max-images {self.max_images} is too small")
+        if (self.max_image_mb + 1) * 2**20 > MAX_MESSAGE_BYTES:
+            raise ConfigError(
+                f"--max-image-mb {self.max_image_mb} is too large: a message between processes carries images of at "
+                f"most {MAX_MESSAGE_BYTES // 2**20 - 1} MiB"
+            )
 
 
 @dataclass(frozen=True)
@@ -129,14 +145,76 @@ class LeaseConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    """Where this process meets the others of its service, and whom it lets in. The secret itself is never a setting:
+    other users of a machine can read command lines."""
+
+    cluster_host: str = setting(
+        "127.0.0.1", "address that this process's control socket listens on, and that the others reach it at"
+    )
+    cluster_secret_file: str = setting(
+        "",
+        f"file with the secret that all processes of the service share, at least {MIN_SECRET_BYTES} bytes; needed for "
+        "a --cluster-host that isn't loopback",
+    )
+
+    def __post_init__(self) -> None:
+        if is_unspecified(self.cluster_host):
+            raise ConfigError(
+                f"--cluster-host {self.cluster_host} stands for all addresses of this machine; give the one that the "
+                "other processes reach this process at"
+            )
+        if not is_loopback(self.cluster_host) and not self.cluster_secret_file:
+            raise ConfigError(
+                f"--cluster-host {self.cluster_host} can be reached from other machines; that needs a secret, given "
+                "with --cluster-secret-file"
+            )
+
+    def secret(self) -> bytes | None:
+        """The file's content without the white space around it; None when no file is given. Raises ConfigError when it
+        can't be read, others can read it too, or it is too short."""
+        if not self.cluster_secret_file:
+            return None
+        name = f"--cluster-secret-file {self.cluster_secret_file}"
+        try:
+            with open(self.cluster_secret_file, "rb") as file:
+                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+                secret = file.read(MAX_SECRET_BYTES + 1).strip()
+        except OSError as error:
+            raise ConfigError(f"{name} can't be read: {error.strerror}") from None
+        if mode & 0o077:
+            raise ConfigError(f"{name} has mode {mode:04o}: others can use it; make it readable by its owner alone")
+        if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+            raise ConfigError(f"{name} must have {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes")
+        return secret
+
+
+@dataclass(frozen=True)
 class ServeConfig:
     """All of one service's settings. ``model`` is a checkpoint folder."""
 
     model: Path
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     front_door: FrontDoorConfig = field(default_factory=FrontDoorConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing outside this machine can reach ``host``. A name may mean any address, unless it is localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_unspecified(host: str) -> bool:
+    """Whether ``host`` stands for all addresses of a machine: 0.0.0.0 or ::."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host in ("", "*")
 
 
 def flag(name: str) -> str:
@@ -150,6 +228,9 @@ def as_flags(*configs: Any) -> list[str]:
     for config in configs:
         for item in fields(config):
             value = getattr(config, item.name)
+            if isinstance(value, bool):
+                arguments += [flag(item.name if value else f"no_{item.name}")]
+                continue
             arguments += [flag(item.name), ",".join(value) if isinstance(value, tuple) else str(value)]
     return arguments
 

@@ -51,7 +51,10 @@ def test_the_answer_and_its_stream_say_the_same(service: Served, content: Any) -
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     *_, last, with_usage = chunks
     assert last["choices"][0]["finish_reason"] == "length"
-    assert (with_usage["choices"], with_usage["usage"]) == ([], usage)
+    assert with_usage["choices"] == []
+    cached = with_usage["usage"].pop("prompt_tokens_details")["cached_tokens"]
+    assert usage.pop("prompt_tokens_details")["cached_tokens"] <= cached < usage["prompt_tokens"]
+    assert with_usage["usage"] == usage
 
 
 def test_usage_is_streamed_only_when_asked_for(service: Served) -> None:
@@ -113,9 +116,15 @@ def test_stop_ids_end_the_answer(service: Served) -> None:
     tokenizer = service.running.front_door.service.tokenizer
     whole = service.text(max_tokens=40)
     stop = next(letter for letter in whole if letter.isascii() and letter.isalpha())
-    answer = service.post(max_tokens=40, stop_token_ids=tokenizer.encode(stop)).json()
+    expected = whole[: whole.index(stop)]
+    settings = {"max_tokens": 40, "stop_token_ids": tokenizer.encode(stop)}
+    answer = service.post(**settings).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["choices"][0]["message"]["content"].rstrip(stop) == whole[: whole.index(stop)]
+    assert answer["choices"][0]["message"]["content"] == expected, "without the token that ended it"
+    chunks = events(service, service.body(**settings, stream_options={"include_usage": True}))
+    assert streamed_text(chunks) == expected
+    # which counts all the same: every token of this tokenizer is a byte
+    assert chunks[-1]["usage"] == answer["usage"]
 
 
 def test_the_end_token_ends_the_answer_unless_ignored(service: Served) -> None:
@@ -239,3 +248,70 @@ def test_other_urls_are_refused_by_name(service: Served, pictures: int, url: str
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, code)
     assert error["param"] == "messages[0].content[1].image_url.url"
+
+
+def test_several_choices_are_as_if_asked_for_one_by_one(service: Served) -> None:
+    settings = {"temperature": 1.0, "max_tokens": 12}
+    choices = service.post(TWO_IMAGES, n=3, seed=5, **settings).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    texts = [choice["message"]["content"] for choice in choices]
+    assert len(set(texts)) == 3
+    assert texts == [service.text(TWO_IMAGES, seed=5 + number, **settings) for number in range(3)]
+
+    streamed = ["", "", ""]
+    reasons: list[tuple[int, str]] = []
+    usages = []
+    body = service.body(TWO_IMAGES, n=3, seed=5, **settings, stream_options={"include_usage": True})
+    for chunk in events(service, body):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content", "")
+            if choice["finish_reason"]:
+                reasons.append((choice["index"], choice["finish_reason"]))
+        usages += [chunk["usage"]] if "usage" in chunk else []
+    assert streamed == texts
+    assert sorted(reasons) == [(0, "length"), (1, "length"), (2, "length")]
+    assert [usage["completion_tokens"] for usage in usages] == [36]
+
+
+def test_logprobs_tell_what_greedy_sampling_chose(service: Served) -> None:
+    settings = {"logprobs": True, "top_logprobs": 3, "max_tokens": 6, "temperature": 0}
+    (choice,) = service.post("Hello", **settings).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == choice["message"]["content"]
+    for entry in content:
+        best, *others = entry["top_logprobs"]
+        assert (best["token"], best["logprob"]) == (entry["token"], entry["logprob"])
+        assert entry["bytes"] == list(entry["token"].encode())
+        assert [other["logprob"] for other in others] == sorted((o["logprob"] for o in others), reverse=True)
+        assert best["logprob"] >= others[0]["logprob"]
+    chunks = events(service, service.body("Hello", **settings))
+    streamed = [
+        entry for c in chunks for one in c["choices"] if one["logprobs"] for entry in one["logprobs"]["content"]
+    ]
+    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in content]
+    assert service.post("Hello", max_tokens=2).json()["choices"][0]["logprobs"] is None
+
+
+def test_a_bias_and_a_minimum_length_are_honoured(service: Served) -> None:
+    plain = service.post("Hello", max_tokens=3, temperature=0, logprobs=True).json()
+    first = plain["choices"][0]["logprobs"]["content"][0]["token"]
+    (token,) = service.running.front_door.service.tokenizer.encode(first)
+    ended = service.post("Hello", max_tokens=8, temperature=0, stop_token_ids=[token]).json()
+    assert (ended["choices"][0]["message"]["content"], ended["choices"][0]["finish_reason"]) == ("", "stop")
+    longer = service.post("Hello", max_tokens=8, temperature=0, stop_token_ids=[token], min_tokens=4).json()
+    assert longer["usage"]["completion_tokens"] >= 4
+    banned = service.text("Hello", max_tokens=3, temperature=0, logit_bias={str(token): -100})
+    assert not banned.startswith(first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [({"logit_bias": {"999999999": 1}}, None), ({"stop_token_ids": [10**9]}, None), ({"min_tokens": 9}, "min_tokens")],
+)
+def test_what_the_model_has_no_room_or_token_for_is_refused(
+    service: Served, settings: dict[str, Any], param: str | None
+) -> None:
+    answer = service.post("Hello", max_tokens=8, **settings)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert service.text("Hello", max_tokens=2)

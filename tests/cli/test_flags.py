@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from triptych.cli import flags, main, serve
 from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, as_flags
+from triptych.errors import ConfigError
 from triptych.models.safetensors_header import read_folder
 
 
@@ -58,6 +59,8 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
             if item.name == "lease_expiry":
                 continue  # no shorter than the heartbeat: below
             value = given.get(item.name) or str(item.default + 1)
+            if isinstance(item.default, bool):
+                continue  # a flag without a value: below
             expected = ("a.org", "b.org") if item.name == "allowed_media_domains" else type(item.default)(value)
             monkeypatch.setenv(f"TRIPTYCH_{item.name.upper()}", value)
             from_variable = flags.settings(config, parsed(folder))
@@ -68,8 +71,22 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
             monkeypatch.delenv(f"TRIPTYCH_{item.name.upper()}")
 
 
+def test_a_switch_is_two_flags_and_a_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reuses(*arguments: str) -> bool:
+        return flags.settings(EngineConfig, parsed(folder, *arguments)).enable_prefix_caching
+
+    assert reuses()
+    assert not reuses("--no-enable-prefix-caching")
+    monkeypatch.setenv("TRIPTYCH_ENABLE_PREFIX_CACHING", "off")
+    assert not reuses()
+    assert reuses("--enable-prefix-caching")
+    monkeypatch.setenv("TRIPTYCH_ENABLE_PREFIX_CACHING", "maybe")
+    with pytest.raises(ConfigError, match="TRIPTYCH_ENABLE_PREFIX_CACHING 'maybe'"):
+        reuses()
+
+
 def test_settings_survive_the_way_to_a_child(folder: Path) -> None:
-    engine = EngineConfig(dtype="float32", threads=3, max_num_seqs=5)
+    engine = EngineConfig(dtype="float32", threads=3, max_num_seqs=5, enable_prefix_caching=False)
     lease = LeaseConfig(heartbeat=0.25, drain_timeout=7.5)
     arguments = parsed(folder, *as_flags(engine, lease))
     assert flags.settings(EngineConfig, arguments) == engine

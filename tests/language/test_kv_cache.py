@@ -38,3 +38,29 @@ def test_a_leak_is_an_error() -> None:
         pool.check_all_free()
     pool.free(pages)
     pool.check_all_free()
+
+
+def test_a_published_page_is_found_shared_and_kept_until_its_room_is_needed() -> None:
+    pool = PagePool(3, 16)
+    first, second = pool.take(2)
+    pool.publish(first, b"one")
+    pool.publish(second, b"two")
+    assert pool.find([b"one", b"three", b"two"]) == [first]
+    pool.free([first, second])
+    pool.free([first])
+    assert pool.num_free == 3
+    pool.check_all_free()
+    assert pool.find([b"one", b"two"]) == [first, second]
+    pool.free([first, second])
+    assert pool.take(2) == [2, second]  # the end of the prefix that was let go goes first
+    assert pool.find([b"one", b"two"]) == [first]
+
+
+def test_only_a_held_page_is_published_and_the_first_of_a_key_stays() -> None:
+    pool = PagePool(3, 16)
+    with pytest.raises(BlockError):
+        pool.publish(0, b"key")
+    pages = pool.take(2)
+    for page in pages:
+        pool.publish(page, b"key")
+    assert pool.find([b"key"]) == [pages[0]]

@@ -1,21 +1,39 @@
+from typing import Any
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.language.sampler import Draw, sample, uniform
+from triptych.language import sampler
+from triptych.language.sampler import Draw, Drawn, uniform
 from triptych.messages.work import Sampling
 
 
-def sampling(**settings: float) -> Sampling:
+def sampling(**settings: Any) -> Sampling:
     return Sampling(**({"max_tokens": 9, "temperature": 1.0} | settings))
 
 
+def draw(one: Sampling, index: int, prompt: tuple[int, ...] = (), output: tuple[int, ...] | None = None) -> Draw:
+    """The draw of a request that has generated ``output``, or ``index`` tokens whatever they are."""
+    generated = (0,) * index if output is None else output
+    return Draw(one, [*prompt, *generated], len(prompt), frozenset({0}))
+
+
+def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
+    return [drawn.token for drawn in sampler.sample(logits, draws)]
+
+
 def kept_by_definition(logits: np.ndarray, one: Sampling) -> dict[int, float]:
-    """Token → probability, after temperature, top-k and top-p, written the long way."""
+    """Token → probability, after temperature, min-p, top-k and top-p, written the long way."""
     scaled = logits.astype(np.float64) / one.temperature
+    if not one.top_k and one.top_p == 1 and not one.min_p:
+        weights = np.exp(scaled - scaled.max())
+        return dict(enumerate(weights / weights.sum()))
     order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
+    order = [token for token in order if np.exp(scaled[token] - scaled[order[0]]) >= one.min_p]
     if one.top_k:
         order = order[: one.top_k]
     weights = np.exp(scaled[order] - scaled[order[0]])
@@ -34,16 +52,19 @@ def kept_by_definition(logits: np.ndarray, one: Sampling) -> dict[int, float]:
     seed=st.integers(0, 2**63 - 1),
     top_k=st.integers(0, 12),
     top_p=st.floats(0.05, 1.0),
+    min_p=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
     temperature=st.floats(0.1, 3.0),
+    nucleus=st.sampled_from([1, 3, 1024]),
 )
-def test_only_what_top_k_and_top_p_keep_is_drawn_at_its_place(
-    seed: int, top_k: int, top_p: float, temperature: float
+def test_only_what_the_limits_keep_is_drawn_at_its_place(
+    *, seed: int, top_k: int, top_p: float, min_p: float, temperature: float, nucleus: int
 ) -> None:
     logits = np.random.default_rng(seed).normal(size=10).astype(np.float32)
-    one = sampling(seed=seed, top_k=top_k, top_p=top_p, temperature=temperature)
+    one = sampling(seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     kept = kept_by_definition(logits, one)
     for index in range(20):
-        [token] = sample(torch.from_numpy(logits)[None], [Draw(one, index)])
+        with patch.object(sampler, "NUCLEUS", nucleus):
+            [token] = sample(torch.from_numpy(logits)[None], [draw(one, index)])
         assert token in kept
         before = sum(weight for other, weight in list(kept.items())[: list(kept).index(token)])
         assert before - 1e-6 <= uniform(seed, index) <= before + kept[token] + 1e-6
@@ -52,16 +73,16 @@ def test_only_what_top_k_and_top_p_keep_is_drawn_at_its_place(
 def test_draws_are_distributed_as_the_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     one = sampling(seed=1)
-    tokens = sample(probabilities.log().expand(4000, 4), [Draw(one, index) for index in range(4000)])
+    tokens = sample(probabilities.log().expand(4000, 4), [draw(one, index) for index in range(4000)])
     seen = np.bincount(tokens, minlength=4) / 4000
     np.testing.assert_allclose(seen, probabilities, atol=0.025)
 
 
 def test_a_seed_names_its_tokens_whatever_the_batch() -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
-    draws = [
-        Draw(sampling(seed=seed, top_p=0.9), index) for seed, index in [(1, 0), (1, 1), (2, 0), (3, 7), (2**63 - 1, 9)]
-    ]
+    places = [(1, 0), (1, 1), (2, 0), (3, 7), (2**63 - 1, 9)]
+    limits = [{"top_p": 0.9}, {}, {"top_k": 3}, {"min_p": 0.2, "presence_penalty": 1.0}, {"repetition_penalty": 1.3}]
+    draws = [draw(sampling(seed=seed, **limit), index) for (seed, index), limit in zip(places, limits, strict=True)]
     together = sample(logits, draws)
     assert [sample(logits[row : row + 1], [draws[row]])[0] for row in range(5)] == together
     assert sample(logits.flip(0), draws[::-1])[::-1] == together
@@ -77,13 +98,60 @@ def test_seeds_and_places_have_numbers_of_their_own() -> None:
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 def test_temperature_towards_zero_is_greedy(temperature: float, top_p: float) -> None:
     logits = torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
-    draws = [Draw(sampling(seed=row, temperature=temperature, top_p=top_p), row) for row in range(8)]
+    draws = [draw(sampling(seed=row, temperature=temperature, top_p=top_p), row) for row in range(8)]
     assert sample(logits, draws) == logits.argmax(dim=-1).tolist()
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.zeros(2, 50)
     logits[:, 3] = 0.1
-    tokens = {tuple(sample(logits, [Draw(sampling(temperature=0), 0), Draw(sampling(seed=s), 0)])) for s in range(20)}
+    tokens = {tuple(sample(logits, [draw(sampling(temperature=0), 0), draw(sampling(seed=s), 0)])) for s in range(20)}
     assert {greedy for greedy, _ in tokens} == {3}
     assert len({sampled for _, sampled in tokens}) > 5
+
+
+def test_penalties_are_those_of_their_definitions() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5, 3.0, 0.0]])
+    one = sampling(temperature=0, repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
+    adjusted = sampler._adjusted(logits, [draw(one, 0, prompt=(1, 3), output=(0, 0, 2))])
+    torch.testing.assert_close(
+        adjusted, torch.tensor([[2.0 / 2 - 2 * 0.5 - 0.25, -1.0 * 2, 0.5 / 2 - 0.5 - 0.25, 3.0 / 2, 0.0]])
+    )
+    assert logits.tolist() == [[2.0, -1.0, 0.5, 3.0, 0.0]]
+
+
+def test_each_row_has_its_own_penalties() -> None:
+    logits = torch.ones(3, 4)
+    draws = [
+        draw(sampling(presence_penalty=0.5), 0, output=(1,)),
+        draw(sampling(), 0, output=(1,)),
+        draw(sampling(frequency_penalty=0.5), 0, output=(2, 2)),
+    ]
+    assert sampler._adjusted(logits, draws).tolist() == [[1, 0.5, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1]]
+
+
+def test_a_bias_moves_the_choice_and_min_tokens_forbid_to_end() -> None:
+    logits = torch.tensor([[5.0, 1.0, 2.0]])
+    greedy = {"temperature": 0}
+    assert sample(logits, [draw(sampling(**greedy), 0)]) == [0]
+    assert sample(logits, [draw(sampling(**greedy, logit_bias={1: 10.0}), 0)]) == [1]
+    assert sample(logits, [draw(sampling(**greedy, min_tokens=2), 1)]) == [2]
+    assert sample(logits, [draw(sampling(**greedy, min_tokens=2, logit_bias={0: 100.0}), 1)]) == [2]
+    assert sample(logits, [draw(sampling(**greedy, min_tokens=2), 2)]) == [0]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
+    draws = [
+        draw(sampling(logprobs=3, temperature=0.5, logit_bias={7: 50.0}), 0),
+        draw(sampling(), 0),
+        draw(sampling(logprobs=0, temperature=0), 0),
+    ]
+    biased, silent, greedy = sampler.sample(logits, draws)
+    expected = logits.double().log_softmax(dim=-1)
+    assert biased.token == 7
+    assert biased.logprob == pytest.approx(expected[0, 7].item(), abs=1e-5)
+    assert [token for token, _ in biased.top] == expected[0].topk(3).indices.tolist()
+    assert [value for _, value in biased.top] == pytest.approx(expected[0].topk(3).values.tolist(), abs=1e-5)
+    assert silent == Drawn(silent.token)
+    assert (greedy.logprob, greedy.top) == (pytest.approx(expected[2].max().item(), abs=1e-5), ())

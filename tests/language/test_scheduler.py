@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from triptych.language.kv_cache import PagePool
 from triptych.language.scheduler import Scheduler, Step
 from triptych.language.sequence import Sequence
-from triptych.messages.work import Sampling
-from triptych.types import RequestId
+from triptych.messages.work import ItemSpan, Sampling
+from triptych.types import RequestId, Span
 
 
-def sequence(name: str, prompt: int, max_tokens: int) -> Sequence:
+def sequence(name: str, prompt: int, max_tokens: int, first_token: int = 1) -> Sequence:
     return Sequence(
         request=RequestId(name),
-        tokens=[1] * prompt,
+        tokens=[first_token] + [1] * (prompt - 1),
         positions=np.zeros((3, prompt), dtype=np.int64),
         next_position=prompt,
         items=[],
@@ -28,8 +28,7 @@ def everything(one: Sequence) -> int:
 
 
 def check(scheduler: Scheduler, step: Step, ready: Callable[[Sequence], int], budget: int) -> None:
-    pages = [page for one in scheduler for page in one.pages]
-    assert len(pages) == len(set(pages)), "a page has two owners"
+    pages = {page for one in scheduler for page in one.pages}
     assert len(pages) == scheduler.pool.num_pages - scheduler.pool.num_free
     assert step.num_tokens <= budget
     computing = [chunk.sequence for chunk in step.chunks]
@@ -41,6 +40,25 @@ def check(scheduler: Scheduler, step: Step, ready: Callable[[Sequence], int], bu
         assert chunk.start == chunk.sequence.num_computed
         assert chunk.start + chunk.length <= ready(chunk.sequence)
         assert len(chunk.sequence.pages) * scheduler.pool.page_size >= chunk.start + chunk.length
+
+
+class Contents:
+    """What the pages would hold: in each slot, the tokens up to and including its own."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def compute(self, step: Step) -> None:
+        """Checks that what a chunk attends to is its own past, then writes the chunk; nobody else's past is harmed,
+        because every chunk is checked in every step."""
+        for chunk in step.chunks:
+            one = chunk.sequence
+            slots = [(one.pages[i // self.page_size], i % self.page_size) for i in range(chunk.start + chunk.length)]
+            for i in range(chunk.start):
+                assert self.slots[slots[i]] == tuple(one.tokens[: i + 1])
+            for i in range(chunk.start, chunk.start + chunk.length):
+                self.slots[slots[i]] = tuple(one.tokens[: i + 1])
 
 
 def run(scheduler: Scheduler, step: Step) -> list[Sequence]:
@@ -61,13 +79,15 @@ def test_any_load_is_scheduled_soundly_and_ends(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 15), st.integers(1, 6)), min_size=1, max_size=7))
     largest = max(-(-(prompt + new) // page_size) for prompt, new in shapes)
     pool = PagePool(largest + data.draw(st.integers(0, 6)), page_size)
-    scheduler = Scheduler(pool, data.draw(st.integers(1, 5)), budget)
+    scheduler = Scheduler(pool, data.draw(st.integers(1, 5)), budget, reuse_prefixes=data.draw(st.booleans()))
     chance = data.draw(st.randoms(use_true_random=False))
-    waiting = [sequence(f"r{number}", prompt, new) for number, (prompt, new) in enumerate(shapes)]
+    contents = Contents(page_size)
+    waiting = [sequence(f"r{number}", prompt, new, chance.randint(1, 2)) for number, (prompt, new) in enumerate(shapes)]
     landed: dict[RequestId, int] = {}
 
     def ready(one: Sequence) -> int:
-        return len(one.tokens) if landed[one.request] >= one.num_prompt else landed[one.request]
+        known = max(landed[one.request], one.num_computed)  # what was found in the cache needn't land
+        return len(one.tokens) if known >= one.num_prompt else known
 
     calm_steps = 0
     while waiting or len(scheduler):
@@ -81,6 +101,7 @@ def test_any_load_is_scheduled_soundly_and_ends(data: st.DataObject) -> None:
         check(scheduler, step, ready, budget)
         for victim in step.preempted:
             landed[victim.request] = 0
+        contents.compute(step)
         run(scheduler, step)
         calm_steps += not waiting
         assert calm_steps < 2000, "the line stands still"
@@ -99,7 +120,7 @@ def test_decodes_go_before_prefill_and_prefill_takes_the_rest_of_the_budget() ->
 
 def test_the_last_to_arrive_gives_up_its_pages_and_is_computed_again() -> None:
     scheduler = Scheduler(PagePool(5, 2), 8, max_num_batched_tokens=16)
-    first, last = sequence("first", 4, 4), sequence("last", 3, 4)
+    first, last = sequence("first", 4, 4), sequence("last", 3, 4, first_token=9)
     for one in (first, last):
         scheduler.add(one)
         run(scheduler, scheduler.schedule(everything))
@@ -145,3 +166,84 @@ def test_no_more_than_max_num_seqs_run_at_a_time() -> None:
     for number in range(3):
         scheduler.add(sequence(str(number), 1, 2))
     assert [chunk.sequence.request for chunk in scheduler.schedule(everything).chunks] == ["0", "1"]
+
+
+def finish(scheduler: Scheduler, one: Sequence) -> int:
+    """Runs one sequence alone to its end; how many tokens were computed for it."""
+    scheduler.add(one)
+    computed = 0
+    while scheduler.get(one.request):
+        step = scheduler.schedule(everything)
+        computed += step.num_tokens
+        run(scheduler, step)
+    return computed
+
+
+def test_a_prefix_that_is_known_is_not_computed_again() -> None:
+    scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
+    assert finish(scheduler, sequence("first", 18, 3)) == 18 + 2
+    same = sequence("same", 18, 3)
+    assert finish(scheduler, same) == 2 + 2
+    assert same.num_reused == 0, "given back with the pages"
+    # the prompt's last token is computed even when whole pages would cover it
+    assert finish(scheduler, sequence("whole pages", 16, 1)) == 4
+    assert finish(scheduler, sequence("another", 18, 3, first_token=7)) == 18 + 2
+    scheduler.pool.check_all_free()
+
+
+def test_what_was_generated_is_part_of_the_prefix_of_the_next_turn() -> None:
+    scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
+    first = sequence("first", 6, 7)
+    finish(scheduler, first)
+    second = sequence("second", 14, 1)
+    second.tokens[:13] = first.tokens
+    assert finish(scheduler, second) == 14 - 12
+
+
+def test_a_salt_keeps_prefixes_apart() -> None:
+    scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
+    for salt, computed in (("a", 9), ("b", 9), ("a", 1)):
+        one = sequence(f"{salt}{computed}", 9, 1)
+        one.cache_salt = salt
+        assert finish(scheduler, one) == computed
+
+
+def test_a_prefix_is_named_by_its_media_and_by_what_stands_before_them() -> None:
+    scheduler = Scheduler(PagePool(40, 4), 8, max_num_batched_tokens=64)
+
+    def picture(name: str, key: str, start: int = 2) -> Sequence:
+        one = sequence(name, 15, 1)
+        one.items = [ItemSpan(key, Span(start, 8))]
+        return one
+
+    assert finish(scheduler, picture("first", "a" * 64)) == 15
+    assert finish(scheduler, picture("the same picture", "a" * 64)) == 15 - 12
+    assert finish(scheduler, picture("another picture", "b" * 64)) == 15
+    assert finish(scheduler, picture("elsewhere", "a" * 64, start=3)) == 15
+
+
+def test_the_longest_idle_prefix_goes_first_and_its_end_before_its_beginning() -> None:
+    pool = PagePool(7, 1)
+    scheduler = Scheduler(pool, 8, max_num_batched_tokens=64)
+    finish(scheduler, sequence("old", 3, 1, first_token=5))
+    finish(scheduler, sequence("new", 3, 1, first_token=6))
+    finish(scheduler, sequence("third", 2, 1, first_token=7))  # takes the last page of the old one
+    assert finish(scheduler, sequence("new again", 3, 1, first_token=6)) == 1
+    assert finish(scheduler, sequence("old again", 3, 1, first_token=5)) == 2
+
+
+def test_one_that_waits_with_its_prefix_gives_it_up_to_those_before_it() -> None:
+    pool = PagePool(4, 1)
+    scheduler = Scheduler(pool, 8, max_num_batched_tokens=64)
+    finish(scheduler, sequence("teacher", 3, 1))
+    first, later = sequence("first", 4, 1, first_token=8), sequence("later", 4, 1)
+    scheduler.add(first)
+    scheduler.add(later)
+    assert later.num_computed == 3
+    step = scheduler.schedule(everything)
+    assert [chunk.sequence for chunk in step.chunks] == [first]
+    assert step.preempted == [later]
+    run(scheduler, step)
+    while len(scheduler):
+        run(scheduler, scheduler.schedule(everything))
+    pool.check_all_free()

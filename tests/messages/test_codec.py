@@ -20,7 +20,7 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR09
         case msgspec.inspect.IntType(ge=low, le=high):
             return st.integers(-(2**63) if low is None else low, 2**63 - 1 if high is None else high)
         case msgspec.inspect.FloatType():
-            return st.floats(0.5, 1.0) if kind.le is not None else st.floats(0, 1e9)
+            return st.floats(0.5, 1e9 if kind.le is None else kind.le)
         case msgspec.inspect.StrType():
             return st.text(max_size=8)
         case msgspec.inspect.BytesType():
@@ -33,6 +33,8 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR09
             return st.sampled_from(cls)
         case msgspec.inspect.ListType(item_type=item):
             return st.lists(values(item), max_size=3)
+        case msgspec.inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(values(key), values(value), max_size=3)
         case msgspec.inspect.TupleType(item_types=items):
             return st.tuples(*map(values, items))
         case msgspec.inspect.UnionType(types=types):

@@ -57,8 +57,10 @@ class Desk:
     def __init__(self, *addresses: Address, max_queue: int = 8) -> None:
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
+        self.forgotten: list[tuple[Address, int]] = []
         self.router = Router(
             send=lambda to, message: self.sent.append((to, message)),
+            forget=lambda address: self.forgotten.append((address, len(self.sent))),
             fingerprint="model",
             front_door=FrontDoorConfig(max_queue=max_queue, request_timeout=60.0),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
@@ -85,6 +87,17 @@ class Desk:
         return sum(lease.outstanding for lease in self.router.registry)
 
 
+def test_admission_can_be_asked_for_without_a_request() -> None:
+    desk = Desk(PD0, max_queue=1)
+    assert desk.router.check_admission(has_media=False).address == PD0
+    with pytest.raises(Unavailable, match="encode"):
+        desk.router.check_admission(has_media=True)
+    assert (desk.router.num_requests, desk.outstanding(), desk.of(Generate)) == (0, 0, [])
+    desk.submit()
+    with pytest.raises(Overloaded):
+        desk.router.check_admission(has_media=False)
+
+
 def tokens_of(stream: TokenStream) -> list[int]:
     async def read() -> list[int]:
         async with asyncio.timeout(5):
@@ -98,7 +111,7 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
     first, second = desk.submit(1.0), desk.submit()
     assert [to for to, _ in desk.of(Generate)] == [PD0, PD1]
     desk.router.handle(Tokens(second.request, [5]))
-    desk.router.handle(Tokens(second.request, [6, 7], "stop", [Interval("decode", 0.0, 1.0)]))
+    desk.router.handle(Tokens(second.request, [6, 7], finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)]))
     assert tokens_of(second) == [5, 6, 7]
     assert second.intervals == [Interval("decode", 0.0, 1.0)]
     assert desk.router.num_requests == 1
@@ -176,7 +189,7 @@ def test_an_instance_that_falls_silent_takes_its_requests_along_and_the_others_a
     desk.router.tick()
     with pytest.raises(InstanceLost):
         tokens_of(lost)
-    assert desk.of(PeerLost) == [(E0, PeerLost(PD0)), (PD1, PeerLost(PD0))]
+    assert desk.of(PeerLost) == [(E0, PeerLost(PD0, [])), (PD1, PeerLost(PD0, []))]
     assert desk.router.num_requests == 1
     desk.router.handle(Heartbeat(PD0))
     assert desk.of(Reregister) == [(PD0, Reregister())]
@@ -202,6 +215,21 @@ def test_an_encoder_that_leaves_fails_only_what_it_had_not_encoded() -> None:
     assert not desk.router.can_serve
     desk.router.cancel(again.request)
     assert desk.outstanding() == 0
+
+
+def test_whoever_is_gone_is_forgotten_after_all_that_was_to_say_and_may_come_back() -> None:
+    desk = Desk(E0, PD0, PD1)
+    desk.submit(1.0)
+    desk.router.handle(Leave(PD0))
+    assert desk.forgotten == [(PD0, len(desk.sent))]
+    assert desk.sent[-1][0] == PD0
+    desk.register(PD0, pid=2)
+    assert PD0 in {lease.address for lease in desk.router.registry}
+    desk.now += 11
+    desk.router.tick()
+    assert {address for address, _ in desk.forgotten[1:]} == {E0, PD0, PD1}
+    desk.register(E1, model="another")
+    assert desk.forgotten[-1] == (E1, len(desk.sent))
 
 
 def test_a_request_that_outlasts_its_deadline_fails() -> None:
@@ -252,7 +280,7 @@ def test_messages_about_what_nobody_knows_change_nothing() -> None:
     desk.sent.clear()
     unknown, transfer = RequestId("unknown"), TransferId("unknown")
     for message in (
-        Tokens(unknown, [1], "stop"),
+        Tokens(unknown, [1], finish_reason="stop"),
         Failed(unknown, "InternalError", ""),
         Need(unknown, PD0, [NeededItem(0, transfer)]),
         Encoded(transfer, False, []),
@@ -290,7 +318,7 @@ def test_a_peer_that_cannot_be_reached_harms_nobody_else() -> None:
 
 ENDINGS: list[Callable[[Desk, TokenStream], None]] = [
     lambda desk, stream: desk.router.cancel(stream.request),
-    lambda desk, stream: desk.router.handle(Tokens(stream.request, [1], "length")),
+    lambda desk, stream: desk.router.handle(Tokens(stream.request, [1], finish_reason="length")),
     lambda desk, stream: desk.router.handle(Failed(stream.request, "InternalError", "")),
     lambda desk, stream: desk.router.handle(EncodeFailed(TransferId(f"{stream.request}/0"), "MediaError", "")),
     lambda desk, stream: desk.router.handle(Leave(E1)),

@@ -13,6 +13,8 @@ from triptych.errors import InvalidRequest
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKENS_LIMIT = 2**24
+MAX_CHOICES = 64
+KEY = "[key]"
 STRING, ARRAY = "<string>", "<array>"
 """Which member of "a string or an array" a value is judged as. Pydantic puts them into the paths of its errors."""
 
@@ -74,6 +76,16 @@ StopStrings = Annotated[
 ]
 
 
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+TopK = Annotated[int, Field(ge=-1, le=2**20)]
+"""0 and -1: no limit."""
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""A token id as the key of a JSON object."""
+
+
 class ChatCompletionRequest(Strict):
     """The body of ``POST /v1/chat/completions``."""
 
@@ -81,20 +93,26 @@ class ChatCompletionRequest(Strict):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
-    temperature: float | None = Field(None, ge=0.0, le=2.0)
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=-1, le=2**20)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopStrings | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**32)]] | None = Field(None, max_length=256)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=256)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    logit_bias: dict[TokenIdText, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(None, max_length=1024)
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS_LIMIT)
     ignore_eos: bool = False
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    n: int | None = Field(None, ge=1, le=1)
-    logprobs: Literal[False] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
     response_format: TextFormat | None = None
 
     @property
@@ -110,6 +128,8 @@ def parse_chat_request(body: bytes) -> ChatCompletionRequest:
         raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options is only for stream: true", "stream_options")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs is only for logprobs: true", "top_logprobs")
     return request
 
 
@@ -129,12 +149,12 @@ def _invalid(detail: Any) -> InvalidRequest:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """``messages[0].content[1].text``, without what pydantic adds for members of unions: STRING and ARRAY, and, behind
-    the index of a content part, the part's type."""
+    """``messages[0].content[1].text``, without what pydantic adds: for members of unions STRING and ARRAY, and, behind
+    the index of a content part, the part's type; for keys of objects KEY."""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step not in (STRING, ARRAY) and location[max(0, index - 3) : max(0, index - 1)] != ("content", ARRAY):
+        elif step not in (STRING, ARRAY, KEY) and location[max(0, index - 3) : max(0, index - 1)] != ("content", ARRAY):
             path += f".{step}" if path else step
     return path

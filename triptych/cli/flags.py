@@ -2,12 +2,13 @@
 
 import argparse
 import dataclasses
+import logging
 import math
 import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, TransferConfig, flag
+from triptych.config import ClusterConfig, EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, TransferConfig, flag
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
 from triptych.models.safetensors_header import read_folder
@@ -16,6 +17,8 @@ DEMO = "demo"
 """The bundled model's name, wherever a MODEL is asked for."""
 
 C = TypeVar("C")
+
+log = logging.getLogger(__name__)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +29,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     """One flag per setting of a service, in groups of ``--help``."""
     _add_group(parser, "how instances compute", EngineConfig)
     _add_group(parser, "how rows travel", TransferConfig)
+    _add_group(parser, "where processes meet and whom they trust", ClusterConfig)
     _add_group(parser, "what the front door accepts", FrontDoorConfig)
     _add_group(parser, "how processes start, live and end", LeaseConfig)
 
@@ -33,12 +37,18 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def _add_group(parser: argparse.ArgumentParser, title: str, config: type[Any]) -> None:
     group = parser.add_argument_group(title)
     for item in dataclasses.fields(config):
+        text = f"{item.metadata['help']} (default: {_shown(item.default)})"
+        if isinstance(item.default, bool):
+            group.add_argument(
+                flag(item.name), dest=item.name, default=None, action=argparse.BooleanOptionalAction, help=text
+            )
+            continue
         group.add_argument(
             flag(item.name),
             dest=item.name,
             default=None,
             metavar=item.name.upper().rsplit("_", 1)[-1],
-            help=f"{item.metadata['help']} (default: {_shown(item.default)})",
+            help=text,
         )
 
 
@@ -48,8 +58,8 @@ def settings(config: type[C], arguments: argparse.Namespace) -> C:
     for item in dataclasses.fields(config):  # type: ignore[arg-type]
         variable = f"TRIPTYCH_{item.name.upper()}"
         given, source = getattr(arguments, item.name), flag(item.name)
-        if given is None and variable in os.environ:
-            given, source = os.environ[variable], variable
+        if given is None and (value := _from_environment(variable)) is not None:
+            given, source = value, variable
         if given is not None:
             values[item.name] = _parsed(given, item.default, source)
     return config(**values)
@@ -61,6 +71,7 @@ def serve_config(arguments: argparse.Namespace) -> ServeConfig:
         model=model_folder(arguments.model),
         engine=settings(EngineConfig, arguments),
         transfer=settings(TransferConfig, arguments),
+        cluster=settings(ClusterConfig, arguments),
         front_door=settings(FrontDoorConfig, arguments),
         lease=settings(LeaseConfig, arguments),
     )
@@ -81,7 +92,19 @@ def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
     return config.front_door.served_model_name or (DEMO if arguments.model == DEMO else config.model.name)
 
 
+def _from_environment(variable: str) -> str | None:
+    """Kubernetes sets TRIPTYCH_PORT=tcp://… in pods beside a service named triptych. Nobody means that as a setting,
+    and to refuse it would make the service's name decide whether Triptych starts."""
+    value = os.environ.get(variable)
+    if value is None or not value.startswith(("tcp://", "udp://", "sctp://")):
+        return value
+    log.warning("%s=%s comes from Kubernetes, not from you; ignoring it", variable, value)
+    return None
+
+
 def _parsed(given: str, default: Any, source: str) -> Any:
+    if isinstance(default, bool):
+        return _truth(str(given), source)
     if isinstance(default, tuple):
         return tuple(part.strip() for part in given.split(",") if part.strip())
     try:
@@ -93,8 +116,17 @@ def _parsed(given: str, default: Any, source: str) -> Any:
     return value
 
 
+def _truth(given: str, source: str) -> bool:
+    words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    if (truth := words.get(given.strip().lower())) is None:
+        raise ConfigError(f"{source} {given!r} is not one of {', '.join(words)}")
+    return truth
+
+
 _A = {int: "a whole number", float: "a number", str: "text"}
 
 
 def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
     return str(default) if default not in ("", ()) else "none"

@@ -14,7 +14,7 @@ from typing import Any
 from triptych.cli import flags
 from triptych.cluster.local import SUPERVISOR_VARIABLE
 from triptych.cluster.service import LocalService
-from triptych.config import ServeConfig, threads_per_instance
+from triptych.config import ServeConfig, is_loopback, threads_per_instance
 from triptych.errors import ConfigError
 from triptych.topology import Role, Topology
 
@@ -89,6 +89,12 @@ def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str |
         raise ConfigError(f"--role {role} needs --join HOST:PORT")
     if not _HOST_PORT.fullmatch(join):
         raise ConfigError(f"--join {join!r} is not HOST:PORT")
+    host, cluster_host = join.rpartition(":")[0].strip("[]"), config.cluster.cluster_host
+    if is_loopback(cluster_host) and not is_loopback(host):
+        raise ConfigError(
+            f"--join {join} may be another machine, which couldn't answer to {cluster_host}: give the address that it "
+            "reaches this instance at with --cluster-host"
+        )
     # before torch is imported, which reads it once
     threads = threads_per_instance(config.engine, 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)

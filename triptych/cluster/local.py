@@ -73,7 +73,7 @@ class LocalCluster:
         }
         command = [sys.executable, "-m", "triptych", "serve", str(self._config.model)]
         command += ["--role", role.value, "--join", self._join, "--name", name]
-        command += as_flags(self._config.engine, self._config.transfer, self._config.lease)
+        command += as_flags(self._config.engine, self._config.transfer, self._config.cluster, self._config.lease)
         command += ["--threads", str(threads)]
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(

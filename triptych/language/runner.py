@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triptych.language.sampler import Draw, sample
+from triptych.language.sampler import Draw, Drawn, sample
 from triptych.language.scheduler import Chunk
 from triptych.models.attention.base import AttentionBatch, KVTensors
 from triptych.models.decoder import Decoder, ForwardBatch
@@ -46,7 +46,7 @@ class Runner:
             attention=self._attention(chunks),
         )
 
-    def run(self, batch: ForwardBatch, draws: Rows[Draw]) -> list[int]:
+    def run(self, batch: ForwardBatch, draws: Rows[Draw]) -> list[Drawn]:
         """The next token of every chunk that samples, in order."""
         with torch.inference_mode():
             logits = self.decoder(batch, self._cache)

@@ -5,12 +5,16 @@ the longest run of tokens that are ready. A sequence starts when the pages for a
 as it needs them; when none is left, the sequence that arrived last gives up its own and is computed again later. The
 first to have arrived need not wait and can take every page there is, and any sequence fits in the pool alone, so
 everything ends.
+
+A sequence begins with the pages of its prefix that the pool still knows. It holds them from its arrival on, because
+what it asks the encoder for depends on them; like all pages, those who arrived before it can take them away.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from triptych.language.kv_cache import PagePool
+from triptych.language.prefix import extend_page_keys
 from triptych.language.sequence import Sequence
 from triptych.types import RequestId
 
@@ -47,8 +51,11 @@ class Step:
 class Scheduler:
     """Continuous batching over a pool of KV pages."""
 
-    def __init__(self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int, *, reuse_prefixes: bool = True
+    ) -> None:
         self.pool = pool
+        self._reuse_prefixes = reuse_prefixes
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
         self._sequences: dict[RequestId, Sequence] = {}
@@ -56,10 +63,11 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence at the end of the line."""
+        """Puts a sequence at the end of the line, with the pages of its prefix that are known."""
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._sequences[sequence.request] = sequence
+        self._reuse(sequence, len(sequence.tokens) - 1)  # the last token must be computed: its logits are wanted
 
     def remove(self, request: RequestId) -> Sequence | None:
         """Takes a sequence out, whatever it was doing, and its pages back."""
@@ -82,35 +90,45 @@ class Scheduler:
         running = list(self._sequences.values())[: self._max_num_seqs]
         for sequence in running:
             if sequence.decoding:
-                self._add_chunk(step, sequence, 1)
+                self._add_chunk(step, sequence, len(sequence.tokens))
         for sequence in running:
             if sequence.decoding:
                 continue
-            if not self._add_chunk(step, sequence, ready(sequence) - sequence.num_computed):
+            if not self._add_chunk(step, sequence, ready(sequence)):
                 break  # those behind it would take the pages it waits for, and new ones would do so for ever
         return step
 
     def computed(self, step: Step) -> None:
         """The step has run: its tokens are in the cache."""
         for chunk in step.chunks:
-            chunk.sequence.num_computed = chunk.start + chunk.length
+            if self._sequences.get(chunk.sequence.request) is chunk.sequence:
+                chunk.sequence.num_computed = chunk.start + chunk.length
+                self._publish(chunk.sequence)
 
-    def _add_chunk(self, step: Step, sequence: Sequence, length: int) -> bool:
-        """Adds what the budget allows of ``length`` tokens. False when a sequence under way finds no pages for them."""
-        length = min(length, self._budget - step.num_tokens)
-        if length <= 0 or sequence in step.preempted:
+    def _add_chunk(self, step: Step, sequence: Sequence, ready: int) -> bool:
+        """Adds what the budget allows of the tokens below ``ready``. False when a sequence under way finds no pages
+        for them."""
+        if ready <= sequence.num_computed or step.num_tokens >= self._budget or sequence in step.preempted:
             return True
-        if not sequence.pages and not self._may_start(sequence):
+        if not sequence.running:
+            if not self._may_start(sequence):
+                return True
+            if not sequence.pages:
+                self._reuse_late(sequence)
+        length = min(ready - sequence.num_computed, self._budget - step.num_tokens)
+        if length <= 0:
             return True
         if not self._take_pages(step, sequence, sequence.num_computed + length):
             return False
+        sequence.running = True
         step.chunks.append(Chunk(sequence, sequence.num_computed, length))
         return True
 
     def _may_start(self, sequence: Sequence) -> bool:
         """Without this, sequences that don't fit beside the running ones would start, be preempted, and start again."""
         first = next(iter(self._sequences.values()))
-        return sequence is first or self.pool.pages_for(len(sequence.tokens)) <= self.pool.num_free
+        missing = self.pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
+        return sequence is first or missing <= self.pool.num_free
 
     def _take_pages(self, step: Step, sequence: Sequence, tokens: int) -> bool:
         missing = self.pool.pages_for(tokens) - len(sequence.pages)
@@ -136,4 +154,32 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.free(sequence.pages)
         sequence.pages = []
-        sequence.num_computed = 0
+        sequence.running = False
+        sequence.num_computed = sequence.num_published = sequence.num_reused = 0
+
+    # ── prefixes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _reuse(self, sequence: Sequence, num_tokens: int) -> None:
+        """Begins with what is known of the first ``num_tokens`` tokens, in whole pages."""
+        if not self._reuse_prefixes:
+            return
+        num_pages = num_tokens // self.pool.page_size
+        extend_page_keys(sequence, self.pool.page_size, num_pages)
+        sequence.pages = self.pool.find(sequence.page_keys[:num_pages])
+        sequence.num_published = len(sequence.pages)
+        sequence.num_computed = sequence.num_reused = len(sequence.pages) * self.pool.page_size
+
+    def _reuse_late(self, sequence: Sequence) -> None:
+        """The same for one that begins only now, or again. Its media rows are on their way already."""
+        media = sequence.items[0].span.start if sequence.items else len(sequence.tokens)
+        self._reuse(sequence, min(media, len(sequence.tokens) - 1))
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Lets others find the pages that are full now."""
+        if not self._reuse_prefixes:
+            return
+        full = sequence.num_computed // self.pool.page_size
+        extend_page_keys(sequence, self.pool.page_size, full)
+        for index in range(sequence.num_published, full):
+            self.pool.publish(sequence.pages[index], sequence.page_keys[index])
+        sequence.num_published = full

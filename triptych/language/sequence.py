@@ -14,8 +14,9 @@ class Sequence:
     """Prompt, output and progress of one request.
 
     ``tokens`` is the prompt followed by what was generated; ``positions`` is int64 of shape (3, prompt tokens);
-    ``num_computed`` tokens have their keys and values in ``pages``. Filled in by the scheduler: ``arrival``,
-    ``num_computed``, ``pages``. Filled in by the host: ``tokens`` beyond the prompt.
+    ``num_computed`` tokens have their keys and values in ``pages``, the first ``num_reused`` of the prompt's without
+    having been computed for this request. Filled in by the scheduler: ``arrival`` and what follows it. Filled in by
+    the host: ``tokens`` beyond the prompt.
     """
 
     request: RequestId
@@ -25,10 +26,15 @@ class Sequence:
     items: list[ItemSpan]
     sampling: Sampling
     eos_token_ids: frozenset[int]
-    arrival: int = 0
+    cache_salt: str = ""
     num_prompt: int = field(init=False)
+    arrival: int = 0
+    running: bool = False
     num_computed: int = 0
+    num_reused: int = 0
+    num_published: int = 0
     pages: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -47,10 +53,15 @@ class Sequence:
         """Whether exactly the newest token is left to compute."""
         return self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end generation."""
+        ignored = self.sampling.ignore_eos
+        return frozenset(self.sampling.stop_token_ids) | (frozenset() if ignored else self.eos_token_ids)
+
     def finish_reason(self) -> str | None:
         """Why generation ends with the newest token, or None when it doesn't."""
-        newest = self.tokens[-1]
-        if newest in self.sampling.stop_token_ids or (newest in self.eos_token_ids and not self.sampling.ignore_eos):
+        if self.tokens[-1] in self.end_token_ids and self.num_generated > self.sampling.min_tokens:
             return "stop"
         return "length" if self.num_generated >= self.sampling.max_tokens else None
 

@@ -2,55 +2,103 @@
 
 Every process has one Channel: an inbox (PULL) whose address names the process, and an outbox (PUSH) per peer it has
 written to. Messages say themselves whom to answer. A message to the channel's own address never leaves the process,
-which is how several stages in one instance talk.
+which is how several stages in one instance talk. With a secret every connection is encrypted, and only who has it can
+make one (docs/decisions/0010-trust.md).
 """
 
+import contextlib
+import ipaddress
 import logging
 import os
-from collections import deque
+import re
+import socket
+import time
+from collections import OrderedDict, deque
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
+from triptych.config import MAX_MESSAGE_BYTES
 from triptych.errors import TriptychError, Unavailable
 from triptych.messages.codec import BadMessage, Message, decode, encode
+from triptych.messages.curve import ClusterKeys
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 256 * 2**20
-"""Larger frames are dropped by the socket itself."""
 OUTBOX_MESSAGES = 10_000
 """How many messages wait for a peer that doesn't read before it counts as unreachable."""
+MAX_OUTBOXES = 256
+"""Peers that a process is connected to at a time: several times as many as a service has processes. Messages carry
+addresses to answer to, so without a limit they could use up this process's descriptors."""
+FRAMES_AT_A_TIME = 1000
+"""Frames that one look at the inbox takes: a peer that sends faster than it is read must not stop the loop."""
+LAST_WORDS = 1000
+"""Milliseconds that messages to a forgotten peer get to leave: it may be there, and about to register anew."""
+HANDSHAKE = 10_000
+"""Milliseconds after which a connection that hasn't proved that it knows the secret is closed."""
+KEEPALIVE = 60
+"""Seconds of silence after which the kernel asks whether a connection's other end still exists."""
+COMPLAIN_EVERY = 10.0
+"""Seconds between log lines about frames that aren't messages: these may come by the thousand."""
+
+_ZAP_DOMAIN = "triptych"
+# No names: ZeroMQ would look them up on the thread that all messages go through. And no other transports: a peer that
+# says it listens at inproc:// or ipc:// would have this process write to its own sockets, or to files.
+_ENDPOINT = re.compile(r"tcp://(?:([\d.]{7,15})|\[([\da-fA-F:.]{2,45})\]):[1-9]\d{0,4}", re.ASCII)
 
 
 class BadAddress(TriptychError):
     """An address that can't be bound or connected to."""
 
 
+def endpoint(host: str, port: str | int) -> Address:
+    """The address of a process that listens on ``port`` of ``host``, an IP address or a name. Raises BadAddress for a
+    name that nobody knows, and for an IP address that stands for all of a machine's."""
+    try:
+        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise BadAddress(f"no address for {host!r}: {error}") from None
+    if ipaddress.ip_address(found).is_unspecified:
+        raise BadAddress(f"{host!r} stands for all addresses of a machine; peers need one")
+    return Address(f"tcp://[{found}]:{port}" if ":" in found else f"tcp://{found}:{port}")
+
+
 class Channel:
     """A process's inbox and outboxes. Used by one thread, except ``wake``."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Binds the inbox; port 0 takes any free one. Raises BadAddress when it can't be bound."""
-        self._context = zmq.Context(io_threads=1)
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.set(zmq.LINGER, 0)
-        self._inbox.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        try:
-            self._inbox.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise BadAddress(f"can't listen on {host}:{port}: {error}") from None
-        self.address = Address(self._inbox.get_string(zmq.LAST_ENDPOINT))
-        self._outboxes: dict[Address, zmq.Socket[bytes]] = {}
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, secret: bytes | None = None) -> None:
+        """Binds the inbox; port 0 takes any free one. Peers must have the same ``secret``, or none if there is none.
+        Raises BadAddress when the inbox can't be bound."""
+        self._keys = None if secret is None else ClusterKeys.derive(secret)
+        self._outboxes: OrderedDict[Address, zmq.Socket[bytes]] = OrderedDict()
         self._to_self: deque[Message] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._num_dropped = 0
+        self._complain_at = 0.0
+        where = endpoint(host, port or "*")
+        with contextlib.ExitStack() as undo:
+            try:
+                self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                undo.callback(os.close, self._wake_fd)
+                self._context = zmq.Context(io_threads=1)
+                undo.callback(self._context.destroy, linger=0)
+                self._doorkeeper = self._keys and _doorkeeper(self._context, self._keys)
+                if self._doorkeeper:
+                    undo.callback(self._doorkeeper.stop)
+                self._inbox = self._context.socket(zmq.PULL)
+                self._prepare_inbox()
+                self._inbox.bind(where)
+                self.address = Address(self._inbox.get_string(zmq.LAST_ENDPOINT))
+            except (OSError, RuntimeError, zmq.ZMQError) as error:
+                raise BadAddress(f"can't listen on {host}:{port}: {error}") from None
+            undo.pop_all()
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
     def send(self, to: Address, message: Message) -> None:
-        """Queues a message; never blocks. Raises Unavailable when the peer has stopped reading."""
+        """Queues a message; never blocks. Raises Unavailable when the peer has stopped reading or no connection to it
+        can be made now, BadAddress when there never can."""
         if to == self.address:
             self._to_self.append(message)
             return
@@ -58,6 +106,8 @@ class Channel:
             self._outbox(to).send(encode(message), flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:
             raise Unavailable("a peer has stopped reading its messages") from None
+        except zmq.ZMQError as error:  # no descriptor left, or the channel is closed
+            raise Unavailable(f"no connection to a peer: {error}") from None
 
     def receive(self, timeout: float | None) -> list[Message]:
         """What has arrived; waits up to ``timeout`` seconds (None: for ever) for a message or a ``wake``."""
@@ -66,29 +116,36 @@ class Channel:
         return self.drain()
 
     def drain(self) -> list[Message]:
-        """What has arrived, without waiting."""
+        """What has arrived, without waiting, and not all of it if that is a lot."""
         self._clear_wake()
         messages = list(self._to_self)
         self._to_self.clear()
-        while (frame := self._next_frame()) is not None:
+        for _ in range(FRAMES_AT_A_TIME):
+            if (frame := self._next_frame()) is None:
+                break
             try:
                 messages.append(decode(frame))
             except BadMessage as error:
-                log.warning("dropped a frame of %d bytes: %s", len(frame), error)
+                self._complain(frame, error)
         return messages
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is more to ``drain``."""
+        return bool(self._to_self) or bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def wake(self) -> None:
         """Ends a ``receive`` that waits. May be called from any thread."""
         os.eventfd_write(self._wake_fd, 1)
 
     def fileno(self) -> int:
-        """A descriptor for event loops: when it becomes readable, ``drain`` until it returns nothing."""
+        """A descriptor for event loops: when it becomes readable, ``drain`` until nothing is ``pending``."""
         return int(self._inbox.get(zmq.FD))
 
     def forget(self, peer: Address) -> None:
-        """Drops the outbox of a peer that is gone, with whatever still waits in it."""
+        """Closes the connection to a peer that is gone. A later message to it makes a new one."""
         if outbox := self._outboxes.pop(peer, None):
-            outbox.close(linger=0)
+            outbox.close(linger=LAST_WORDS)
 
     def close(self, linger: float = 1.0) -> None:
         """Closes all sockets; messages already sent have ``linger`` seconds to leave."""
@@ -96,20 +153,48 @@ class Channel:
             outbox.close(linger=int(linger * 1000))
         self._outboxes.clear()
         self._inbox.close()
+        if self._doorkeeper:
+            self._doorkeeper.stop()
         self._context.term()
         os.close(self._wake_fd)
 
+    def _prepare_inbox(self) -> None:
+        self._inbox.set(zmq.LINGER, 0)
+        self._inbox.set(zmq.IPV6, 1)
+        self._inbox.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)  # larger frames are dropped by the socket itself
+        self._inbox.set(zmq.HANDSHAKE_IVL, HANDSHAKE)
+        # a machine that loses its power doesn't say so; its connections must not stay for ever
+        self._inbox.set(zmq.TCP_KEEPALIVE, 1)
+        self._inbox.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE)
+        if self._keys:
+            self._inbox.set(zmq.CURVE_SERVER, 1)
+            self._inbox.set(zmq.CURVE_SECRETKEY, self._keys.server.secret)
+            self._inbox.set(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
+            self._inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its doorkeeper it would let in everybody
+
     def _outbox(self, to: Address) -> "zmq.Socket[bytes]":
-        if to not in self._outboxes:
-            outbox = self._context.socket(zmq.PUSH)
+        """The connection to a peer; the one that has been idle the longest makes room for it. Raises ZMQError."""
+        if to in self._outboxes:
+            self._outboxes.move_to_end(to)
+            return self._outboxes[to]
+        if not _is_endpoint(to):
+            raise BadAddress(f"{to[:100]!r} is not an address of a process")
+        if len(self._outboxes) >= MAX_OUTBOXES:
+            self._outboxes.popitem(last=False)[1].close(linger=0)
+        outbox = self._context.socket(zmq.PUSH)
+        try:
             outbox.set(zmq.SNDHWM, OUTBOX_MESSAGES)
-            try:
-                outbox.connect(to)
-            except zmq.ZMQError as error:
-                outbox.close(linger=0)
-                raise BadAddress(f"can't connect to {to!r}: {error}") from None
-            self._outboxes[to] = outbox
-        return self._outboxes[to]
+            outbox.set(zmq.IPV6, 1)
+            if self._keys:
+                outbox.set(zmq.CURVE_SERVERKEY, self._keys.server.public)
+                outbox.set(zmq.CURVE_PUBLICKEY, self._keys.client.public)
+                outbox.set(zmq.CURVE_SECRETKEY, self._keys.client.secret)
+            outbox.connect(to)
+        except zmq.ZMQError as error:
+            outbox.close(linger=0)
+            raise BadAddress(f"can't connect to {to!r}: {error}") from None
+        self._outboxes[to] = outbox
+        return outbox
 
     def _next_frame(self) -> bytes | None:
         try:
@@ -117,8 +202,48 @@ class Channel:
         except zmq.Again:
             return None
 
+    def _complain(self, frame: bytes, error: BadMessage) -> None:
+        self._num_dropped += 1
+        if (now := time.monotonic()) >= self._complain_at:
+            self._complain_at = now + COMPLAIN_EVERY
+            log.warning("dropped %d frames, the last of %d bytes: %s", self._num_dropped, len(frame), error)
+            self._num_dropped = 0
+
     def _clear_wake(self) -> None:
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return
+
+
+def _is_endpoint(address: str) -> bool:
+    if (match := _ENDPOINT.fullmatch(address)) is None:
+        return False
+    try:
+        ipaddress.ip_address(match[1] or match[2])
+    except ValueError:
+        return False
+    return True
+
+
+class _OneKey:
+    """Says who may connect: who has the client key.
+
+    A peer that gets as far as being asked about has shown that it knows the inbox's public key, which is derived from
+    the secret too, and never sent. But CURVE doesn't promise that public keys stay secret, and whoever came by this
+    one (in a log, in a core dump) must not be able to send messages with it.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+def _doorkeeper(context: "zmq.Context[zmq.Socket[bytes]]", keys: ClusterKeys) -> ThreadAuthenticator:
+    """Starts the thread that inboxes ask about whoever connects. It logs nothing above debug about those it refuses."""
+    doorkeeper = ThreadAuthenticator(context)
+    doorkeeper.configure_curve_callback(_ZAP_DOMAIN, _OneKey(keys.client.public))
+    doorkeeper.start()
+    return doorkeeper

@@ -32,4 +32,4 @@ def decode(data: bytes | memoryview) -> Message:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadMessage(str(error)) from None
+        raise BadMessage(repr(str(error)[:200])) from None  # it may quote what was sent

@@ -69,15 +69,24 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 class Sampling(Struct, frozen=True):
-    """How tokens are chosen and when generation ends. ``temperature`` 0 is greedy; ``top_k`` 0 is no limit."""
+    """How tokens are chosen and when generation ends. ``temperature`` 0 is greedy; ``top_k`` 0 is no limit.
+    ``logprobs`` asks for the log probability of each token and of so many of the likeliest (None: for none);
+    ``logit_bias`` is added to tokens' logits; before ``min_tokens`` tokens nothing ends the answer."""
 
     max_tokens: Positive
     temperature: Annotated[float, Meta(ge=0.0)] = 0.0
     top_k: Count = 0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    min_tokens: Count = 0
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 class ItemSpan(Struct, frozen=True):
@@ -90,7 +99,8 @@ class ItemSpan(Struct, frozen=True):
 class Generate(Struct, frozen=True, tag=True):
     """Front door → language instance: prefill this prompt and decode.
 
-    ``positions`` is the little-endian int64 bytes of an array of shape (3, len(tokens)).
+    ``positions`` is the little-endian int64 bytes of an array of shape (3, len(tokens)). Requests share what the KV
+    cache knows of their prefixes only with those of the same ``cache_salt``.
     """
 
     request: RequestId
@@ -100,6 +110,7 @@ class Generate(Struct, frozen=True, tag=True):
     items: list[ItemSpan]
     sampling: Sampling
     eos_token_ids: list[int]
+    cache_salt: str = ""
 
 
 class NeededItem(Struct, frozen=True):
@@ -143,12 +154,23 @@ class EncodeFailed(Struct, frozen=True, tag=True):
     message: str
 
 
+class TokenLogprob(Struct, frozen=True):
+    """A token's log probability (natural), and those of the likeliest tokens at its place, likeliest first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class Tokens(Struct, frozen=True, tag=True):
-    """Language instance → front door: new tokens; with the last ones why it ended and where the time went."""
+    """Language instance → front door: new tokens; with the last ones why it ended and where the time went.
+    ``logprobs`` has an entry for each token, or none. ``reused`` counts the prompt's tokens that were in the KV cache
+    already."""
 
     request: RequestId
     tokens: list[int]
+    logprobs: list[TokenLogprob] = []
     finish_reason: str | None = None
+    reused: Count = 0
     intervals: list[Interval] = []
 
 

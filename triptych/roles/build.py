@@ -20,11 +20,10 @@ from triptych.messages.channel import Channel
 from triptych.messages.rows import End, RowLayout
 from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
-from triptych.models.layers import weight_format
+from triptych.models.config_files import load_config, load_preprocessor_config
+from triptych.models.fingerprint import fingerprint
+from triptych.models.layers import WEIGHT_FORMATS
 from triptych.models.towers import Tower, TowerFamily
-from triptych.prompt.fingerprint import fingerprint
-from triptych.prompt.prompt import load_preprocessor_config
 from triptych.roles.encode import EncodeHost
 from triptych.roles.incoming_media import IncomingMedia
 from triptych.roles.instance import Instance
@@ -42,8 +41,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_WEIGHT_FORMATS = {"auto": "fp16-packed", "float32": "fp32", "float16": "fp16-packed", "bfloat16": "bf16"}
-
 
 class Model:
     """A checkpoint folder as instances see it: what to load, and how rows look on their way."""
@@ -54,7 +51,7 @@ class Model:
         self.files = family_of(self.config)
         self.planner: Planner = resolve(self.files.planner)(self.config, load_preprocessor_config(checkpoint.folder))
         self.family: TowerFamily = resolve(self.files.tower)(self.config)
-        self.weights = weight_format(_WEIGHT_FORMATS[dtype])
+        self.weights = WEIGHT_FORMATS[dtype]
         self.fingerprint = fingerprint(checkpoint.folder)
 
     @property
@@ -138,12 +135,18 @@ def _language_host(model: Model, instance: Instance, engine: EngineConfig, recei
     cache = KVTensors.allocate(config, engine.num_pages, engine.page_size, dtype, device)
     pool = PagePool(engine.num_pages, engine.page_size)
     return LanguageHost(
-        scheduler=Scheduler(pool, engine.max_num_seqs, engine.max_num_batched_tokens),
+        scheduler=Scheduler(
+            pool,
+            engine.max_num_seqs,
+            engine.max_num_batched_tokens,
+            reuse_prefixes=engine.enable_prefix_caching,
+        ),
         runner=Runner(decoder, cache, engine.page_size),
         media=IncomingMedia(receiver, instance.name, dtype, model.family.row_width),
         receiver=receiver,
         compute=instance.compute,
         context_length=min(model.planner.context_length, engine.max_context),
+        vocabulary=config.vocab_size,
         address=channel.address,
         front_door=instance.front_door,
         send=instance.send,

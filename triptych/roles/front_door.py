@@ -5,9 +5,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import uvicorn
 
@@ -17,7 +15,6 @@ from triptych.config import ServeConfig
 from triptych.errors import StartError, TriptychError
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
-from triptych.models.config_files import read_json_object
 from triptych.prompt.media import MediaLimits
 from triptych.prompt.prompt import PromptBuilder
 from triptych.router.router import Router
@@ -46,14 +43,16 @@ class FrontDoor:
         """Reads the checkpoint's small files and binds both ports. Raises StartError when that fails."""
         self._config = config
         builder = PromptBuilder(config.model, config.engine.max_context)
+        secret = config.cluster.secret()
         self._socket = _listen(config.front_door.host, config.front_door.port)
         try:
-            self.channel = Channel(port=config.front_door.control_port)
+            self.channel = Channel(config.cluster.cluster_host, config.front_door.control_port, secret)
         except BadAddress as error:
             self._socket.close()
             raise StartError(str(error)) from None
         self.router = Router(
             send=self.channel.send,
+            forget=self.channel.forget,
             fingerprint=builder.fingerprint,
             front_door=config.front_door,
             lease=config.lease,
@@ -65,7 +64,7 @@ class FrontDoor:
             prompt_builder=builder,
             tokenizer=builder.tokenizer,
             media=MediaLimits(max_bytes=config.front_door.max_image_mb * 2**20),
-            generation_defaults=GenerationDefaults.of(_generation_config(config.model)),
+            generation_defaults=GenerationDefaults.load(config.model),
             front_door=config.front_door,
         )
         settings = uvicorn.Config(
@@ -128,6 +127,8 @@ class FrontDoor:
                 self.router.handle(message)
             except Exception:  # a message that the router trips over must not cost the others theirs
                 log.exception("couldn't handle %s", type(message).__name__)
+        if self.channel.pending and not self._server.should_exit:  # the descriptor says nothing of what is left
+            asyncio.get_running_loop().call_soon(self._take_messages)
 
     async def _tick(self) -> None:
         while True:
@@ -137,11 +138,6 @@ class FrontDoor:
                 self.router.tick()
             except Exception:  # leases and deadlines must go on being looked after
                 log.exception("the router's tick failed")
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    return read_json_object(path) if path.is_file() else {}
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -47,12 +47,16 @@ class IncomingMedia:
         self._numbers = itertools.count()
 
     def need(self, sequence: Sequence) -> list[NeededItem]:
-        """Starts over with a sequence's items: a new transfer for each, in line by arrival and prompt order."""
+        """Starts over with a sequence's items: a new transfer for each that isn't wholly in the KV cache, in line by
+        arrival and prompt order."""
         self.release(sequence.request)
         items = []
         for index, item in enumerate(sequence.items):
+            if item.span.end <= sequence.num_computed:
+                continue
             transfer = TransferId(f"{self._prefix}/{next(self._numbers)}")
-            self._receiver.expect(transfer, item.span.length, (sequence.arrival, index))
+            covered = max(0, sequence.num_computed - item.span.start)
+            self._receiver.expect(transfer, item.span.length, (sequence.arrival, index), first_row=covered)
             self._requests[transfer] = sequence.request
             items.append(_Item(index, item.span, transfer))
         self._items[sequence.request] = items

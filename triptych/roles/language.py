@@ -9,12 +9,12 @@ import numpy as np
 
 from triptych.errors import InvalidRequest, PromptTooLong, TriptychError
 from triptych.language.runner import Runner
-from triptych.language.sampler import Draw
+from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Scheduler, Step
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Offer, Wrote
-from triptych.messages.work import Cancel, Failed, Generate, Need, PeerLost, Tokens
+from triptych.messages.work import Cancel, Failed, Generate, Need, PeerLost, TokenLogprob, Tokens
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Handlers
@@ -32,14 +32,16 @@ SAME_INTERVAL = 0.005
 class _RunningStep:
     step: Step
     began: float
-    future: Future[list[int]]
+    future: Future[list[Drawn]]
 
 
 @dataclass
 class _Times:
-    """When a sequence got where, in seconds since the epoch; 0 for not yet."""
+    """When a sequence got where, in seconds since the epoch; 0 for not yet. And ``reused``: how many of its tokens the
+    KV cache knew when it came."""
 
     received: float
+    reused: int
     scheduled: float = 0.0
     first_token: float = 0.0
     transfers: list[Interval] = field(default_factory=list)
@@ -73,6 +75,7 @@ class LanguageHost:
         receiver: Receiver,
         compute: ComputeThread,
         context_length: int,
+        vocabulary: int,
         address: Address,
         front_door: Address,
         send: Send,
@@ -83,9 +86,11 @@ class LanguageHost:
         self._receiver = receiver
         self._compute = compute
         self._context_length = context_length
+        self._vocabulary = vocabulary
         self._address = address
         self._front_door = front_door
         self._send = send
+        self.num_computed_tokens = 0
         self._times: dict[RequestId, _Times] = {}
         self._running: _RunningStep | None = None
 
@@ -113,7 +118,7 @@ class LanguageHost:
         self._media.producer_lost(lost.address, lost.transfers)
 
     def lapse(self) -> None:
-        """The requests have failed at the front door already."""
+        """The front door fails the requests by itself."""
         for sequence in self.scheduler:
             self._remove(sequence.request)
 
@@ -131,12 +136,12 @@ class LanguageHost:
         if self.scheduler.get(message.request):
             raise InvalidRequest("a request of that id is running")
         try:
-            sequence = _sequence(message, self._context_length)
+            sequence = _sequence(message, self._context_length, self._vocabulary)
         except TriptychError as error:
             self._send(self._front_door, Failed(message.request, type(error).__name__, str(error)))
             return
-        self._times[sequence.request] = _Times(received=time.time())
         self.scheduler.add(sequence)
+        self._times[sequence.request] = _Times(received=time.time(), reused=sequence.num_reused)
         self._need(sequence)
 
     def _need(self, sequence: Sequence) -> None:
@@ -169,7 +174,7 @@ class LanguageHost:
             times = self._times[chunk.sequence.request]
             times.scheduled = times.scheduled or now
         batch = self.runner.batch(step.chunks, self._media.take(step.chunks))
-        draws = [Draw(c.sequence.sampling, c.sequence.num_generated) for c in step.chunks if c.samples]
+        draws = [_draw(chunk.sequence) for chunk in step.chunks if chunk.samples]
         self._running = _RunningStep(step, now, self._compute.submit(self.runner.run, batch, draws))
 
     def _collect(self) -> None:
@@ -183,31 +188,36 @@ class LanguageHost:
                     self._fail(chunk.sequence.request, "InternalError", "the model failed on this request's batch")
             return
         self.scheduler.computed(step)
+        self.num_computed_tokens += step.num_tokens
         for chunk in step.chunks:
             if (times := self._times.get(chunk.sequence.request)) and not times.first_token:
                 times.add_prefill(running.began, time.time())
         sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        for sequence, token in zip(sampling, running.future.result(), strict=True):
+        for sequence, drawn in zip(sampling, running.future.result(), strict=True):
             if self._alive(sequence):
-                self._report(sequence, token)
+                self._report(sequence, drawn)
 
     def _alive(self, sequence: Sequence) -> bool:
         return self.scheduler.get(sequence.request) is sequence
 
-    def _report(self, sequence: Sequence, token: int) -> None:
-        sequence.tokens.append(token)
+    def _report(self, sequence: Sequence, drawn: Drawn) -> None:
+        sequence.tokens.append(drawn.token)
         times = self._times[sequence.request]
         if not times.first_token:
             times.first_token = time.time()
             times.transfers = self._media.intervals(sequence.request)
         reason = sequence.finish_reason()
         intervals = times.intervals() if reason else []
-        self._send(self._front_door, Tokens(sequence.request, [token], reason, intervals))
+        logprobs = [] if drawn.logprob is None else [TokenLogprob(drawn.logprob, list(drawn.top))]
+        self._send(
+            self._front_door,
+            Tokens(sequence.request, [drawn.token], logprobs, reason, times.reused, intervals),
+        )
         if reason:
             self._remove(sequence.request)
 
 
-def _sequence(message: Generate, context_length: int) -> Sequence:
+def _sequence(message: Generate, context_length: int, vocabulary: int) -> Sequence:
     """The message as a sequence. Raises RequestError for one that can't be: messages from outside aren't trusted."""
     num_tokens = len(message.tokens)
     if not num_tokens:
@@ -217,6 +227,10 @@ def _sequence(message: Generate, context_length: int) -> Sequence:
             f"{num_tokens} prompt tokens and {message.sampling.max_tokens} new ones exceed the context of "
             f"{context_length} tokens"
         )
+    sampling = message.sampling
+    named = [*message.tokens, *message.eos_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
+    if min(named) < 0 or max(named) >= vocabulary:
+        raise InvalidRequest(f"a token id is not in the vocabulary of {vocabulary}")
     if len(message.positions) != 3 * 8 * num_tokens:
         raise InvalidRequest("positions don't fit the prompt")
     end = 0
@@ -232,4 +246,9 @@ def _sequence(message: Generate, context_length: int) -> Sequence:
         items=message.items,
         sampling=message.sampling,
         eos_token_ids=frozenset(message.eos_token_ids),
+        cache_salt=message.cache_salt,
     )
+
+
+def _draw(sequence: Sequence) -> Draw:
+    return Draw(sequence.sampling, sequence.tokens, sequence.num_prompt, sequence.end_token_ids)

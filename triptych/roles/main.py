@@ -6,11 +6,11 @@ import signal
 import torch
 
 from triptych.config import ServeConfig
-from triptych.messages.channel import Channel
+from triptych.errors import StartError
+from triptych.messages.channel import BadAddress, Channel, endpoint
 from triptych.models.checkpoint import Checkpoint
 from triptych.roles.build import Model, build_instance
 from triptych.topology import Role
-from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,12 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
     """Loads the role's part of the model, joins the front door at ``join`` (HOST:PORT) and serves until it is told to
     stop. Raises StartError when it can't."""
     torch.set_num_threads(threads)
-    channel = Channel()
+    host, _, port = join.rpartition(":")
+    try:
+        front_door = endpoint(host.strip("[]"), port)
+        channel = Channel(config.cluster.cluster_host, secret=config.cluster.secret())
+    except BadAddress as error:
+        raise StartError(str(error)) from None
     try:
         model = Model(Checkpoint(config.model), config.engine.dtype)
         instance = build_instance(
@@ -27,10 +32,10 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
             name=name,
             role=role,
             channel=channel,
-            front_door=Address(f"tcp://{join}"),
+            front_door=front_door,
             engine=config.engine,
             transfer=config.transfer,
-            cluster_host="127.0.0.1",
+            cluster_host=config.cluster.cluster_host,
             lease=config.lease,
         )
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -91,6 +91,7 @@ class Router:
         self,
         *,
         send: Send,
+        forget: Callable[[Address], object],
         fingerprint: str,
         front_door: FrontDoorConfig,
         lease: LeaseConfig,
@@ -99,6 +100,7 @@ class Router:
         self.registry = Registry(lease.lease_expiry)
         self.draining = False
         self._send = send
+        self._forget = forget
         self._fingerprint = fingerprint
         self._config = front_door
         self._lease = lease
@@ -118,10 +120,11 @@ class Router:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, prompt: PlannedPrompt, sampling: Sampling, eos_token_ids: list[int]) -> TokenStream:
-        """Admits a request and gives it to the least loaded language instance. Raises Overloaded when there is no
-        room for it, Unavailable when no instance could serve it."""
-        generator = self._admit(prompt)
+    def submit(
+        self, prompt: PlannedPrompt, sampling: Sampling, eos_token_ids: list[int], cache_salt: str = ""
+    ) -> TokenStream:
+        """Admits a request and gives it to the least loaded language instance. Raises as ``check_admission`` does."""
+        generator = self.check_admission(has_media=bool(prompt.items))
         request = RequestId(secrets.token_hex(8))
         cost = float(len(prompt.tokens) + sampling.max_tokens)
         deadline = self._clock() + self._config.request_timeout
@@ -134,11 +137,26 @@ class Router:
             items=[ItemSpan(item.key, item.span) for item in prompt.items],
             sampling=sampling,
             eos_token_ids=eos_token_ids,
+            cache_salt=cache_salt,
         )
         self._send(generator.address, generate)
         generator.outstanding += cost
         self._requests[request] = entry
         return entry.stream
+
+    def check_admission(self, *, has_media: bool) -> InstanceLease:
+        """The language instance that a request would be given to now. Raises Overloaded when there is no room for it,
+        Unavailable when no instance could serve it."""
+        if self.draining:
+            raise Overloaded("the service is shutting down", retry_after=5)
+        if len(self._requests) >= self._config.max_queue:
+            raise Overloaded(f"{len(self._requests)} requests are waiting or running, the most allowed")
+        generator = least_outstanding(self.registry.generators())
+        if generator is None:
+            raise Unavailable("no language instance is ready")
+        if has_media and not self.registry.encoders():
+            raise Unavailable("no encode instance is ready, so only text can be served")
+        return generator
 
     def cancel(self, request: RequestId) -> None:
         """Nobody waits for the request any more. Does nothing for one that has ended."""
@@ -154,18 +172,6 @@ class Router:
     def can_serve(self) -> bool:
         """Whether every stage has an instance."""
         return bool(self.registry.generators() and self.registry.encoders())
-
-    def _admit(self, prompt: PlannedPrompt) -> InstanceLease:
-        if self.draining:
-            raise Overloaded("the service is shutting down", retry_after=5)
-        if len(self._requests) >= self._config.max_queue:
-            raise Overloaded(f"{len(self._requests)} requests are waiting or running, the most allowed")
-        generator = least_outstanding(self.registry.generators())
-        if generator is None:
-            raise Unavailable("no language instance is ready")
-        if prompt.items and not self.registry.encoders():
-            raise Unavailable("no encode instance is ready, so only text can be served")
-        return generator
 
     def _end(self, request: RequestId) -> _Request | None:
         """Forgets a request and takes its work off the books."""
@@ -252,6 +258,7 @@ class Router:
     def _on_register(self, message: Register) -> None:
         if message.model != self._fingerprint:
             self._tell(message.address, Rejected("it serves another model than this front door"))
+            self._forget(message.address)
             return
         held = self.registry.get(message.address)
         if held is not None and (held.name, held.pid) != (message.name, message.pid):
@@ -292,6 +299,7 @@ class Router:
         }
         for request in lost:
             self._fail(request, InstanceLost(f"an instance that worked on this request {why}"))
+        self._forget(lease.address)
 
     def _tell(self, to: Address, message: Message) -> None:
         """Sends what nobody waits for: a peer that can't be reached loses its lease soon enough."""

@@ -1,0 +1,39 @@
+"""Several streams as one."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """What any of the streams yields, when it does. Ends when all have ended; raises what the first to fail raised.
+    However it ends, the streams are closed."""
+    waiting: dict[asyncio.Task[T], AsyncGenerator[T, None]] = {}
+    try:
+        for stream in streams:
+            waiting[_next(stream)] = stream
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield item
+                waiting[_next(stream)] = stream
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+def _next(stream: AsyncGenerator[T, None]) -> "asyncio.Task[T]":
+    async def following() -> T:
+        return await anext(stream)
+
+    return asyncio.create_task(following())
