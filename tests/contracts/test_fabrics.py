@@ -396,6 +396,29 @@ def test_a_killed_owner_is_an_error_within_seconds(name: str) -> None:
             late.close()
 
 
+@between_processes
+def test_a_stopped_owner_holds_nobody_up(name: str) -> None:
+    """Neither who writes to it for the first time nor who has written before; it gets its bytes when it goes on."""
+    with owner_of(name, MIB) as owner:
+        source = data(MIB)
+        known, stranger = open_fabric(name), open_fabric(name)
+        try:
+            land(known.write(owner.handle, [Copy(source, 0)]))
+            owner.process.send_signal(signal.SIGSTOP)
+            since = time.monotonic()
+            writes = [fabric.write(owner.handle, [Copy(source, 0)]) for fabric in (known, stranger)]
+            for write in writes:
+                write.done()
+            assert time.monotonic() - since < 1
+            owner.process.send_signal(signal.SIGCONT)
+            for write in writes:
+                land(write)
+            assert owner.digest() == hashlib.sha256(source.tobytes()).hexdigest()
+        finally:
+            known.close()
+            stranger.close()
+
+
 @over_a_network
 def test_a_writer_outlives_one_owner_and_reaches_the_next(name: str) -> None:
     writer = open_fabric(name)

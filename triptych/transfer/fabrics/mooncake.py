@@ -5,8 +5,8 @@ What Mooncake doesn't give, whatever is done here:
 - Nothing is authenticated or encrypted, and both of its ports listen on every address of the machine, whatever address
   it is told: whoever reaches them can read and write the regions registered here, but no other memory, and can end
   the process with one message that is JSON but no object. Keep it on a network of the service's own.
-- The first write to a peer asks it for its segments, and blocks until the answer: up to 5 s for a connection
-  (MC_HANDSHAKE_CONNECT_TIMEOUT), and a minute for a host that accepts and then says nothing, such as a stopped process.
+- The first write to a peer asks it for its segments, and blocks until the answer: a minute for a host that accepts and
+  then says nothing, such as a stopped process. So a thread asks whether the peer is there before anything is written.
 - What it has learnt about a peer can't be taken back by this API, so that ``release`` forgets nothing: a peer that
   began anew at the same port stays unreachable. Ports are drawn at random.
 - Closing takes about a second: its handshake thread looks up once in that time.
@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import os
 import re
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -52,7 +53,7 @@ class MooncakeFabric:
 
     def __init__(self, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = "") -> None:
         self._host = f"[{host}]" if ":" in host else host
-        self._engine = _load()
+        self._engine = load()
         with _forced(protocol):
             if self._engine.initialize(self._host, "P2PHANDSHAKE", protocol, devices) != 0:
                 raise StartError(f"Mooncake can't start {protocol} at {host}; MC_LOG_LEVEL=INFO says more")
@@ -61,6 +62,7 @@ class MooncakeFabric:
         self._owned: dict[str, tuple[int, Bytes]] = {}  # by location: the address, and what keeps the memory
         self._under_way: Counter[str] = Counter()  # copies, by peer
         self._writes: set[_MooncakeWrite] = set()
+        self._contacts: dict[str, _Contact] = {}  # by peer
 
     def _register(self, start: int, num_bytes: int) -> int:
         if (code := self._engine.register_memory(start, num_bytes)) != 0:
@@ -114,9 +116,9 @@ class MooncakeFabric:
         return f"{parts[1]}:{parts[2]}", start
 
     def submit(self, peer: str, copy: Copy, start: int) -> int | None:
-        """Starts one copy; None when there are too many under way. Raises TransferError when the peer can't be
-        reached."""
-        if self._under_way[peer] >= _MAX_UNDER_WAY:
+        """Starts one copy; None when it can't start yet: the peer hasn't answered, or too many are under way. Raises
+        TransferError when the peer can't be reached."""
+        if self._under_way[peer] >= _MAX_UNDER_WAY or not self._answers(peer):
             return None
         source = copy.source
         target = start + copy.offset
@@ -128,6 +130,16 @@ class MooncakeFabric:
             raise TransferError(f"Mooncake can't reach the region's owner at {peer}")
         self._under_way[peer] += 1
         return batch
+
+    def _answers(self, peer: str) -> bool:
+        if (contact := self._contacts.get(peer)) is None:
+            contact = self._contacts[peer] = _Contact(self._engine, peer)
+        if contact.answer is None:
+            return False
+        if contact.answer != 0:
+            del self._contacts[peer]  # the next write asks again
+            raise TransferError(f"Mooncake can't reach the region's owner at {peer}")
+        return True
 
     def status(self, peer: str, batch: int) -> int:
         """Zero while the copy is under way. Anything else is said once: Mooncake has freed the batch then."""
@@ -144,7 +156,9 @@ class MooncakeFabric:
             self._sources.release(write.held)
 
     def release(self, region: RegionHandle) -> None:
-        """Mooncake keeps what it knows about a peer."""
+        """Mooncake keeps what it knows about a peer; whether it is there is asked anew."""
+        with contextlib.suppress(RegionError):
+            self._contacts.pop(self._locate(region)[0], None)
 
     def close(self) -> None:
         """Writes under way fail. The engine's threads and sockets end here, but for those that it keeps per process."""
@@ -155,6 +169,23 @@ class MooncakeFabric:
             self._deregister(start)
         self._owned.clear()
         self._engine = None
+
+
+class _Contact:
+    """Asks a peer whether it is there. ``answer`` is None until it is known, then 0 if it is."""
+
+    def __init__(self, engine: Any, peer: str) -> None:
+        self.answer: int | None = None
+        self._engine = engine
+        self._peer = peer
+        # a daemon: nobody waits for a silent peer, not even the end of this process
+        threading.Thread(target=self._ask, name=f"contact {peer}", daemon=True).start()
+
+    def _ask(self) -> None:
+        try:
+            self.answer = self._engine.send_probe(self._peer)
+        except RuntimeError:  # what the peer said of itself made no sense
+            self.answer = -1
 
 
 class _MooncakeWrite:
@@ -240,7 +271,7 @@ def _forced(protocol: str) -> Iterator[None]:
             del os.environ[variable]
 
 
-def _load() -> Any:
+def load() -> Any:
     """An engine that isn't initialized yet. Raises StartError when Mooncake, or a library of the system's that it
     needs, isn't installed."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it has no quieter one: it says "E" where we raise, too
