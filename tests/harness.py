@@ -94,7 +94,7 @@ async def running(
 def _instance(config: ServeConfig, role: Role, name: str, control: str) -> Instance:
     torch.set_num_threads(1)
     return build_instance(
-        model=Model(Checkpoint(config.model), config.engine.dtype),
+        model=Model(Checkpoint(config.model), config.engine),
         name=name,
         role=role,
         channel=Channel(),

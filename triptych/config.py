@@ -12,6 +12,7 @@ from triptych.errors import ConfigError
 
 FABRICS = ("auto", "shm", "nixl", "mooncake")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZATIONS = ("none", "int8")
 MAX_MESSAGE_BYTES = 256 * 2**20
 """The largest message between processes; an image travels in one, beside less than 1 MiB about it."""
 
@@ -36,6 +37,9 @@ class EngineConfig:
         "float16: weights in fp16, packed, but activations and sums in fp32; bfloat16, or float32 for exact comparison "
         "with a reference: weights and activations; auto: float16, whatever the checkpoint has",
     )
+    quantization: str = setting(
+        "none", "int8: the decoder's weights in int8, activations rounded as they come; its head stays in fp16"
+    )
     threads: int = setting(0, "threads that one instance computes with; 0 shares the cores out evenly")
     max_num_seqs: int = setting(32, "sequences that one language instance works on at a time")
     max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks")
@@ -51,6 +55,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"--quantization {self.quantization} is not one of {', '.join(QUANTIZATIONS)}")
+        if self.quantization != "none" and self.dtype != "auto":
+            raise ConfigError(f"--quantization {self.quantization} and --dtype {self.dtype} exclude each other")
         may_be_zero = ("threads", "max_model_len", "encode_cache_mb")
         for name, value in vars(self).items():
             if type(value) is int and value < (0 if name in may_be_zero else 1):

@@ -53,7 +53,13 @@ def test_defaults(folder: Path) -> None:
 def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"dtype": "float32", "host": "::1", "served_model_name": "x", "allowed_media_domains": "a.org, b.org"}
+    given = {
+        "dtype": "float32",
+        "quantization": "none",
+        "host": "::1",
+        "served_model_name": "x",
+        "allowed_media_domains": "a.org, b.org",
+    }
     for config in (EngineConfig, FrontDoorConfig, LeaseConfig):
         for item in fields(config):
             if item.name == "lease_expiry":

@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLTextRMSNorm,
@@ -11,9 +12,16 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     apply_rotary_pos_emb,
 )
 
-from triptych.config import DTYPES, EngineConfig
+from triptych.config import DTYPES, QUANTIZATIONS, EngineConfig
 from triptych.errors import CheckpointError, ConfigError
-from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear, PlainLinear, RMSNorm
+from triptych.models.layers import (
+    QUANTIZED_FORMATS,
+    WEIGHT_FORMATS,
+    PackedHalfLinear,
+    PackedInt8Linear,
+    PlainLinear,
+    RMSNorm,
+)
 from triptych.models.rope import InterleavedMRope, rope_settings, rotate
 
 CPU = torch.device("cpu")
@@ -33,6 +41,19 @@ def test_linear_in_every_format(name: str, with_bias: bool) -> None:
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
 
 
+def test_int8_weights_are_close_and_a_quarter_of_the_bytes() -> None:
+    torch.manual_seed(0)
+    weight, bias, activations = torch.randn(256, 512) / 16, torch.randn(256), torch.randn(7, 512)
+    weight[3] = 0  # a row without a scale
+    linear = QUANTIZED_FORMATS["int8"].linear(weight, bias, CPU)
+    assert isinstance(linear, PackedInt8Linear)
+    expected = F.linear(activations, weight, bias)
+    error = (linear(activations) - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.03
+    assert not list(linear.parameters())
+    assert isinstance(QUANTIZED_FORMATS["int8"].head(weight, CPU), PackedHalfLinear)
+
+
 def test_a_weight_that_has_the_dtype_is_not_copied() -> None:
     weight = torch.randn(4, 3)
     linear = WEIGHT_FORMATS["float32"].linear(weight, None, CPU)
@@ -50,6 +71,7 @@ def test_packed_keeps_no_other_copy_and_refuses_other_devices() -> None:
 
 def test_every_dtype_that_can_be_asked_for_has_a_format() -> None:
     assert set(WEIGHT_FORMATS) == set(DTYPES)
+    assert {"none", *QUANTIZED_FORMATS} == set(QUANTIZATIONS)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float16"])

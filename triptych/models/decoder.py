@@ -53,8 +53,8 @@ class Decoder(nn.Module):
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
             reader.ignore(HEAD)  # some tied checkpoints store it all the same
-        self.head: Linear = reader.weights.linear(
-            embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden), None, reader.device
+        self.head: Linear = reader.weights.head(
+            embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden), reader.device
         )
 
     @classmethod

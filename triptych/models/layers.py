@@ -1,5 +1,6 @@
 """Linear layers in several weight formats, and the norm. Weights come in from a checkpoint; nothing trains here."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,27 @@ class PackedHalfLinear(Linear):
         return torch.ops.quantized.linear_dynamic_fp16(activations, self._packed)
 
 
+class PackedInt8Linear(Linear):
+    """W rounded to int8, a scale for each output, laid out for FBGEMM's kernel; sums in int32.
+
+    Activations are rounded to 7 bits as they come, with one scale for all tokens of the step: an 8-bit product of pairs
+    could overflow where the processor has no VNNI. So what a token comes to depends, a little, on the others' tokens.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        wide = weight.float()
+        scales = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # deprecated, but nothing has taken its place on CPUs yet
+            zero_points = torch.zeros(len(scales), dtype=torch.int64)
+            rounded = torch.quantize_per_channel(wide, scales, zero_points, axis=0, dtype=torch.qint8)
+            self._packed = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
+
+    def forward(self, activations: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic(activations, self._packed, reduce_range=True)
+
+
 class WeightFormat(Protocol):
     """How a decoder keeps the weights of its linear layers, and in which dtype it computes."""
 
@@ -54,6 +76,9 @@ class WeightFormat(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         """A layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for a device it can't use."""
+
+    def head(self, weight: Tensor, device: torch.device) -> Linear:
+        """The projection to the vocabulary: tokens are chosen by small differences between its outputs."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +91,40 @@ class PlainFormat:
         bias = None if bias is None else bias.to(device, self.activations)
         return PlainLinear(weight.to(device, self.activations), bias)
 
+    def head(self, weight: Tensor, device: torch.device) -> Linear:
+        return self.linear(weight, None, device)
+
 
 @dataclass(frozen=True)
-class PackedHalfFormat:
-    """fp16-packed weights and fp32 activations; CPUs only."""
+class PackedFormat:
+    """Weights packed for a kernel of their own, and fp32 activations; CPUs only. The head is always in fp16."""
 
+    layer: type[PackedHalfLinear | PackedInt8Linear]
     activations: torch.dtype = torch.float32
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
-        if device.type != "cpu":
-            raise ConfigError(f"packed fp16 weights are for CPUs only, not for {device}")
-        return PackedHalfLinear(weight, bias)
+        _check_cpu(device)
+        return self.layer(weight, bias)
+
+    def head(self, weight: Tensor, device: torch.device) -> Linear:
+        _check_cpu(device)
+        return PackedHalfLinear(weight, None)
+
+
+def _check_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ConfigError(f"packed weights are for CPUs only, not for {device}")
 
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    "auto": PackedHalfFormat(),
+    "auto": PackedFormat(PackedHalfLinear),
     "float32": PlainFormat(torch.float32),
-    "float16": PackedHalfFormat(),
+    "float16": PackedFormat(PackedHalfLinear),
     "bfloat16": PlainFormat(torch.bfloat16),
 }
 """What each of ``triptych.config.DTYPES`` means on a CPU."""
+QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(PackedInt8Linear)}
+"""The same for ``triptych.config.QUANTIZATIONS``, but for "none"."""
 
 
 class RMSNorm(nn.Module):

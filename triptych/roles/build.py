@@ -22,7 +22,7 @@ from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config, load_preprocessor_config
 from triptych.models.fingerprint import fingerprint
-from triptych.models.layers import WEIGHT_FORMATS
+from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.towers import Tower, TowerFamily
 from triptych.roles.encode import EncodeHost
 from triptych.roles.incoming_media import IncomingMedia
@@ -45,13 +45,13 @@ T = TypeVar("T")
 class Model:
     """A checkpoint folder as instances see it: what to load, and how rows look on their way."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig) -> None:
         self.checkpoint = checkpoint
         self.config: ModelConfig = load_config(checkpoint.folder)
         self.files = family_of(self.config)
         self.planner: Planner = resolve(self.files.planner)(self.config, load_preprocessor_config(checkpoint.folder))
         self.family: TowerFamily = resolve(self.files.tower)(self.config)
-        self.weights = WEIGHT_FORMATS[dtype]
+        self.weights = QUANTIZED_FORMATS.get(engine.quantization) or WEIGHT_FORMATS[engine.dtype]
         self.fingerprint = fingerprint(checkpoint.folder)
 
     @property

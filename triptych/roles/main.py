@@ -26,7 +26,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
     except BadAddress as error:
         raise StartError(str(error)) from None
     try:
-        model = Model(Checkpoint(config.model), config.engine.dtype)
+        model = Model(Checkpoint(config.model), config.engine)
         instance = build_instance(
             model=model,
             name=name,
