@@ -2,8 +2,10 @@
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -302,6 +304,83 @@ def test_a_bias_and_a_minimum_length_are_honoured(service: Served) -> None:
     assert longer["usage"]["completion_tokens"] >= 4
     banned = service.text("Hello", max_tokens=3, temperature=0, logit_bias={str(token): -100})
     assert not banned.startswith(first)
+
+
+def formatted(service: Served, content: Any = "Hello", **settings: Any) -> str:
+    """An answer that the grammar must end: the model's weights are random, and would go on."""
+    answer = service.post(content, **({"max_tokens": 300, "temperature": 1.0, "ignore_eos": False} | settings)).json()
+    assert answer["choices"][0]["finish_reason"] == "stop", answer
+    return answer["choices"][0]["message"]["content"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"seen": {"type": "boolean"}, "shape": {"enum": ["círcle", "square"]}, "size": {"enum": [1, 22]}},
+    "required": ["seen", "shape", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("content", ["Hello", TWO_IMAGES], ids=["text", "images"])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_answer_keeps_to_a_json_schema(service: Served, content: Any, ignore_eos: bool) -> None:
+    response_format = {"type": "json_schema", "json_schema": {"name": "what", "schema": SCHEMA}}
+    answers = [
+        json.loads(formatted(service, content, response_format=response_format, seed=seed, ignore_eos=ignore_eos))
+        for seed in range(3)
+    ]
+    for answer in answers:
+        assert list(answer) == ["seen", "shape", "size"]
+        assert answer["shape"] in ("círcle", "square")
+        assert answer["size"] in (1, 22)
+    again = formatted(service, content, structured_outputs={"json": SCHEMA}, seed=0, ignore_eos=ignore_eos)
+    assert json.loads(again) == answers[0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"regex": "[ab]{3}-[0-9]"}, r"[ab]{3}-[0-9]"),
+        ({"choice": ["yes", 'a "quoted" one', "näh\n"]}, 'yes|a "quoted" one|näh\n'),
+        ({"grammar": 'root ::= "(" root ")" | "x"'}, r"\(*x\)*"),
+    ],
+)
+def test_an_answer_keeps_to_a_regex_a_choice_and_a_grammar(
+    service: Served, wanted: dict[str, Any], pattern: str
+) -> None:
+    for seed in range(3):
+        assert re.fullmatch(pattern, formatted(service, structured_outputs=wanted, seed=seed))
+
+
+def test_grammars_and_free_text_share_a_batch(service: Served) -> None:
+    free = {"temperature": 1.0, "seed": 3, "max_tokens": 16}
+    alone = service.text("Hello", **free)
+    with ThreadPoolExecutor(4) as pool:
+        texts = [pool.submit(service.text, "Hello", **free) for _ in range(2)]
+        numbers = [pool.submit(formatted, service, structured_outputs={"regex": "[0-9]{12}"}) for _ in range(2)]
+        assert {text.result() for text in texts} == {alone}
+        assert all(re.fullmatch("[0-9]{12}", number.result()) for number in numbers)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}}},
+        {"structured_outputs": {"json": "{not json"}},
+        {"structured_outputs": {"regex": "(["}},
+        {"structured_outputs": {"grammar": "root ::= other"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a" * 70_000}},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_makes_no_sense_is_refused(service: Served, settings: dict[str, Any], stream: bool) -> None:
+    answer = service.post("Hello", stream=stream, **settings)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert service.text("Hello", max_tokens=2)
 
 
 @pytest.mark.parametrize(

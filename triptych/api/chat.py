@@ -291,6 +291,7 @@ def _samplings(service: Service, request: ChatCompletionRequest, num_prompt: int
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        grammar=request.grammar,
     )
     # each choice a seed of its own, which follows from the request's: as in vLLM
     return [msgspec.structs.replace(first, seed=(seed + number) % 2**63) for number in range(request.n or 1)]

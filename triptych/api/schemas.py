@@ -4,16 +4,19 @@ A field that isn't here is refused by name; one that can only have its neutral v
 silently dropped.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from triptych.errors import InvalidRequest
+from triptych.messages.work import GrammarKind, GrammarSpec
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKENS_LIMIT = 2**24
 MAX_CHOICES = 64
+MAX_GRAMMAR_LENGTH = 2**16
 KEY = "[key]"
 STRING, ARRAY = "<string>", "<array>"
 """Which member of "a string or an array" a value is judged as. Pydantic puts them into the paths of its errors."""
@@ -69,6 +72,38 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """``strict`` is accepted and ignored: the schema is always kept to."""
+
+    name: str = Field(max_length=256)
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field of that name: exactly one of these."""
+
+    json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: GrammarText | None = None
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=1024)
+    grammar: GrammarText | None = None
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopStrings = Annotated[
     Annotated[StopString, Tag(STRING)] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag(ARRAY)],
@@ -113,11 +148,48 @@ class ChatCompletionRequest(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What form the answer must have. Raises InvalidRequest when the request doesn't say it in exactly one way."""
+        specs = [*_of_format(self.response_format), *_of_structured(self.structured_outputs)]
+        if len(specs) > 1:
+            raise InvalidRequest("only one of response_format and the fields of structured_outputs can be given")
+        if specs and len(specs[0].text) > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequest(f"the {specs[0].kind.value} exceeds {MAX_GRAMMAR_LENGTH} characters")
+        return specs[0] if specs else None
 
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+
+def _of_format(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> list[GrammarSpec]:
+    match response_format:
+        case JsonObjectFormat():
+            return [GrammarSpec(GrammarKind.JSON_OBJECT, "")]
+        case JsonSchemaFormat(json_schema=wanted):
+            return [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(wanted.schema_))]
+    return []
+
+
+def _of_structured(wanted: StructuredOutputs | None) -> list[GrammarSpec]:
+    if wanted is None:
+        return []
+    schema = json.dumps(wanted.json_) if isinstance(wanted.json_, dict) else wanted.json_
+    texts = {
+        GrammarKind.JSON_SCHEMA: schema,
+        GrammarKind.JSON_OBJECT: "" if wanted.json_object else None,
+        GrammarKind.REGEX: wanted.regex,
+        GrammarKind.CHOICE: json.dumps(wanted.choice) if wanted.choice else None,
+        GrammarKind.GRAMMAR: wanted.grammar,
+    }
+    specs = [GrammarSpec(kind, text) for kind, text in texts.items() if text is not None]
+    if not specs:
+        raise InvalidRequest("structured_outputs says nothing", "structured_outputs")
+    return specs
 
 
 def parse_chat_request(body: bytes) -> ChatCompletionRequest:

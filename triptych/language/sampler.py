@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triptych.language.grammar import Matcher
 from triptych.messages.work import Sampling
 
 NUCLEUS = 1024
@@ -19,12 +20,13 @@ NUCLEUS = 1024
 @dataclass(frozen=True)
 class Draw:
     """What to choose one token by. ``tokens`` are the sequence's, ``num_prompt`` of them the prompt's, ``end_tokens``
-    those that end it."""
+    those that end it; ``grammar`` says which may come next."""
 
     sampling: Sampling
     tokens: Rows[int]
     num_prompt: int
     end_tokens: frozenset[int]
+    grammar: Matcher | None = None
 
     @property
     def index(self) -> int:
@@ -73,6 +75,10 @@ def _adjusted(logits: Tensor, draws: Rows[Draw]) -> Tensor:
     ):
         if entries:
             adjusted = _changed(adjusted if adjusted is not logits else logits.clone(), entries, change)
+    for row, draw in enumerate(draws):
+        if draw.grammar is not None:
+            adjusted = adjusted if adjusted is not logits else logits.clone()
+            draw.grammar.constrain(adjusted[row])
     return adjusted
 
 
@@ -109,7 +115,8 @@ def _biases(draws: Rows[Draw]) -> list[Entry]:
     entries: list[Entry] = []
     for row, draw in enumerate(draws):
         biases = dict(draw.sampling.logit_bias)
-        if draw.index < draw.sampling.min_tokens:
+        # where a grammar allows nothing but the end, the end it is
+        if draw.index < draw.sampling.min_tokens and draw.grammar is None:
             biases |= dict.fromkeys(draw.end_tokens, float("-inf"))
         entries += [(row, token, bias) for token, bias in biases.items()]
     return entries

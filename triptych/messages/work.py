@@ -1,9 +1,11 @@
 """What the front door and the instances say to each other about requests and about themselves."""
 
+import enum
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from triptych.messages.rows import RowLayout
 from triptych.observe.timeline import Interval
 from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, Span, TransferId
@@ -16,12 +18,12 @@ Positive = Annotated[int, Meta(ge=1)]
 
 
 class Register(Struct, frozen=True, tag=True):
-    """Instance → front door, once its model is loaded. ``model`` is the checkpoint's fingerprint."""
+    """Instance → front door, once its model is loaded. ``layout`` is how rows look that it makes or takes."""
 
     name: str
     role: Role
     address: Address
-    model: str
+    layout: RowLayout
     pid: int
 
 
@@ -68,6 +70,24 @@ class Stop(Struct, frozen=True, tag=True):
 # ── work: front door ⇄ instances ─────────────────────────────────────────────────────────────────────────────
 
 
+class GrammarKind(enum.StrEnum):
+    """What a grammar's text is: a JSON schema, nothing (any JSON object), a regular expression, a JSON array of strings
+    of which one is the answer, or a grammar in xgrammar's form of EBNF."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+class GrammarSpec(Struct, frozen=True):
+    """What form an answer must have."""
+
+    kind: GrammarKind
+    text: str
+
+
 class Sampling(Struct, frozen=True):
     """How tokens are chosen and when generation ends. ``temperature`` 0 is greedy; ``top_k`` 0 is no limit.
     ``logprobs`` asks for the log probability of each token and of so many of the likeliest (None: for none);
@@ -87,6 +107,7 @@ class Sampling(Struct, frozen=True):
     ignore_eos: bool = False
     min_tokens: Count = 0
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    grammar: GrammarSpec | None = None
 
 
 class ItemSpan(Struct, frozen=True):

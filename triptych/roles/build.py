@@ -13,6 +13,7 @@ from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeQueue
 from triptych.families.base import ModelConfig, Planner, TowerInput
 from triptych.families.registry import family_of, resolve
+from triptych.language.grammar import GrammarCompiler
 from triptych.language.kv_cache import PagePool
 from triptych.language.runner import Runner
 from triptych.language.scheduler import Scheduler
@@ -76,7 +77,7 @@ def build_instance(
     """Loads what the role needs, and nothing else, and wires it up. Takes as long as reading the weights takes.
     Raises CheckpointError for a checkpoint that can't be served."""
     instance = Instance(
-        name=name, role=role, model=model.fingerprint, channel=channel, front_door=front_door, lease=lease
+        name=name, role=role, layout=model.row_layout, channel=channel, front_door=front_door, lease=lease
     )
     fabrics = open_fabrics(transfer, cluster_host)
     for fabric in fabrics:
@@ -145,6 +146,7 @@ def _language_host(model: Model, instance: Instance, engine: EngineConfig, recei
         media=IncomingMedia(receiver, instance.name, dtype, model.family.row_width),
         receiver=receiver,
         compute=instance.compute,
+        grammars=GrammarCompiler(model.checkpoint.folder, config.vocab_size, channel.wake),
         context_length=min(model.planner.context_length, engine.max_context),
         vocabulary=config.vocab_size,
         address=channel.address,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from triptych.errors import InvalidRequest, PromptTooLong, TriptychError
+from triptych.errors import InternalError, InvalidRequest, PromptTooLong, TriptychError
+from triptych.language.grammar import GrammarCompiler, Matcher
 from triptych.language.runner import Runner
 from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Scheduler, Step
@@ -74,6 +75,7 @@ class LanguageHost:
         media: IncomingMedia,
         receiver: Receiver,
         compute: ComputeThread,
+        grammars: GrammarCompiler,
         context_length: int,
         vocabulary: int,
         address: Address,
@@ -85,6 +87,7 @@ class LanguageHost:
         self._media = media
         self._receiver = receiver
         self._compute = compute
+        self._compiler = grammars
         self._context_length = context_length
         self._vocabulary = vocabulary
         self._address = address
@@ -92,6 +95,7 @@ class LanguageHost:
         self._send = send
         self.num_computed_tokens = 0
         self._times: dict[RequestId, _Times] = {}
+        self._grammars: dict[RequestId, Future[Matcher]] = {}
         self._running: _RunningStep | None = None
 
     @property
@@ -110,6 +114,7 @@ class LanguageHost:
     def advance(self) -> None:
         for request, failure in self._media.take_failures():
             self._fail(request, failure.error, failure.reason)
+        self._refuse_bad_grammars()
         self._collect()
         self._start()
         self._media.grant()
@@ -128,7 +133,7 @@ class LanguageHost:
             self._receiver.check_idle()
 
     def close(self) -> None:
-        """Nothing is held beyond memory."""
+        self._compiler.close()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,6 +147,10 @@ class LanguageHost:
             return
         self.scheduler.add(sequence)
         self._times[sequence.request] = _Times(received=time.time(), reused=sequence.num_reused)
+        if (grammar := sequence.sampling.grammar) is not None:
+            # an end token is how a grammar ends, even for those who ignore it elsewhere
+            end_tokens = sequence.end_token_ids | sequence.eos_token_ids
+            self._grammars[sequence.request] = self._compiler.start(grammar, end_tokens)
         self._need(sequence)
 
     def _need(self, sequence: Sequence) -> None:
@@ -152,10 +161,38 @@ class LanguageHost:
         self._media.release(request)
         self.scheduler.remove(request)
         self._times.pop(request, None)
+        if grammar := self._grammars.pop(request, None):
+            grammar.cancel()
 
     def _fail(self, request: RequestId, error: str, message: str) -> None:
         self._remove(request)
         self._send(self._front_door, Failed(request, error, message))
+
+    # ── grammars ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _refuse_bad_grammars(self) -> None:
+        for request, grammar in list(self._grammars.items()):
+            if grammar.done() and (error := grammar.exception()) is not None:
+                if not isinstance(error, TriptychError):
+                    log.error("a grammar failed", exc_info=error)
+                    error = InternalError("the grammar could not be compiled")
+                self._fail(request, type(error).__name__, str(error))
+
+    def _ready_tokens(self, sequence: Sequence) -> int:
+        """Everything whose media rows have landed; but no logits before the grammar is there to judge them."""
+        ready = self._media.ready_tokens(sequence)
+        grammar = self._grammars.get(sequence.request)
+        return ready if grammar is None or grammar.done() else min(ready, len(sequence.tokens) - 1)
+
+    def _draw(self, sequence: Sequence) -> Draw:
+        grammar = self._grammars.get(sequence.request)
+        return Draw(
+            sequence.sampling,
+            sequence.tokens,
+            sequence.num_prompt,
+            sequence.end_token_ids,
+            grammar.result() if grammar else None,
+        )
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,7 +201,7 @@ class LanguageHost:
         once, because nobody gets them before the step is over."""
         if self._running is not None:
             return
-        step = self.scheduler.schedule(self._media.ready_tokens)
+        step = self.scheduler.schedule(self._ready_tokens)
         for sequence in step.preempted:
             self._need(sequence)
         if not step.chunks:
@@ -174,7 +211,7 @@ class LanguageHost:
             times = self._times[chunk.sequence.request]
             times.scheduled = times.scheduled or now
         batch = self.runner.batch(step.chunks, self._media.take(step.chunks))
-        draws = [_draw(chunk.sequence) for chunk in step.chunks if chunk.samples]
+        draws = [self._draw(chunk.sequence) for chunk in step.chunks if chunk.samples]
         self._running = _RunningStep(step, now, self._compute.submit(self.runner.run, batch, draws))
 
     def _collect(self) -> None:
@@ -207,6 +244,9 @@ class LanguageHost:
             times.first_token = time.time()
             times.transfers = self._media.intervals(sequence.request)
         reason = sequence.finish_reason()
+        grammar = self._grammars.get(sequence.request)
+        if grammar is not None and grammar.result().accept(drawn.token):
+            reason = "stop"
         intervals = times.intervals() if reason else []
         logprobs = [] if drawn.logprob is None else [TokenLogprob(drawn.logprob, list(drawn.top))]
         self._send(
@@ -248,7 +288,3 @@ def _sequence(message: Generate, context_length: int, vocabulary: int) -> Sequen
         eos_token_ids=frozenset(message.eos_token_ids),
         cache_salt=message.cache_salt,
     )
-
-
-def _draw(sequence: Sequence) -> Draw:
-    return Draw(sequence.sampling, sequence.tokens, sequence.num_prompt, sequence.end_token_ids)
