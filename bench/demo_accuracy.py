@@ -69,7 +69,11 @@ def _image_part(example: Example, index: int) -> dict[str, Any]:
 
 async def answers_over_http(folder: Path, examples: Sequence[Example], topology: str, dtype: str) -> list[str]:
     """Starts the service, asks, stops it."""
-    config = ServeConfig(folder, EngineConfig(dtype=dtype), FrontDoorConfig(port=0, served_model_name="demo"))
+    config = ServeConfig(
+        model=folder,
+        engine=EngineConfig(dtype=dtype),
+        front_door=FrontDoorConfig(port=0, served_model_name="demo"),
+    )
     async with LocalService(config, Topology.parse(topology), show=lambda _: None) as service:
         await service.wait_until_ready()
         return await ask_all(service.url, examples)

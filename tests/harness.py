@@ -62,7 +62,7 @@ async def running(
     """Starts a service and stops it; on the way out every instance checks that blocks and pages are back.
     ``prepare`` may change an instance before it runs."""
     config = ServeConfig(
-        folder,
+        model=folder,
         engine=engine,
         transfer=transfer or TransferConfig(),
         front_door=front_door or FrontDoorConfig(port=0),

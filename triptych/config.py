@@ -136,11 +136,11 @@ class FrontDoorConfig:
 
 @dataclass(frozen=True)
 class LeaseConfig:
-    """How instances stay registered, start and end. Expiry is generous beside the heartbeat because a loop that is
-    late isn't a dead process."""
+    """How instances stay registered, start and end. The expiry is four heartbeats, because a loop that is late isn't a
+    dead process; how late it can be: docs/transfer.md."""
 
     heartbeat: float = setting(0.5, "seconds between an instance's signs of life")
-    lease_expiry: float = setting(10.0, "seconds of silence after which an instance counts as gone")
+    lease_expiry: float = setting(2.0, "seconds of silence after which an instance counts as gone")
     start_timeout: float = setting(600.0, "seconds that loading a model may take")
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
 
@@ -197,7 +197,7 @@ class ClusterConfig:
         return secret
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """All of one service's settings. ``model`` is a checkpoint folder."""
 

@@ -5,7 +5,7 @@ from random import Random
 
 from triptych.demo.pictures import Scene
 from triptych.demo.single import Asked, ask
-from triptych.demo.wording import THINGS, Noun, a, say, some_noun
+from triptych.demo.wording import THINGS, a, say, some_noun
 
 PICTURES = "(pictures|pictures|images|photos|drawings)"
 WHICH = "(which|what) (picture|picture|image|photo|drawing)"
@@ -27,13 +27,12 @@ def one_of_two(first: Scene, second: Scene, rng: Random) -> Asked:
 
 
 def more(first: Scene, second: Scene, rng: Random) -> Asked | None:
-    """Which picture has more (or fewer) things of a sort."""
+    """Which picture has more (or fewer) things."""
     if first.number or second.number:
         return None
-    noun = Noun() if rng.random() < 0.6 else some_noun(rng.choice((first, second)), rng, 1, 0)
-    counts = len(noun.found(first)), len(noun.found(second))
+    counts = len(first.things), len(second.things)
     fewer = rng.random() < 0.3
-    template = f"{WHICH} (has|has|shows|contains) {'fewer' if fewer else 'more'} {noun.plural}?"
+    template = f"{WHICH} (has|has|shows|contains) {'fewer' if fewer else 'more'} {THINGS}?"
     if counts[0] == counts[1]:
         answer = "both have the same number"
     else:
@@ -106,7 +105,7 @@ def larger_number(first: Scene, second: Scene, rng: Random) -> Asked | None:
 
 
 PAIR_ASKERS: tuple[tuple[PairAsker, float], ...] = (
-    *((one_of_two, 5), (more, 3), (both_show, 1.7), (which_shows, 1.7), (same_count, 0.8)),
+    *((one_of_two, 6), (more, 2), (both_show, 1.7), (which_shows, 1.7), (same_count, 0.8)),
     *((equal_numbers, 2), (larger_number, 4)),
 )
 

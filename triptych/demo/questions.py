@@ -56,14 +56,17 @@ class Lesson:
     """How hard quizzes are: training starts with easy ones.
 
     `pairs` is the chance of two pictures; with the chance `described` the first question about one picture is what is
-    in it, which teaches most.
+    in it, which teaches most; `hard` is the share of questions of the kinds that take longest to learn.
     """
 
     most_things: int = 4
     most_digits: int = 3
     pairs: float = 0.3
     described: float = 0.0
+    hard: float = 0.0
 
+
+HARD = ("count", "pair: count", "pair: equal", "pair: larger", "pair: more", "pair: where", "pair: which")
 
 FINAL_LESSON = Lesson()
 
@@ -84,15 +87,20 @@ def make_quiz(rng: Random, questions: int, lesson: Lesson = FINAL_LESSON) -> Qui
         one = describe(scenes[0], "", rng)
         asked[one.question] = Asked(one.kind, dress(one.question, rng), one.answer)
     for _ in range(questions):
-        if len(scenes) == 2:
-            one = ask_pair(scenes[0], scenes[1], rng)
-        else:
-            one = ask(scenes[0], rng.choice(("", "", " in the picture", " in the image", " in this picture")), rng)
+        one = _ask(scenes, rng)
+        if rng.random() < lesson.hard:
+            one = next((other for _ in range(20) if (other := _ask(scenes, rng)).kind in HARD), one)
         asked.setdefault(one.question, Asked(one.kind, dress(one.question, rng), one.answer))
     quiz = Quiz([through_file(draw(scene, rng), rng) for scene in scenes], list(asked.values()))
     if rng.random() < 0.015:
         return Quiz([], [Asked("no picture", one.question, "there is no picture") for one in quiz.asked])
     return quiz
+
+
+def _ask(scenes: list[Scene], rng: Random) -> Asked:
+    if len(scenes) == 2:
+        return ask_pair(scenes[0], scenes[1], rng)
+    return ask(scenes[0], rng.choice(("", "", " in the picture", " in the image", " in this picture")), rng)
 
 
 def arrange(pictures: int, question: str, rng: Random) -> Parts:
@@ -118,23 +126,16 @@ def _scene(rng: Random, lesson: Lesson) -> Scene:
 
 
 def _two_scenes(rng: Random) -> list[Scene]:
-    """Shapes twice, numbers twice (often equal or nearly so), or one of each."""
+    """Shapes twice, numbers of up to two digits twice (often equal), or one of each."""
     kind = rng.random()
     if kind < 0.5:
-        return [random_shapes(rng, 4), random_shapes(rng, 4)]
+        return [random_shapes(rng, 3), random_shapes(rng, 3)]
     if kind < 0.9:
-        text = random_digits(rng)
-        other = text if rng.random() < 0.25 else _near(text, rng) if rng.random() < 0.3 else random_digits(rng)
-        return [random_number(rng, text), random_number(rng, other)]
-    scenes = [random_shapes(rng, 4), random_number(rng)]
+        one, two = random_digits(rng)[:2], random_digits(rng)[:2]
+        return [random_number(rng, one), random_number(rng, one if rng.random() < 0.25 else two)]
+    scenes = [random_shapes(rng, 3), random_number(rng)]
     rng.shuffle(scenes)
     return scenes
-
-
-def _near(number: str, rng: Random) -> str:
-    """The number with one digit changed."""
-    index = rng.randrange(len(number))
-    return str(int(number[:index] + str(rng.randrange(10)) + number[index + 1 :]))
 
 
 def through_file(picture: Image.Image, rng: Random) -> Image.Image:

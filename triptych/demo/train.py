@@ -32,7 +32,7 @@ SIGHT_RATE = 0.6
 TOWER_JOINS = 0.4
 TOWER_RATE = 0.4
 # When training goes on from a checkpoint, more gently.
-RESUMED_RATE = 0.8
+RESUMED_RATE = 0.5
 VALIDATED = 144
 
 
@@ -69,7 +69,7 @@ def train(
     validation = [collate(held_out[start : start + ROWS], padding) for start in range(0, VALIDATED, ROWS)]
     model.model.visual.patch_embed.forward = lambda pixels: _embed_patches(model, pixels)
     optimizers = make_optimizers(model)
-    curriculum = Curriculum(3 if resumed else 0)
+    curriculum = Curriculum(len(Curriculum.LESSONS) - 1 if resumed else 0)
     if not resumed:
         _set_rates(optimizers, SIGHT_RATE, SIGHT_RATE)
         learn_to_see(model, optimizers, Random(f"sight {seed}"), SIGHT * seconds)
@@ -185,8 +185,8 @@ class Curriculum:
         Lesson(most_things=1, most_digits=1, pairs=0.0, described=0.5),
         Lesson(most_things=2, most_digits=2, pairs=0.0, described=0.5),
         Lesson(most_things=3, most_digits=3, pairs=0.0, described=0.5),
-        Lesson(pairs=0.15, described=0.4),
-        Lesson(pairs=0.35, described=0.4),
+        Lesson(pairs=0.3, described=0.4),
+        Lesson(pairs=0.5, described=0.3, hard=0.4),
     )
     MASTERED = 0.6
     """Share of rows with every answer right, of late."""
