@@ -1,9 +1,12 @@
 """The CPU attention backend against attention written out in full."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from triptych.models.attention import native
 from triptych.models.attention.base import AttentionBatch, PageRun, leading_run
 from triptych.models.attention.cpu import CpuAttention, read_pages
 
@@ -22,7 +25,8 @@ def written_out(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
-def test_packed_sequences(cache_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_sequences(cache_dtype: torch.dtype, compiled: bool) -> None:
     """A whole prompt, a chunk in the middle of one, and single tokens; pages consecutive, scattered and reversed."""
     torch.manual_seed(0)
     query_lens, kv_lens = [5, 3, 1, 1], [5, 11, 9, 1]
@@ -40,8 +44,55 @@ def test_packed_sequences(cache_dtype: torch.dtype) -> None:
         expected.append(written_out(q, *rows))
     key, value = torch.cat(new, dim=1)
     batch = AttentionBatch(query_lens, kv_lens, tables, torch.cat(slots))
-    output = CpuAttention()(query, key, value, caches[0], caches[1], batch)
+    kernel = native.paged_decode() if compiled else None
+    if compiled and kernel is None:
+        pytest.skip("there is no C compiler")
+    output = CpuAttention(kernel)(query, key, value, caches[0], caches[1], batch)
     torch.testing.assert_close(output, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 4, 64), (16, 1, 256), (6, 2, 8)])
+@pytest.mark.parametrize("page_size", [1, 16, 40])
+def test_the_compiled_kernel(heads: int, kv_heads: int, dim: int, page_size: int) -> None:
+    """Histories of one token, of whole pages and of parts of pages; scores so large that they'd overflow unscaled."""
+    kernel = native.paged_decode()
+    if kernel is None:
+        pytest.skip("there is no C compiler")
+    torch.manual_seed(0)
+    kv_lens = [1, page_size, 3 * page_size + 1, 100]
+    tables = [torch.randperm(200)[: -(-length // page_size)] for length in kv_lens]
+    query = 30 * torch.randn(len(kv_lens), heads, dim)
+    keys, values = torch.randn(2, 200, page_size, kv_heads, dim)
+    batch = AttentionBatch([1] * 4, kv_lens, tables, torch.zeros(4, dtype=torch.int64))
+    assert batch.decodes is not None
+    assert kernel.suits(query, keys)
+    expected = [
+        written_out(one[None], *(cache[table].flatten(0, 1)[:length] for cache in (keys, values)))
+        for one, table, length in zip(query, tables, kv_lens, strict=True)
+    ]
+    torch.testing.assert_close(kernel(query, keys, values, batch.decodes), torch.cat(expected), atol=2e-5, rtol=2e-5)
+
+
+def test_the_kernel_is_not_asked_for_what_it_has_no_room_for() -> None:
+    kernel = native.paged_decode()
+    if kernel is None:
+        pytest.skip("there is no C compiler")
+    query, cache = torch.zeros(1, 34, 8), torch.zeros(1, 4, 2, 8)
+    assert not kernel.suits(query, cache)
+    assert not kernel.suits(torch.zeros(1, 2, 257), torch.zeros(1, 4, 2, 257))
+    assert not kernel.suits(query[:, :4], cache.bfloat16())
+    assert kernel.suits(query[:, :4], cache)
+
+
+def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    native.paged_decode.cache_clear()
+    assert native.paged_decode() is None
+    monkeypatch.setenv("CC", "false")
+    native.paged_decode.cache_clear()
+    assert native.paged_decode() is None
+    native.paged_decode.cache_clear()
 
 
 def test_consecutive_pages_are_read_in_place() -> None:

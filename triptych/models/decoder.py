@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from triptych.models.attention.base import AttentionBackend, AttentionBatch, KVTensors
 from triptych.models.attention.cpu import CpuAttention
+from triptych.models.attention.native import paged_decode
 from triptych.models.blocks import Layer, LayerContext
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
@@ -77,7 +78,7 @@ class Decoder(nn.Module):
         """
         reader = WeightReader(checkpoint, keys, weights, device)
         with torch.inference_mode():
-            decoder = cls(config, reader, backend or CpuAttention())
+            decoder = cls(config, reader, backend or CpuAttention(paged_decode()))
         reader.finish()
         return decoder.eval()
 
