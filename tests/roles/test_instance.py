@@ -13,7 +13,7 @@ from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.rows import End
+from triptych.messages.rows import End, RowLayout
 from triptych.messages.work import (
     Cancel,
     Heartbeat,
@@ -31,6 +31,7 @@ from triptych.roles.instance import Instance
 from triptych.topology import Role
 from triptych.types import Address, RequestId, TransferId
 
+LAYOUT = RowLayout("model", "float32", 4, 16)
 FAST = LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=30.0)
 
 
@@ -76,7 +77,7 @@ class Desk:
     def __init__(self, lease: LeaseConfig, host: Recorder) -> None:
         self.channel, self.host = Channel(), host
         self.instance = Instance(
-            name="pd0", role=Role.PD, model="model", channel=Channel(), front_door=self.channel.address, lease=lease
+            name="pd0", role=Role.PD, layout=LAYOUT, channel=Channel(), front_door=self.channel.address, lease=lease
         )
         self.instance.add(host, far_end=End.PRODUCER)
         self.received: list[Message] = []
@@ -159,7 +160,7 @@ def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., De
     desk.join()
     (register,) = [message for message in desk.received if isinstance(message, Register)]
     address = desk.instance.channel.address
-    assert (register.name, register.role, register.address, register.model) == ("pd0", Role.PD, address, "model")
+    assert (register.name, register.role, register.address, register.layout) == ("pd0", Role.PD, address, LAYOUT)
     _until(lambda: desk.count(Heartbeat, 0.05) >= 3)
     assert Heartbeat(address) in desk.received
     desk.send(Stop())

@@ -1,16 +1,19 @@
+from triptych.messages.rows import RowLayout
 from triptych.messages.work import Register
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry
 from triptych.topology import Role
 from triptych.types import Address
 
+LAYOUT = RowLayout("model", "float32", 4, 16)
+
 
 def register(name: str, role: Role = Role.PD, pid: int = 1) -> Register:
-    return Register(name, role, Address(name), "model", pid)
+    return Register(name, role, Address(name), LAYOUT, pid)
 
 
 def lease(outstanding: float) -> InstanceLease:
-    return InstanceLease("x", Role.E, Address("x"), 1, 0.0, outstanding)
+    return InstanceLease("x", Role.E, Address("x"), 1, LAYOUT, 0.0, outstanding)
 
 
 def test_the_least_outstanding_is_chosen_and_the_first_of_equals() -> None:
@@ -44,3 +47,14 @@ def test_the_same_process_keeps_its_lease_and_another_starts_over() -> None:
     assert registry.add(register("a"), 5.0) is first
     assert first.last_seen == 5.0
     assert registry.add(register("a", pid=2), 6.0) is not first
+
+
+def test_rows_that_do_not_fit_are_named_with_whose_they_are() -> None:
+    registry = Registry(expiry=10.0)
+    registry.add(register("e0", Role.E), 0.0)
+    assert registry.misfit(LAYOUT) == ""
+    assert registry.misfit(RowLayout("model", "float16", 4, 8)) == (
+        "e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there"
+    )
+    registry.remove(Address("e0"))
+    assert registry.misfit(RowLayout("model", "float16", 4, 8)) == ""

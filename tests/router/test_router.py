@@ -10,7 +10,7 @@ from triptych.config import FrontDoorConfig, LeaseConfig
 from triptych.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded, TruncatedMedia, Unavailable
 from triptych.families.base import Positions
 from triptych.messages.codec import Message
-from triptych.messages.rows import Done, End
+from triptych.messages.rows import Done, End, RowLayout
 from triptych.messages.work import (
     Cancel,
     Encode,
@@ -69,8 +69,17 @@ class Desk:
         for address in addresses:
             self.register(address)
 
-    def register(self, address: Address, pid: int = 1, model: str = "model") -> None:
-        self.router.handle(Register(str(address), ROLES[address], address, model, pid))
+    def register(self, address: Address, pid: int = 1, model: str = "model", dtype: str = "float32") -> None:
+        layout = RowLayout(model, dtype, 4, 16)
+        self.router.handle(Register(str(address), ROLES[address], address, layout, pid))
+
+    def wait(self, seconds: float, *alive: Address) -> None:
+        """Time passes, with heartbeats of those that are alive; the router looks four times a second."""
+        for _ in range(round(4 * seconds)):
+            self.now += 0.25
+            for address in alive:
+                self.router.handle(Heartbeat(address))
+            self.router.tick()
 
     def submit(self, *costs: float) -> TokenStream:
         return self.router.submit(prompt(*costs), Sampling(max_tokens=4), [])
@@ -182,11 +191,9 @@ def test_an_error_that_no_request_may_end_in_is_internal(name: str) -> None:
 def test_an_instance_that_falls_silent_takes_its_requests_along_and_the_others_are_told() -> None:
     desk = Desk(E0, PD0, PD1)
     lost, kept = desk.submit(), desk.submit()
-    desk.now += 8
-    for address in (E0, PD1):
-        desk.router.handle(Heartbeat(address))
-    desk.now += 8
-    desk.router.tick()
+    desk.wait(10, E0, PD1)
+    assert desk.router.num_requests == 2
+    desk.wait(0.25, E0, PD1)
     with pytest.raises(InstanceLost):
         tokens_of(lost)
     assert desk.of(PeerLost) == [(E0, PeerLost(PD0, [])), (PD1, PeerLost(PD0, []))]
@@ -225,10 +232,12 @@ def test_whoever_is_gone_is_forgotten_after_all_that_was_to_say_and_may_come_bac
     assert desk.sent[-1][0] == PD0
     desk.register(PD0, pid=2)
     assert PD0 in {lease.address for lease in desk.router.registry}
-    desk.now += 11
-    desk.router.tick()
+    desk.wait(11)
     assert {address for address, _ in desk.forgotten[1:]} == {E0, PD0, PD1}
     desk.register(E1, model="another")
+    assert desk.forgotten[-1] == (E1, len(desk.sent))
+    desk.router.handle(Heartbeat(E1))
+    assert desk.sent[-1] == (E1, Reregister())
     assert desk.forgotten[-1] == (E1, len(desk.sent))
 
 
@@ -251,6 +260,30 @@ def test_an_instance_with_another_model_is_rejected() -> None:
     assert len(desk.router.registry) == 0
     desk.register(PD0)
     assert desk.of(Welcome) == [(PD0, Welcome(10.0))]
+
+
+def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_there() -> None:
+    desk = Desk(E0)
+    desk.register(PD0, dtype="float16")
+    assert desk.of(Rejected) == [
+        (PD0, Rejected("the rows of pd0 don't fit those of e0: dtype float16 here, float32 there"))
+    ]
+    desk.router.handle(Leave(E0))
+    desk.register(PD0, dtype="float16")
+    assert desk.of(Welcome) == [(E0, Welcome(10.0)), (PD0, Welcome(10.0))]
+
+
+def test_a_front_door_that_stood_still_gives_everybody_time_to_be_heard() -> None:
+    desk = Desk(E0, PD0)
+    stream = desk.submit()
+    desk.wait(1, E0, PD0)
+    desk.now += 30
+    desk.router.tick()
+    assert len(desk.router.registry) == 2
+    desk.wait(10.25, E0)
+    assert [lease.address for lease in desk.router.registry] == [E0]
+    with pytest.raises(InstanceLost):
+        tokens_of(stream)
 
 
 def test_registering_twice_keeps_the_requests() -> None:

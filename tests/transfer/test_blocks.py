@@ -89,6 +89,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @invariant()
     def every_block_is_accounted_for(self) -> None:
+        assert list(self.pool.taken_runs()) == runs_of(set(range(BLOCKS)) - self.free)
         assert self.pool.num_free == len(self.free)
         if len(self.free) == BLOCKS:
             self.pool.check_all_free()

@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 
 from tests.transfer.wire import LAYOUT
-from triptych.errors import BlockError
+from triptych.errors import BlockError, RegionError
 from triptych.messages.rows import Extent
 from triptych.transfer.blocks import BlockRun
 from triptych.transfer.buffers import RowBuffer, Segment
+from triptych.transfer.fabrics.base import Copy
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.memory import PlainMemory
 
@@ -41,7 +42,7 @@ def test_rows_are_read_across_segments() -> None:
     rows.pool.take(4)
     rows.pool.free([BlockRun(0, 1), BlockRun(2, 2)])
     segments = rows.take(10, 5)
-    memory = rows._memory.bytes.reshape(-1, LAYOUT.row_bytes)
+    memory = rows._home.memory.bytes.reshape(-1, LAYOUT.row_bytes)
     memory[:] = np.arange(len(memory))[:, None]
     assert [view[:, 0].tolist() for view in rows.read(segments, 11, 3)] == [[1], [4, 5]]
     assert [view.shape for view in rows.read(segments, 10, 5)] == [(2, LAYOUT.row_bytes), (3, LAYOUT.row_bytes)]
@@ -56,3 +57,39 @@ def test_only_whole_blocks_are_freed() -> None:
     assert rows.pool.num_free == 2
     assert rows.free_below(rest, 11) is None
     rows.pool.check_all_free()
+
+
+def test_a_buffer_that_moves_takes_its_rows_along_and_keeps_what_is_still_wanted() -> None:
+    fabric = LocalFabric()
+    rows = RowBuffer(LAYOUT, 4, 2, [fabric], PlainMemory)
+    old = rows.handle(fabric)
+    segments = rows.take(0, 3)
+    source = np.arange(3 * LAYOUT.row_bytes, dtype=np.uint8).reshape(3, -1)
+    fabric.write(old, [Copy(source.reshape(-1), 0)])
+    rows.renew()
+    assert rows.handle(fabric) != old
+    np.testing.assert_array_equal(np.concatenate(list(rows.read(segments, 0, 3))), source)
+    rows.forget_left([old])
+    fabric.write(old, [Copy(np.zeros(15, dtype=np.uint8), 0)])
+    np.testing.assert_array_equal(np.concatenate(list(rows.read(segments, 0, 3))), source)
+    rows.forget_left([rows.handle(fabric)])
+    with pytest.raises(RegionError):
+        fabric.write(old, [])
+    rows.renew()
+    rows.close()
+    assert not fabric._regions
+
+
+def test_a_buffer_that_cannot_move_stays_as_it_is() -> None:
+    fabric = LocalFabric()
+    rows = RowBuffer(LAYOUT, 4, 2, [fabric], PlainMemory)
+    handle = rows.handle(fabric)
+
+    def full(_: int) -> PlainMemory:
+        raise OSError("no memory")
+
+    rows._allocate = full
+    with pytest.raises(OSError, match="no memory"):
+        rows.renew()
+    assert rows.handle(fabric) == handle
+    fabric.write(handle, [])

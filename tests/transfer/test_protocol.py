@@ -11,6 +11,7 @@ from triptych.errors import TransferError, Unavailable
 from triptych.messages.codec import decode
 from triptych.messages.rows import Abort, Done, End, Extent, Grant, Offer, Reach, RegionHandle, RowLayout, Wrote
 from triptych.transfer.buffers import RowBuffer
+from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.memory import SharedMemory
 from triptych.transfer.receiver import Receiver
 from triptych.transfer.states import TransferState
@@ -82,17 +83,21 @@ def test_a_block_is_kept_back_for_the_head_that_is_not_offered_yet(fabric: str) 
 class Story:
     """A random history of many transfers over a tiny pool."""
 
-    def __init__(self, wire: Wire, chance: random.Random, cancels: bool) -> None:
+    def __init__(self, wire: Wire, chance: random.Random, *, cancels: bool, losses: bool) -> None:
         self.wire = wire
         self.chance = chance
-        self.actions = [self.offer, self.provide, self.consume, wire.receiver.grant, *[self.deliver] * 3]
+        self.actions = [self.offer, self.provide, self.consume, wire.receiver.grant, wire.poll, *[self.deliver] * 3]
         if cancels:
-            self.actions += [self.close, self.abort]
+            self.actions += [self.close, self.abort, self.start_over]
+        if losses:
+            self.actions += [self.lose, self.stand_still, self.hold, self.land_late]
 
     def tell(self, num_steps: int) -> None:
         for _ in range(num_steps):
             self.chance.choice(self.actions)()
             self.wire.check()
+        for struck in self.wire.all_struck:
+            struck.let_go()
         self.wire.finish()
 
     def one_of(self, items: list[Item]) -> list[Item]:
@@ -124,6 +129,36 @@ class Story:
             for item in self.one_of([item for item in self.wire.items.values() if item.offered]):
                 self.wire.senders[item.producer].abort(item.transfer, "the test's whim")
 
+    def start_over(self) -> None:
+        """A request is preempted: what it still waits for is expected anew."""
+        if self.chance.random() < 0.2:
+            for first in self.one_of(self.wire.first_unread()):
+                for item in [item for item in self.wire.items.values() if item.place[0] == first.place[0]]:
+                    if not item.ended:
+                        self.wire.close(item)
+                        seed = self.chance.randrange(2**32)
+                        self.wire.expect(item.rows, item.place, self.chance.choice(PRODUCERS), seed)
+
+    def lose(self) -> None:
+        if self.chance.random() < 0.2:
+            self.wire.lose(self.chance.choice(PRODUCERS))
+
+    def stand_still(self) -> None:
+        """So long that deadlines pass: usually those of writes, now and then those of transfers."""
+        if self.chance.random() < 0.2:
+            self.wire.now += self.chance.choice([31.0, 31.0, 31.0, 700.0])
+            self.wire.check_deadlines()
+
+    def hold(self) -> None:
+        """Writes that this producer begins from now on don't end."""
+        if self.chance.random() < 0.2:
+            self.wire.struck[self.chance.choice(PRODUCERS)].holding = True
+
+    def land_late(self) -> None:
+        """What was held lands, whoever has given it up meanwhile."""
+        if self.chance.random() < 0.3:
+            self.chance.choice(self.wire.all_struck).let_go()
+
 
 @settings(max_examples=250, deadline=None)
 @given(
@@ -149,7 +184,38 @@ def test_whatever_happens_every_transfer_ends_and_every_block_comes_back(
     with wire(fabric, num_blocks, block_rows) as w:
         for number, count in enumerate(rows):
             w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), seed=number)
-        Story(w, chance, cancels).tell(num_steps)
+        Story(w, chance, cancels=cancels, losses=False).tell(num_steps)
+        assert cancels or not w.failures
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    chance=st.randoms(use_true_random=False),
+    rows=st.lists(st.integers(1, 12), min_size=1, max_size=10),
+    num_blocks=st.integers(1, 5),
+    block_rows=st.integers(1, 4),
+    num_requests=st.integers(1, 4),
+    num_steps=st.integers(0, 200),
+    rates=st.lists(st.sampled_from([0.0, 0.0, 0.05, 0.3, 1.0]), min_size=6, max_size=6),
+    losses=st.booleans(),
+)
+def test_whatever_breaks_rows_are_right_or_their_transfer_fails(
+    fabric: str,
+    *,
+    chance: random.Random,
+    rows: list[int],
+    num_blocks: int,
+    block_rows: int,
+    num_requests: int,
+    num_steps: int,
+    rates: list[float],
+    losses: bool,
+) -> None:
+    faults = Faults(**dict(zip(Faults().chances, rates, strict=True)), seed=chance.randrange(2**32))
+    with wire(fabric, num_blocks, block_rows, faults) as w:
+        for number, count in enumerate(rows):
+            w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), seed=number)
+        Story(w, chance, cancels=True, losses=losses).tell(num_steps)
 
 
 def test_rows_that_have_not_landed_cannot_be_read_or_consumed(fabric: str) -> None:

@@ -3,38 +3,112 @@
 import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
+import pytest
 
+from triptych.errors import RegionError
 from triptych.messages.codec import Message, decode, encode
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, RowLayout, Wrote
 from triptych.transfer.buffers import RowBuffer
-from triptych.transfer.fabrics.base import Fabric
+from triptych.transfer.fabrics.base import Copy, Fabric, Write
+from triptych.transfer.fabrics.faulty import Faults, FaultyFabric
 from triptych.transfer.fabrics.local import LocalFabric
+from triptych.transfer.fabrics.mooncake import MooncakeFabric
+from triptych.transfer.fabrics.nixl import MODULES as NIXL_MODULES
+from triptych.transfer.fabrics.nixl import NixlFabric
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
 from triptych.transfer.memory import Bytes, SharedMemory
 from triptych.transfer.receiver import Failure, Receiver
 from triptych.transfer.sender import Sender
+from triptych.transfer.states import Deadlines
 from triptych.types import Address, TransferId
 
-FABRICS = ["local", "shm"]
+ALL_FABRICS = ["local", "shm", "nixl", "mooncake"]
+FABRICS = ["local", "shm"]  # the others start and stop too slowly to be opened for every case of the protocol
 LAYOUT = RowLayout(model="m", dtype="uint8", width=5, row_bytes=5)
 CONSUMER = Address("consumer")
 PRODUCERS = [Address("producer 0"), Address("producer 1")]
 
 
+def open_fabric(name: str) -> Fabric:
+    """Skips the test when the fabric's library isn't installed; one that is there must start."""
+    match name:
+        case "local":
+            return LocalFabric()
+        case "shm":
+            return SharedMemoryFabric()
+        case "nixl":
+            if not any(find_spec(module) for module in NIXL_MODULES):
+                pytest.skip("NIXL isn't installed: pip install 'triptych[nixl]'")
+            return NixlFabric()
+        case "mooncake":
+            if not find_spec("mooncake"):
+                pytest.skip("Mooncake isn't installed: pip install 'triptych[mooncake]'")
+            return MooncakeFabric()
+    raise ValueError(name)
+
+
 @contextmanager
 def fabric_pair(name: str) -> Iterator[tuple[Fabric, Fabric]]:
     """The consumer's fabric and the producers': one object in one process, one each between processes."""
-    fabrics: list[Fabric] = [LocalFabric()] if name == "local" else [SharedMemoryFabric(), SharedMemoryFabric()]
+    fabrics = [open_fabric(name)]
     try:
+        if name != "local":
+            fabrics.append(open_fabric(name))
         yield fabrics[0], fabrics[-1]
     finally:
         for fabric in fabrics:
             fabric.close()
+
+
+class StruckFabric(FaultyFabric):
+    """Breaks its first ``times`` writes only. While ``holding``, writes begin and don't
+    end, whoever calls them off, until ``let_go``: a copy that a process stands still in, or a network card that nobody
+    can stop."""
+
+    def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float], times: float = math.inf) -> None:
+        super().__init__(fabric, faults, clock)
+        self.times = times
+        self.holding = False
+        self._held: list[HeldWrite] = []
+
+    def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Write:
+        if self.holding:
+            self._fabric.write(region, [])  # opens it
+            self._held.append(HeldWrite(lambda: self._fabric.write(region, copies)))
+            return self._held[-1]
+        return super().write(region, copies)
+
+    def let_go(self) -> None:
+        self.holding = False
+        for write in self._held:
+            write.land()
+
+    def _draw(self) -> str | None:
+        self.times -= 1
+        return super()._draw() if self.times >= 0 else None
+
+
+@dataclass
+class HeldWrite:
+    land_now: Callable[[], Write]
+    landed: bool = False
+
+    def land(self) -> None:
+        with suppress(RegionError):  # by now there may be nothing to write to
+            self.land_now()
+        self.landed = True
+
+    def done(self) -> bool:
+        return self.landed
+
+    def cancel(self) -> None:
+        """It can't be stopped."""
 
 
 @dataclass
@@ -58,27 +132,69 @@ class Item:
 class Wire:
     """One consumer, two producers, and a queue for each pair: first in, first out within a pair, any order between."""
 
-    def __init__(self, fabrics: tuple[Fabric, Fabric], num_blocks: int, block_rows: int) -> None:
+    def __init__(
+        self,
+        fabrics: tuple[Fabric, Fabric],
+        num_blocks: int,
+        block_rows: int,
+        faults: Faults | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
         self.queues: defaultdict[tuple[Address, Address], deque[bytes]] = defaultdict(deque)
         self.sent: list[Message] = []
         self.fabrics = fabrics
         self.buffer = RowBuffer(LAYOUT, num_blocks, block_rows, [fabrics[0]], SharedMemory)
         self.now = 0.0
         self.receiver = Receiver(
-            self.buffer, CONSUMER, lambda to, message: self._send(CONSUMER, to, message), clock=lambda: self.now
-        )
-        self.senders = {address: self._sender(fabrics[1], address) for address in PRODUCERS}
-        self.items: dict[TransferId, Item] = {}
-        self.failures: list[Failure] = []
-
-    def _sender(self, fabric: Fabric, address: Address) -> Sender:
-        return Sender(
-            {fabric.name: fabric},
-            LAYOUT,
-            address,
-            lambda to, message: self._send(address, to, message),
+            self.buffer,
+            CONSUMER,
+            lambda to, message: self._send(CONSUMER, to, message),
+            check_always=faults is not None,
+            deadlines=deadlines,
             clock=lambda: self.now,
         )
+        self.items: dict[TransferId, Item] = {}
+        self.failures: list[Failure] = []
+        self.struck: dict[Address, StruckFabric] = {}
+        self.all_struck: list[StruckFabric] = []
+        self._faults = faults or Faults()
+        self._deadlines = deadlines
+        self.senders = {address: self._sender(address) for address in PRODUCERS}
+        self.ghosts: list[Sender] = []
+
+    def _sender(self, address: Address) -> Sender:
+        """A producer with mappings of its own."""
+        fabric = SharedMemoryFabric() if self.fabrics[1].name == "shm" else self.fabrics[1]
+        faulty = self.struck[address] = StruckFabric(fabric, self._faults, lambda: self.now)
+        self.all_struck.append(faulty)
+
+        def send(to: Address, message: Message) -> None:
+            if self.senders[address] is sender:
+                self._send(address, to, message)
+
+        sender = Sender({faulty.name: faulty}, LAYOUT, address, send, deadlines=self._deadlines, clock=lambda: self.now)
+        return sender
+
+    def lose(self, producer: Address) -> Sender:
+        """The producer's lease runs out: nothing it says is heard any more, but it goes on as a ghost, which is
+        returned. Another takes its address."""
+        ghost = self.senders[producer]
+        self.ghosts.append(ghost)
+        self.senders[producer] = self._sender(producer)
+        for pair in [(producer, CONSUMER), (CONSUMER, producer)]:
+            self.queues[pair].clear()
+        theirs = [item for item in self.items.values() if item.producer == producer]
+        self.receiver.producer_lost(producer, [item.transfer for item in theirs])
+        for item in theirs:
+            item.offered = item.provided = True  # or never will be
+        self.fail()
+        return ghost
+
+    def check_deadlines(self) -> None:
+        for sender in self.senders.values():
+            sender.check_deadlines()
+        self.receiver.check_deadlines()
+        self.fail()
 
     def _send(self, sender: Address, to: Address, message: Message) -> None:
         self.sent.append(message)
@@ -162,10 +278,19 @@ class Wire:
                 first.setdefault(item.place[0], item)
         return list(first.values())
 
+    def land(self, *items: Item) -> None:
+        """All of these that the pool holds lands."""
+        for item in items:
+            self.offer(item)
+            self.provide(item)
+        self.deliver_all()
+        self.receiver.grant()
+        self.deliver_all()
+
     def poll(self) -> None:
         """A tenth of a second passes."""
         self.now += 0.1
-        for sender in self.senders.values():
+        for sender in [*self.senders.values(), *self.ghosts]:
             sender.poll()
 
     def deliver_all(self, order: random.Random | None = None) -> None:
@@ -200,6 +325,7 @@ class Wire:
         self.receiver.check_idle()
         self.buffer.pool.check_all_free()
         assert all(sender.idle for sender in self.senders.values())
+        assert not self.buffer._left, "memory that was left is kept"
 
     def check(self) -> None:
         """No block has two owners, and each taken block has one."""
@@ -214,6 +340,12 @@ class Wire:
 
 
 @contextmanager
-def wire(fabric: str, num_blocks: int, block_rows: int) -> Iterator[Wire]:
+def wire(
+    fabric: str,
+    num_blocks: int,
+    block_rows: int,
+    faults: Faults | None = None,
+    deadlines: Deadlines | None = None,
+) -> Iterator[Wire]:
     with fabric_pair(fabric) as fabrics:
-        yield Wire(fabrics, num_blocks, block_rows)
+        yield Wire(fabrics, num_blocks, block_rows, faults, deadlines)

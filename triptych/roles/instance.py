@@ -15,7 +15,7 @@ from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.rows import Abort, Done, End
+from triptych.messages.rows import Abort, Done, End, RowLayout
 from triptych.messages.work import Heartbeat, Leave, PeerLost, Register, Rejected, Reregister, Stop, Welcome
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Host
@@ -34,12 +34,12 @@ class Instance:
     """Runs a role's hosts until it is told to stop."""
 
     def __init__(
-        self, *, name: str, role: Role, model: str, channel: Channel, front_door: Address, lease: LeaseConfig
+        self, *, name: str, role: Role, layout: RowLayout, channel: Channel, front_door: Address, lease: LeaseConfig
     ) -> None:
         self.name = name
         self.role = role
         self.compute = ComputeThread(channel.wake)
-        self._model = model
+        self._layout = layout
         self.channel = channel
         self.front_door = front_door
         self._lease = lease
@@ -170,7 +170,7 @@ class Instance:
     def _register(self) -> None:
         self._register_deadline = time.monotonic() + self._lease.start_timeout
         log.info("joining the front door at %s", self.front_door.removeprefix("tcp://"))
-        self.send(self.front_door, Register(self.name, self.role, self.channel.address, self._model, os.getpid()))
+        self.send(self.front_door, Register(self.name, self.role, self.channel.address, self._layout, os.getpid()))
 
     def _on_forgotten(self) -> None:
         """The front door doesn't know this instance (any more): what was under way has no owner. Several heartbeats may

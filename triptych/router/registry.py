@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from triptych.messages.rows import RowLayout
 from triptych.messages.work import Register
 from triptych.topology import Role
 from triptych.types import Address
@@ -17,6 +18,7 @@ class InstanceLease:
     role: Role
     address: Address
     pid: int
+    layout: RowLayout
     last_seen: float
     outstanding: float = 0.0
 
@@ -35,7 +37,7 @@ class Registry:
         if held is not None and (held.name, held.pid) == (message.name, message.pid):
             held.last_seen = now
             return held
-        lease = InstanceLease(message.name, message.role, message.address, message.pid, now)
+        lease = InstanceLease(message.name, message.role, message.address, message.pid, message.layout, now)
         self._leases[lease.address] = lease
         return lease
 
@@ -47,6 +49,16 @@ class Registry:
 
     def remove(self, address: Address) -> InstanceLease | None:
         return self._leases.pop(address, None)
+
+    def refresh_all(self, now: float) -> None:
+        """Everybody counts as seen now."""
+        for lease in self:
+            lease.last_seen = now
+
+    def misfit(self, layout: RowLayout) -> str:
+        """How rows of that layout differ from those of an instance that is here, and whose; empty when they don't."""
+        different = (f"{lease.name}: {d}" for lease in self if (d := layout.difference(lease.layout)))
+        return next(different, "")
 
     def expired(self, now: float) -> list[InstanceLease]:
         """Those that have been silent for longer than the expiry."""

@@ -105,6 +105,7 @@ class Router:
         self._config = front_door
         self._lease = lease
         self._clock = clock
+        self._ticked = clock()
         self._requests: dict[RequestId, _Request] = {}
         self._encodings: dict[TransferId, _Encoding] = {}
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -256,20 +257,31 @@ class Router:
     # ── membership and time ──────────────────────────────────────────────────────────────────────────────────
 
     def _on_register(self, message: Register) -> None:
-        if message.model != self._fingerprint:
-            self._tell(message.address, Rejected("it serves another model than this front door"))
-            self._forget(message.address)
-            return
         held = self.registry.get(message.address)
         if held is not None and (held.name, held.pid) != (message.name, message.pid):
             self._lose(held, "was replaced by another at its address")
+        if misfit := self._misfit(message):
+            log.warning("refused %s: %s", message.name, misfit)
+            self._tell(message.address, Rejected(misfit))
+            self._forget(message.address)
+            return
         lease = self.registry.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
         self._tell(lease.address, Welcome(self._lease.lease_expiry))
 
+    def _misfit(self, message: Register) -> str:
+        """Why an instance can't join; empty when it can. Any encode instance may have to send rows to any language
+        instance, so all agree on how they look."""
+        if message.layout.model != self._fingerprint:
+            return "it serves another model than this front door"
+        if misfit := self.registry.misfit(message.layout):
+            return f"the rows of {message.name} don't fit those of {misfit}"
+        return ""
+
     def _on_heartbeat(self, message: Heartbeat) -> None:
         if not self.registry.refresh(message.address, self._clock()):
             self._tell(message.address, Reregister())
+            self._forget(message.address)  # it may have been refused, and be gone by now
 
     def _on_leave(self, message: Leave) -> None:
         if lease := self.registry.get(message.address):
@@ -279,6 +291,10 @@ class Router:
     def tick(self) -> None:
         """What time brings: leases that ran out, deadlines that passed. Call a few times a second."""
         now = self._clock()
+        if now - self._ticked > self._lease.lease_expiry / 2:
+            # this process stood still: heartbeats may lie where it hasn't looked yet
+            self.registry.refresh_all(now)
+        self._ticked = now
         for lease in self.registry.expired(now):
             why = f"has been silent for {self._lease.lease_expiry:g} s"
             log.warning("%s %s", lease.name, why)

@@ -1,12 +1,12 @@
 """The receive buffer: memory cut into blocks of rows, which peers write to over any of several fabrics."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from triptych.messages.rows import Extent, Reach, RegionHandle, RowLayout
 from triptych.transfer.blocks import BlockPool, BlockRun
 from triptych.transfer.fabrics.base import Fabric
-from triptych.transfer.memory import Allocate, Bytes
+from triptych.transfer.memory import Allocate, Bytes, Memory
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,14 @@ class Segment:
         return self.first_row + self.rows
 
 
+@dataclass(frozen=True, eq=False)
+class _Home:
+    """Memory that the buffer lives in or has lived in, and how each fabric names it."""
+
+    memory: Memory
+    handles: dict[str, RegionHandle]
+
+
 class RowBuffer:
     """``num_blocks`` blocks of ``block_rows`` rows each."""
 
@@ -34,7 +42,8 @@ class RowBuffer:
         self.pool = BlockPool(num_blocks)
         self._fabrics = fabrics
         self._allocate = allocate
-        self._register()
+        self._left: list[_Home] = []
+        self._home = self._new_home()
 
     @property
     def num_blocks(self) -> int:
@@ -47,7 +56,7 @@ class RowBuffer:
 
     def handle(self, fabric: Fabric) -> RegionHandle:
         """What a producer writes to over that fabric."""
-        return self._handles[fabric.name]
+        return self._home.handles[fabric.name]
 
     def blocks_of(self, rows: int) -> int:
         """How many blocks hold so many rows."""
@@ -55,30 +64,50 @@ class RowBuffer:
 
     def renew(self) -> None:
         """Moves to new memory, rows and all, so that a write which nobody can stop any more harms nobody. What is
-        being written to the old memory is lost."""
-        old, handles = self._memory, self._handles
-        self._register()
+        being written to the old memory is lost. Raises what allocating and registering raise; then nothing moves."""
+        home = self._new_home()
         for run in self.pool.taken_runs():
             low, high = run.start * self._block_bytes, run.end * self._block_bytes
-            self._memory.bytes[low:high] = old.bytes[low:high]
-        for fabric in self._fabrics:
-            fabric.deregister(handles[fabric.name])
-        old.close()
+            home.memory.bytes[low:high] = self._home.memory.bytes[low:high]
+        self._left.append(self._home)
+        self._home = home
+
+    def forget_left(self, wanted: Collection[RegionHandle]) -> None:
+        """Lets go of the memory that the buffer has left, but for the regions ``wanted``: somebody who was granted
+        them has yet to find out."""
+        for home in [home for home in self._left if not set(home.handles.values()) & set(wanted)]:
+            self._left.remove(home)
+            self._leave(home)
 
     def close(self) -> None:
         """Takes the memory back from peers."""
-        for fabric in self._fabrics:
-            fabric.deregister(self._handles[fabric.name])
-        self._memory.close()
+        self.forget_left([])
+        self._leave(self._home)
 
     @property
     def _block_bytes(self) -> int:
         return self.block_rows * self.layout.row_bytes
 
-    def _register(self) -> None:
-        self._memory = self._allocate(self.pool.num_blocks * self._block_bytes)
-        self._handles = {fabric.name: fabric.register(self._memory) for fabric in self._fabrics}
-        self._rows: Bytes = self._memory.bytes.reshape(-1, self.layout.row_bytes)
+    @property
+    def _rows(self) -> Bytes:
+        return self._home.memory.bytes.reshape(-1, self.layout.row_bytes)
+
+    def _new_home(self) -> "_Home":
+        memory = self._allocate(self.pool.num_blocks * self._block_bytes)
+        home = _Home(memory, {})
+        try:
+            for fabric in self._fabrics:
+                home.handles[fabric.name] = fabric.register(memory)
+        except BaseException:
+            self._leave(home)
+            raise
+        return home
+
+    def _leave(self, home: "_Home") -> None:
+        for fabric in self._fabrics:
+            if handle := home.handles.get(fabric.name):
+                fabric.deregister(handle)
+        home.memory.close()
 
     def take(self, first_row: int, rows: int) -> list[Segment]:
         """Blocks for as many of the rows from ``first_row`` on as fit in what is free, at least one block's worth.

@@ -44,12 +44,14 @@ class Failure:
 
 @dataclass
 class _Flight:
-    """One grant: the rows it covers, where they go, and whether they are here."""
+    """One grant: the rows it covers and where they go. ``writing`` until the producer says that it isn't any more,
+    ``landed`` once the rows are here, and right."""
 
     first_row: int
     segments: list[Segment]
     region: RegionHandle
     checked: bool
+    writing: bool = True
     landed: bool = False
     resends: int = 0
 
@@ -83,10 +85,6 @@ class _Incoming:
     @property
     def closing(self) -> bool:
         return self.progress.state is TransferState.FAILED
-
-    @property
-    def in_flight(self) -> bool:
-        return any(not flight.landed for flight in self.flights)
 
     @property
     def held_blocks(self) -> int:
@@ -135,9 +133,12 @@ class Receiver:
         self._transfers: dict[TransferId, _Incoming] = {}
         self._failures: list[Failure] = []
 
-    def expect(self, transfer: TransferId, rows: int, place: Place) -> None:
-        """Makes room in the line at ``place`` (lower goes first) for a transfer that will be offered."""
-        self._transfers[transfer] = _Incoming(transfer, rows, place, Progress(self._clock()))
+    def expect(self, transfer: TransferId, rows: int, place: Place, first_row: int = 0) -> None:
+        """Makes room in the line at ``place`` (lower goes first) for a transfer that will be offered. Rows below
+        ``first_row`` aren't wanted: they count as consumed."""
+        incoming = _Incoming(transfer, rows, place, Progress(self._clock()))
+        incoming.consumed = incoming.landed = incoming.granted = first_row
+        self._transfers[transfer] = incoming
         self._cap.learn(self.buffer.blocks_of(rows))
 
     def landed(self, transfer: TransferId) -> int:
@@ -180,7 +181,7 @@ class Receiver:
             return
         incoming.progress.enter(TransferState.FAILED, self._clock())
         producer = incoming.producer
-        if producer is None or not incoming.in_flight:
+        if not self._exposed(incoming):
             self._drop(incoming)
         if producer is not None:
             self._send(producer, Abort(transfer, End.CONSUMER, self._address, reason))
@@ -193,14 +194,9 @@ class Receiver:
             for incoming in self._transfers.values()
             if incoming.producer == producer or (incoming.producer is None and incoming.transfer in offering)
         ]
-        if any(incoming.in_flight for incoming in lost):
-            self._fence()
+        self._fence(lost)
         for incoming in lost:
-            incoming.producer = None
-            if incoming.closing:
-                self._drop(incoming)
-            else:
-                self._fail(incoming, "InstanceLost", "the instance that encoded an item is gone")
+            self._part(incoming, "InstanceLost", "the instance that encoded an item is gone")
 
     def take_failures(self) -> list[Failure]:
         """The transfers that have failed since the last call; each must be closed."""
@@ -211,8 +207,7 @@ class Receiver:
         """Fails what has stood still for too long. Call a few times a second."""
         now = self._clock()
         overdue = [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]
-        if any(incoming.in_flight for incoming in overdue):
-            self._fence()
+        self._fence(overdue)
         for incoming in overdue:
             if incoming.closing:
                 self._drop(incoming)
@@ -245,36 +240,32 @@ class Receiver:
         incoming = self._transfers.get(wrote.transfer)
         flight = _flight(incoming, wrote)
         if incoming is None or flight is None:
-            log.error("transfer %s: rows %d+%d can't have landed", wrote.transfer, wrote.first_row, wrote.rows)
+            log.warning("transfer %s: rows %d+%d are not expected", wrote.transfer, wrote.first_row, wrote.rows)
             return
         incoming.progress.touch(self._clock())
         if incoming.closing:
-            flight.landed = True  # nothing is being written any more, but Done is still to come
+            flight.writing = False  # but Done is still to come
             return
         assert incoming.fabric is not None
         moved = flight.region != self.buffer.handle(incoming.fabric)
         if moved or (flight.checked and wrote.checksum != self._checksum(flight)):
             self._resend(incoming, flight, garbled=not moved)
             return
-        flight.landed = True
+        flight.writing, flight.landed = False, True
         while incoming.flights and incoming.flights[0].landed:
             incoming.landed = incoming.flights.pop(0).end_row
         self.counters.rows += wrote.rows
         self.counters.bytes += wrote.rows * self.buffer.layout.row_bytes
 
     def on_abort(self, abort: Abort) -> None:
-        """The producer gives up; it has let go already."""
+        """The producer gives up. The buffer moves if it couldn't let go."""
         self._send(abort.sender, Done(abort.transfer, End.CONSUMER))
         incoming = self._transfers.get(abort.transfer)
         if incoming is None:
             return
-        incoming.producer = None
-        for flight in incoming.flights:
-            flight.landed = True  # or never will: either way nobody writes to it
-        if incoming.closing:
-            self._drop(incoming)
-        else:
-            self._fail(incoming, "InternalError", f"encoding stopped: {abort.reason}")
+        if not abort.let_go:
+            self._fence([incoming])
+        self._part(incoming, "InternalError", f"encoding stopped: {abort.reason}")
 
     def on_done(self, done: Done) -> None:
         """The producer has let go of a transfer that was aborted."""
@@ -286,6 +277,7 @@ class Receiver:
 
     def grant(self) -> None:
         """Hands free blocks to the line. Call after messages and after consuming."""
+        self.buffer.forget_left({flight.region for t in self._transfers.values() for flight in t.flights})
         wanting = (t for t in self._transfers.values() if not t.closing and t.granted < t.rows)
         line = sorted(wanting, key=lambda t: t.place)
         if line and line[0].producer is not None and not line[0].segments and not self.buffer.pool.num_free:
@@ -336,7 +328,7 @@ class Receiver:
             self.counters.resent += 1
             log.warning("transfer %s: rows %d+%d are garbled", incoming.transfer, flight.first_row, flight.rows)
             if flight.resends > MAX_RESENDS:
-                flight.landed = True  # in a way: nobody writes to it
+                flight.writing = False
                 self._fail(incoming, "InternalError", "embedding rows arrived garbled time and again")
                 return
         flight.region = self.buffer.handle(incoming.fabric)
@@ -345,7 +337,7 @@ class Receiver:
     def _revoke_for(self, head: _Incoming) -> None:
         """Takes back the rows that landed for the last in line, so that the head can move. Rows in flight can't be
         taken back; they land soon, and the next call sees them."""
-        holders = [t for t in self._transfers.values() if t.segments and not t.in_flight and t.place > head.place]
+        holders = [t for t in self._transfers.values() if t.segments and not t.flights and t.place > head.place]
         if not holders:
             return
         last = max(holders, key=lambda t: t.place)
@@ -374,11 +366,30 @@ class Receiver:
         log.error("transfer %s: %s", incoming.transfer, reason)
         self._failures.append(Failure(incoming.transfer, error, reason))
 
-    def _fence(self) -> None:
-        """Moves the buffer away from under a write that can't be stopped. Live producers' writes under way go to the
-        old memory too; when they say that they are done, they are granted the same rows again."""
-        self.counters.fenced += 1
-        self.buffer.renew()
+    def _part(self, incoming: _Incoming, error: str, reason: str) -> None:
+        """The producer has nothing to do with this transfer any more."""
+        incoming.producer = None
+        for flight in incoming.flights:
+            flight.writing = False
+        if incoming.closing:
+            self._drop(incoming)
+        else:
+            self._fail(incoming, error, reason)
+
+    def _exposed(self, incoming: _Incoming) -> bool:
+        """Whether its producer may be writing to the memory that the buffer is in now."""
+        if incoming.fabric is None:
+            return False
+        region = self.buffer.handle(incoming.fabric)
+        return any(flight.writing and flight.region == region for flight in incoming.flights)
+
+    def _fence(self, incomings: Collection[_Incoming]) -> None:
+        """Moves the buffer away from under what these transfers' producers may be writing and can't be stopped from.
+        Live producers' writes under way go to the old memory too; when they say that they are done, they are granted
+        the same rows again."""
+        if any(self._exposed(incoming) for incoming in incomings):
+            self.counters.fenced += 1
+            self.buffer.renew()
 
     def _finish(self, incoming: _Incoming) -> None:
         incoming.progress.enter(TransferState.SUCCESS, self._clock())
@@ -405,5 +416,5 @@ class Receiver:
 def _flight(incoming: _Incoming | None, wrote: Wrote) -> _Flight | None:
     """The grant that a Wrote answers."""
     flights = incoming.flights if incoming else []
-    answered = (f for f in flights if not f.landed and (f.first_row, f.rows) == (wrote.first_row, wrote.rows))
+    answered = (f for f in flights if f.writing and (f.first_row, f.rows) == (wrote.first_row, wrote.rows))
     return next(answered, None)

@@ -1,7 +1,7 @@
 """The producer's end of the protocol: offers rows, writes them where it is granted, keeps them until Done.
 
 A write may still be under way when its transfer ends. Then the rows stay as they are, and the consumer isn't told that
-this end has let go, until the write is over.
+this end has let go, until the write is over; if it doesn't end at all, the consumer is told that instead.
 """
 
 import logging
@@ -126,6 +126,8 @@ class Sender:
         forgotten = list(self._transfers.values())
         for outgoing in forgotten:
             self._end(outgoing, TransferState.FAILED)
+        for consumer in list(self._regions):
+            self._retire(self._regions.pop(consumer))
         return [outgoing.transfer for outgoing in forgotten]
 
     def state(self, transfer: TransferId) -> TransferState:
@@ -299,7 +301,9 @@ class Sender:
         if self._clock() < outgoing.writing.deadline:
             return True
         log.error("transfer %s: a write that was given up hasn't ended", outgoing.transfer)
-        outgoing.farewell = None  # the consumer mustn't use those blocks again; its own deadline moves the buffer
+        if outgoing.farewell is not None:
+            reason = f"a write hasn't ended within {self._deadlines.write:g} s of being called off"
+            outgoing.farewell = Abort(outgoing.transfer, End.PRODUCER, self._address, reason, let_go=False)
         return False
 
     # ── regions ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -30,7 +30,8 @@ class TransferState(enum.Enum):
     FAILED = "failed"
 
 
-_BEFORE = {
+_BEFORE: dict[TransferState, tuple[TransferState, ...]] = {
+    TransferState.BOOTSTRAPPING: (),
     TransferState.WAITING_FOR_INPUT: (TransferState.BOOTSTRAPPING, TransferState.TRANSFERRING),
     TransferState.TRANSFERRING: (TransferState.WAITING_FOR_INPUT,),
     TransferState.SUCCESS: (TransferState.TRANSFERRING,),

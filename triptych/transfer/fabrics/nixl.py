@@ -40,7 +40,7 @@ _LOCATION = re.compile(r"([0-9a-f]{32}):([0-9a-f]{1,16}):([0-9A-Za-z+/=]+)")
 
 _MAX_LOCATION = 2**17
 
-_PROGRESS_MICROSECONDS = 1000
+PROGRESS_MICROSECONDS = 1000
 """How long NIXL's progress thread sleeps at most when no descriptor wakes it. The library's own default, and all that
 its Python wrapper offers, is not to sleep: one core per agent, always. That is why the bindings are used here."""
 
@@ -60,7 +60,7 @@ class NixlFabric:
     checksums = True
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        self._nixl = _load()
+        self._nixl = load()
         self._errors: tuple[type[Exception], ...] = tuple(
             kind for kind in vars(self._nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)
         )
@@ -80,7 +80,7 @@ class NixlFabric:
         # an owner's CPU takes part in writes over TCP, whatever its own thread is busy with
         config.useProgThread = True
         config.useListenThread = False
-        config.pthrDelay = _PROGRESS_MICROSECONDS
+        config.pthrDelay = PROGRESS_MICROSECONDS
         agent = self._nixl.nixlAgent(name, config)
         agent.createBackend("UCX", {"engine_config": self._config} if self._config else {})
         return agent
@@ -276,7 +276,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _load() -> ModuleType:
+def load() -> ModuleType:
     """NIXL's bindings. Raises StartError when they aren't installed."""
     for variable in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):
         os.environ.setdefault(variable, "FATAL")  # what matters comes back as an error

@@ -12,7 +12,7 @@ import numpy as np
 from triptych.errors import RegionError
 from triptych.messages.rows import RegionHandle
 from triptych.transfer.fabrics.base import Copy, Finished, check_fit, put
-from triptych.transfer.memory import SHARED_NAME, TOKEN_BYTES, Bytes, Memory, SharedMemory
+from triptych.transfer.memory import SHARED_MAPPING, SHARED_NAME, TOKEN_BYTES, Bytes, Memory, SharedMemory
 
 _LOCATION = re.compile(r"(\d{1,10}):(\d{1,10}):([0-9a-f]{32})")
 
@@ -69,7 +69,7 @@ def _open(region: RegionHandle) -> Bytes:
         try:
             if os.fstat(file).st_size != size:
                 raise RegionError(f"the region isn't of {region.num_bytes} bytes")
-            pages = mmap.mmap(file, size)
+            pages = mmap.mmap(file, size, flags=SHARED_MAPPING)
         finally:
             os.close(file)  # the mapping stays
     except OSError as error:

@@ -1,0 +1,334 @@
+"""The protocol over a wire whose fabric breaks, with producers that are lost, and the deadline of every state."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.transfer.wire import CONSUMER, FABRICS, PRODUCERS, Item, Wire, wire
+from triptych.messages.rows import Abort, End
+from triptych.transfer.fabrics.faulty import Faults
+from triptych.transfer.receiver import MAX_RESENDS
+from triptych.transfer.sender import MAX_ATTEMPTS
+from triptych.transfer.states import Deadlines, TransferState
+
+pytestmark = pytest.mark.parametrize("fabric", FABRICS)
+
+LIMITS = Deadlines(bootstrapping=10, waiting_for_input=20, transferring=30, write=5, failed=7)
+
+
+def offer(w: Wire, item: Item) -> None:
+    w.offer(item)
+    w.deliver_all()
+
+
+def grant(w: Wire, item: Item) -> None:
+    offer(w, item)
+    w.receiver.grant()
+    w.deliver_all()
+
+
+def is_clean(w: Wire) -> None:
+    """Every block is back, and nothing of any transfer is left at either end."""
+    assert w.receiver.idle
+    w.buffer.pool.check_all_free()
+    w.receiver.grant()
+    assert not w.buffer._left
+    assert all(sender.idle for sender in w.senders.values())
+
+
+# ── faults of one write ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("fault", "resent", "retries"),
+    [("drop", 1, 0), ("delay", 0, 0), ("duplicate", 0, 0), ("reorder", 0, 0), ("corrupt", 1, 0), ("half", 0, 1)],
+)
+def test_one_fault_and_then_clean(fabric: str, fault: str, resent: int, retries: int) -> None:
+    with wire(fabric, 8, 2, Faults(**{fault: 1.0})) as w:
+        struck = w.struck[PRODUCERS[0]]
+        struck.times = 1
+        hole = w.buffer.take(0, 2)  # so that the grant has two pieces
+        other = w.buffer.take(0, 2)
+        w.buffer.pool.free([hole[0].run])
+        item = w.expect(9, (0, 0))
+        grant(w, item)
+        began = w.now
+        w.provide(item)
+        w.deliver_all()
+        assert (w.now - began >= 1.0) == (fault == "delay")
+        assert w.readable(item) == 9
+        w.consume(item, 9)
+        w.deliver_all()
+        w.buffer.pool.free([other[0].run])
+        assert struck.struck == dict.fromkeys(struck.struck, 0) | {fault: 1}
+        assert (w.receiver.counters.resent, w.senders[PRODUCERS[0]].counters.retries) == (resent, retries)
+        assert (w.receiver.counters.rows, w.failures) == (9, [])
+        is_clean(w)
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "drop"])
+def test_rows_garbled_for_ever_fail_their_transfer_and_nothing_else(fabric: str, fault: str) -> None:
+    with wire(fabric, 4, 2, Faults(**{fault: 1.0})) as w:
+        w.struck[PRODUCERS[1]].times = 0
+        bad, good = w.expect(3, (0, 0)), w.expect(3, (1, 0), PRODUCERS[1])
+        w.land(bad, good)
+        assert [(f.transfer, f.error) for f in w.failures] == [(bad.transfer, "InternalError")]
+        assert "garbled" in w.failures[0].reason
+        assert w.receiver.counters.resent == MAX_RESENDS + 1
+        w.consume(good, 3)
+        w.deliver_all()
+        is_clean(w)
+
+
+def test_no_row_behind_garbled_ones_counts_as_landed(fabric: str) -> None:
+    with wire(fabric, 2, 1, Faults(corrupt=1.0)) as w:
+        item = w.expect(2, (0, 0))
+        [taken] = w.buffer.take(0, 1)  # so that it is granted twice
+        grant(w, item)
+        w.struck[item.producer].times = MAX_RESENDS + 1
+        closed, w.fail = w.fail, lambda: None  # type: ignore[method-assign]  # the host isn't there yet
+        w.provide(item)
+        w.deliver_all()
+        w.buffer.pool.free([taken.run])
+        w.receiver.grant()
+        w.deliver_all()
+        assert w.receiver.counters.rows == 1, "the second row is here"
+        assert w.receiver.landed(item.transfer) == 0
+        closed()
+        w.deliver_all()
+        is_clean(w)
+
+
+def test_a_write_that_keeps_failing_is_tried_a_few_times(fabric: str) -> None:
+    with wire(fabric, 4, 2, Faults(half=1.0)) as w:
+        item = w.expect(3, (0, 0))
+        w.land(item)
+        assert [f.error for f in w.failures] == ["InternalError"]
+        assert "failed halfway" in w.failures[0].reason
+        assert w.senders[item.producer].counters.retries == MAX_ATTEMPTS - 1
+        is_clean(w)
+
+
+# ── writes that can't be stopped ─────────────────────────────────────────────────────────────────────────────────
+
+
+def held(w: Wire) -> Item:
+    """A transfer that is being written, for as long as its producer's fabric holds."""
+    item = w.expect(4, (0, 0))
+    w.struck[item.producer].holding = True
+    w.offer(item)
+    w.provide(item)
+    w.deliver(item.producer, CONSUMER)
+    w.receiver.grant()
+    w.deliver(CONSUMER, item.producer)
+    return item
+
+
+def takes_the_same_blocks(w: Wire, place: int) -> Item:
+    """Another producer's rows have landed where the held ones were to go."""
+    item = w.expect(2 * w.buffer.num_blocks, (place, 0), PRODUCERS[1])
+    w.land(item)
+    assert w.readable(item) == item.rows
+    return item
+
+
+def test_a_write_that_never_ends_costs_its_own_transfer_and_no_row_of_others(fabric: str) -> None:
+    with wire(fabric, 2, 2, deadlines=LIMITS) as w:
+        item = held(w)
+        sender, struck = w.senders[item.producer], w.struck[item.producer]
+        w.now += LIMITS.write + 1
+        sender.poll()
+        assert sender.next_poll < 1, "called off, but who knows"
+        w.now += LIMITS.write + 1
+        sender.poll()
+        assert sender.idle
+        w.deliver_all()
+        assert item.ended
+        assert w.receiver.counters.fenced == 1
+        is_clean(w)
+        other = takes_the_same_blocks(w, 1)
+        struck.let_go()
+        w.consume(other, other.rows)
+        w.deliver_all()
+        is_clean(w)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_a_lost_producer_writes_late_is_in_nobodys_rows(fabric: str, closed: bool) -> None:
+    with wire(fabric, 2, 2) as w:
+        item = held(w)
+        struck = w.struck[item.producer]
+        if closed:
+            w.close(item)
+            assert w.buffer.pool.num_free == 0, "it may be writing"
+        ghost = w.lose(item.producer)
+        assert item.ended
+        assert w.receiver.counters.fenced == 1
+        is_clean(w)
+        other = takes_the_same_blocks(w, 1)
+        struck.let_go()
+        ghost.poll()
+        w.consume(other, other.rows)
+        w.deliver_all()
+        assert len(w.failures) == (0 if closed else 1)
+        is_clean(w)
+
+
+def test_a_lost_producer_that_was_not_writing_moves_nothing(fabric: str) -> None:
+    with wire(fabric, 2, 2) as w:
+        item = w.expect(4, (0, 0))
+        w.land(item)
+        w.lose(item.producer)
+        assert (item.ended, w.receiver.counters.fenced) == (True, 0)
+        is_clean(w)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_grants_from_before_the_buffer_moved_are_good_still(fabric: str, known: bool) -> None:
+    """Another producer has been granted blocks and encodes for a while yet; it may have to open the old memory."""
+    with wire(fabric, 6, 2) as w:
+        if known:
+            w.land(first := w.expect(1, (0, 0), PRODUCERS[1]))
+            w.consume(first, 1)
+            w.deliver_all()
+        slow = w.expect(4, (1, 0), PRODUCERS[1])
+        grant(w, slow)
+        landed = w.expect(3, (2, 0), PRODUCERS[1])
+        w.land(landed)
+        w.lose(held(w).producer)
+        w.receiver.grant()
+        w.provide(slow)
+        w.deliver_all()
+        assert (w.readable(slow), w.readable(landed)) == (4, 3), "what had landed moved along"
+        assert w.receiver.counters.fenced == 1
+        w.finish()
+        assert len(w.failures) == 1
+
+
+def test_words_of_a_lost_producer_that_come_late_change_nothing(fabric: str) -> None:
+    with wire(fabric, 4, 1) as w:
+        item = w.expect(2, (0, 0))
+        grant(w, item)
+        w.provide(item)  # rows have been written, and the consumer isn't told yet
+        queue = w.queues[item.producer, CONSUMER]
+        late = list(queue)
+        w.receiver.producer_lost(item.producer)
+        w.deliver(item.producer, CONSUMER)
+        w.fail()
+        assert item.ended
+        queue.extend(late)
+        w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, item.producer, "late"))
+        w.deliver_all()
+        is_clean(w)
+
+
+# ── deadlines ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def wait_for(w: Wire, seconds: float) -> None:
+    """Until just after a deadline that is some polls old already; nothing fails before it."""
+    w.now += seconds - 1.0
+    w.receiver.check_deadlines()
+    assert not w.receiver.take_failures()
+    w.now += 1.01
+
+
+@pytest.mark.parametrize(
+    ("prepare", "state", "seconds"),
+    [
+        (lambda w, item: None, TransferState.BOOTSTRAPPING, LIMITS.bootstrapping),
+        (offer, TransferState.WAITING_FOR_INPUT, LIMITS.waiting_for_input),
+        (grant, TransferState.TRANSFERRING, LIMITS.transferring),
+    ],
+)
+def test_a_consumer_waits_in_no_state_for_ever(
+    fabric: str, prepare: Callable[[Wire, Item], None], state: TransferState, seconds: float
+) -> None:
+    with wire(fabric, 4, 1, deadlines=LIMITS) as w:
+        item = w.expect(2, (0, 0))
+        prepare(w, item)
+        assert w.receiver.state(item.transfer) is state
+        wait_for(w, seconds)
+        w.receiver.check_deadlines()
+        w.receiver.check_deadlines()
+        w.fail()
+        assert [(f.error, f.reason) for f in w.failures] == [
+            ("DeadlineExceeded", f"a transfer stood still while {state.value}")
+        ]
+        w.buffer.pool.check_all_free()
+        assert w.receiver.counters.fenced == (state is TransferState.TRANSFERRING)
+        w.deliver_all()
+        is_clean(w)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "state", "seconds"),
+    [
+        (lambda w, item: w.offer(item), TransferState.BOOTSTRAPPING, LIMITS.bootstrapping),
+        (grant, TransferState.WAITING_FOR_INPUT, LIMITS.waiting_for_input),
+        (lambda w, item: w.land(item), TransferState.TRANSFERRING, LIMITS.transferring),
+    ],
+)
+def test_a_producer_waits_in_no_state_for_ever(
+    fabric: str, prepare: Callable[[Wire, Item], None], state: TransferState, seconds: float
+) -> None:
+    with wire(fabric, 4, 1, deadlines=LIMITS) as w:
+        item = w.expect(2, (0, 0))
+        prepare(w, item)
+        sender = w.senders[item.producer]
+        assert sender.state(item.transfer) is state
+        since = w.now
+        w.now = since + seconds - 0.2
+        assert sender.check_deadlines() == []
+        w.now = since + seconds + 0.01
+        assert sender.check_deadlines() == [item.transfer]
+        assert sender.idle
+        w.deliver_all()
+        assert item.ended
+        assert state.value in w.failures[0].reason
+        is_clean(w)
+
+
+def test_a_producer_that_does_not_answer_an_abort_keeps_no_block(fabric: str) -> None:
+    with wire(fabric, 2, 2, deadlines=LIMITS) as w:
+        item = w.expect(4, (0, 0))
+        grant(w, item)
+        w.close(item)
+        w.queues[CONSUMER, item.producer].clear()
+        wait_for(w, LIMITS.failed)
+        assert w.buffer.pool.num_free == 0
+        w.receiver.check_deadlines()
+        assert w.receiver.idle
+        assert w.receiver.counters.fenced == 1
+        w.buffer.pool.check_all_free()
+
+
+def test_progress_puts_deadlines_off(fabric: str) -> None:
+    with wire(fabric, 1, 1, deadlines=LIMITS) as w:
+        item = w.expect(5, (0, 0))
+        for _ in range(5):
+            if not item.offered:
+                w.offer(item)
+                w.provide(item)
+            w.deliver_all()
+            w.receiver.grant()
+            w.deliver_all()
+            w.now += LIMITS.transferring - 1
+            w.check_deadlines()
+            w.consume(item, 1)
+        w.deliver_all()
+        assert not w.failures
+        is_clean(w)
+
+
+def test_a_producer_that_lapses_lets_go_of_rows_and_memory(fabric: str) -> None:
+    with wire(fabric, 4, 1) as w:
+        item = w.expect(2, (0, 0))
+        w.land(item)
+        sender = w.senders[item.producer]
+        assert sender.forget_all() == [item.transfer]
+        assert sender.idle
+        assert not sender._regions
+        assert not any(w.queues.values())
+        np.testing.assert_array_equal(np.concatenate(w.receiver.read(item.transfer, 0, 2)), item.source)
