@@ -200,6 +200,19 @@ def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callab
     assert desk.host.told.count("lapse") == 2, "a new lease that is lost is another matter"
 
 
+def test_a_registration_that_a_dying_front_door_took_with_it_is_made_again(start: Callable[..., Desk]) -> None:
+    desk = start()
+    desk.await_count(Register, 1)
+    desk.send(Reregister())  # the answer to a heartbeat that went before the registration
+    time.sleep(5 * FAST.heartbeat)
+    assert sum(isinstance(message, Register) for message in desk.received) == 1
+    desk.send(Reregister())
+    desk.await_count(Register, 2)
+    desk.send(Welcome(30.0), cancel("after"))
+    _until(lambda: cancel("after") in desk.host.told)
+    assert "lapse" not in desk.host.told
+
+
 def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., Desk]) -> None:
     desk = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.3))
     desk.join()

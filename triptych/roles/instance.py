@@ -24,6 +24,8 @@ from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
+REGISTER_AGAIN = 4
+"""Heartbeats after which a registration that hasn't been answered, though the front door answers otherwise, is lost."""
 MAX_FAILURES = 5
 FAILURE_WINDOW = 60.0
 """An instance starts over after a bug, but not ``MAX_FAILURES`` times within this many seconds: then the bug isn't one
@@ -168,15 +170,18 @@ class Instance:
             log.exception("couldn't handle %s", type(message).__name__)
 
     def _register(self) -> None:
-        self._register_deadline = time.monotonic() + self._lease.start_timeout
+        self._asked = time.monotonic()
+        self._register_deadline = self._asked + self._lease.start_timeout
         log.info("joining the front door at %s", self.front_door.removeprefix("tcp://"))
         self.send(self.front_door, Register(self.name, self.role, self.channel.address, self._layout, os.getpid()))
 
     def _on_forgotten(self) -> None:
-        """The front door doesn't know this instance (any more): what was under way has no owner. Several heartbeats may
-        be answered so before the new registration is; one is enough."""
+        """The front door doesn't know this instance (any more): what was under way has no owner. A heartbeat or two may
+        be answered so before the new registration is; if it goes on, that one was lost with a front door that died."""
         if self._registered:
             self._start_over()
+        elif time.monotonic() - self._asked > REGISTER_AGAIN * self._lease.heartbeat:
+            self._register()
 
     def _on_welcome(self, message: Welcome) -> None:
         self._registered = True
