@@ -55,6 +55,7 @@ async def running(
     folder: Path,
     topology: str = "1EPD",
     engine: EngineConfig = FLOAT32,
+    *,
     front_door: FrontDoorConfig | None = None,
     transfer: TransferConfig | None = None,
     prepare: Callable[[Instance], None] = lambda _: None,

@@ -1,24 +1,33 @@
+import errno
+import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 import zmq
+from zmq.utils import z85
 
 from triptych.errors import Unavailable
 from triptych.messages import channel as channels
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.codec import Message, encode
+from triptych.messages.curve import ClusterKeys, CurveKey
 from triptych.messages.work import Encode, Heartbeat
 from triptych.types import Address, ImageHeader, ItemPlan, TransferId
 
 PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1.0)
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Channel, Channel]]:
-    one, other = Channel(), Channel()
+SECRET = b"a secret of 24 bytes ..."
+
+
+@pytest.fixture(params=[None, SECRET], ids=["plain", "curve"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
+    one, other = Channel(secret=request.param), Channel(secret=request.param)
     yield one, other
     one.close(linger=0)
     other.close(linger=0)
@@ -53,8 +62,10 @@ def test_a_big_message_arrives_whole(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_bad_frames_are_dropped_and_the_next_good_one_arrives(pair: tuple[Channel, Channel]) -> None:
-    _, other = pair
+    one, other = pair
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        if one._keys:
+            use_keys(stranger, one._keys.server.public, one._keys.client)
         stranger.connect(other.address)
         for frame in (b"", b"\xc1garbage", b"\x91" * 5000, encode(beat(7))):
             stranger.send(frame)
@@ -101,24 +112,256 @@ def test_a_peer_that_does_not_read_becomes_unavailable_and_others_do_not(
     one.send(nobody, beat(1))  # a new outbox
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "tcp://127.0.0.1"])
+def test_two_peers_on_ipv6_understand_each_other() -> None:
+    with channel("::1", secret=SECRET) as one, channel("::1", secret=SECRET) as other:
+        assert one.address.startswith("tcp://[::1]:")
+        one.send(other.address, beat(1))
+        assert receive(other, 1) == [beat(1)]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "nonsense",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:99999",
+        "tcp://999.0.0.1:1",
+        "tcp://localhost:1",
+        "tcp://[::1]:1;tcp://127.0.0.1:2",
+        "tcp://127.0.0.1:1\n",
+        "inproc://zeromq.zap.01",
+        "ipc:///tmp/socket",
+        "x" * 10**6,
+    ],
+    ids=lambda address: address[:20],
+)
 def test_an_address_that_is_none_is_refused(pair: tuple[Channel, Channel], address: str) -> None:
-    with pytest.raises(BadAddress):
+    with pytest.raises(BadAddress) as error:
         pair[0].send(Address(address), beat(1))
+    assert len(str(error.value)) < 300
 
 
 def test_a_taken_port_is_refused(pair: tuple[Channel, Channel]) -> None:
-    with pytest.raises(BadAddress):
-        Channel(port=int(pair[0].address.rsplit(":", 1)[1]))
+    with no_growth(), pytest.raises(BadAddress):
+        Channel(port=int(pair[0].address.rsplit(":", 1)[1]), secret=SECRET)
 
 
-def test_close_leaves_no_descriptors_behind() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        one, other = Channel(), Channel()
-        one.send(other.address, beat(1))
-        assert receive(other, 1)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "no.such.host.invalid", "a" * 100, "192.0.2.1"])
+def test_a_host_that_no_process_is_reached_at_is_refused(host: str) -> None:
+    with no_growth(), pytest.raises(BadAddress):
+        Channel(host)
+
+
+def test_without_descriptors_sending_fails_with_an_error_of_ours(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+
+    def none_left(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._context, "socket", none_left)
+        with pytest.raises(Unavailable):
+            one.send(other.address, beat(1))
+    one.send(other.address, beat(2))
+    assert receive(other, 1) == [beat(2)]
+
+
+def test_a_closed_channel_fails_with_an_error_of_ours() -> None:
+    one = Channel()
+    one.close()
+    with pytest.raises(Unavailable):
         one.send(Address("tcp://127.0.0.1:1"), beat(1))
-        one.close(linger=0)
-        other.close(linger=0)
-    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_close_leaves_no_descriptors_and_no_threads_behind(secret: bytes | None) -> None:
+    with no_growth():
+        for _ in range(3):
+            with channel(secret=secret) as one, channel(secret=secret) as other:
+                one.send(other.address, beat(1))
+                assert receive(other, 1)
+                one.send(Address("tcp://127.0.0.1:1"), beat(1))
+
+
+def test_addresses_by_the_thousand_cost_a_bounded_number_of_descriptors(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    one.send(other.address, beat(1))
+    before = num_descriptors()
+    for port in range(1, 5000):
+        with suppress(Unavailable):  # ZeroMQ closes sockets in the background, and may be behind with it
+            one.send(Address(f"tcp://127.0.0.1:{port}"), beat(1))
+    deadline = time.monotonic() + 10
+    while num_descriptors() - before > 3 * channels.MAX_OUTBOXES and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert num_descriptors() - before <= 3 * channels.MAX_OUTBOXES
+    one.send(other.address, beat(2))
+    assert receive(other, 2) == [beat(1), beat(2)]
+
+
+def test_a_forgotten_peer_gets_what_was_sent_and_can_be_written_to_again(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    with no_growth():
+        for number in range(5):
+            one.send(other.address, beat(number))
+            one.forget(other.address)
+            assert receive(other, 1) == [beat(number)]
+
+
+def test_a_flood_is_taken_in_parts() -> None:
+    count = 3 * channels.FRAMES_AT_A_TIME
+    with channel() as one, channel() as other:
+        for number in range(count):
+            one.send(other.address, beat(number))
+        received: list[Message] = []
+        while len(received) < count:
+            part = other.receive(5.0)
+            assert 0 < len(part) <= channels.FRAMES_AT_A_TIME
+            received += part
+        assert received == [beat(number) for number in range(count)]
+        assert not other.pending
+
+
+# ── who has the secret and who hasn't ────────────────────────────────────────────────────────────────────────
+
+
+def test_keys_are_those_of_the_secret() -> None:
+    keys = ClusterKeys.derive(SECRET)
+    assert keys == ClusterKeys.derive(SECRET)
+    other = ClusterKeys.derive(SECRET + b"!")
+    all_keys = [key for one in (keys, other) for pair in (one.server, one.client) for key in (pair.public, pair.secret)]
+    assert len(set(all_keys)) == 8
+    assert zmq.curve_public(keys.client.secret) == keys.client.public
+    assert keys.server.secret.decode() not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(None, SECRET), (b"another secret of 24 byt", SECRET), (SECRET, None)], ids=str
+)
+def test_peers_without_the_same_secret_say_nothing_to_each_other(
+    theirs: bytes | None, ours: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with channel(secret=ours) as inbox, channel(secret=ours) as friend, channel(secret=theirs) as stranger:
+        for _ in range(20):
+            stranger.send(inbox.address, beat(666))
+        silence(inbox)
+        friend.send(inbox.address, beat(1))
+        assert receive(inbox, 1) == [beat(1)]
+        assert caplog.records == []
+
+
+@pytest.mark.parametrize("knows_server_key", [True, False])
+def test_the_right_key_of_the_server_alone_lets_nobody_in(knows_server_key: bool) -> None:
+    keys = ClusterKeys.derive(SECRET)
+    mine = CurveKey(*zmq.curve_keypair())
+    with channel(secret=SECRET) as inbox, zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.set(zmq.LINGER, 0)
+        if knows_server_key:
+            use_keys(stranger, keys.server.public, mine)
+        else:
+            use_keys(stranger, mine.public, keys.client)
+        stranger.connect(inbox.address)
+        stranger.send(encode(beat(666)))
+        silence(inbox)
+
+
+def test_without_the_doorkeeper_nobody_new_gets_in() -> None:
+    with channel(secret=SECRET) as inbox, channel(secret=SECRET) as friend:
+        assert inbox._doorkeeper
+        inbox._doorkeeper.stop()
+        friend.send(inbox.address, beat(1))
+        silence(inbox)
+
+
+def test_garbage_on_the_wire_is_survived(pair: tuple[Channel, Channel], caplog: pytest.LogCaptureFixture) -> None:
+    one, other = pair
+    host, port = other.address.removeprefix("tcp://").split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+    curve = greeting + b"CURVE".ljust(20, b"\0") + bytes(32)
+    hello = b"\x05HELLO\x01\x00" + bytes(72) + z85.encode(os.urandom(32))
+    starts = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 64,
+        b"\xff" * 64,
+        greeting,
+        greeting + b"NULL".ljust(20, b"\0") + bytes(32) + b"\x04\x05READY",
+        greeting + b"PLAIN".ljust(20, b"\0") + bytes(32) + b"\x04\x08\x05HELLO\x00\x00",
+        curve + b"\x04\xc8" + hello.ljust(200, b"\0"),
+        curve + b"\x06" + (2**62).to_bytes(8, "big"),  # a command frame of 4 EiB
+        curve + b"\x02" + (2**31).to_bytes(8, "big"),
+    ]
+    with no_growth():
+        for _ in range(10):
+            for start in starts:
+                with socket.create_connection((host, int(port))) as raw:
+                    raw.sendall(start + os.urandom(100 if start else 5000))
+        silence(other)
+    one.send(other.address, beat(1))
+    assert receive(other, 1) == [beat(1)]
+    # without a secret, one of the beginnings is that of a peer, and what follows a frame
+    assert len(caplog.records) <= (0 if other._keys else 1)
+
+
+@pytest.mark.parametrize("theirs", [None, SECRET, b"another secret of 24 byt"], ids=str)
+def test_many_connections_leave_nothing_behind(theirs: bytes | None) -> None:
+    with channel(secret=SECRET) as inbox, no_growth():
+        for _ in range(100):
+            with channel(secret=theirs) as peer:
+                peer.send(inbox.address, beat(1))
+                if theirs == SECRET:
+                    assert receive(inbox, 1) == [beat(1)]
+
+
+def test_bad_frames_by_the_thousand_are_a_few_lines_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with channel() as inbox, zmq.Context() as context, context.socket(zmq.PUSH) as peer:
+        peer.set(zmq.SNDHWM, 0)
+        peer.connect(inbox.address)
+        for _ in range(5000):
+            peer.send(b"\x81\xa4type\xda\x20\x00" + b"line\n" * 2000)
+        peer.send(encode(beat(1)))
+        assert receive(inbox, 1) == [beat(1)]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert len(caplog.text) < 1000
+    assert len(caplog.text.splitlines()) == 1
+
+
+@contextmanager
+def channel(host: str = "127.0.0.1", secret: bytes | None = None) -> Iterator[Channel]:
+    opened = Channel(host, secret=secret)
+    try:
+        yield opened
+    finally:
+        opened.close(linger=0)
+
+
+def use_keys(outbox: "zmq.Socket[bytes]", server: bytes, own: CurveKey) -> None:
+    outbox.set(zmq.CURVE_SERVERKEY, server)
+    outbox.set(zmq.CURVE_PUBLICKEY, own.public)
+    outbox.set(zmq.CURVE_SECRETKEY, own.secret)
+
+
+def silence(inbox: Channel, seconds: float = 0.5) -> None:
+    """Nothing arrives, in a time in which hundreds of messages do."""
+    ends = time.monotonic() + seconds
+    while (left := ends - time.monotonic()) > 0:
+        assert inbox.receive(left) == []
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def no_growth() -> Iterator[None]:
+    """As many descriptors and threads afterwards, once what ZeroMQ closes in the background is closed."""
+    before = num_descriptors(), threading.active_count()
+    yield
+    deadline = time.monotonic() + 10
+    while (num_descriptors(), threading.active_count()) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert num_descriptors() <= before[0]
+    assert threading.active_count() <= before[1]

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import os
 import re
+import select
 import socket
 import time
 from collections import OrderedDict, deque
@@ -39,13 +40,19 @@ HANDSHAKE = 10_000
 """Milliseconds after which a connection that hasn't proved that it knows the secret is closed."""
 KEEPALIVE = 60
 """Seconds of silence after which the kernel asks whether a connection's other end still exists."""
+POLL_RESOLUTION = 1e-3
+"""Seconds: ZeroMQ waits in whole milliseconds."""
 COMPLAIN_EVERY = 10.0
 """Seconds between log lines about frames that aren't messages: these may come by the thousand."""
 
+NOT_COPIED = 64 * 2**10
+"""Bytes from which on a message is worth what handing it over without a copy costs."""
+
+_POLLIN = int(zmq.POLLIN)
 _ZAP_DOMAIN = "triptych"
 # No names: ZeroMQ would look them up on the thread that all messages go through. And no other transports: a peer that
 # says it listens at inproc:// or ipc:// would have this process write to its own sockets, or to files.
-_ENDPOINT = re.compile(r"tcp://(?:([\d.]{7,15})|\[([\da-fA-F:.]{2,45})\]):[1-9]\d{0,4}", re.ASCII)
+_ENDPOINT = re.compile(r"tcp://(?:([\d.]{7,15})|\[([\da-fA-F:.]{2,45})\]):([1-9]\d{0,4})", re.ASCII)
 
 
 class BadAddress(TriptychError):
@@ -86,12 +93,13 @@ class Channel:
                 if self._doorkeeper:
                     undo.callback(self._doorkeeper.stop)
                 self._inbox = self._context.socket(zmq.PULL)
-                self._prepare_inbox()
+                self._prepare_inbox(ipv6="[" in where)
                 self._inbox.bind(where)
                 self.address = Address(self._inbox.get_string(zmq.LAST_ENDPOINT))
             except (OSError, RuntimeError, zmq.ZMQError) as error:
                 raise BadAddress(f"can't listen on {host}:{port}: {error}") from None
             undo.pop_all()
+        self._inbox_fd = int(self._inbox.get(zmq.FD))
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -103,7 +111,8 @@ class Channel:
             self._to_self.append(message)
             return
         try:
-            self._outbox(to).send(encode(message), flags=zmq.NOBLOCK, copy=False)
+            frame = encode(message)
+            self._outbox(to).send(frame, flags=zmq.NOBLOCK, copy=len(frame) < NOT_COPIED)
         except zmq.Again:
             raise Unavailable("a peer has stopped reading its messages") from None
         except zmq.ZMQError as error:  # no descriptor left, or the channel is closed
@@ -112,16 +121,15 @@ class Channel:
     def receive(self, timeout: float | None) -> list[Message]:
         """What has arrived; waits up to ``timeout`` seconds (None: for ever) for a message or a ``wake``."""
         if not self._to_self and timeout != 0:
-            self._poller.poll(None if timeout is None else max(1, round(timeout * 1000)))
+            self._wait(timeout)
         return self.drain()
 
     def drain(self) -> list[Message]:
         """What has arrived, without waiting, and not all of it if that is a lot."""
-        self._clear_wake()
         messages = list(self._to_self)
         self._to_self.clear()
         for _ in range(FRAMES_AT_A_TIME):
-            if (frame := self._next_frame()) is None:
+            if not self._has_frame() or (frame := self._next_frame()) is None:
                 break
             try:
                 messages.append(decode(frame))
@@ -132,7 +140,7 @@ class Channel:
     @property
     def pending(self) -> bool:
         """Whether there is more to ``drain``."""
-        return bool(self._to_self) or bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(self._to_self) or self._has_frame()
 
     def wake(self) -> None:
         """Ends a ``receive`` that waits. May be called from any thread."""
@@ -140,7 +148,7 @@ class Channel:
 
     def fileno(self) -> int:
         """A descriptor for event loops: when it becomes readable, ``drain`` until nothing is ``pending``."""
-        return int(self._inbox.get(zmq.FD))
+        return self._inbox_fd
 
     def forget(self, peer: Address) -> None:
         """Closes the connection to a peer that is gone. A later message to it makes a new one."""
@@ -158,9 +166,9 @@ class Channel:
         self._context.term()
         os.close(self._wake_fd)
 
-    def _prepare_inbox(self) -> None:
+    def _prepare_inbox(self, *, ipv6: bool) -> None:
         self._inbox.set(zmq.LINGER, 0)
-        self._inbox.set(zmq.IPV6, 1)
+        self._inbox.set(zmq.IPV6, int(ipv6))  # with it, an IPv4 address would be named as IPv6 maps it
         self._inbox.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)  # larger frames are dropped by the socket itself
         self._inbox.set(zmq.HANDSHAKE_IVL, HANDSHAKE)
         # a machine that loses its power doesn't say so; its connections must not stay for ever
@@ -196,6 +204,20 @@ class Channel:
         self._outboxes[to] = outbox
         return outbox
 
+    def _wait(self, timeout: float | None) -> None:
+        if timeout is None or timeout >= POLL_RESOLUTION:
+            ready = [item for item, _ in self._poller.poll(None if timeout is None else round(timeout * 1000))]
+        elif not self._has_frame():  # asking is what makes the descriptor say so when something comes
+            ready, _, _ = select.select([self._inbox_fd, self._wake_fd], [], [], timeout)
+        else:
+            return
+        if self._wake_fd in ready:
+            self._clear_wake()
+
+    def _has_frame(self) -> bool:
+        """Cheaper than the exception that says that there is none."""
+        return bool(int(self._inbox.get(zmq.EVENTS)) & _POLLIN)
+
     def _next_frame(self) -> bytes | None:
         try:
             return self._inbox.recv(flags=zmq.NOBLOCK)
@@ -223,7 +245,7 @@ def _is_endpoint(address: str) -> bool:
         ipaddress.ip_address(match[1] or match[2])
     except ValueError:
         return False
-    return True
+    return int(match[3]) < 2**16
 
 
 class _OneKey:
