@@ -80,19 +80,23 @@ class IncomingMedia:
 
     def take(self, chunks: Rows[Chunk]) -> MediaRows:
         """Copies out the rows of a step's media tokens; their blocks are free again."""
-        pieces: list[Bytes] = []
+        views: list[Bytes] = []
         index: list[NDArray[np.int64]] = []
+        taken: list[tuple[_Item, TransferId, int]] = []
         first_token = 0
         for chunk in chunks:
             for item in self._items.get(chunk.sequence.request, ()):
                 low, high = max(chunk.start, item.span.start), min(chunk.start + chunk.length, item.span.end)
                 if low < high and item.transfer is not None:
                     index.append(np.arange(low, high) - chunk.start + first_token)
-                    pieces += self._take_rows(item, item.transfer, low - item.span.start, high - low)
+                    views += self._receiver.read(item.transfer, low - item.span.start, high - low)
+                    taken.append((item, item.transfer, high - item.span.start))
             first_token += chunk.length
-        if not pieces:
+        if not views:
             return MediaRows(torch.empty(0, dtype=torch.int64), torch.empty(0, self._row_width, dtype=self._row_dtype))
-        rows = torch.from_numpy(np.concatenate(pieces)).view(self._row_dtype)
+        rows = torch.from_numpy(np.concatenate(views)).view(self._row_dtype)
+        for item, transfer, end_row in taken:
+            self._consume(item, transfer, end_row)
         return MediaRows(torch.from_numpy(np.concatenate(index)), rows)
 
     def intervals(self, request: RequestId) -> list[Interval]:
@@ -128,11 +132,8 @@ class IncomingMedia:
     def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
         self._receiver.producer_lost(producer, offering)
 
-    def _take_rows(self, item: _Item, transfer: TransferId, first_row: int, rows: int) -> list[Bytes]:
-        views = self._receiver.read(transfer, first_row, rows)
-        copies = [view.copy() for view in views]
-        self._receiver.consume(transfer, first_row + rows)
-        if first_row + rows == item.span.length:
+    def _consume(self, item: _Item, transfer: TransferId, end_row: int) -> None:
+        self._receiver.consume(transfer, end_row)
+        if end_row == item.span.length:
             item.transfer = None
             del self._requests[transfer]
-        return copies
