@@ -1,9 +1,21 @@
 import argparse
+import logging
+from pathlib import Path
 
 import pytest
 
 from triptych.cli.flags import add_settings, settings
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, as_flags, threads_per_instance
+from triptych.config import (
+    ClusterConfig,
+    EngineConfig,
+    FrontDoorConfig,
+    LeaseConfig,
+    as_flags,
+    kv_memory_per_instance,
+    parse_cpus,
+    parse_memory,
+    threads_per_instance,
+)
 from triptych.errors import ConfigError
 
 
@@ -23,6 +35,11 @@ from triptych.errors import ConfigError
         (FrontDoorConfig, {"request_timeout": 0.0}),
         (LeaseConfig, {"heartbeat": 10.0, "lease_expiry": 10.0}),
         (LeaseConfig, {"heartbeat": 0.0}),
+        (ClusterConfig, {"cluster_host": "0.0.0.0", "cluster_secret_file": "secret"}),
+        (ClusterConfig, {"cluster_host": "::", "cluster_secret_file": "secret"}),
+        (ClusterConfig, {"cluster_host": "", "cluster_secret_file": "secret"}),
+        (ClusterConfig, {"cluster_host": "10.0.0.1"}),
+        (ClusterConfig, {"cluster_host": "node-1.example"}),
     ],
 )
 def test_settings_that_make_no_sense_are_named(config: type, values: dict[str, object]) -> None:
@@ -38,12 +55,38 @@ def test_images_are_no_larger_than_messages() -> None:
 
 
 def test_zero_means_unlimited_where_help_says_so() -> None:
-    assert EngineConfig(threads=0, max_model_len=0, encode_cache_mb=0).max_context == 16384
+    EngineConfig(threads=0, max_model_len=0, kv_cache_tokens=0, encode_cache_mb=0)
 
 
-def test_pages_cover_the_cache_and_bound_the_context() -> None:
-    engine = EngineConfig(kv_cache_tokens=100, page_size=16, max_model_len=50)
-    assert (engine.num_pages, engine.max_context) == (7, 50)
+@pytest.mark.parametrize(
+    ("text", "amount"), [("8GiB", 8 * 2**30), ("1.5 gb", 1_500_000_000), ("25%", 0.25), ("100%", 1.0), ("2kib", 2048)]
+)
+def test_memory_is_an_amount_or_a_share(text: str, amount: float) -> None:
+    found = parse_memory(text, "--kv-memory")
+    assert found == amount
+    assert type(found) is type(amount)
+
+
+@pytest.mark.parametrize("text", ["", "8", "8G", "-1GiB", "0%", "0MiB", "101%", "lots", "1e9MB", "nan%", "٣GiB"])
+def test_memory_that_is_neither_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        EngineConfig(kv_memory=text)
+
+
+@pytest.mark.parametrize(("text", "cores"), [("", set()), ("0", {0}), ("0-2, 5", {0, 1, 2, 5}), ("7-7", {7})])
+def test_cores_are_named_as_for_taskset(text: str, cores: set[int]) -> None:
+    assert parse_cpus(text) == cores
+
+
+@pytest.mark.parametrize("text", ["a", "3-1", "0,,1", "-1", "0-", "99999", "٣"])
+def test_cores_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--cpus"):
+        EngineConfig(cpus=text)
+
+
+def test_language_instances_divide_a_share_but_not_an_amount() -> None:
+    assert kv_memory_per_instance(EngineConfig(kv_memory="30%"), 3) == "10%"
+    assert kv_memory_per_instance(EngineConfig(kv_memory="1GiB"), 3) == "1GiB"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +96,7 @@ def test_pages_cover_the_cache_and_bound_the_context() -> None:
         FrontDoorConfig(host="::1", allowed_media_domains=("a.example", "b.example"), request_timeout=1.5),
         FrontDoorConfig(),
         LeaseConfig(heartbeat=0.25),
+        ClusterConfig(cluster_host="fd00::1", cluster_secret_file="/run/secrets/cluster"),
     ],
 )
 def test_settings_survive_the_command_line(config: object) -> None:
@@ -64,3 +108,61 @@ def test_settings_survive_the_command_line(config: object) -> None:
 def test_threads_are_shared_out_and_never_none() -> None:
     assert threads_per_instance(EngineConfig(threads=3), 100) == 3
     assert threads_per_instance(EngineConfig(), 10_000) == 1
+
+
+# ── the cluster's secret ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_secret(host: str) -> None:
+    assert ClusterConfig(cluster_host=host).secret() is None
+
+
+def test_a_secret_is_what_its_file_says_without_the_last_line_end(tmp_path: Path) -> None:
+    assert secret_of(tmp_path, b"0123456789abcdef\n") == secret_of(tmp_path, b"0123456789abcdef") == b"0123456789abcdef"
+
+
+@pytest.mark.parametrize("content", [b"", b"0123456789abcde\n", b" " * 100, b"x" * 5000])
+def test_a_secret_too_short_or_too_long_is_refused(content: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must have 16 to 4096 bytes"):
+        secret_of(tmp_path, content)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o700 | 0o001])
+def test_a_secret_that_others_can_use_is_refused(mode: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="others can use it"):
+        secret_of(tmp_path, b"0123456789abcdef", mode)
+
+
+def test_a_secret_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match=f"--cluster-secret-file {path} can't be read: "):
+            ClusterConfig(cluster_secret_file=str(path)).secret()
+
+
+def secret_of(folder: Path, content: bytes, mode: int = 0o600) -> bytes | None:
+    file = folder / "secret"
+    file.write_bytes(content)
+    file.chmod(mode)
+    return ClusterConfig(cluster_secret_file=str(file)).secret()
+
+
+# ── the environment ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_kubernetes_says_of_a_service_of_that_name_is_no_setting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (
+        ("PORT", "tcp://10.96.0.7:8000"),
+        ("PORT_8000_TCP_ADDR", "10.96.0.7"),
+        ("SERVICE_PORT", "8000"),
+        ("CONTROL_PORT", "tcp://10.96.0.8:8001"),
+        ("MAX_QUEUE", "7"),
+    ):
+        monkeypatch.setenv(f"TRIPTYCH_{name}", value)
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    assert settings(FrontDoorConfig, parser.parse_args([])) == FrontDoorConfig(max_queue=7)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "TRIPTYCH_PORT=tcp://10.96.0.7:8000" in caplog.text

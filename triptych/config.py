@@ -3,6 +3,7 @@
 
 import ipaddress
 import os
+import re
 import stat
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,11 @@ QUANTIZATIONS = ("none", "int8")
 MAX_MESSAGE_BYTES = 256 * 2**20
 """The largest message between processes; an image travels in one, beside less than 1 MiB about it."""
 
+
+_UNITS = {"kb": 10**3, "kib": 2**10, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": 2**30, "tb": 10**12, "tib": 2**40}
+_MEMORY = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?(%|{'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
+
+_CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 
 MIN_SECRET_BYTES = 16
 """What a cluster secret has at least; 16 random bytes can't be guessed."""
@@ -41,11 +47,21 @@ class EngineConfig:
         "none", "int8: the decoder's weights in int8, activations rounded as they come; its head stays in fp16"
     )
     threads: int = setting(0, "threads that one instance computes with; 0 shares the cores out evenly")
+    cpus: str = setting(
+        "", "cores that this command's processes run on, such as 0-3,8; all that it may use unless given"
+    )
     max_num_seqs: int = setting(32, "sequences that one language instance works on at a time")
     max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks")
     max_model_len: int = setting(0, "longest sequence in tokens; 0 takes what model and KV cache allow")
     page_size: int = setting(16, "tokens in a page of the KV cache")
-    kv_cache_tokens: int = setting(16384, "tokens that the KV cache of one language instance holds")
+    kv_memory: str = setting(
+        "25%",
+        "memory for the KV cache: an amount for each language instance (8GiB, 500MB), or what the instances of one "
+        "command share of the memory that is free once the weights are loaded (25%)",
+    )
+    kv_cache_tokens: int = setting(
+        0, "tokens that the KV cache of one language instance holds; 0 takes as many as --kv-memory has room for"
+    )
     enable_prefix_caching: bool = setting(True, "start requests with what the KV cache knows of their prefixes")
     receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool")
     receive_blocks: int = setting(64, "blocks in the receive pool of one language instance")
@@ -59,25 +75,16 @@ class EngineConfig:
             raise ConfigError(f"--quantization {self.quantization} is not one of {', '.join(QUANTIZATIONS)}")
         if self.quantization != "none" and self.dtype != "auto":
             raise ConfigError(f"--quantization {self.quantization} and --dtype {self.dtype} exclude each other")
-        may_be_zero = ("threads", "max_model_len", "encode_cache_mb")
+        parse_cpus(self.cpus)
+        parse_memory(self.kv_memory, flag("kv_memory"))
+        may_be_zero = ("threads", "max_model_len", "kv_cache_tokens", "encode_cache_mb")
         for name, value in vars(self).items():
             if type(value) is int and value < (0 if name in may_be_zero else 1):
                 raise ConfigError(f"{flag(name)} {value} is too small")
-        if self.max_model_len > self.kv_cache_tokens:
+        if self.kv_cache_tokens and self.max_model_len > self.kv_cache_tokens:
             raise ConfigError(
                 f"--max-model-len {self.max_model_len} doesn't fit in --kv-cache-tokens {self.kv_cache_tokens}"
             )
-
-    @property
-    def num_pages(self) -> int:
-        """KV pages in the pool."""
-        return -(-self.kv_cache_tokens // self.page_size)
-
-    @property
-    def max_context(self) -> int:
-        """The longest sequence, in tokens, that the flags and the KV cache allow; the model may allow less."""
-        capacity = self.num_pages * self.page_size
-        return min(self.max_model_len or capacity, capacity)
 
 
 @dataclass(frozen=True)
@@ -246,3 +253,32 @@ def as_flags(*configs: Any) -> list[str]:
 def threads_per_instance(engine: EngineConfig, num_instances: int) -> int:
     """``--threads``, or an even share of the cores this process may use; never none."""
     return engine.threads or max(1, len(os.sched_getaffinity(0)) // num_instances)
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """The cores that ``--cpus`` names, in the notation of taskset(1) and the kernel: ``0-3,8``; none for the empty
+    text. Raises ConfigError for anything else."""
+    cores: set[int] = set()
+    for part in text.split(",") if text.strip() else ():
+        if (match := _CORES.fullmatch(part.strip())) is None or int(match[1]) > int(match[2] or match[1]):
+            raise ConfigError(f"--cpus {text!r} doesn't name cores, as 0-3,8 does")
+        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(cores)
+
+
+def kv_memory_per_instance(engine: EngineConfig, num_generators: int) -> str:
+    """``--kv-memory`` for one of that many language instances on this machine: of a share, an even part of it."""
+    memory = parse_memory(engine.kv_memory, flag("kv_memory"))
+    return f"{100 * memory / num_generators:.4g}%" if isinstance(memory, float) else engine.kv_memory
+
+
+def parse_memory(text: str, source: str) -> int | float:
+    """An amount in bytes, such as 8GiB or 500MB, as an int; a share of what there is, such as 25%, as a float between 0
+    and 1. Raises ConfigError, naming the ``source``, for anything else."""
+    if (match := _MEMORY.fullmatch(text.strip())) is None:
+        raise ConfigError(f"{source} {text!r} is neither an amount such as 8GiB or 500MB nor a share such as 25%")
+    number, unit = float(match[1]), match[2].lower()
+    amount = number / 100 if unit == "%" else int(number * _UNITS[unit])
+    if not amount or (unit == "%" and amount > 1):
+        raise ConfigError(f"{source} {text} is not between nothing and everything")
+    return amount

@@ -56,6 +56,8 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
     given = {
         "dtype": "float32",
         "quantization": "none",
+        "kv_memory": "1GiB",
+        "cpus": "0-1",
         "host": "::1",
         "served_model_name": "x",
         "allowed_media_domains": "a.org, b.org",
@@ -109,7 +111,8 @@ def test_settings_survive_the_way_to_a_child(folder: Path) -> None:
         (["--request-timeout", "nan"], "--request-timeout 'nan' is not a number"),
         (["--dtype", "int3"], "--dtype int3 is not one of auto, float32"),
         (["--heartbeat", "20"], "--heartbeat 20.0 must be shorter"),
-        (["--max-model-len", "999999"], "doesn't fit in --kv-cache-tokens"),
+        (["--max-model-len", "999", "--kv-cache-tokens", "99"], "doesn't fit in --kv-cache-tokens 99"),
+        (["--kv-memory", "lots"], "--kv-memory 'lots' is neither"),
         (["--topology", "1E"], "no instance that decodes"),
         (["--topology", "1PD"], "no instance that encodes"),
         (["--topology", "1E1X"], "not a row of counts and roles"),

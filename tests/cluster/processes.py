@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,10 +78,10 @@ def wait_for(condition: Callable[[], object], seconds: float, command: Command) 
 
 
 @contextmanager
-def triptych(*arguments: str | Path, **environment: str) -> Iterator[Command]:
-    """Runs a command; whatever is left of it is killed on the way out."""
+def triptych(*arguments: str | Path, prefix: Sequence[str] = (), **environment: str) -> Iterator[Command]:
+    """Runs a command, by way of the one that ``prefix`` begins; whatever is left of it is killed on the way out."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "triptych", *map(str, arguments)],
+        [*prefix, sys.executable, "-m", "triptych", *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """An instance's loop, with a real channel to a front door that is the test's, and a host that records."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ class Recorder:
     on_idle: Callable[[], object] = lambda: None
     num_advances: int = 0
     next_advance: float = float("inf")
+    context_length: int = 0
 
     @property
     def handlers(self) -> Handlers:
@@ -174,7 +176,7 @@ def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., De
 def test_rejection_ends_it(start: Callable[..., Desk]) -> None:
     desk = start()
     desk.await_count(Register, 1)
-    desk.send(Rejected("it serves another model"))
+    desk.send(Rejected("pd0", os.getpid(), "it serves another model"))
     desk.end()
     assert isinstance(desk.error, StartError)
     assert "it serves another model" in str(desk.error)

@@ -71,7 +71,7 @@ class Desk:
 
     def register(self, address: Address, pid: int = 1, model: str = "model", dtype: str = "float32") -> None:
         layout = RowLayout(model, dtype, 4, 16)
-        self.router.handle(Register(str(address), ROLES[address], address, layout, pid))
+        self.router.handle(Register(str(address), ROLES[address], address, layout, pid, context_length=100))
 
     def wait(self, seconds: float, *alive: Address) -> None:
         """Time passes, with heartbeats of those that are alive; the router looks four times a second."""
@@ -266,7 +266,7 @@ def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_t
     desk = Desk(E0)
     desk.register(PD0, dtype="float16")
     assert desk.of(Rejected) == [
-        (PD0, Rejected("the rows of pd0 don't fit those of e0: dtype float16 here, float32 there"))
+        (PD0, Rejected("pd0", 1, "the rows of pd0 don't fit those of e0: dtype float16 here, float32 there"))
     ]
     desk.router.handle(Leave(E0))
     desk.register(PD0, dtype="float16")

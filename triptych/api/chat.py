@@ -124,7 +124,7 @@ async def prepare(service: Service, request: ChatCompletionRequest) -> Completio
     messages = await _with_media(service, request.messages, urls)
     fetched = time.time()
     # off the loop: a long text takes a while to tokenize, and other requests' tokens shouldn't wait for it
-    prompt = await asyncio.to_thread(service.prompt_builder.build, messages)
+    prompt = await asyncio.to_thread(service.prompt_builder.build, messages, service.context_length)
     planned = time.time()
     return Completion(
         service=service,

@@ -59,10 +59,18 @@ class Service:
     """The front door's parts, wired together by ``roles/front_door.py``."""
 
     model_name: str
-    context_length: int
     router: Router
     prompt_builder: PromptBuilder
     tokenizer: Tokenizer
     media: MediaLimits
     generation_defaults: GenerationDefaults
     front_door: FrontDoorConfig
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence, in tokens: what the model and the settings allow, and, once language instances are
+        there, what the KV cache of each holds."""
+        longest = self.router.registry.context_length()
+        return (
+            self.prompt_builder.context_length if longest is None else min(self.prompt_builder.context_length, longest)
+        )

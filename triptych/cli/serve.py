@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 from triptych.cli import flags
 from triptych.cluster.local import SUPERVISOR_VARIABLE
 from triptych.cluster.service import LocalService
-from triptych.config import ServeConfig, is_loopback, threads_per_instance
+from triptych.config import ClusterConfig, ServeConfig, as_flags, is_loopback, parse_cpus, threads_per_instance
 from triptych.errors import ConfigError
+from triptych.observe.machine import stay_on
 from triptych.topology import Role, Topology
 
 SUMMARY = "serve a model: all processes of a topology, or one instance that joins a front door"
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = flags.serve_config(arguments)
+    stay_on(parse_cpus(config.engine.cpus))
     front_door = dataclasses.replace(config.front_door, served_model_name=flags.model_name(arguments, config))
     config = dataclasses.replace(config, front_door=front_door)
     if arguments.role is None or arguments.role == FRONT_DOOR:
@@ -79,7 +82,9 @@ async def _serve(config: ServeConfig, topology: Topology | None) -> int:
 def _announce(service: LocalService, config: ServeConfig, topology: Topology | None) -> None:
     what = str(topology) if topology else "the front door alone"
     _show(f"ready: {config.front_door.served_model_name} as {what} on {service.url}/v1")
-    _show(f"instances can join with: triptych serve {config.model} --role E --join {service.control}")
+    trust = as_flags(config.cluster) if config.cluster != ClusterConfig() else []
+    join = ["triptych", "serve", str(config.model), "--role", "E", "--join", service.control, *trust]
+    _show(f"instances can join with: {shlex.join(join)}")
 
 
 def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str | None) -> int:

@@ -9,7 +9,7 @@ from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from triptych.config import ServeConfig, as_flags, threads_per_instance
+from triptych.config import ServeConfig, as_flags, kv_memory_per_instance, threads_per_instance
 from triptych.errors import StartError
 from triptych.topology import Role, Topology
 
@@ -73,8 +73,10 @@ class LocalCluster:
         }
         command = [sys.executable, "-m", "triptych", "serve", str(self._config.model)]
         command += ["--role", role.value, "--join", self._join, "--name", name]
-        command += as_flags(self._config.engine, self._config.transfer, self._config.cluster, self._config.lease)
-        command += ["--threads", str(threads)]
+        engine = self._config.engine
+        num_generators = max(1, sum(role.generates for role in self._topology.roles))
+        command += as_flags(engine, self._config.transfer, self._config.cluster, self._config.lease)
+        command += ["--threads", str(threads), "--kv-memory", kv_memory_per_instance(engine, num_generators)]
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=STDOUT, env=environment, process_group=0

@@ -18,24 +18,28 @@ Positive = Annotated[int, Meta(ge=1)]
 
 
 class Register(Struct, frozen=True, tag=True):
-    """Instance → front door, once its model is loaded. ``layout`` is how rows look that it makes or takes."""
+    """Instance → front door, once its model is loaded. ``layout`` is how rows look that it makes or takes;
+    ``context_length`` the longest sequence that it can generate, in tokens: 0 when it doesn't generate."""
 
     name: str
     role: Role
     address: Address
     layout: RowLayout
     pid: int
+    context_length: Count
 
 
 class Welcome(Struct, frozen=True, tag=True):
     """Front door → instance: registered; the lease runs out after ``expiry`` seconds without a heartbeat."""
 
-    expiry: float
+    expiry: Annotated[float, Meta(gt=0, le=10**9)]
 
 
 class Rejected(Struct, frozen=True, tag=True):
-    """Front door → instance: not registered, for this reason; the instance ends."""
+    """Front door → instance: the one of that name and process id isn't registered, for this reason; it ends."""
 
+    name: str
+    pid: int
     reason: str
 
 

@@ -1,7 +1,7 @@
 """Reads tensors of a checkpoint folder, memory-mapped."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -14,11 +14,13 @@ from triptych.models.safetensors_header import TensorInfo, read_folder
 class Checkpoint:
     """A checkpoint folder. ``tensors`` says what is in it, by key, before anything is loaded.
 
-    Raises CheckpointError as ``read_folder`` does.
+    ``on_read`` is told the size of each tensor that is asked for, in bytes. Raises CheckpointError as ``read_folder``
+    does.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, on_read: Callable[[int], None] | None = None) -> None:
         self.folder = Path(folder)
+        self.on_read = on_read
         self.tensors = read_folder(self.folder)
 
     def info(self, key: str) -> TensorInfo:
@@ -45,4 +47,6 @@ class Checkpoint:
                     tensors.update((name, file.get_tensor(name)) for name in names)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: can't be read: {error}") from error
+            if self.on_read is not None:
+                self.on_read(sum(self.info(name).num_bytes for name in names))
         return tensors

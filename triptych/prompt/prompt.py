@@ -63,12 +63,15 @@ class PromptBuilder:
         self.template = ChatTemplate(folder)
         self.tokenizer = Tokenizer(folder)
         self.fingerprint = fingerprint(folder)
-        self.context_length = min(self.planner.context_length, context_length or self.planner.context_length)
+        self.context_length: int = min(self.planner.context_length, context_length or self.planner.context_length)
         self._media_tokens = tuple(self._spelling(token_id) for token_id in sorted(self.planner.media_token_ids))
 
-    def build(self, messages: Sequence[Message], **template_variables: Any) -> PlannedPrompt:
+    def build(
+        self, messages: Sequence[Message], context_length: int | None = None, /, **template_variables: Any
+    ) -> PlannedPrompt:
         """Plans one request, in well under two milliseconds for a short one; reads image headers, decodes nothing.
 
+        ``context_length`` is what there is room for now, if that is less than the builder's own.
         ``template_variables`` go to the template, such as ``tools``.
 
         Raises InvalidRequest for text with the model's media tokens and for what the template refuses, MediaError for
@@ -81,14 +84,15 @@ class PromptBuilder:
         media = list(self._plan_media(messages))
         text = self.template.render([_without_data(message) for message in messages], **template_variables)
         # megabytes of text would take seconds to tokenize, only to be refused then
-        self._check_length(self.tokenizer.fewest_tokens(text), "at least ")
+        longest = min(self.context_length, context_length or self.context_length)
+        _check_length(self.tokenizer.fewest_tokens(text), longest, "at least ")
         rendered = self.tokenizer.encode(text)
         placed = rendered.count(self.planner.image_token_id)
         if placed != len(media):
             raise InternalError(f"the chat template placed {placed} images of {len(media)}")
         plans = [plan for _, plan, _ in media]
         num_tokens = len(rendered) + sum(plan.rows - 1 for plan in plans)
-        self._check_length(num_tokens)
+        _check_length(num_tokens, longest)
         tokens, spans = self._expand(rendered, plans)
         return PlannedPrompt(
             tokens=tokens,
@@ -98,13 +102,6 @@ class PromptBuilder:
                 for (data, plan, param), span in zip(media, spans, strict=True)
             ),
         )
-
-    def _check_length(self, num_tokens: int, qualifier: str = "") -> None:
-        if num_tokens > self.context_length:
-            raise PromptTooLong(
-                f"the prompt has {qualifier}{num_tokens} tokens; the context length is {self.context_length}",
-                "messages",
-            )
 
     def _spelling(self, token_id: int) -> str:
         token = self.tokenizer.token_of(token_id)
@@ -168,6 +165,13 @@ class PromptBuilder:
         for field in (self.fingerprint.encode(), msgspec.msgpack.encode(plan), data):
             update_with_length(digest, field)
         return digest.hexdigest()
+
+
+def _check_length(num_tokens: int, longest: int, qualifier: str = "") -> None:
+    if num_tokens > longest:
+        raise PromptTooLong(
+            f"the prompt has {qualifier}{num_tokens} tokens; the context length is {longest}", "messages"
+        )
 
 
 def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str, str, bool]]:

@@ -15,6 +15,7 @@ from triptych.families.base import ModelConfig, Planner, TowerInput
 from triptych.families.registry import family_of, resolve
 from triptych.language.grammar import GrammarCompiler
 from triptych.language.kv_cache import PagePool
+from triptych.language.kv_size import gib, kv_size
 from triptych.language.runner import Runner
 from triptych.language.scheduler import Scheduler
 from triptych.messages.channel import Channel
@@ -22,13 +23,16 @@ from triptych.messages.rows import End, RowLayout
 from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config, load_preprocessor_config
+from triptych.models.decoder import Decoder
 from triptych.models.fingerprint import fingerprint
 from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.towers import Tower, TowerFamily
+from triptych.observe.machine import available_bytes, resident_bytes
 from triptych.roles.encode import EncodeHost
 from triptych.roles.incoming_media import IncomingMedia
 from triptych.roles.instance import Instance
 from triptych.roles.language import LanguageHost
+from triptych.roles.loading import Loading
 from triptych.topology import Role
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.base import Fabric
@@ -42,6 +46,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+DEVICE = torch.device("cpu")
+
+FIRST_USE = 32 * 2**20
+"""Bytes that PyTorch's kernels and its allocator keep once they have been used."""
+
 
 class Model:
     """A checkpoint folder as instances see it: what to load, and how rows look on their way."""
@@ -54,6 +63,17 @@ class Model:
         self.family: TowerFamily = resolve(self.files.tower)(self.config)
         self.weights = QUANTIZED_FORMATS.get(engine.quantization) or WEIGHT_FORMATS[engine.dtype]
         self.fingerprint = fingerprint(checkpoint.folder)
+
+    def num_bytes(self, role: Role) -> int:
+        """What a role loads of the checkpoint, in bytes."""
+        stages = self.family.stage_bytes(self.checkpoint.tensors)
+        return stages["tower"] * role.encodes + stages["decoder"] * role.generates
+
+    def load_tower(self) -> Tower:
+        return self.family.load_tower(self.checkpoint, self.weights.activations, DEVICE)
+
+    def load_decoder(self) -> Decoder:
+        return self.family.load_decoder(self.checkpoint, self.weights, DEVICE)
 
     @property
     def row_layout(self) -> RowLayout:
@@ -75,22 +95,26 @@ def build_instance(
     lease: LeaseConfig,
 ) -> Instance:
     """Loads what the role needs, and nothing else, and wires it up. Takes as long as reading the weights takes.
-    Raises CheckpointError for a checkpoint that can't be served."""
+    Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit it."""
     instance = Instance(
         name=name, role=role, layout=model.row_layout, channel=channel, front_door=front_door, lease=lease
     )
     fabrics = open_fabrics(transfer, cluster_host)
     for fabric in fabrics:
         instance.at_end(fabric.close)
-    if role.encodes:
-        instance.add(_encode_host(model, instance, engine, fabrics), far_end=End.CONSUMER)
-    if role.generates:
+    with Loading(model.num_bytes(role)) as loading:
+        model.checkpoint.on_read = loading.advance
+        tower = _timed("vision tower", model.load_tower) if role.encodes else None
+        decoder = _timed("decoder", model.load_decoder) if role.generates else None
+    if tower is not None:
+        instance.add(_encode_host(model, tower, instance, engine, fabrics), far_end=End.CONSUMER)
+    if decoder is not None:
         buffer = RowBuffer(
             model.row_layout, engine.receive_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory
         )
         instance.at_end(buffer.close)
         receiver = Receiver(buffer, channel.address, instance.send, check_always=transfer.checksum == "always")
-        instance.add(_language_host(model, instance, engine, receiver), far_end=End.PRODUCER)
+        instance.add(_language_host(model, decoder, instance, engine, receiver), far_end=End.PRODUCER)
     return instance
 
 
@@ -113,9 +137,10 @@ def _as_bytes(rows: torch.Tensor) -> Rows:
     return np.array(as_bytes)
 
 
-def _encode_host(model: Model, instance: Instance, engine: EngineConfig, fabrics: Sequence[Fabric]) -> EncodeHost:
+def _encode_host(
+    model: Model, tower: Tower, instance: Instance, engine: EngineConfig, fabrics: Sequence[Fabric]
+) -> EncodeHost:
     dtype, channel = model.weights.activations, instance.channel
-    tower = _timed("vision tower", lambda: model.family.load_tower(model.checkpoint, dtype, torch.device("cpu")))
     return EncodeHost(
         preprocessor=resolve(model.files.preprocessor)(model.config, load_preprocessor_config(model.checkpoint.folder)),
         encoder=TowerEncoder(tower, dtype),
@@ -129,12 +154,26 @@ def _encode_host(model: Model, instance: Instance, engine: EngineConfig, fabrics
     )
 
 
-def _language_host(model: Model, instance: Instance, engine: EngineConfig, receiver: Receiver) -> LanguageHost:
-    device, dtype, channel = torch.device("cpu"), model.weights.activations, instance.channel
-    decoder = _timed("decoder", lambda: model.family.load_decoder(model.checkpoint, model.weights, device))
+def _language_host(
+    model: Model, decoder: Decoder, instance: Instance, engine: EngineConfig, receiver: Receiver
+) -> LanguageHost:
+    dtype, channel = model.weights.activations, instance.channel
     config = model.family.decoder_config
-    cache = KVTensors.allocate(config, engine.num_pages, engine.page_size, dtype, device)
-    pool = PagePool(engine.num_pages, engine.page_size)
+    size = kv_size(
+        engine,
+        token_bytes=config.kv_bytes(dtype.itemsize),
+        model_context=model.planner.context_length,
+        available=available_bytes(),
+    )
+    step = FIRST_USE + config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
+    resident = resident_bytes()
+    log.info("%s", size)
+    log.info(
+        "memory: %s now, at most %s: with a full KV cache and a step of the largest size (%s)",
+        *map(gib, (resident, resident + size.num_bytes + step, step)),
+    )
+    cache = KVTensors.allocate(config, size.num_pages, engine.page_size, dtype, DEVICE)
+    pool = PagePool(size.num_pages, engine.page_size)
     return LanguageHost(
         scheduler=Scheduler(
             pool,
@@ -147,7 +186,7 @@ def _language_host(model: Model, instance: Instance, engine: EngineConfig, recei
         receiver=receiver,
         compute=instance.compute,
         grammars=GrammarCompiler(model.checkpoint.folder, config.vocab_size, channel.wake),
-        context_length=min(model.planner.context_length, engine.max_context),
+        context_length=size.context_length,
         vocabulary=config.vocab_size,
         address=channel.address,
         front_door=instance.front_door,

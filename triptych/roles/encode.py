@@ -60,6 +60,8 @@ class EncodeHost:
         self._preprocessing: dict[Future[TowerInput], EncodeJob] = {}
         self._batch: tuple[list[EncodeJob], float, Future[list[Rows]]] | None = None
 
+    context_length = 0
+
     @property
     def handlers(self) -> Handlers:
         return {

@@ -42,7 +42,7 @@ class FrontDoor:
     def __init__(self, config: ServeConfig) -> None:
         """Reads the checkpoint's small files and binds both ports. Raises StartError when that fails."""
         self._config = config
-        builder = PromptBuilder(config.model, config.engine.max_context)
+        builder = PromptBuilder(config.model, config.engine.max_model_len or None)
         secret = config.cluster.secret()
         self._socket = _listen(config.front_door.host, config.front_door.port)
         try:
@@ -59,7 +59,6 @@ class FrontDoor:
         )
         self.service = Service(
             model_name=config.front_door.served_model_name or config.model.name,
-            context_length=builder.context_length,
             router=self.router,
             prompt_builder=builder,
             tokenizer=builder.tokenizer,

@@ -12,6 +12,9 @@ Handlers = Mapping[type[Any], Callable[[Any], object]]
 class Host(Protocol):
     """One stage (encode, or prefill and decode) wired to transfer and to the router."""
 
+    context_length: int
+    """The longest sequence that this host generates, in tokens; 0 for one that doesn't."""
+
     @property
     def handlers(self) -> Handlers: ...
 

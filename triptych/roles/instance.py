@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 REGISTER_AGAIN = 4
 """Heartbeats after which a registration that hasn't been answered, though the front door answers otherwise, is lost."""
+REMIND_EVERY = 10.0
+"""Seconds between log lines about a front door that doesn't answer."""
 MAX_FAILURES = 5
 FAILURE_WINDOW = 60.0
 """An instance starts over after a bug, but not ``MAX_FAILURES`` times within this many seconds: then the bug isn't one
@@ -58,7 +60,7 @@ class Instance:
         self._stopping = False
         self._last_heartbeat = time.monotonic()
         self._expiry = lease.lease_expiry
-        self._register_deadline = 0.0
+        self._register_deadline = self._remind_at = 0.0
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
     def add(self, host: Host, far_end: End) -> None:
@@ -91,8 +93,8 @@ class Instance:
         try:
             while not self._stopping:
                 self._turn()
-                if not self._registered and time.monotonic() > self._register_deadline:
-                    raise StartError(f"no answer from the front door at {self.front_door}")
+                if not self._registered:
+                    self._expect_answer()
         finally:
             # however it ends: nobody should wait for the lease to run out
             self.send(self.front_door, Leave(self.channel.address))
@@ -172,8 +174,24 @@ class Instance:
     def _register(self) -> None:
         self._asked = time.monotonic()
         self._register_deadline = self._asked + self._lease.start_timeout
+        self._remind_at = self._asked + REMIND_EVERY
         log.info("joining the front door at %s", self.front_door.removeprefix("tcp://"))
-        self.send(self.front_door, Register(self.name, self.role, self.channel.address, self._layout, os.getpid()))
+        context_length = max((host.context_length for host in self.hosts), default=0)
+        register = Register(self.name, self.role, self.channel.address, self._layout, os.getpid(), context_length)
+        self.send(self.front_door, register)
+
+    def _expect_answer(self) -> None:
+        """A front door may be started later. But one that was given another secret never answers, and can't say why."""
+        if (now := time.monotonic()) < min(self._register_deadline, self._remind_at):
+            return
+        self._remind_at = now + REMIND_EVERY
+        silence = (
+            f"no answer from the front door at {self.front_door}: is it there, and has it the same "
+            "--cluster-secret-file?"
+        )
+        if now >= self._register_deadline:
+            raise StartError(silence)
+        log.warning("%s", silence)
 
     def _on_forgotten(self) -> None:
         """The front door doesn't know this instance (any more): what was under way has no owner. A heartbeat or two may
@@ -189,7 +207,8 @@ class Instance:
         log.info("ready")
 
     def _on_rejected(self, message: Rejected) -> None:
-        raise StartError(f"the front door refuses this instance: {message.reason}")
+        if (message.name, message.pid) == (self.name, os.getpid()):  # somebody else may have claimed its address
+            raise StartError(f"the front door refuses this instance: {message.reason}")
 
     def _on_peer_lost(self, message: PeerLost) -> None:
         for host in self.hosts:

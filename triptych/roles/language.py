@@ -88,7 +88,7 @@ class LanguageHost:
         self._receiver = receiver
         self._compute = compute
         self._compiler = grammars
-        self._context_length = context_length
+        self.context_length = context_length
         self._vocabulary = vocabulary
         self._address = address
         self._front_door = front_door
@@ -141,7 +141,7 @@ class LanguageHost:
         if self.scheduler.get(message.request):
             raise InvalidRequest("a request of that id is running")
         try:
-            sequence = _sequence(message, self._context_length, self._vocabulary)
+            sequence = _sequence(message, self.context_length, self._vocabulary)
         except TriptychError as error:
             self._send(self._front_door, Failed(message.request, type(error).__name__, str(error)))
             return

@@ -19,6 +19,7 @@ class InstanceLease:
     address: Address
     pid: int
     layout: RowLayout
+    context_length: int
     last_seen: float
     outstanding: float = 0.0
 
@@ -37,7 +38,9 @@ class Registry:
         if held is not None and (held.name, held.pid) == (message.name, message.pid):
             held.last_seen = now
             return held
-        lease = InstanceLease(message.name, message.role, message.address, message.pid, message.layout, now)
+        lease = InstanceLease(
+            message.name, message.role, message.address, message.pid, message.layout, message.context_length, now
+        )
         self._leases[lease.address] = lease
         return lease
 
@@ -72,6 +75,10 @@ class Registry:
 
     def generators(self) -> list[InstanceLease]:
         return [lease for lease in self if lease.role.generates]
+
+    def context_length(self) -> int | None:
+        """The longest sequence, in tokens, that every language instance can generate; None while there is none."""
+        return min((lease.context_length for lease in self.generators()), default=None)
 
     def __iter__(self) -> Iterator[InstanceLease]:
         return iter(list(self._leases.values()))

@@ -262,7 +262,7 @@ class Router:
             self._lose(held, "was replaced by another at its address")
         if misfit := self._misfit(message):
             log.warning("refused %s: %s", message.name, misfit)
-            self._tell(message.address, Rejected(misfit))
+            self._tell(message.address, Rejected(message.name, message.pid, misfit))
             self._forget(message.address)
             return
         lease = self.registry.add(message, self._clock())

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -49,6 +49,7 @@ class AttentionBatch:
     """int64: page ids of each sequence, at least ``ceil(kv_len / page_size)``; more are ignored."""
     slots: Tensor
     """int64 [T]: where each new token's K and V go, as ``page * page_size + offset in the page``."""
+    _masks: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.query_lens) == len(self.kv_lens) == len(self.page_tables):
@@ -74,6 +75,17 @@ class AttentionBatch:
             offsets=torch.tensor([0, *itertools.accumulate(len(table) for table in tables)][:-1]),
             kv_lens=torch.tensor([self.kv_lens[index] for index in chosen]),
         )
+
+    def mask(self, index: int, dtype: torch.dtype) -> Tensor | None:
+        """What a sequence's new tokens may see, made once per step rather than once per layer: [q, kv], 0 or -inf. None
+        where upper left and lower right are the same: for one new token, and for a prompt's first chunk."""
+        query_len, kv_len = self.query_lens[index], self.kv_lens[index]
+        if query_len in (1, kv_len):
+            return None
+        if index not in self._masks:
+            everything = torch.full((query_len, kv_len), -torch.inf, dtype=dtype, device=self.slots.device)
+            self._masks[index] = everything.triu_(kv_len - query_len + 1)
+        return self._masks[index]
 
     @cached_property
     def page_runs(self) -> list[PageRun]:

@@ -1,6 +1,5 @@
 """Attention on CPUs: PyTorch's fused attention, sequence by sequence."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,7 +34,7 @@ class CpuAttention:
             if kernel is None or len(sequence_query) > 1:
                 where = batch.kv_lens[index], batch.page_tables[index], batch.page_runs[index]
                 keys, values = (read_pages(cache, *where).to(query.dtype) for cache in (key_cache, value_cache))
-                sequence_output.copy_(attend(sequence_query, keys, values))
+                sequence_output.copy_(attend(sequence_query, keys, values, batch.mask(index, query.dtype)))
         return output
 
 
@@ -49,13 +48,14 @@ def read_pages(cache: Tensor, kv_len: int, page_table: Tensor, run: PageRun) -> 
     return pages.flatten(0, 1)[:kv_len]
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """One sequence's last ``query.shape[0]`` tokens attending to its keys and values.
 
-    ``query`` [q, heads, d]; ``keys``, ``values`` [kv, kv_heads, d]. Returns [q, heads, d].
+    ``query`` [q, heads, d]; ``keys``, ``values`` [kv, kv_heads, d]; ``mask`` as ``AttentionBatch.mask`` returns it.
+    Returns [q, heads, d].
     """
     query_len, num_heads, head_dim = query.shape
-    kv_len, num_kv_heads, _ = keys.shape
+    num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # [1, kv_heads, kv, d]
     if query_len == 1:
@@ -65,13 +65,5 @@ def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     # The group takes the place of the batch, over which keys and values are broadcast without being copied.
     grouped = query.reshape(query_len, num_kv_heads, group, head_dim).permute(2, 1, 0, 3)  # [group, kv_heads, q, d]
     keys, values = (tensor.expand(group, -1, -1, -1) for tensor in (keys, values))
-    # is_causal aligns the mask to the upper left, which is right only for a prompt's first chunk.
-    is_first_chunk = query_len == kv_len
-    mask = None if is_first_chunk else lower_right_causal_mask(query_len, kv_len, query.device)
-    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=is_first_chunk)
+    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
     return output.permute(2, 1, 0, 3).reshape(query_len, num_heads, head_dim)
-
-
-def lower_right_causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """bool [q, kv]: True where the query, one of the sequence's last, may see the key."""
-    return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - query_len)

@@ -1,0 +1,72 @@
+"""Long prompts, in as much memory as was foretold."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.checkpoints import DENSE, make_checkpoint
+from tests.cluster.processes import Command, triptych
+
+CONTEXT = 32768
+SMALL = ("--port", "0", "--kv-memory", "1MiB")
+UNITS = {"MiB": 2**20, "GiB": 2**30}
+
+
+def foretold(service: Command, what: str) -> float:
+    """Bytes that the log names."""
+    found = service.wait_for_line(rf"{what} ([\d.]+) (MiB|GiB)", 1.0)
+    return float(found[1]) * UNITS[found[2]]
+
+
+def largest(service: Command, name: str) -> int:
+    """The most bytes that a process ever had in memory."""
+    status = Path(f"/proc/{service.child(name).pid}/status").read_text()
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match
+    return int(match[1]) * 1024
+
+
+def ask(url: str, num_characters: int) -> httpx.Response:
+    body = {"model": "long", "messages": [{"role": "user", "content": "x" * num_characters}], "max_tokens": 2}
+    return httpx.post(f"{url}/v1/chat/completions", json=body | {"ignore_eos": True}, trust_env=False, timeout=120)
+
+
+def test_a_prompt_of_32k_tokens_takes_the_memory_that_was_foretold(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "long", sizes=replace(DENSE, context=CONTEXT, layers=2, heads=2, kv_heads=1))
+    settings = ("--dtype", "float32", "--kv-cache-tokens", str(CONTEXT), "--max-num-seqs", "4", "--port", "0")
+    with triptych("serve", folder, "--topology", "1EPD", "--threads", "1", *settings) as service:
+        url = service.wait_until_ready()
+        before, most = foretold(service, "memory:"), foretold(service, "at most")
+        kv_cache = foretold(service, r"pages,")
+        response = ask(url, CONTEXT - 200)
+        assert response.status_code == 200, response.text
+        assert CONTEXT - 200 <= response.json()["usage"]["prompt_tokens"] <= CONTEXT
+        grown = largest(service, "epd0") - before
+        assert kv_cache < grown < most - before
+        assert ask(url, CONTEXT).json()["error"]["code"] == "prompt_too_long"
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["--max-model-len", "4096", "--kv-memory", "1MiB"], ["--max-model-len 4096", "--kv-memory 1MiB", "1,024"]),
+        (["--kv-memory", "900TiB", "--max-num-seqs", "1000000000"], ["--kv-memory 900TiB", "are free"]),
+        (["--kv-memory", "1KB"], ["--kv-memory 1KB", "a page of 16"]),
+    ],
+)
+def test_a_kv_cache_that_does_not_fit_is_refused_at_start(folder: Path, settings: list[str], named: list[str]) -> None:
+    with triptych("serve", folder, "--topology", "1EPD", "--port", "0", *settings) as service:
+        assert service.end(60) == 1
+        for words in named:
+            assert words in service.text
+
+
+def test_the_context_is_what_the_kv_cache_holds(folder: Path) -> None:
+    with triptych("serve", folder, "--topology", "1EPD", "--served-model-name", "long", *SMALL) as service:
+        url = service.wait_until_ready()
+        (model,) = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+        assert model["max_model_len"] == 1024
+        assert ask(url, 1100).json()["error"]["code"] == "prompt_too_long"

@@ -1,0 +1,420 @@
+"""Hostile frames on every internal socket: nothing crashes, nothing grows, and the service goes on answering rightly.
+
+One kind of message is left out where it does what it says: ``Stop`` ends an instance. Whoever may send that may send
+anything, which is what the cluster secret decides (docs/decisions/0010-trust.md).
+"""
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from tests.checkpoints import make_checkpoint
+from tests.harness import FLOAT32, Running, running
+from tests.parity.cases import Case, picture, png
+from triptych.errors import InstanceLost, Unavailable
+from triptych.messages.channel import Channel
+from triptych.messages.codec import BadMessage, Message, decode, encode
+from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowMessage, Wrote
+from triptych.messages.work import (
+    Cancel,
+    Encode,
+    Generate,
+    Heartbeat,
+    Need,
+    Register,
+    Reregister,
+    Stop,
+    Tokens,
+    Welcome,
+    WorkMessage,
+)
+from triptych.roles.encode import EncodeHost
+from triptych.roles.host import Host
+from triptych.roles.instance import Instance
+from triptych.roles.language import LanguageHost
+from triptych.router.router import Router
+from triptych.types import Address, ItemPlan, RequestId, TransferId
+
+KINDS: list[type[Any]] = [*get_args(RowMessage), *get_args(WorkMessage)]
+ENDING: list[type[Any]] = [Stop]
+RESETTING: list[type[Any]] = [Welcome, Reregister]
+"""After these an instance may begin anew (``Welcome`` says how long a lease is). They are rare, so that other messages
+find something to disturb."""
+
+WARM_UP = 500
+"""Frames after which what is loaded on first use (grammars, image formats) is there."""
+MAX_GROWTH = 48 * 2**20
+"""Bytes that a flood of any length may add: allocators give back late, and what was begun is kept to its deadline."""
+MAX_MORE_DESCRIPTORS = 20
+"""Foreign addresses that messages name are connected to in the warm-up already."""
+MAX_MORE_THREADS = 3
+"""Executors start their threads when they are first used: grammars, preprocessing, and this test's own."""
+SETTLING = 60.0
+"""Seconds within which everything must be back after a flood."""
+
+NUM_FRAMES = [2_000, pytest.param(100_000, marks=pytest.mark.slow)]
+
+IDS = [f"fuzz/{number}" for number in range(4)]
+ID_FIELDS, ADDRESS_FIELDS = ("transfer", "request", "key"), ("address", "consumer", "producer", "sender")
+NAMES = (*ID_FIELDS, *ADDRESS_FIELDS)
+FOREIGN = [f"tcp://127.66.{number}.1:9" for number in range(16)]  # loopback, where nobody listens
+NO_ADDRESSES = ["", "nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "inproc://zeromq.zap.01", "ipc:///tmp/x", "\0"]
+INTS = [0, 1, 2, 3, 7, 16, 64, 255, -1, 2**31, 2**32, 2**63 - 1, -(2**63)]
+FLOATS = [0.0, 1.0, 0.5, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]
+TEXTS = ["", "x", "\0", "ä" * 3000, "image", "png", "float32", "shm", "local", "nixl", "mooncake", "[0-9", "root ::= "]
+
+
+class Nonsense:
+    """Frames that a service never sends, the same ones for the same seed and ids.
+
+    ``addresses`` and ``ids`` are real ones, beside those that are foreign or none. ``seen`` are messages of the service
+    itself, some of which come back about something else. Every other message is of a kind that is ``meant`` for the
+    socket, if any is named.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        addresses: Sequence[str] = (),
+        ids: Callable[[], Iterable[str]] = tuple,
+        seen: Sequence[Message] = (),
+        meant: Collection[type[Any]] = (),
+        without: Collection[type[Any]] = (),
+    ) -> None:
+        self._random = random.Random(seed)
+        self._kinds = [kind for kind in KINDS if kind not in without]
+        self._meant = [kind for kind in self._kinds if kind in meant] or self._kinds
+        # an instance's own registration with another address is that of an instance, as far as anybody can tell
+        self._seen = [message for message in seen if type(message) in self._kinds and type(message) is not Register]
+        self._ids = ids
+        self._addresses = [*addresses, *FOREIGN, *NO_ADDRESSES]
+
+    def frame(self) -> bytes:
+        draw = self._random.random()
+        if draw < 0.15:
+            return self._random.randbytes(int(2 ** self._random.uniform(0, 14)))
+        if draw < 0.3:
+            return msgspec.msgpack.encode(self._object(6))
+        message = self._message()
+        return self._mutated(encode(message)) if draw < 0.5 else encode(message)
+
+    def _object(self, depth: int) -> Any:
+        """What MessagePack can say and no message means."""
+        size = self._random.randrange(4)
+        match self._random.randrange(6 if depth else 4):
+            case 0:
+                return self._random.choice(INTS)
+            case 1:
+                return self._random.choice(FLOATS)
+            case 2:
+                return self._random.choice(TEXTS)
+            case 3:
+                return None
+            case 4:
+                return [self._object(depth - 1) for _ in range(size)]
+        named = {self._random.choice(["address", "transfer", "rows"]): self._object(depth - 1) for _ in range(size)}
+        return {"type": self._random.choice(self._kinds).__name__} | named
+
+    def _mutated(self, frame: bytes) -> bytes:
+        garbled = bytearray(frame)
+        for _ in range(self._random.randrange(1, 5)):
+            at = self._random.randrange(len(garbled))
+            match self._random.randrange(3):
+                case 0:
+                    garbled[at] ^= 1 << self._random.randrange(8)
+                case 1:
+                    garbled[at:at] = self._random.randbytes(self._random.randrange(1, 9))
+                case 2 if at:
+                    del garbled[at : at + self._random.randrange(1, 9)]
+        return bytes(garbled)
+
+    def _message(self) -> Message:
+        kind = self._random.choice(self._kinds if self._random.random() < 0.5 else self._meant)
+        if kind in RESETTING and self._random.random() < 0.95:
+            return self._message()
+        alike = [message for message in self._seen if type(message) is kind]
+        if alike and self._random.random() < 0.7:
+            return self._varied(self._random.choice(alike))
+        made: Message = self._value(msgspec.inspect.type_info(kind))
+        return made
+
+    def _varied(self, message: Message) -> Message:
+        """The same about something else, and every other time with one more field changed."""
+        fields = msgspec.structs.fields(message)
+        named = [field for field in fields if field.name in NAMES]
+        others = [field for field in fields if field.name not in NAMES]
+        if others and self._random.random() < 0.5:
+            named.append(self._random.choice(others))
+        values = {field.name: self._value(msgspec.inspect.type_info(field.type), field.name) for field in named}
+        varied: Message = msgspec.structs.replace(message, **values)
+        return varied
+
+    def _texts(self, name: str) -> Sequence[str]:
+        if name in ADDRESS_FIELDS:
+            return self._addresses
+        return [*IDS, "", *self._ids()] if name in ID_FIELDS else TEXTS
+
+    def _value(self, kind: msgspec.inspect.Type, name: str = "") -> Any:  # noqa: PLR0911, PLR0912 - one per kind
+        """A value of a type, within its constraints and without sense."""
+        draw = self._random
+        match kind:
+            case msgspec.inspect.IntType(ge=low, le=high):
+                pool = [*INTS, draw.getrandbits(40)]
+                return draw.choice([n for n in pool if (low is None or n >= low) and (high is None or n <= high)])
+            case msgspec.inspect.FloatType(ge=low, gt=above, le=high):
+                fits = [
+                    f
+                    for f in FLOATS
+                    if (low is None or f >= low) and (above is None or f > above) and (high is None or f <= high)
+                ]
+                return draw.choice(fits)
+            case msgspec.inspect.StrType():
+                return draw.choice(self._texts(name))
+            case msgspec.inspect.BytesType():
+                return draw.choice([b"", draw.randbytes(24), draw.randbytes(48), draw.randbytes(3000), PICTURE])
+            case msgspec.inspect.BoolType():
+                return draw.random() < 0.5
+            case msgspec.inspect.NoneType():
+                return None
+            case msgspec.inspect.EnumType(cls=cls):
+                return draw.choice(list(cls))
+            case msgspec.inspect.ListType(item_type=item):
+                return [self._value(item) for _ in range(draw.choice([0, 1, 2, 100]))]
+            case msgspec.inspect.DictType(key_type=key, value_type=value):
+                return {self._value(key): self._value(value) for _ in range(draw.randrange(3))}
+            case msgspec.inspect.TupleType(item_types=items):
+                return tuple(map(self._value, items))
+            case msgspec.inspect.UnionType(types=types):
+                return self._value(draw.choice(types))
+            case msgspec.inspect.StructType(cls=cls, fields=fields):
+                if cls is ItemPlan and (plans := [m.plan for m in self._seen if hasattr(m, "plan")]):
+                    return draw.choice(plans)
+                return cls(**{field.name: self._value(field.type, field.name) for field in fields})
+        raise NotImplementedError(kind)
+
+
+PICTURE = png(picture(96, 64, 0))
+QUESTION = Case("", (picture(200, 150, 1), "What is in the picture?")).messages
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("fuzz") / "tiny")
+
+
+def test_nonsense_covers_every_message_and_keeps_to_their_types() -> None:
+    nonsense, kinds = Nonsense(0), set()
+    for _ in range(3000):
+        message = nonsense._message()
+        kinds.add(type(decode(encode(message))))
+    assert kinds == set(KINDS)
+
+
+@pytest.mark.parametrize("num_frames", NUM_FRAMES)
+@pytest.mark.parametrize("secret", [None, b"a secret of 24 bytes ..."], ids=["plain", "curve"])
+def test_a_channel_takes_any_frame(secret: bytes | None, num_frames: int) -> None:
+    inbox, friend = Channel(secret=secret), Channel(secret=secret)
+    outbox = friend._outbox(inbox.address)
+    nonsense = Nonsense(1, addresses=[inbox.address])
+    received: list[Message] = []
+
+    def flood(count: int) -> None:
+        """A thousand at a time, which is what the socket has room for."""
+        for start in range(0, count, 1000):
+            for _ in range(min(1000, count - start)):
+                frame = nonsense.frame()
+                outbox.send_multipart([frame, frame]) if len(frame) % 50 == 0 else outbox.send(frame)
+            friend.send(inbox.address, last)
+            received.clear()
+            while last not in received:
+                arrived = inbox.receive(10.0)
+                assert arrived
+                received.extend(arrived)
+
+    last = Heartbeat(Address("the last one"))
+    try:
+        with quiet():
+            flood(WARM_UP)
+            with no_growth():
+                flood(num_frames)
+        assert any(type(message) is not Heartbeat for message in received)
+    finally:
+        inbox.close(linger=0)
+        friend.close(linger=0)
+
+
+@pytest.mark.parametrize("num_frames", NUM_FRAMES)
+@pytest.mark.parametrize("target", ["front door", "encode", "language"])
+def test_a_service_answers_as_before(target: str, num_frames: int, folder: Path) -> None:
+    asyncio.run(_flooded(target, num_frames, folder))
+
+
+async def _flooded(target: str, num_frames: int, folder: Path) -> None:
+    seen: deque[Message] = deque(maxlen=1000)
+
+    def record(part: Instance | Router) -> None:
+        name = "_handle" if isinstance(part, Instance) else "handle"
+        handle = getattr(part, name)
+
+        def handle_and_record(message: Message) -> None:
+            seen.append(message)
+            handle(message)
+
+        setattr(part, name, handle_and_record)
+
+    engine = replace(FLOAT32, encode_cache_mb=0, enable_prefix_caching=False)  # each answer takes the whole way
+    async with running(folder, "1E1PD", engine, prepare=record) as service:
+        router = service.front_door.router
+        record(router)
+        expected = await service.answer(QUESTION)
+        samples = list(seen)
+        assert {Generate, Need, Encode, Offer, Grant, Wrote, Done, Tokens} <= {type(message) for message in samples}
+        address, nonsense = nonsense_for(target, service, samples)
+        with quiet(), Attacker(address, nonsense) as attacker:
+            for count, bounds in ((WARM_UP, nullcontext()), (num_frames, no_growth())):
+                with bounds:
+                    await asyncio.to_thread(attacker.flood, count)
+                    await until(lambda: is_idle(service))
+                    assert await settled_answer(service) == expected
+        await until(lambda: len(router.registry) == 2)
+
+
+class Attacker:
+    """A process that knows the secret and means harm."""
+
+    def __init__(self, target: str, nonsense: Nonsense) -> None:
+        self._nonsense = nonsense
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.set(zmq.SNDTIMEO, 30_000)
+        self._socket.connect(target)
+        self._ear = Channel()
+
+    def __enter__(self) -> "Attacker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ear.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def flood(self, count: int) -> None:
+        """Returns once the target has handled every frame, and what it was asked to generate is called off."""
+        requests: set[RequestId] = set()
+        for number in range(count):
+            if number % 50 == 0:
+                time.sleep(0.002)  # so that the target begins on something before it is called off
+            frame = self._nonsense.frame()
+            try:
+                message = decode(frame)
+            except BadMessage:
+                pass
+            else:
+                if isinstance(message, Generate):
+                    requests.add(message.request)
+            self._socket.send(frame)
+        for request in requests:
+            self._socket.send(encode(Cancel(request)))
+        # whichever of them the target answers, it does so after all that came before
+        for question in (
+            Heartbeat(self._ear.address),
+            Abort(TransferId("the last"), End.CONSUMER, self._ear.address, ""),
+            Abort(TransferId("the last"), End.PRODUCER, self._ear.address, ""),
+        ):
+            self._socket.send(encode(question))
+        assert self._ear.receive(60.0), "it doesn't answer any more"
+
+
+def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tuple[Address, Nonsense]:
+    """The target's address, and what to send there."""
+    door, (encode, language) = service.front_door, service.instances
+    if target == "front door":
+        # of an instance's address, Leave and Register say what it means them to say
+        address, kinds = door.channel.address, set(door.router._handlers)
+        return address, Nonsense(2, addresses=[address], seen=seen, meant=kinds)
+    instance = encode if target == "encode" else language
+    transfers = transfers_of(instance.hosts[0])
+    addresses = [channel.address for channel in (door.channel, encode.channel, language.channel)]
+    kinds = {kind for kind, _ in instance._handlers}
+    nonsense = Nonsense(2, addresses=addresses, ids=lambda: list(transfers), seen=seen, meant=kinds, without=ENDING)
+    return instance.channel.address, nonsense
+
+
+def transfers_of(host: Host) -> Mapping[TransferId, object]:
+    """Those that are under way now."""
+    if isinstance(host, EncodeHost):
+        return host._sender._transfers
+    assert isinstance(host, LanguageHost)
+    return host._receiver._transfers
+
+
+def is_idle(service: Running) -> bool:
+    """Nothing to encode and nothing to generate: what an attacker had encoded may go wherever he said."""
+    encoders = [h for instance in service.instances for h in instance.hosts if isinstance(h, EncodeHost)]
+    return not any(host._jobs for host in encoders) and not any(host.scheduler for host in service.language_hosts())
+
+
+async def settled_answer(service: Running) -> list[int]:
+    """The answer, once instances that were told that they are forgotten are known again."""
+    async with asyncio.timeout(SETTLING):
+        while True:
+            try:
+                return await service.answer(QUESTION)
+            except (InstanceLost, Unavailable):
+                await asyncio.sleep(0.01)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(SETTLING):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what is logged out of pytest's memory, which it would fill. Nothing may be logged with a traceback: those
+    are errors that nobody had thought of."""
+    unforeseen: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info and len(unforeseen) < 5:
+                unforeseen.append(logging.Formatter().format(record))
+
+    logger, listener = logging.getLogger("triptych"), Listener()
+    logger.addHandler(listener)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = True
+        logger.removeHandler(listener)
+    assert not unforeseen, "\n".join(unforeseen)
+
+
+@contextmanager
+def no_growth() -> Iterator[None]:
+    """Not much more memory afterwards, nor many more descriptors and threads."""
+    process = psutil.Process()
+    memory, descriptors, threads = process.memory_info().rss, process.num_fds(), threading.active_count()
+    yield
+    deadline = time.monotonic() + 5  # ZeroMQ closes sockets in the background
+    while process.num_fds() > descriptors + MAX_MORE_DESCRIPTORS and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.num_fds() <= descriptors + MAX_MORE_DESCRIPTORS
+    assert threading.active_count() <= threads + MAX_MORE_THREADS
+    assert process.memory_info().rss - memory < MAX_GROWTH

@@ -1,0 +1,66 @@
+"""How large the KV cache is: a policy, without tensors."""
+
+from dataclasses import dataclass
+
+from triptych.config import EngineConfig, parse_memory
+from triptych.errors import StartError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class KVSize:
+    """``context_length`` is the longest sequence, in tokens: what the model, the settings and the pages allow."""
+
+    num_pages: int
+    page_size: int
+    context_length: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"KV cache: {self.num_pages * self.page_size:,} tokens in {self.num_pages:,} pages, {gib(self.num_bytes)} "
+            f"when full; sequences of up to {self.context_length:,} tokens"
+        )
+
+
+def kv_size(engine: EngineConfig, *, token_bytes: int, model_context: int, available: int) -> KVSize:
+    """The KV cache of one instance. ``token_bytes``: keys and values of one token in all layers; ``model_context``: the
+    longest sequence the model was made for, in tokens; ``available``: bytes of free memory.
+
+    Raises StartError when the settings ask for more than there is, or for sequences that wouldn't fit.
+    """
+    longest = min(engine.max_model_len or model_context, model_context)
+    num_pages = _num_pages(engine, engine.page_size * token_bytes, longest, available)
+    capacity, num_bytes = num_pages * engine.page_size, num_pages * engine.page_size * token_bytes
+    room = f"{_amount(engine)} ({gib(num_bytes)}) holds {capacity:,} tokens"
+    if capacity < min(engine.max_model_len, model_context):
+        raise StartError(
+            f"--max-model-len {engine.max_model_len} takes {gib(longest * token_bytes)} of KV cache, but {room}: give "
+            "it more, or shorten the sequences"
+        )
+    if not num_pages:
+        raise StartError(f"{room}; a page of {engine.page_size} takes {gib(engine.page_size * token_bytes)}")
+    if num_bytes > available:
+        raise StartError(f"{_amount(engine)} takes {gib(num_bytes)}, but only {gib(available)} of memory are free")
+    return KVSize(num_pages, engine.page_size, min(longest, capacity), num_bytes)
+
+
+def _num_pages(engine: EngineConfig, page_bytes: int, longest: int, available: int) -> int:
+    if engine.kv_cache_tokens:
+        return -(-engine.kv_cache_tokens // engine.page_size)
+    memory = parse_memory(engine.kv_memory, "--kv-memory")
+    num_bytes = int(memory * available) if isinstance(memory, float) else memory
+    most = engine.max_num_seqs * -(-longest // engine.page_size)
+    return min(num_bytes // page_bytes, most)  # no more than all sequences could use at their longest
+
+
+def _amount(engine: EngineConfig) -> str:
+    return (
+        f"--kv-cache-tokens {engine.kv_cache_tokens}" if engine.kv_cache_tokens else f"--kv-memory {engine.kv_memory}"
+    )
+
+
+def gib(num_bytes: int) -> str:
+    """As people read it."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.2f} MiB"

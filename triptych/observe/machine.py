@@ -1,0 +1,45 @@
+"""What this machine has left."""
+
+import os
+from pathlib import Path
+
+from triptych.errors import ConfigError
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping: what the kernel estimates for the machine, or the room that is left in
+    this process's control group (a container's limit), if that is less."""
+    return min(_machine(Path("/proc/meminfo").read_text()), _container(_CGROUP))
+
+
+def stay_on(cores: frozenset[int]) -> None:
+    """Keeps this process, and those that it starts, to these cores; none given: to those it may use already. Raises
+    ConfigError when it may not use one of them."""
+    if not cores:
+        return
+    if foreign := sorted(cores - os.sched_getaffinity(0)):
+        raise ConfigError(f"--cpus names core {foreign[0]}, which this process may not use")
+    os.sched_setaffinity(0, cores)
+
+
+def resident_bytes() -> int:
+    """What this process has in memory, files that it has mapped included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _machine(meminfo: str) -> int:
+    lines = (line.split() for line in meminfo.splitlines())
+    return next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+
+
+def _container(group: Path) -> int:
+    """Of cgroup v2, as containers see theirs: at the root. What only caches files makes room for what is needed."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 2**63
+    return 2**63 if limit == "max" else max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))

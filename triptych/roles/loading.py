@@ -1,0 +1,48 @@
+"""Shows how far loading a model has come: a bar on a terminal, and a line every few seconds elsewhere."""
+
+import contextlib
+import logging
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+log = logging.getLogger(__name__)
+
+LINE_EVERY = 2.0
+"""Seconds between two lines."""
+
+
+class Loading:
+    """Of ``total`` bytes. A context manager: the bar is gone afterwards."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._loaded = 0
+        self._next_line = time.monotonic() + LINE_EVERY
+        self._bar: Progress | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Loading":
+        if sys.stderr.isatty():
+            columns = TextColumn("loading"), BarColumn(), DownloadColumn(True), TransferSpeedColumn()
+            bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            self._bar = self._stack.enter_context(bar)
+            self._bar.add_task("loading", total=self._total)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes are about to be taken in."""
+        self._loaded += num_bytes
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._loaded)
+        elif (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + LINE_EVERY
+            log.info("loading: %.0f %% of %.2f GiB", 100 * self._loaded / self._total, self._total / 2**30)
