@@ -3,6 +3,7 @@
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -51,11 +52,12 @@ class SharedMemory:
     def __init__(self, num_bytes: int) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.file = os.memfd_create(SHARED_NAME, os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self.file)  # once: here, or when nobody has this any more
         try:
             os.ftruncate(self.file, num_bytes + TOKEN_BYTES)
             pages = mmap.mmap(self.file, num_bytes + TOKEN_BYTES, flags=SHARED_MAPPING)
         except BaseException:
-            os.close(self.file)
+            self._close()
             raise
         pages[num_bytes:] = self.token
         # the array keeps the mapping alive: it is unmapped when the last view of it is gone
@@ -63,6 +65,4 @@ class SharedMemory:
 
     def close(self) -> None:
         """Peers can't open it any more. Those that have mapped it keep what they mapped."""
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+        self._close()

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 Place = tuple[int, ...]
 
+PARTS = 4
+"""A transfer that is larger than what is free resumes in parts of at least what it may hold divided by this."""
 MAX_RESENDS = 3
 """How often rows that arrive garbled are granted again before the transfer fails."""
 
@@ -293,8 +295,16 @@ class Receiver:
                 self._note_waiting(incoming)
                 return
             allowed = min(available, cap - incoming.held_blocks)
+            if incoming.segments and allowed < min(self._blocks_wanted(incoming), cap // PARTS):
+                # its own rows free more soon, and a few large grants cost less than many small ones
+                if available < cap // PARTS:
+                    return
+                continue
             if allowed > 0:
                 self._grant(incoming, incoming.fabric, allowed)
+
+    def _blocks_wanted(self, incoming: _Incoming) -> int:
+        return self.buffer.blocks_of(incoming.rows - incoming.granted)
 
     def _note_waiting(self, incoming: _Incoming) -> None:
         self.counters.waits += not incoming.waiting

@@ -311,6 +311,7 @@ class Sender:
     def _note_region(self, consumer: Address, region: RegionHandle) -> None:
         """A consumer has one region at a time: one that it has left is let go of."""
         if (known := self._regions.get(consumer)) != region:
+            log.info("rows for %s go over %s", consumer.removeprefix("tcp://"), region.fabric)
             self._retire(known)
             self._regions[consumer] = region
 

@@ -15,7 +15,6 @@ import base64
 import contextlib
 import ctypes
 import importlib
-import ipaddress
 import os
 import re
 import secrets
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from triptych.config import is_loopback
 from triptych.errors import RegionError, StartError, TransferError
 from triptych.messages.rows import RegionHandle
 from triptych.transfer.fabrics.base import Copy, Finished, Write, check_fit
@@ -64,7 +64,7 @@ class NixlFabric:
         self._errors: tuple[type[Exception], ...] = tuple(
             kind for kind in vars(self._nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)
         )
-        self._config = "NET_DEVICES=lo" if _is_loopback(host) else ""
+        self._config = "NET_DEVICES=lo" if is_loopback(host) else ""
         try:
             self._writer = self._agent(secrets.token_hex(16))
         except self._errors as error:
@@ -267,13 +267,6 @@ class _NixlWrite:
     def fail(self, reason: str) -> None:
         self._failure = reason
         self._handle = None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def load() -> ModuleType:

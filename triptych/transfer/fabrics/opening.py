@@ -1,9 +1,8 @@
 """Which fabrics an instance opens."""
 
 import importlib.util
-import ipaddress
 
-from triptych.config import TransferConfig
+from triptych.config import TransferConfig, is_loopback
 from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.fabrics.faulty import Faults, FaultyFabric
 from triptych.transfer.fabrics.local import LocalFabric
@@ -24,7 +23,7 @@ def _names(fabric: str, host: str) -> list[str]:
     if fabric != "auto":
         return [fabric]
     # nobody on another host can join at a loopback address, so there is nothing to open more for
-    network = [name for name in ("nixl", "mooncake") if not _is_loopback(host) and _installed(name)]
+    network = [name for name in ("nixl", "mooncake") if not is_loopback(host) and _installed(name)]
     return ["shm", *network]
 
 
@@ -40,13 +39,6 @@ def _open(name: str, config: TransferConfig, host: str) -> Fabric:
             return MooncakeFabric(host, protocol=config.mooncake_protocol, devices=config.mooncake_devices)
         case _:
             return SharedMemoryFabric()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _installed(name: str) -> bool:

@@ -1,0 +1,147 @@
+"""What it gives that prefill runs over the rows that have landed while the rest is still being encoded: the time to
+the first token of one request with several images, beside the same service whose prefill waits for every row.
+
+    python -m bench.make_checkpoint /tmp/mid --preset mid
+    python -m bench.overlap /tmp/mid --out bench/results/overlap-mid.json
+
+Two services of an encode and a language instance each, with one thread per instance, are asked in turns; the one that
+isn't asked sleeps. Waiting is a switch of this bench: the product has none.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from bench.serve import Load, Sample, ask, request_body
+from triptych.bench.transfer import machine
+from triptych.cli.waterfall import waterfall
+from triptych.cluster.service import LocalService
+from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
+from triptych.topology import Role
+
+START_TIMEOUT = 120.0
+MODEL = "m"
+
+
+def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> None:
+    """What runs in an instance's process: the product's own entry point, and the switch before it."""
+    from triptych.roles import main
+    from triptych.roles.incoming_media import IncomingMedia
+
+    if waits:
+        as_they_land = IncomingMedia.ready_tokens
+
+        def once_all_have_landed(media: IncomingMedia, sequence: Any) -> int:
+            ready = as_they_land(media, sequence)
+            return ready if ready == len(sequence.tokens) else sequence.num_computed
+
+        IncomingMedia.ready_tokens = once_all_have_landed  # type: ignore[method-assign]
+    main.run_instance(config, role, join, role.value.lower(), threads=1)
+
+
+@dataclass
+class Setup:
+    """A service that runs, and how its instances began to."""
+
+    service: LocalService
+    client: httpx.AsyncClient
+    processes: list[BaseProcess]
+
+    async def ask(self, load: Load, seed: int) -> Sample:
+        sample = await ask(self.client, request_body(MODEL, load, seed))
+        if sample.error:
+            raise SystemExit(sample.error)
+        return sample
+
+
+async def start(stack: AsyncExitStack, config: ServeConfig, *, waits: bool) -> Setup:
+    service = await stack.enter_async_context(LocalService(config, None, show=print))
+    client = await stack.enter_async_context(httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=None))
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        context.Process(target=run_instance, args=(config, role, service.control, waits), daemon=True)
+        for role in (Role.E, Role.PD)
+    ]
+    for process in processes:
+        process.start()
+        stack.callback(process.join, 10.0)
+        stack.callback(process.terminate)
+    async with asyncio.timeout(START_TIMEOUT):
+        while (await client.get("/ready")).status_code != httpx.codes.OK:
+            await asyncio.sleep(0.1)
+            if any(process.exitcode is not None for process in processes):
+                raise SystemExit("an instance has ended")
+    return Setup(service, client, processes)
+
+
+def overlap_ms(timeline: list[dict[str, Any]]) -> float:
+    """For how long prefill ran before the last item was encoded."""
+    encoded = max(row["end_ms"] for row in timeline if row["stage"] == "encode")
+    prefills = [row for row in timeline if row["stage"] == "prefill"]
+    return round(sum(max(0.0, min(row["end_ms"], encoded) - row["start_ms"]) for row in prefills), 1)
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    engine = EngineConfig(threads=1, max_num_batched_tokens=options.max_num_batched_tokens, dtype=options.dtype)
+    config = ServeConfig(
+        model=options.model, engine=engine, front_door=FrontDoorConfig(port=0, served_model_name=MODEL)
+    )
+    load = Load(options.images, options.size, options.size, options.text_length, output_tokens=2)
+    samples: dict[str, list[Sample]] = {"overlap": [], "waits": []}
+    async with AsyncExitStack() as stack:
+        setups = {name: await start(stack, config, waits=name == "waits") for name in samples}
+        for setup in setups.values():
+            await setup.ask(Load(1, options.size, options.size, 16, output_tokens=2), seed=10**6)
+        for number in range(options.rounds):
+            for name, setup in setups.items():
+                # pictures that neither service has seen, so that no cache helps
+                samples[name].append(await setup.ask(load, seed=number))
+    medians = {name: statistics.median(sample.ttft for sample in found) for name, found in samples.items()}
+    return {
+        "machine": machine(),
+        "load": {name: str(value) for name, value in vars(options).items() if name != "out"},
+        "prompt_tokens": samples["overlap"][0].prompt_tokens,
+        "ttft_s": {name: round(seconds, 3) for name, seconds in medians.items()},
+        "ratio": round(medians["overlap"] / medians["waits"], 3),
+        "raw_ttft_s": {name: [round(sample.ttft, 3) for sample in found] for name, found in samples.items()},
+        "prefill_before_last_encode_ms": {
+            name: statistics.median(overlap_ms(sample.timeline) for sample in found) for name, found in samples.items()
+        },
+        "timelines": {name: found[-1].timeline for name, found in samples.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a checkpoint folder")
+    parser.add_argument("--images", type=int, default=8)
+    parser.add_argument("--size", type=int, default=448)
+    parser.add_argument("--text-length", type=int, default=128)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=256)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON, and the waterfalls as .txt")
+    options = parser.parse_args()
+    result = asyncio.run(measure(options))
+    console = Console(width=110, record=True)
+    for name, timeline in result["timelines"].items():
+        console.print(f"{name}: first token after {result['ttft_s'][name]} s (median of {options.rounds})")
+        console.print(waterfall(timeline))
+    console.print(f"ratio {result['ratio']}")
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.with_suffix(".txt").write_text(console.export_text())
+
+
+if __name__ == "__main__":
+    main()

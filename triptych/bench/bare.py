@@ -1,0 +1,180 @@
+"""The least that a write over NIXL or Mooncake costs: two processes that use the library's own API and nothing of
+Triptych's protocol. Memory is registered, the peer known and the request made before the clock runs; the writer asks
+without pause whether it is done."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from triptych.errors import StartError
+from triptych.transfer.memory import Bytes, SharedMemory
+
+HOST = "127.0.0.1"
+START_TIMEOUT = 60.0
+
+Write = Callable[[], None]
+
+
+class _Nixl:
+    """With the progress threads that the fabric has, too: the Python wrapper's own never sleep, which on a machine of
+    few cores takes them from the writer."""
+
+    def __init__(self) -> None:
+        from triptych.transfer.fabrics import nixl
+
+        self._nixl = nixl.load()
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.useListenThread = False
+        config.pthrDelay = nixl.PROGRESS_MICROSECONDS
+        self._agent = self._nixl.nixlAgent(f"bare-{os.getpid()}", config)
+        self._agent.createBackend("UCX", {"engine_config": "NET_DEVICES=lo"})
+
+    def register(self, memory: Bytes) -> tuple[Any, int]:
+        ranges = [(memory.ctypes.data, memory.nbytes, 0, "")]
+        self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, ranges), [])
+        return self._agent.getLocalMD(), memory.ctypes.data
+
+    def writing(self, peer: tuple[Any, int], source: Bytes) -> Write:
+        self.register(source)
+        metadata, start = peer
+        name = self._agent.loadRemoteMD(metadata).decode()
+        here, there = (
+            self._nixl.nixlXferDList(self._nixl.DRAM_SEG, np.array([(address, source.nbytes, 0)], dtype=np.uint64))
+            for address in (source.ctypes.data, start)
+        )
+        request = self._agent.createXferReq(self._nixl.NIXL_WRITE, here, there, name, "", [])
+
+        def write() -> None:
+            status = self._agent.postXferReq(request, "")
+            while status == self._nixl.NIXL_IN_PROG:
+                status = self._agent.getXferStatus(request)
+
+        return write
+
+
+class _Mooncake:
+    def __init__(self) -> None:
+        from triptych.transfer.fabrics import mooncake
+
+        self._engine = mooncake.load()
+        os.environ["MC_FORCE_TCP"] = "1"
+        if self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
+            raise StartError("Mooncake can't start")
+
+    def register(self, memory: Bytes) -> tuple[Any, int]:
+        if self._engine.register_memory(memory.ctypes.data, memory.nbytes) != 0:
+            raise StartError("Mooncake can't register memory")
+        return f"{HOST}:{self._engine.get_rpc_port()}", memory.ctypes.data
+
+    def writing(self, peer: tuple[Any, int], source: Bytes) -> Write:
+        self.register(source)
+        name, start = peer
+
+        def write() -> None:
+            batch = self._engine.transfer_submit_write(name, source.ctypes.data, start, source.nbytes)
+            while (status := self._engine.transfer_check_status(batch)) == 0:
+                pass
+            if status != 1:
+                raise StartError("Mooncake's own loop failed")
+
+        return write
+
+
+_LIBRARIES: dict[str, Callable[[], Any]] = {"nixl": _Nixl, "mooncake": _Mooncake}
+
+
+def has_bare_loop(fabric: str) -> bool:
+    return fabric in _LIBRARIES
+
+
+def _own(fabric: str, num_bytes: int, pipe: Connection) -> None:
+    """The process that is written to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    library, memory = _LIBRARIES[fabric](), SharedMemory(num_bytes)  # as the receive buffer is
+    pipe.send(library.register(memory.bytes))
+    _until_closed(pipe)
+
+
+def _write(fabric: str, num_bytes: int, peer: tuple[Any, int], pipe: Connection) -> None:
+    """The process that writes: once for each word that it is sent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    library, source = _LIBRARIES[fabric](), np.ones(num_bytes, dtype=np.uint8)
+    write = library.writing(peer, source)
+    pipe.send(None)
+    while _next(pipe):
+        began = time.monotonic()
+        write()
+        pipe.send(time.monotonic() - began)
+
+
+def _until_closed(pipe: Connection) -> None:
+    while _next(pipe):
+        pass
+
+
+def _next(pipe: Connection) -> bool:
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        return False
+    return True
+
+
+class BarePair:
+    """Both processes, for one size."""
+
+    def __init__(self, fabric: str, num_bytes: int) -> None:
+        """Starts them. Raises StartError when they can't."""
+        self._context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        try:
+            peer = self._start(_own, fabric, num_bytes)
+            self._start(_write, fabric, num_bytes, peer)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "BarePair":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self) -> float:
+        """Seconds that one write takes."""
+        self._pipes[-1].send(True)
+        return float(self._answer(self._pipes[-1]))
+
+    def close(self) -> None:
+        for pipe in reversed(self._pipes):
+            pipe.close()
+        for process in reversed(self._processes):
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _start(self, target: Callable[..., None], *arguments: Any) -> Any:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=target, args=(*arguments, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._pipes.append(ours)
+        self._processes.append(process)
+        return self._answer(ours)
+
+    def _answer(self, pipe: Connection) -> Any:
+        try:
+            if pipe.poll(START_TIMEOUT):
+                return pipe.recv()
+        except EOFError:
+            pass
+        raise StartError("a process of the bare loop has ended, or stands still")

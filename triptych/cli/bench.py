@@ -1,0 +1,45 @@
+"""``triptych bench``: measures on this machine what the documentation claims."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from triptych.bench import report
+from triptych.bench.transfer import FABRICS, FULL, QUICK, measure
+from triptych.errors import StartError
+
+SUMMARY = "measure how fast rows travel on this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    transfer = benches.add_parser("transfer", help=SUMMARY, description=SUMMARY)
+    transfer.add_argument(
+        "--fabric", nargs="+", choices=FABRICS, default=[], help="which to measure (default: all that are installed)"
+    )
+    transfer.add_argument(
+        "--out", type=Path, default=Path(), help="folder for transfer.json and transfer.png (default: this one)"
+    )
+    transfer.add_argument("--quick", action="store_true", help="small payloads and few repeats: half a minute")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = Console()
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"--out {arguments.out}: {error.strerror}") from None
+    results = measure(arguments.fabric, QUICK if arguments.quick else FULL, console.print)
+    for table in report.tables(results):
+        console.print(table)
+    written = arguments.out / "transfer.json"
+    written.write_text(json.dumps(results, indent=1) + "\n")
+    console.print(f"wrote {written}")
+    picture = arguments.out / "transfer.png"
+    if report.plot(results, picture):
+        console.print(f"wrote {picture}")
+    else:
+        console.print("no plot without matplotlib: pip install 'triptych[bench]'", markup=False)
+    return 0
