@@ -1,6 +1,5 @@
 """What runs in an instance's process."""
 
-import gc
 import logging
 import signal
 
@@ -39,7 +38,6 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
             cluster_host=config.cluster.cluster_host,
             lease=config.lease,
         )
-        gc.freeze()  # what is loaded stays: the collector needn't look through it again and again
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: instance.stop())
         instance.run()

@@ -25,15 +25,19 @@ class SharedMemoryFabric:
 
     def __init__(self) -> None:
         self.domain = _machine()
+        self._owned: dict[RegionHandle, Memory] = {}
         self._opened: dict[RegionHandle, Bytes] = {}  # by the whole handle: its size is checked on opening
 
     def register(self, memory: Memory) -> RegionHandle:
         if not isinstance(memory, SharedMemory):
             raise RegionError(f"{type(memory).__name__} can't be mapped by other processes")
-        return RegionHandle(self.name, f"{os.getpid()}:{memory.file}:{memory.token.hex()}", memory.bytes.nbytes)
+        region = RegionHandle(self.name, f"{os.getpid()}:{memory.file}:{memory.token.hex()}", memory.bytes.nbytes)
+        self._owned[region] = memory
+        return region
 
     def deregister(self, region: RegionHandle) -> None:
         """The memory can be opened for as long as its own file is; it is closed with the memory."""
+        self._owned.pop(region, None)
 
     def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Finished:
         if region not in self._opened:
@@ -46,6 +50,7 @@ class SharedMemoryFabric:
         self._opened.pop(region, None)
 
     def close(self) -> None:
+        self._owned.clear()
         self._opened.clear()
 
 
