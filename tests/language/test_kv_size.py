@@ -40,14 +40,13 @@ def test_the_context_is_the_least_of_model_setting_and_capacity() -> None:
     assert size(kv_cache_tokens=800, max_model_len=500).context_length == 500
     longer = kv_size(EngineConfig(kv_cache_tokens=800), token_bytes=1, model_context=300, available=FREE)
     assert longer.context_length == 300
-    wished = EngineConfig(kv_cache_tokens=800, max_model_len=700)
-    assert kv_size(wished, token_bytes=1, model_context=300, available=FREE).context_length == 300
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"kv_memory": "500kB", "max_model_len": 1000}, "--max-model-len 1000 takes .* holds 496 tokens"),
+        ({"max_model_len": MODEL + 1}, "--max-model-len 4097 exceeds the 4096 tokens"),
         ({"kv_memory": "2MB"}, "--kv-memory 2MB takes .* free"),
         ({"kv_cache_tokens": 1001}, "--kv-cache-tokens 1001 takes .* free"),
         ({"kv_memory": "1%"}, "--kv-memory 1% .* holds 0 tokens; a page of 16 takes"),

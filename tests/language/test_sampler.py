@@ -62,6 +62,8 @@ def test_only_what_the_limits_keep_is_drawn_at_its_place(
     logits = np.random.default_rng(seed).normal(size=10).astype(np.float32)
     one = sampling(seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     kept = kept_by_definition(logits, one)
+    if top_k in (0, 10, 11, 12) and top_p == 1 and not min_p:
+        kept = dict(sorted(kept.items()))  # without limits the vocabulary's own order is as good as any, and free
     for index in range(20):
         with patch.object(sampler, "NUCLEUS", nucleus):
             [token] = sample(torch.from_numpy(logits)[None], [draw(one, index)])

@@ -30,11 +30,13 @@ def kv_size(engine: EngineConfig, *, token_bytes: int, model_context: int, avail
 
     Raises StartError when the settings ask for more than there is, or for sequences that wouldn't fit.
     """
-    longest = min(engine.max_model_len or model_context, model_context)
+    if engine.max_model_len > model_context:
+        raise StartError(f"--max-model-len {engine.max_model_len} exceeds the {model_context} tokens of the model")
+    longest = engine.max_model_len or model_context
     num_pages = _num_pages(engine, engine.page_size * token_bytes, longest, available)
     capacity, num_bytes = num_pages * engine.page_size, num_pages * engine.page_size * token_bytes
     room = f"{_amount(engine)} ({gib(num_bytes)}) holds {capacity:,} tokens"
-    if capacity < min(engine.max_model_len, model_context):
+    if capacity < engine.max_model_len:
         raise StartError(
             f"--max-model-len {engine.max_model_len} takes {gib(longest * token_bytes)} of KV cache, but {room}: give "
             "it more, or shorten the sequences"

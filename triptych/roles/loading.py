@@ -43,6 +43,6 @@ class Loading:
         self._loaded += num_bytes
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._loaded)
-        elif (now := time.monotonic()) >= self._next_line:
+        elif self._loaded < self._total and (now := time.monotonic()) >= self._next_line:
             self._next_line = now + LINE_EVERY
             log.info("loading: %.0f %% of %.2f GiB", 100 * self._loaded / self._total, self._total / 2**30)
