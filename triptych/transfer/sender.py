@@ -24,10 +24,8 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 """How often one grant is written before a write that fails ends the transfer."""
 POLL_INTERVAL = 100e-6
-"""Seconds between two looks at writes under way."""
-NEW_WRITE = 3e-3
-"""Seconds for which a write is looked at without a pause: over a fabric that the CPU moves bytes for, looking is what
-moves them, and most writes are over by then. Meanwhile the loop takes its core, and turns with the compute thread."""
+"""Seconds between two looks at writes under way. Without a pause they are slower, not faster, where the fabric's own
+threads need the cores: measured on two, a 32 MiB write by 5 % over NIXL and 20 % over Mooncake."""
 
 
 @dataclass
@@ -148,11 +146,8 @@ class Sender:
     def next_poll(self) -> float:
         """Seconds after which ``poll`` wants to be called even if nothing happens; infinite while nothing is being
         written."""
-        writing = [outgoing.writing for outgoing in self._transfers.values() if outgoing.writing]
-        if not writing and not self._ending:
-            return float("inf")
-        newest = max((write.deadline for write in writing), default=0.0) - self._deadlines.write
-        return 0.0 if self._clock() - newest < NEW_WRITE else POLL_INTERVAL
+        busy = self._ending or any(outgoing.writing for outgoing in self._transfers.values())
+        return POLL_INTERVAL if busy else float("inf")
 
     def poll(self) -> None:
         """Moves on what can move."""
