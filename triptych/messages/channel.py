@@ -189,7 +189,7 @@ class Channel:
         if not _is_endpoint(to):
             raise BadAddress(f"{to[:100]!r} is not an address of a process")
         if len(self._outboxes) >= MAX_OUTBOXES:
-            self._outboxes.popitem(last=False)[1].close(linger=0)
+            self._outboxes.popitem(last=False)[1].close(linger=LAST_WORDS)
         outbox = self._context.socket(zmq.PUSH)
         try:
             outbox.set(zmq.SNDHWM, OUTBOX_MESSAGES)

@@ -42,4 +42,6 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
             signal.signal(number, lambda *_: instance.stop())
         instance.run()
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # they would wake a channel that is closed
         channel.close()

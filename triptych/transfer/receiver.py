@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from triptych.errors import TransferError
+from triptych.errors import TransferError, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, Wrote
 from triptych.transfer.buffers import RowBuffer, Segment
@@ -196,9 +196,7 @@ class Receiver:
             for incoming in self._transfers.values()
             if incoming.producer == producer or (incoming.producer is None and incoming.transfer in offering)
         ]
-        self._fence(lost)
-        for incoming in lost:
-            self._part(incoming, "InstanceLost", "the instance that encoded an item is gone")
+        self._part_all(lost, "InstanceLost", "the instance that encoded an item is gone")
 
     def take_failures(self) -> list[Failure]:
         """The transfers that have failed since the last call; each must be closed."""
@@ -209,12 +207,12 @@ class Receiver:
         """Fails what has stood still for too long. Call a few times a second."""
         now = self._clock()
         overdue = [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]
-        self._fence(overdue)
+        safe = self._fence(overdue)
         for incoming in overdue:
-            if incoming.closing:
+            incoming.progress.touch(now)  # once is enough; for blocks that nothing is safe to take, until next time
+            if incoming.closing and safe:
                 self._drop(incoming)
-            else:
-                incoming.progress.touch(now)  # once is enough
+            elif not incoming.closing:
                 self._fail(
                     incoming, "DeadlineExceeded", f"a transfer stood still while {incoming.progress.state.value}"
                 )
@@ -229,6 +227,8 @@ class Receiver:
             return
         if incoming.producer is not None:
             log.error("transfer %s: offered twice", offer.transfer)
+            if incoming.producer != offer.producer:
+                self._send(offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "another has offered it"))
             return
         incoming.producer = offer.producer
         incoming.fabric = self.buffer.reachable(offer.reaches)
@@ -263,11 +263,12 @@ class Receiver:
         """The producer gives up. The buffer moves if it couldn't let go."""
         self._send(abort.sender, Done(abort.transfer, End.CONSUMER))
         incoming = self._transfers.get(abort.transfer)
-        if incoming is None:
+        if incoming is None or incoming.producer not in (None, abort.sender):
             return
-        if not abort.let_go:
-            self._fence([incoming])
-        self._part(incoming, "InternalError", f"encoding stopped: {abort.reason}")
+        if abort.let_go:
+            self._part(incoming, "InternalError", f"encoding stopped: {abort.reason}")
+        else:
+            self._part_all([incoming], "InternalError", f"encoding stopped: {abort.reason}")
 
     def on_done(self, done: Done) -> None:
         """The producer has let go of a transfer that was aborted."""
@@ -297,7 +298,8 @@ class Receiver:
             allowed = min(available, cap - incoming.held_blocks)
             if incoming.segments and allowed < min(self._blocks_wanted(incoming), cap // PARTS):
                 # its own rows free more soon, and a few large grants cost less than many small ones
-                if available < cap // PARTS:
+                if allowed == available:
+                    self._note_waiting(incoming)
                     return
                 continue
             if allowed > 0:
@@ -376,6 +378,16 @@ class Receiver:
         log.error("transfer %s: %s", incoming.transfer, reason)
         self._failures.append(Failure(incoming.transfer, error, reason))
 
+    def _part_all(self, incomings: Collection[_Incoming], error: str, reason: str) -> None:
+        """Their producers may still be writing, and nobody can stop them. Where the buffer can't move, the transfers
+        fail all the same, but their blocks are kept until it can."""
+        safe = self._fence(incomings)
+        for incoming in incomings:
+            if safe:
+                self._part(incoming, error, reason)
+            elif not incoming.closing:
+                self._fail(incoming, error, reason)
+
     def _part(self, incoming: _Incoming, error: str, reason: str) -> None:
         """The producer has nothing to do with this transfer any more."""
         incoming.producer = None
@@ -393,13 +405,18 @@ class Receiver:
         region = self.buffer.handle(incoming.fabric)
         return any(flight.writing and flight.region == region for flight in incoming.flights)
 
-    def _fence(self, incomings: Collection[_Incoming]) -> None:
+    def _fence(self, incomings: Collection[_Incoming]) -> bool:
         """Moves the buffer away from under what these transfers' producers may be writing and can't be stopped from.
         Live producers' writes under way go to the old memory too; when they say that they are done, they are granted
-        the same rows again."""
+        the same rows again. False when there is nothing to move to."""
         if any(self._exposed(incoming) for incoming in incomings):
+            try:
+                self.buffer.renew()
+            except (OSError, MemoryError, TriptychError) as error:
+                log.error("the receive buffer can't move: %s", error)
+                return False
             self.counters.fenced += 1
-            self.buffer.renew()
+        return True
 
     def _finish(self, incoming: _Incoming) -> None:
         incoming.progress.enter(TransferState.SUCCESS, self._clock())

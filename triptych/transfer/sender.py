@@ -325,6 +325,7 @@ class Sender:
         """Lets go of the regions that consumers have left and that nothing is being written to any more."""
         transfers = [*self._transfers.values(), *self._ending]
         written_to = {o.writing.grant.region for o in transfers if o.writing}
+        written_to |= {grant.region for outgoing in transfers for grant in outgoing.grants}
         for region in self._left - written_to:
             self._left.remove(region)
             self._fabrics[region.fabric].release(region)

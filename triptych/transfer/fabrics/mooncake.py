@@ -269,6 +269,8 @@ def _forced(protocol: str) -> Iterator[None]:
     finally:
         if previous is None:
             del os.environ[variable]
+        else:
+            os.environ[variable] = previous
 
 
 def load() -> Any:
