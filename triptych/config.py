@@ -14,6 +14,7 @@ from triptych.errors import ConfigError
 FABRICS = ("auto", "shm", "nixl", "mooncake")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("none", "int8")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_MESSAGE_BYTES = 256 * 2**20
 """The largest message between processes; an image travels in one, beside less than 1 MiB about it."""
 
@@ -204,6 +205,17 @@ class ClusterConfig:
         return secret
 
 
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What processes tell of themselves."""
+
+    log_level: str = setting("info", "what is logged: debug (each state of each transfer, too), info, warning or error")
+
+    def __post_init__(self) -> None:
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"--log-level {self.log_level} is not one of {', '.join(LOG_LEVELS)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """All of one service's settings. ``model`` is a checkpoint folder."""
@@ -214,6 +226,12 @@ class ServeConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     front_door: FrontDoorConfig = field(default_factory=FrontDoorConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What holds for all processes of the service, whatever each computes."""
+        return self.transfer, self.cluster, self.lease, self.observe
 
 
 def is_loopback(host: str) -> bool:

@@ -34,6 +34,7 @@ SETTINGS = (
     *("--lease-expiry", str(LEASE), "--heartbeat", str(HEARTBEAT)),
     *("--receive-blocks", "1", "--receive-block-rows", "16"),
     *("--inject-faults", f"delay=1,seconds={WRITE}"),
+    *("--log-level", "debug"),  # each state of each transfer
 )
 ROLES = {"e": "E", "pd": "PD"}
 
@@ -149,6 +150,10 @@ class Cluster:
         answer, right = asking.result(), Asking(self.reference, asking.content).result()
         assert right.status == 200, right
         return (answer.status, answer.text) == (200, right.text)
+
+    def has_been(self, state: str) -> int:
+        """How many transfers the language instance has seen enter that state."""
+        return sum(line.endswith(f": {state}") for line in list(self.parts["pd"].lines))
 
     def held(self) -> dict[str, dict[str, int]]:
         """What each living process holds that a leak would add to."""

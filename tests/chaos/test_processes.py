@@ -53,16 +53,21 @@ def whole(running: Cluster) -> Iterator[Cluster]:
 
 def reach(running: Cluster, state: str) -> list[Asking]:
     """Requests for pictures of which the first is in that state."""
+
+    def ask_until(state: str) -> Asking:
+        before = running.has_been(state)
+        asking = running.ask_picture()
+        wait_for(lambda: running.has_been(state) > before, SOON)
+        return asking
+
     if state == "bootstrapping":
         running.parts["e"].send(signal.SIGSTOP)  # so that nothing is offered
-        asked = [running.ask_picture()]
-        time.sleep(0.3)
+        asked = [ask_until(state)]
     else:
-        asked = [running.ask_picture()]
-        time.sleep(1.5 * WRITE)  # the second of four writes
+        asked = [ask_until("transferring")]
     if state == "waiting for input":
-        asked.insert(0, running.ask_picture())  # the one block that there is belongs to the other
-        time.sleep(WRITE / 2)
+        asked.insert(0, ask_until(state))  # the one block that there is belongs to the other
+    time.sleep(WRITE / 2)  # into the first of four writes
     assert all(asking.under_way for asking in asked)
     return asked
 

@@ -1,6 +1,7 @@
 """The protocol over a wire whose fabric breaks, with producers that are lost, and the deadline of every state."""
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -221,6 +222,68 @@ def test_words_of_a_lost_producer_that_come_late_change_nothing(fabric: str) -> 
         w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, item.producer, "late"))
         w.deliver_all()
         is_clean(w)
+
+
+def test_a_stranger_can_neither_abort_nor_take_over_a_transfer(fabric: str) -> None:
+    with wire(fabric, 4, 1) as w:
+        item = w.expect(2, (0, 0))
+        grant(w, item)
+        stranger = PRODUCERS[1]
+        w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, stranger, "not mine", let_go=False))
+        w.senders[stranger].offer(item.transfer, CONSUMER, 2)
+        w.deliver_all()
+        assert not w.failures
+        assert w.senders[stranger].idle, "it was told to let go"
+        w.provide(item)
+        w.deliver_all()
+        w.consume(item, 2)
+        w.deliver_all()
+        assert w.receiver.counters.fenced == 0
+        is_clean(w)
+
+
+def test_without_memory_to_move_to_blocks_are_kept_until_there_is(fabric: str) -> None:
+    with wire(fabric, 2, 2, deadlines=LIMITS) as w:
+        item = held(w)
+        allocate = w.buffer._allocate
+
+        def refuse(num_bytes: int) -> NoReturn:
+            raise MemoryError(num_bytes)
+
+        w.buffer._allocate = refuse
+        w.lose(item.producer)
+        assert [failure.error for failure in w.failures] == ["InstanceLost"]
+        assert (w.buffer.pool.num_free, w.receiver.counters.fenced) == (0, 0)
+        w.now += LIMITS.failed + 1
+        w.check_deadlines()
+        assert w.buffer.pool.num_free == 0
+        w.buffer._allocate = allocate
+        w.now += LIMITS.failed + 1
+        w.check_deadlines()
+        assert w.receiver.counters.fenced == 1
+        is_clean(w)
+
+
+def test_a_region_with_grants_in_line_stays_open(fabric: str) -> None:
+    """The buffer has moved; what was granted in the old memory is written there before it is let go."""
+    with wire(fabric, 6, 2) as w:
+        producer = PRODUCERS[1]
+        early, late = w.expect(4, (1, 0), producer), w.expect(4, (2, 0), producer)
+        grant(w, early)
+        sender = w.senders[producer]
+        old = w.buffer.handle(w.fabrics[0])
+        w.lose(held(w).producer)
+        grant(w, late)
+        w.provide(late)  # into the new memory
+        sender.poll()
+        assert old in {g.region for outgoing in sender._transfers.values() for g in outgoing.grants}
+        w.provide(early)
+        w.deliver_all()
+        assert (w.readable(early), w.readable(late)) == (4, 4)
+        w.land(w.expect(1, (3, 0), producer))
+        assert sender._regions == {CONSUMER: w.buffer.handle(w.fabrics[0])}
+        assert not sender._left
+        w.finish()
 
 
 # ── deadlines ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -80,6 +80,42 @@ def test_a_block_is_kept_back_for_the_head_that_is_not_offered_yet(fabric: str) 
         w.finish()
 
 
+def test_a_large_transfer_resumes_in_parts_while_it_holds_rows(fabric: str) -> None:
+    with wire(fabric, 8, 1) as w:
+        item = w.expect(40, (0, 0))
+        w.land(item)
+        grants = []
+        while not item.ended:
+            w.consume(item, 1)
+            before = w.receiver.counters.grants
+            w.receiver.grant()
+            grants.append(w.receiver.counters.grants - before)
+            w.deliver_all()
+        assert grants[:8] == [0, 1] * 4, "two blocks are a quarter of what it may hold"
+        assert w.receiver.counters.resumes == 16
+        assert w.receiver.counters.waits == 16, "once for each time that it stopped"
+        w.finish()
+
+
+def test_who_waits_for_a_large_part_keeps_it_from_those_behind(fabric: str) -> None:
+    with wire(fabric, 8, 1) as w:
+        item = w.expect(40, (0, 0))
+        w.land(item)
+        later = w.expect(1, (1, 0), PRODUCERS[1])
+        w.offer(later)
+        w.provide(later)
+        w.deliver_all()
+        w.consume(item, 1)
+        w.receiver.grant()
+        w.deliver_all()
+        assert w.readable(later) == 0
+        w.consume(item, 1)
+        w.receiver.grant()
+        w.deliver_all()
+        assert w.receiver.landed(item.transfer) == 10
+        w.finish()
+
+
 class Story:
     """A random history of many transfers over a tiny pool."""
 
@@ -160,11 +196,15 @@ class Story:
             self.chance.choice(self.wire.all_struck).let_go()
 
 
+ROWS = st.lists(st.integers(1, 12) | st.integers(1, 60), min_size=1, max_size=10)
+NUM_BLOCKS = st.integers(1, 5) | st.integers(1, 16)
+
+
 @settings(max_examples=250, deadline=None)
 @given(
     chance=st.randoms(use_true_random=False),
-    rows=st.lists(st.integers(1, 12), min_size=1, max_size=10),
-    num_blocks=st.integers(1, 5),
+    rows=ROWS,
+    num_blocks=NUM_BLOCKS,
     block_rows=st.integers(1, 4),
     num_requests=st.integers(1, 4),
     num_steps=st.integers(0, 150),
@@ -183,7 +223,8 @@ def test_whatever_happens_every_transfer_ends_and_every_block_comes_back(
 ) -> None:
     with wire(fabric, num_blocks, block_rows) as w:
         for number, count in enumerate(rows):
-            w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), seed=number)
+            first_row = chance.choice([0, 0, chance.randrange(count)])
+            w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), number, first_row)
         Story(w, chance, cancels=cancels, losses=False).tell(num_steps)
         assert cancels or not w.failures
 
@@ -191,8 +232,8 @@ def test_whatever_happens_every_transfer_ends_and_every_block_comes_back(
 @settings(max_examples=250, deadline=None)
 @given(
     chance=st.randoms(use_true_random=False),
-    rows=st.lists(st.integers(1, 12), min_size=1, max_size=10),
-    num_blocks=st.integers(1, 5),
+    rows=ROWS,
+    num_blocks=NUM_BLOCKS,
     block_rows=st.integers(1, 4),
     num_requests=st.integers(1, 4),
     num_steps=st.integers(0, 200),
@@ -214,7 +255,8 @@ def test_whatever_breaks_rows_are_right_or_their_transfer_fails(
     faults = Faults(**dict(zip(Faults().chances, rates, strict=True)), seed=chance.randrange(2**32))
     with wire(fabric, num_blocks, block_rows, faults) as w:
         for number, count in enumerate(rows):
-            w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), seed=number)
+            first_row = chance.choice([0, 0, chance.randrange(count)])
+            w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), number, first_row)
         Story(w, chance, cancels=True, losses=losses).tell(num_steps)
 
 

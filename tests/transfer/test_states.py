@@ -4,6 +4,7 @@ import pytest
 
 from triptych.errors import TransferError
 from triptych.transfer.states import Deadlines, Progress, TransferState
+from triptych.types import TransferId
 
 B, W, T, S, F = TransferState
 ALLOWED = {(B, W), (W, T), (T, W), (T, S), (B, F), (W, F), (T, F)}
@@ -12,7 +13,7 @@ WAYS = {B: [], W: [W], T: [W, T], S: [W, T, S], F: [F]}
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(TransferState, repeat=2)))
 def test_only_the_drawn_steps_can_be_taken(old: TransferState, new: TransferState) -> None:
-    progress = Progress(0.0)
+    progress = Progress(TransferId("t"), 0.0)
     for state in WAYS[old]:
         progress.enter(state, 0.0)
     if old is new or (old, new) in ALLOWED:
@@ -27,7 +28,7 @@ def test_only_the_drawn_steps_can_be_taken(old: TransferState, new: TransferStat
 def test_each_state_has_its_deadline_but_for_success() -> None:
     deadlines = Deadlines(bootstrapping=1, waiting_for_input=2, transferring=3, failed=4)
     for state, limit in [(B, 1), (W, 2), (T, 3), (F, 4)]:
-        progress = Progress(10.0)
+        progress = Progress(TransferId("t"), 10.0)
         for step in WAYS[state]:
             progress.enter(step, 10.0)
         assert not progress.overdue(10.0 + limit, deadlines)

@@ -200,11 +200,13 @@ class Wire:
         self.sent.append(message)
         self.queues[sender, to].append(encode(message))
 
-    def expect(self, rows: int, place: tuple[int, ...], producer: Address = PRODUCERS[0], seed: int = 0) -> Item:
+    def expect(
+        self, rows: int, place: tuple[int, ...], producer: Address = PRODUCERS[0], seed: int = 0, first_row: int = 0
+    ) -> Item:
         source = np.random.default_rng([seed, *place]).integers(0, 256, (rows, LAYOUT.row_bytes), dtype=np.uint8)
-        item = Item(TransferId(f"t{len(self.items)}"), producer, place, source)
+        item = Item(TransferId(f"t{len(self.items)}"), producer, place, source, consumed=first_row)
         self.items[item.transfer] = item
-        self.receiver.expect(item.transfer, rows, place)
+        self.receiver.expect(item.transfer, rows, place, first_row)
         return item
 
     def offer(self, item: Item) -> None:

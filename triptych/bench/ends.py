@@ -37,6 +37,7 @@ HOST = "127.0.0.1"
 PLACE = (0,)
 PING = TransferId("ping")
 START_TIMEOUT = 60.0
+ANSWER_TIMEOUT = 60.0
 LEASE = LeaseConfig(heartbeat=60.0, lease_expiry=600.0)
 """No heartbeat falls into a measurement."""
 
@@ -467,6 +468,8 @@ class Pair:
     def _answer(self, role: Role) -> Any:
         pipe = self._pipes[role]
         try:
+            if not pipe.poll(ANSWER_TIMEOUT):
+                raise StartError("a process of the bench stands still")
             answer = pipe.recv()
         except EOFError:
             raise StartError("a process of the bench has ended") from None

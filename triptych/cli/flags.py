@@ -8,7 +8,16 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from triptych.config import ClusterConfig, EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, TransferConfig, flag
+from triptych.config import (
+    ClusterConfig,
+    EngineConfig,
+    FrontDoorConfig,
+    LeaseConfig,
+    ObserveConfig,
+    ServeConfig,
+    TransferConfig,
+    flag,
+)
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
 from triptych.models.safetensors_header import read_folder
@@ -32,6 +41,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     _add_group(parser, "where processes meet and whom they trust", ClusterConfig)
     _add_group(parser, "what the front door accepts", FrontDoorConfig)
     _add_group(parser, "how processes start, live and end", LeaseConfig)
+    _add_group(parser, "what processes tell of themselves", ObserveConfig)
 
 
 def _add_group(parser: argparse.ArgumentParser, title: str, config: type[Any]) -> None:
@@ -74,6 +84,7 @@ def serve_config(arguments: argparse.Namespace) -> ServeConfig:
         cluster=settings(ClusterConfig, arguments),
         front_door=settings(FrontDoorConfig, arguments),
         lease=settings(LeaseConfig, arguments),
+        observe=settings(ObserveConfig, arguments),
     )
 
 

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = flags.serve_config(arguments)
+    logging.getLogger("triptych").setLevel(config.observe.log_level.upper())
     stay_on(parse_cpus(config.engine.cpus))
     front_door = dataclasses.replace(config.front_door, served_model_name=flags.model_name(arguments, config))
     config = dataclasses.replace(config, front_door=front_door)

@@ -75,7 +75,7 @@ class LocalCluster:
         command += ["--role", role.value, "--join", self._join, "--name", name]
         engine = self._config.engine
         num_generators = max(1, sum(role.generates for role in self._topology.roles))
-        command += as_flags(engine, self._config.transfer, self._config.cluster, self._config.lease)
+        command += as_flags(engine, *self._config.shared)
         command += ["--threads", str(threads), "--kv-memory", kv_memory_per_instance(engine, num_generators)]
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(

@@ -5,14 +5,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from triptych.messages.rows import RowLayout
+from triptych.messages.rows import Count, Positive, RowLayout
 from triptych.observe.timeline import Interval
 from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, Span, TransferId
-
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
-
 
 # ── registration: instance ⇄ front door ──────────────────────────────────────────────────────────────────────
 

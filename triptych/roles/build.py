@@ -166,11 +166,12 @@ def _language_host(
         available=available_bytes(),
     )
     step = FIRST_USE + config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
-    resident = resident_bytes()
+    resident, receiving = resident_bytes(), receiver.buffer.num_bytes
     log.info("%s", size)
     log.info(
-        "memory: %s now, at most %s: with a full KV cache and a step of the largest size (%s)",
-        *map(gib, (resident, resident + size.num_bytes + step, step)),
+        "memory: %s now, at most %s besides what encoding takes: with a full KV cache, a full receive buffer (%s) and "
+        "a step of the largest size (%s)",
+        *map(gib, (resident, resident + size.num_bytes + receiving + step, receiving, step)),
     )
     cache = KVTensors.allocate(config, size.num_pages, engine.page_size, dtype, DEVICE)
     pool = PagePool(size.num_pages, engine.page_size)

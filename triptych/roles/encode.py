@@ -98,6 +98,7 @@ class EncodeHost:
 
     def close(self) -> None:
         self._workers.shutdown(wait=True, cancel_futures=True)
+        log.info("sent: %s", self._sender.counters)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -134,6 +134,7 @@ class LanguageHost:
 
     def close(self) -> None:
         self._compiler.close()
+        log.info("received: %s", self._receiver.counters)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 

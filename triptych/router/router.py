@@ -303,8 +303,8 @@ class Router:
             self._fail(request, DeadlineExceeded(f"not done within {self._config.request_timeout:g} s"))
 
     def _lose(self, lease: InstanceLease, why: str) -> None:
-        """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but had not all
-        been handed over are missed by their consumer, which says so."""
+        """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but haven't all
+        been read are missed by their consumer, which says so."""
         self.registry.remove(lease.address)
         offering = [transfer for transfer, encoding in self._encodings.items() if encoding.encoder is lease]
         for other in self.registry:

@@ -49,6 +49,11 @@ class RowBuffer:
     def num_blocks(self) -> int:
         return self.pool.num_blocks
 
+    @property
+    def num_bytes(self) -> int:
+        """Twice for a moment when a producer is lost: see ``renew``."""
+        return self.num_blocks * self._block_bytes
+
     def reachable(self, reaches: Iterable[Reach]) -> Fabric | None:
         """The best of this buffer's fabrics that a producer with these has too."""
         theirs = {(reach.fabric, reach.domain) for reach in reaches}
@@ -93,7 +98,7 @@ class RowBuffer:
         return self._home.memory.bytes.reshape(-1, self.layout.row_bytes)
 
     def _new_home(self) -> "_Home":
-        memory = self._allocate(self.pool.num_blocks * self._block_bytes)
+        memory = self._allocate(self.num_bytes)
         home = _Home(memory, {})
         try:
             for fabric in self._fabrics:

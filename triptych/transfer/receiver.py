@@ -19,6 +19,7 @@ from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, Wrote
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.checksum import checksum
+from triptych.transfer.counters import ReceiverCounters
 from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.flow import GrantCap
 from triptych.transfer.memory import Bytes
@@ -93,23 +94,6 @@ class _Incoming:
         return sum(segment.run.length for segment in self.segments)
 
 
-@dataclass
-class ReceiverCounters:
-    """What has happened so far. ``resumes`` counts grants that start beyond row 0, ``waits`` how often a transfer came
-    up in line and found no free block, ``resent`` grants that were repeated because rows arrived garbled, ``fenced``
-    how often the buffer had to move."""
-
-    grants: int = 0
-    resumes: int = 0
-    waits: int = 0
-    revoked: int = 0
-    resent: int = 0
-    fenced: int = 0
-    rows: int = 0
-    bytes: int = 0
-    completed: int = 0
-
-
 class Receiver:
     """All incoming transfers of one instance, over one buffer. Used by one thread."""
 
@@ -138,10 +122,10 @@ class Receiver:
     def expect(self, transfer: TransferId, rows: int, place: Place, first_row: int = 0) -> None:
         """Makes room in the line at ``place`` (lower goes first) for a transfer that will be offered. Rows below
         ``first_row`` aren't wanted: they count as consumed."""
-        incoming = _Incoming(transfer, rows, place, Progress(self._clock()))
+        incoming = _Incoming(transfer, rows, place, Progress(transfer, self._clock()))
         incoming.consumed = incoming.landed = incoming.granted = first_row
         self._transfers[transfer] = incoming
-        self._cap.learn(self.buffer.blocks_of(rows))
+        self._cap.learn(self.buffer.blocks_of(rows - first_row))
 
     def landed(self, transfer: TransferId) -> int:
         """How many rows, from the first on, have landed; rows already consumed count."""

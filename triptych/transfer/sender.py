@@ -14,6 +14,7 @@ from triptych.errors import TransferError
 from triptych.messages.codec import Message, Send
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, Reach, RegionHandle, RowLayout, Wrote
 from triptych.transfer.checksum import checksum
+from triptych.transfer.counters import SenderCounters
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
 from triptych.transfer.memory import Bytes
 from triptych.transfer.states import Deadlines, Progress, TransferState
@@ -55,17 +56,6 @@ class _Outgoing:
     farewell: Message | None = None
 
 
-@dataclass
-class SenderCounters:
-    """What has happened so far. ``retries`` counts writes that failed and were tried again."""
-
-    grants: int = 0
-    bytes: int = 0
-    retries: int = 0
-    completed: int = 0
-    aborted: int = 0
-
-
 class Sender:
     """All outgoing transfers of one instance. Used by one thread."""
 
@@ -93,7 +83,7 @@ class Sender:
 
     def offer(self, transfer: TransferId, consumer: Address, rows: int) -> None:
         """Says that ``rows`` rows will exist; the consumer may grant before they do."""
-        self._transfers[transfer] = _Outgoing(transfer, consumer, rows, Progress(self._clock()))
+        self._transfers[transfer] = _Outgoing(transfer, consumer, rows, Progress(transfer, self._clock()))
         reaches = [Reach(fabric.name, fabric.domain) for fabric in self._fabrics.values()]
         self._send(consumer, Offer(transfer, rows, self._address, self._layout, reaches))
 

@@ -15,9 +15,13 @@
 """
 
 import enum
+import logging
 from dataclasses import dataclass
 
 from triptych.errors import TransferError
+from triptych.types import TransferId
+
+log = logging.getLogger(__name__)
 
 
 class TransferState(enum.Enum):
@@ -65,8 +69,10 @@ class Deadlines:
 class Progress:
     """Where one transfer stands and since when. ``now`` is in seconds, on any one clock."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, transfer: TransferId, now: float) -> None:
+        self._transfer = transfer
         self.state = TransferState.BOOTSTRAPPING
+        self._tell()
         self._since = now
 
     def enter(self, state: TransferState, now: float) -> None:
@@ -75,7 +81,11 @@ class Progress:
             if self.state not in _BEFORE[state]:
                 raise TransferError(f"a transfer can't go from {self.state.value} to {state.value}")
             self.state = state
+            self._tell()
         self.touch(now)
+
+    def _tell(self) -> None:
+        log.debug("transfer %s: %s", self._transfer, self.state.value)
 
     def touch(self, now: float) -> None:
         """Something has happened."""
