@@ -33,9 +33,9 @@ from triptych.roles.incoming_media import IncomingMedia
 from triptych.roles.instance import Instance
 from triptych.roles.language import LanguageHost
 from triptych.roles.loading import Loading
+from triptych.roles.sending import SendingHost
 from triptych.topology import Role
 from triptych.transfer.buffers import RowBuffer
-from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.fabrics.opening import open_fabrics
 from triptych.transfer.memory import SharedMemory
 from triptych.transfer.receiver import Receiver
@@ -106,8 +106,10 @@ def build_instance(
         model.checkpoint.on_read = loading.advance
         tower = _timed("vision tower", model.load_tower) if role.encodes else None
         decoder = _timed("decoder", model.load_decoder) if role.generates else None
+    sender = Sender({fabric.name: fabric for fabric in fabrics}, channel.address, instance.send)
     if tower is not None:
-        instance.add(_encode_host(model, tower, instance, engine, fabrics), far_end=End.CONSUMER)
+        instance.add(_encode_host(model, tower, instance, engine, sender))
+        instance.add(SendingHost(sender), far_end=End.CONSUMER)
     if decoder is not None:
         buffer = RowBuffer(
             model.row_layout, engine.receive_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory
@@ -137,16 +139,15 @@ def _as_bytes(rows: torch.Tensor) -> Rows:
     return np.array(as_bytes)
 
 
-def _encode_host(
-    model: Model, tower: Tower, instance: Instance, engine: EngineConfig, fabrics: Sequence[Fabric]
-) -> EncodeHost:
+def _encode_host(model: Model, tower: Tower, instance: Instance, engine: EngineConfig, sender: Sender) -> EncodeHost:
     dtype, channel = model.weights.activations, instance.channel
     return EncodeHost(
         preprocessor=resolve(model.files.preprocessor)(model.config, load_preprocessor_config(model.checkpoint.folder)),
         encoder=TowerEncoder(tower, dtype),
         queue=EncodeQueue(engine.encode_batch_patches),
         cache=RowCache(engine.encode_cache_mb * 2**20),
-        sender=Sender({fabric.name: fabric for fabric in fabrics}, model.row_layout, channel.address, instance.send),
+        sender=sender,
+        layout=model.row_layout,
         compute=instance.compute,
         wake=channel.wake,
         front_door=instance.front_door,
