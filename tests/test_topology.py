@@ -14,6 +14,11 @@ from triptych.topology import Role, Topology
         ("2E1PD", [Role.E, Role.E, Role.PD]),
         ("1PD2E1EPD", [Role.PD, Role.E, Role.E, Role.EPD]),
         ("32E32PD", [Role.E] * 32 + [Role.PD] * 32),
+        ("1E1P1D", [Role.E, Role.P, Role.D]),
+        ("1EP2D", [Role.EP, Role.D, Role.D]),
+        ("1P1D", [Role.P, Role.D]),
+        ("1PD", [Role.PD]),
+        ("1E1PD1P1D", [Role.E, Role.PD, Role.P, Role.D]),
     ],
 )
 def test_reads_what_makes_sense(text: str, roles: list[Role]) -> None:
@@ -36,7 +41,10 @@ def test_reads_what_makes_sense(text: str, roles: list[Role]) -> None:
         ("33E32PD", "more than 64"),
         ("999999999EPD", "more than 64"),
         ("2E", "no instance that decodes"),
-        ("1PD", "no instance that encodes"),
+        ("1E1D", "no instance that prefills"),
+        ("1E1PD1D", "no instance that prefills"),
+        ("1E1P", "no instance that decodes"),
+        ("1E1PD1P", "nobody to prefill for"),
     ],
 )
 def test_says_what_is_wrong_with_the_rest(text: str, reason: str) -> None:
@@ -50,5 +58,5 @@ def test_any_text_is_a_topology_that_serves_or_a_typed_error(text: str) -> None:
         topology = Topology.parse(text)
     except TopologyError:
         return
-    assert any(role.encodes for role in topology.roles)
-    assert any(role.generates for role in topology.roles)
+    assert any(role.decodes for role in topology.roles)
+    assert any(role.takes_kv for role in topology.roles) == any(role.sends_kv for role in topology.roles)

@@ -66,6 +66,9 @@ class EngineConfig:
     enable_prefix_caching: bool = setting(True, "start requests with what the KV cache knows of their prefixes")
     receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool")
     receive_blocks: int = setting(64, "blocks in the receive pool of one language instance")
+    kv_receive_blocks: int = setting(
+        1024, "blocks in the receive pool of one decode instance, whose rows are a token's keys or values in a layer"
+    )
     encode_batch_patches: int = setting(1024, "patches encoded together; an item that has more goes alone")
     encode_cache_mb: int = setting(256, "embedding rows that one encode instance remembers, in MiB")
 
@@ -284,10 +287,10 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-def kv_memory_per_instance(engine: EngineConfig, num_generators: int) -> str:
-    """``--kv-memory`` for one of that many language instances on this machine: of a share, an even part of it."""
+def kv_memory_per_instance(engine: EngineConfig, num_decoders: int) -> str:
+    """``--kv-memory`` for one of that many instances with a decoder on this machine: of a share, an even part of it."""
     memory = parse_memory(engine.kv_memory, flag("kv_memory"))
-    return f"{100 * memory / num_generators:.4g}%" if isinstance(memory, float) else engine.kv_memory
+    return f"{100 * memory / num_decoders:.4g}%" if isinstance(memory, float) else engine.kv_memory
 
 
 def parse_memory(text: str, source: str) -> int | float:

@@ -20,6 +20,9 @@ class Role(enum.StrEnum):
     """The run of adjacent stages that one instance serves."""
 
     E = "E"
+    P = "P"
+    D = "D"
+    EP = "EP"
     PD = "PD"
     EPD = "EPD"
 
@@ -32,12 +35,31 @@ class Role(enum.StrEnum):
         return Stage.ENCODE in self.stages
 
     @property
-    def generates(self) -> bool:
+    def prefills(self) -> bool:
+        return Stage.PREFILL in self.stages
+
+    @property
+    def decodes(self) -> bool:
         return Stage.DECODE in self.stages
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether it holds the language model: prefill and decode both do."""
+        return self.prefills or self.decodes
+
+    @property
+    def sends_kv(self) -> bool:
+        """Whether it prefills for others."""
+        return self.prefills and not self.decodes
+
+    @property
+    def takes_kv(self) -> bool:
+        """Whether others prefill for it."""
+        return self.decodes and not self.prefills
 
 
 _GROUP = re.compile(r"([0-9]{1,9})([EPD]+)")
-_EXAMPLES = "try 1EPD, 1E1PD, 2E1PD or 1E2PD"
+_EXAMPLES = "try 1EPD, 1E1PD, 1E1P1D or 2E1P3D"
 
 
 @dataclass(frozen=True)
@@ -73,10 +95,12 @@ class Topology:
             raise TopologyError(f"topology {text!r} names a role twice; write the sum of its instances once")
         if sum(count for _, count in self.groups) > MAX_INSTANCES:
             raise TopologyError(f"topology {text!r} has more than {MAX_INSTANCES} instances")
-        if not any(role.generates for role in named):
+        if not any(role.decodes for role in named):
             raise TopologyError(f"topology {text!r} has no instance that decodes: {_EXAMPLES}")
-        if not any(role.encodes for role in named):
-            raise TopologyError(f"topology {text!r} has no instance that encodes: {_EXAMPLES}")
+        if any(role.takes_kv for role in named) and not any(role.sends_kv for role in named):
+            raise TopologyError(f"topology {text!r} has no instance that prefills for those that decode: {_EXAMPLES}")
+        if any(role.sends_kv for role in named) and not any(role.takes_kv for role in named):
+            raise TopologyError(f"topology {text!r} has nobody to prefill for: {_EXAMPLES}")
 
 
 MAX_INSTANCES = 64

@@ -21,7 +21,7 @@ def language_host(instance: Instance) -> LanguageHost:
     return next(host for host in instance.hosts if isinstance(host, LanguageHost))
 
 
-@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "2E1PD", "1E2PD"])
+@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "2E1PD", "1E2PD", "1E1P1D", "1EP1D", "2E1P2D", "1E2P1D1PD"])
 def test_topologies(model: Model, topology: str) -> None:
     async def answers() -> list[list[int]]:
         async with running(model.folder, topology) as service:
@@ -91,7 +91,7 @@ def test_first_token_logits(model: Model) -> None:
     recorded: list[Tensor] = []
 
     def record(instance: Instance) -> None:
-        if instance.role.generates:
+        if instance.role.has_decoder:
             runner = language_host(instance).runner
             runner.decoder = _Recording(runner.decoder, recorded)
 

@@ -79,7 +79,7 @@ class Desk:
     def __init__(self, lease: LeaseConfig, host: Recorder) -> None:
         self.channel, self.host = Channel(), host
         self.instance = Instance(
-            name="pd0", role=Role.PD, layout=LAYOUT, channel=Channel(), front_door=self.channel.address, lease=lease
+            name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), front_door=self.channel.address, lease=lease
         )
         self.instance.add(host, far_end=End.PRODUCER)
         self.received: list[Message] = []
@@ -162,7 +162,7 @@ def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., De
     desk.join()
     (register,) = [message for message in desk.received if isinstance(message, Register)]
     address = desk.instance.channel.address
-    assert (register.name, register.role, register.address, register.layout) == ("pd0", Role.PD, address, LAYOUT)
+    assert (register.name, register.role, register.address, register.layouts) == ("pd0", Role.PD, address, [LAYOUT])
     _until(lambda: desk.count(Heartbeat, 0.05) >= 3)
     assert Heartbeat(address) in desk.received
     desk.send(Stop())

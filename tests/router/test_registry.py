@@ -9,11 +9,11 @@ LAYOUT = RowLayout("model", "float32", 4, 16)
 
 
 def register(name: str, role: Role = Role.PD, pid: int = 1) -> Register:
-    return Register(name, role, Address(name), LAYOUT, pid, context_length=100)
+    return Register(name, role, Address(name), [LAYOUT], pid, context_length=100)
 
 
 def lease(outstanding: float) -> InstanceLease:
-    return InstanceLease("x", Role.E, Address("x"), 1, LAYOUT, 100, 0.0, outstanding)
+    return InstanceLease("x", Role.E, Address("x"), 1, [LAYOUT], 100, 0.0, outstanding)
 
 
 def test_the_least_outstanding_is_chosen_and_the_first_of_equals() -> None:

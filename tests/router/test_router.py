@@ -71,7 +71,7 @@ class Desk:
 
     def register(self, address: Address, pid: int = 1, model: str = "model", dtype: str = "float32") -> None:
         layout = RowLayout(model, dtype, 4, 16)
-        self.router.handle(Register(str(address), ROLES[address], address, layout, pid, context_length=100))
+        self.router.handle(Register(str(address), ROLES[address], address, [layout], pid, context_length=100))
 
     def wait(self, seconds: float, *alive: Address) -> None:
         """Time passes, with heartbeats of those that are alive; the router looks four times a second."""

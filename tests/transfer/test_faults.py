@@ -347,7 +347,7 @@ def test_a_producer_waits_in_no_state_for_ever(
         assert w.let_go == []
         w.now = since + seconds + 0.01
         sender.check_deadlines()
-        assert w.let_go == [item.transfer]
+        assert w.let_go == [(item.transfer, False)]
         assert sender.idle
         w.deliver_all()
         assert item.ended
@@ -393,7 +393,7 @@ def test_a_producer_that_lapses_lets_go_of_rows_and_memory(fabric: str) -> None:
         w.land(item)
         sender = w.senders[item.producer]
         sender.forget_all()
-        assert w.let_go == [item.transfer]
+        assert w.let_go == [(item.transfer, False)]
         assert sender.idle
         assert not sender._regions
         assert not any(w.queues.values())

@@ -413,10 +413,10 @@ def test_a_lost_consumer_ends_its_transfers(fabric: str) -> None:
         w.deliver_all()
         sender = w.senders[item.producer]
         sender.consumer_lost(CONSUMER)
-        assert w.let_go == [item.transfer]
+        assert w.let_go == [(item.transfer, False)]
         assert sender.idle
         sender.consumer_lost(CONSUMER)
-        assert w.let_go == [item.transfer]
+        assert w.let_go == [(item.transfer, False)]
 
 
 def test_rows_of_another_shape_than_offered_are_refused(fabric: str) -> None:

@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -156,7 +155,7 @@ class Wire:
         )
         self.items: dict[TransferId, Item] = {}
         self.failures: list[Failure] = []
-        self.let_go: list[TransferId] = []
+        self.let_go: list[tuple[TransferId, bool]] = []
         self.struck: dict[Address, StruckFabric] = {}
         self.all_struck: list[StruckFabric] = []
         self._faults = faults or Faults()
@@ -214,8 +213,9 @@ class Wire:
 
     def offer(self, item: Item) -> None:
         item.offered = True
-        over = partial(self.let_go.append, item.transfer)
-        self.senders[item.producer].offer(item.transfer, CONSUMER, item.rows, LAYOUT, over)
+        self.senders[item.producer].offer(
+            item.transfer, CONSUMER, item.rows, LAYOUT, lambda complete: self.let_go.append((item.transfer, complete))
+        )
 
     def provide(self, item: Item) -> None:
         """All its rows, or all that are missing."""

@@ -363,7 +363,7 @@ def _run_end(role: Role, fabric: str, front_door: str, pipe: Connection) -> None
         instance = Instance(
             name=role.value,
             role=role,
-            layout=Payload(1, 1).layout,
+            layouts=[Payload(1, 1).layout],
             channel=channel,
             front_door=Address(front_door),
             lease=LEASE,

@@ -37,6 +37,6 @@ def _table(stages: dict[str, int]) -> Table:
         column.justify = "right"
     for role in Role:
         tower = stages["tower"] if role.encodes else 0
-        decoder = stages["decoder"] if role.generates else 0
+        decoder = stages["decoder"] if role.has_decoder else 0
         table.add_row(role.value, f"{tower:,}", f"{decoder:,}", f"{tower + decoder:,}")
     return table

@@ -74,9 +74,9 @@ class LocalCluster:
         command = [sys.executable, "-m", "triptych", "serve", str(self._config.model)]
         command += ["--role", role.value, "--join", self._join, "--name", name]
         engine = self._config.engine
-        num_generators = max(1, sum(role.generates for role in self._topology.roles))
+        num_decoders = max(1, sum(role.has_decoder for role in self._topology.roles))
         command += as_flags(engine, *self._config.shared)
-        command += ["--threads", str(threads), "--kv-memory", kv_memory_per_instance(engine, num_generators)]
+        command += ["--threads", str(threads), "--kv-memory", kv_memory_per_instance(engine, num_decoders)]
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=STDOUT, env=environment, process_group=0

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -56,17 +56,17 @@ class GrammarCompiler:
         self._on_done = on_done
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
-    def start(self, spec: GrammarSpec, end_tokens: frozenset[int]) -> "Future[Matcher]":
-        """A matcher at the grammar's beginning, after which any of ``end_tokens`` may come. The future raises
-        InvalidRequest for a grammar that makes no sense."""
-        future = self._executor.submit(self._matcher, spec, end_tokens)
+    def start(self, spec: GrammarSpec, end_tokens: frozenset[int], generated: Sequence[int] = ()) -> "Future[Matcher]":
+        """A matcher that stands after the tokens ``generated``; after the grammar's end any of ``end_tokens`` may come.
+        The future raises InvalidRequest for a grammar that makes no sense."""
+        future = self._executor.submit(self._matcher, spec, end_tokens, generated)
         future.add_done_callback(lambda _: self._on_done())
         return future
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _matcher(self, spec: GrammarSpec, end_tokens: frozenset[int]) -> Matcher:
+    def _matcher(self, spec: GrammarSpec, end_tokens: frozenset[int], generated: Sequence[int]) -> Matcher:
         import xgrammar
 
         began = time.monotonic()
@@ -77,6 +77,8 @@ class GrammarCompiler:
         if (took := time.monotonic() - began) > 1:
             log.warning("compiling a %s of %d characters took %.1f s", spec.kind.value, len(spec.text), took)
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(end_tokens) or None)
+        for token in generated:
+            matcher.accept_token(token)
         return Matcher(matcher, xgrammar.allocate_token_bitmask(1, self._vocabulary))
 
     def _compile(self, spec: GrammarSpec) -> "xgrammar.CompiledGrammar":

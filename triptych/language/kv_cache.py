@@ -52,6 +52,13 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def hold(self, pages: Sequence[int]) -> None:
+        """Takes pages once more that are taken already. Raises BlockError for one that isn't."""
+        for page in pages:
+            if page not in self._holders:
+                raise BlockError(f"page {page} is not taken")
+            self._holders[page] += 1
+
     def publish(self, page: int, key: bytes) -> None:
         """A held page is full and won't be written to again: others may find it. The first page of a key stays the one
         that is found. Raises BlockError for a page that nobody holds."""

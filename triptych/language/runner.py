@@ -1,5 +1,6 @@
 """Shapes and devices: turns a scheduler's step into one forward pass of the decoder."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -20,6 +21,11 @@ class MediaRows:
 
     index: Tensor
     rows: Tensor
+
+    @classmethod
+    def none(cls, row_width: int, dtype: torch.dtype) -> "MediaRows":
+        """For a step without media tokens."""
+        return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, row_width, dtype=dtype))
 
 
 class Runner:
@@ -46,10 +52,12 @@ class Runner:
             attention=self._attention(chunks),
         )
 
-    def run(self, batch: ForwardBatch, draws: Rows[Draw]) -> list[Drawn]:
-        """The next token of every chunk that samples, in order."""
+    def run(
+        self, batch: ForwardBatch, draws: Rows[Draw], after_layer: Callable[[int], object] | None = None
+    ) -> list[Drawn]:
+        """The next token of every chunk that samples, in order. ``after_layer`` as ``Decoder.forward`` has it."""
         with torch.inference_mode():
-            logits = self.decoder(batch, self._cache)
+            logits = self.decoder(batch, self._cache, after_layer)
             return sample(logits, draws) if draws else []
 
     def _attention(self, chunks: Rows[Chunk]) -> AttentionBatch:

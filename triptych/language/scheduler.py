@@ -38,9 +38,11 @@ class Chunk:
 
 @dataclass
 class Step:
-    """One scheduler decision. ``preempted`` sequences have lost their pages, and with them their media rows."""
+    """One scheduler decision. ``admitted`` sequences, whose prefill is another's work, have got their pages;
+    ``preempted`` ones have lost theirs, and with them their media rows."""
 
     chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 
     @property
@@ -94,7 +96,11 @@ class Scheduler:
         for sequence in running:
             if sequence.decoding:
                 continue
-            if not self._add_chunk(step, sequence, ready(sequence)):
+            if sequence.prefilled_elsewhere:
+                found = self._admit(step, sequence)
+            else:
+                found = self._add_chunk(step, sequence, ready(sequence))
+            if not found:
                 break  # those behind it would take the pages it waits for, and new ones would do so for ever
         return step
 
@@ -104,6 +110,28 @@ class Scheduler:
             if self._sequences.get(chunk.sequence.request) is chunk.sequence:
                 chunk.sequence.num_computed = chunk.start + chunk.length
                 self._publish(chunk.sequence)
+
+    def arrived(self, sequence: Sequence, num_tokens: int) -> None:
+        """The first ``num_tokens`` tokens of a sequence that another instance prefills are in its pages."""
+        sequence.num_computed = num_tokens
+        self._publish(sequence)
+
+    def start_over(self, sequence: Sequence) -> None:
+        """Takes a sequence's pages; it gets others when it is its turn again."""
+        self._release(sequence)
+
+    def _admit(self, step: Step, sequence: Sequence) -> bool:
+        """Takes the pages for what another instance prefills. False when they are this sequence's turn to have, and
+        aren't there."""
+        if sequence.running or sequence in step.preempted or not self._may_start(sequence):
+            return True
+        if not sequence.pages:
+            self._reuse(sequence, len(sequence.tokens) - 1)
+        if not self._take_pages(step, sequence, len(sequence.tokens)):
+            return False
+        sequence.running = True
+        step.admitted.append(sequence)
+        return True
 
     def _add_chunk(self, step: Step, sequence: Sequence, ready: int) -> bool:
         """Adds what the budget allows of the tokens below ``ready``. False when a sequence under way finds no pages
@@ -118,14 +146,20 @@ class Scheduler:
         length = min(ready - sequence.num_computed, self._budget - step.num_tokens)
         if length <= 0:
             return True
-        if not self._take_pages(step, sequence, sequence.num_computed + length):
+        wanted = len(sequence.tokens) if sequence.split else sequence.num_computed + length
+        if not self._take_pages(step, sequence, wanted):
             return False
         sequence.running = True
         step.chunks.append(Chunk(sequence, sequence.num_computed, length))
         return True
 
     def _may_start(self, sequence: Sequence) -> bool:
-        """Without this, sequences that don't fit beside the running ones would start, be preempted, and start again."""
+        """Without this, sequences that don't fit beside the running ones would start, be preempted, and start again.
+
+        One that keeps its pages, since its KV is being sent, starts in its turn only: if it passed another, it could
+        wait for rows that find no room beside the other's, which waits for its pages."""
+        if sequence.keeps_pages:
+            return sequence is next(other for other in self._sequences.values() if not other.running)
         first = next(iter(self._sequences.values()))
         missing = self.pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
         return sequence is first or missing <= self.pool.num_free
@@ -146,9 +180,8 @@ class Scheduler:
     def _victim(self, step: Step, sequence: Sequence) -> Sequence | None:
         """The last to have arrived of those behind ``sequence`` that hold pages and aren't in this step already."""
         busy = {id(chunk.sequence) for chunk in step.chunks}
-        holders = (
-            s for s in self._sequences.values() if s.pages and s.arrival > sequence.arrival and id(s) not in busy
-        )
+        behind = (s for s in self._sequences.values() if s.pages and s.arrival > sequence.arrival)
+        holders = (s for s in behind if id(s) not in busy and not (s.keeps_pages and s.running))
         return max(holders, key=lambda s: s.arrival, default=None)
 
     def _release(self, sequence: Sequence) -> None:

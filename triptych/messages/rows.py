@@ -15,6 +15,14 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 
 
+class RowKind(enum.StrEnum):
+    """What a row is: one media token's embedding, with its deepstack features, or one token's keys or values in one
+    layer (``language/kv_rows.py``)."""
+
+    MEDIA = "media"
+    KV = "kv"
+
+
 class RowLayout(Struct, frozen=True):
     """What both ends must agree on before a row moves. ``width`` counts elements of ``dtype`` in a row; ``model`` is
     the checkpoint's fingerprint."""
@@ -23,6 +31,7 @@ class RowLayout(Struct, frozen=True):
     dtype: str
     width: Positive
     row_bytes: Positive
+    kind: RowKind = RowKind.MEDIA
 
     def difference(self, other: "RowLayout") -> str:
         """Which fields differ, for people to read; empty when none does."""

@@ -14,13 +14,13 @@ from triptych.types import Address, ItemPlan, RequestId, Span, TransferId
 
 
 class Register(Struct, frozen=True, tag=True):
-    """Instance → front door, once its model is loaded. ``layout`` is how rows look that it makes or takes;
-    ``context_length`` the longest sequence that it can generate, in tokens: 0 when it doesn't generate."""
+    """Instance → front door, once its model is loaded. ``layouts`` is how rows look that it makes or takes, one for
+    each kind; ``context_length`` the longest sequence that it can hold, in tokens: 0 without a decoder."""
 
     name: str
     role: Role
     address: Address
-    layout: RowLayout
+    layouts: list[RowLayout]
     pid: int
     context_length: Count
 
@@ -134,6 +134,29 @@ class Generate(Struct, frozen=True, tag=True):
     cache_salt: str = ""
 
 
+class NeedPrefill(Struct, frozen=True, tag=True):
+    """Decode instance → front door: have this request prefilled. Sent once there are pages for it, and again after it
+    lost them. ``consumer`` has the KV of the tokens below ``first_token``; ``generated`` are those that the answer has
+    so far, which are to be prefilled after the prompt."""
+
+    request: RequestId
+    consumer: Address
+    transfer: TransferId
+    first_token: Count
+    generated: list[int]
+
+
+class Prefill(Struct, frozen=True, tag=True):
+    """Front door → prefill instance: compute the KV of a prompt and what was generated after it, offer what
+    ``consumer`` lacks of it, and tell it the next token."""
+
+    generate: Generate
+    generated: list[int]
+    consumer: Address
+    transfer: TransferId
+    first_token: Count
+
+
 class NeededItem(Struct, frozen=True):
     """One item whose rows a language instance lacks, and the transfer it expects them by."""
 
@@ -182,6 +205,19 @@ class TokenLogprob(Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
+class Prefilled(Struct, frozen=True, tag=True):
+    """Prefill instance → decode instance: the token after what the transfer brings, whose last rows are on their way.
+    All else that sampling depends on (seed and place of each draw, penalties, where a grammar stands) follows from the
+    request and its tokens. ``reused`` counts the tokens that the KV cache knew already, ``intervals`` where the time
+    went."""
+
+    transfer: TransferId
+    token: Count
+    logprob: TokenLogprob | None
+    reused: Count
+    intervals: list[Interval]
+
+
 class Tokens(Struct, frozen=True, tag=True):
     """Language instance → front door: new tokens; with the last ones why it ended and where the time went.
     ``logprobs`` has an entry for each token, or none. ``reused`` counts the prompt's tokens that were in the KV cache
@@ -211,5 +247,5 @@ class Cancel(Struct, frozen=True, tag=True):
 
 WorkMessage = (
     Register | Welcome | Rejected | Heartbeat | Reregister | Leave | PeerLost | Stop
-    | Generate | Need | Encode | Encoded | EncodeFailed | Tokens | Failed | Cancel
+    | Generate | NeedPrefill | Prefill | Prefilled | Need | Encode | Encoded | EncodeFailed | Tokens | Failed | Cancel
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """The language half of a model: one parametrised decoder, over a paged KV cache, for packed batches of sequences."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,10 +84,13 @@ class Decoder(nn.Module):
         return decoder.eval()
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: KVTensors) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: KVTensors, after_layer: Callable[[int], object] | None = None
+    ) -> Tensor:
         """Runs one step; writes every layer's K and V of the T tokens. Returns logits, float32 [L, vocab].
 
-        Raises ValueError for media rows of the wrong width.
+        ``after_layer`` is told the number of each layer once its K and V are in the cache. Raises ValueError for media
+        rows of the wrong width.
         """
         media = self._media_features(batch)
         hidden = F.embedding(batch.tokens, self.embedding).to(self.dtype)  # [T, hidden]
@@ -95,6 +99,8 @@ class Decoder(nn.Module):
         context = LayerContext(cos, sin, batch.attention)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, cache.keys[index], cache.values[index], context)
+            if after_layer is not None:
+                after_layer(index)
             if index < self.config.num_deepstack_layers:
                 hidden.index_add_(0, batch.media_index, media[1 + index])
         if batch.logits_index.shape[0] == 0:

@@ -15,11 +15,12 @@ from triptych.families.base import ModelConfig, Planner, TowerInput
 from triptych.families.registry import family_of, resolve
 from triptych.language.grammar import GrammarCompiler
 from triptych.language.kv_cache import PagePool
+from triptych.language.kv_rows import CacheRows
 from triptych.language.kv_size import gib, kv_size
-from triptych.language.runner import Runner
+from triptych.language.runner import MediaRows, Runner
 from triptych.language.scheduler import Scheduler
 from triptych.messages.channel import Channel
-from triptych.messages.rows import End, RowLayout
+from triptych.messages.rows import End, RowKind, RowLayout
 from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config, load_preprocessor_config
@@ -29,11 +30,14 @@ from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.towers import Tower, TowerFamily
 from triptych.observe.machine import available_bytes, resident_bytes
 from triptych.roles.encode import EncodeHost
+from triptych.roles.incoming_kv import IncomingKV
 from triptych.roles.incoming_media import IncomingMedia
 from triptych.roles.instance import Instance
-from triptych.roles.language import LanguageHost
+from triptych.roles.language import Engine, LanguageHost
 from triptych.roles.loading import Loading
+from triptych.roles.outgoing_kv import OutgoingKV
 from triptych.roles.sending import SendingHost
+from triptych.roles.split import DecodeHost, PrefillHost
 from triptych.topology import Role
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.opening import open_fabrics
@@ -67,7 +71,7 @@ class Model:
     def num_bytes(self, role: Role) -> int:
         """What a role loads of the checkpoint, in bytes."""
         stages = self.family.stage_bytes(self.checkpoint.tensors)
-        return stages["tower"] * role.encodes + stages["decoder"] * role.generates
+        return stages["tower"] * role.encodes + stages["decoder"] * role.has_decoder
 
     def load_tower(self) -> Tower:
         return self.family.load_tower(self.checkpoint, self.weights.activations, DEVICE)
@@ -80,6 +84,19 @@ class Model:
         """Rows have the dtype that the decoder computes in, so that nothing is converted on the way."""
         dtype, width = self.weights.activations, self.family.row_width
         return RowLayout(self.fingerprint, str(dtype).removeprefix("torch."), width, width * dtype.itemsize)
+
+    @property
+    def kv_layout(self) -> RowLayout:
+        """One token's keys, or its values, in one layer, as the KV cache has them."""
+        dtype, config = self.weights.activations, self.family.decoder_config
+        width = config.num_kv_heads * config.head_dim
+        name = str(dtype).removeprefix("torch.")
+        return RowLayout(self.fingerprint, name, width, width * dtype.itemsize, RowKind.KV)
+
+    def layouts(self, role: Role) -> list[RowLayout]:
+        """What rows an instance of that role makes or takes."""
+        media = [self.row_layout] if role.encodes or role.prefills else []
+        return media + ([self.kv_layout] if role.sends_kv or role.takes_kv else [])
 
 
 def build_instance(
@@ -97,7 +114,7 @@ def build_instance(
     """Loads what the role needs, and nothing else, and wires it up. Takes as long as reading the weights takes.
     Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit it."""
     instance = Instance(
-        name=name, role=role, layout=model.row_layout, channel=channel, front_door=front_door, lease=lease
+        name=name, role=role, layouts=model.layouts(role), channel=channel, front_door=front_door, lease=lease
     )
     fabrics = open_fabrics(transfer, cluster_host)
     for fabric in fabrics:
@@ -105,18 +122,21 @@ def build_instance(
     with Loading(model.num_bytes(role)) as loading:
         model.checkpoint.on_read = loading.advance
         tower = _timed("vision tower", model.load_tower) if role.encodes else None
-        decoder = _timed("decoder", model.load_decoder) if role.generates else None
+        decoder = _timed("decoder", model.load_decoder) if role.has_decoder else None
     sender = Sender({fabric.name: fabric for fabric in fabrics}, channel.address, instance.send)
     if tower is not None:
         instance.add(_encode_host(model, tower, instance, engine, sender))
-        instance.add(SendingHost(sender), far_end=End.CONSUMER)
     if decoder is not None:
-        buffer = RowBuffer(
-            model.row_layout, engine.receive_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory
-        )
+        layout, num_blocks = model.row_layout, engine.receive_blocks
+        if role.takes_kv:
+            layout, num_blocks = model.kv_layout, engine.kv_receive_blocks
+        buffer = RowBuffer(layout, num_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory)
         instance.at_end(buffer.close)
         receiver = Receiver(buffer, channel.address, instance.send, check_always=transfer.checksum == "always")
-        instance.add(_language_host(model, decoder, instance, engine, receiver), far_end=End.PRODUCER)
+        host = _language_host(model, decoder, instance, engine, receiver=receiver, sender=sender)
+        instance.add(host, far_end=End.PRODUCER)
+    if role.encodes or role.sends_kv:
+        instance.add(SendingHost(sender), far_end=End.CONSUMER)
     return instance
 
 
@@ -156,8 +176,9 @@ def _encode_host(model: Model, tower: Tower, instance: Instance, engine: EngineC
 
 
 def _language_host(
-    model: Model, decoder: Decoder, instance: Instance, engine: EngineConfig, receiver: Receiver
+    model: Model, decoder: Decoder, instance: Instance, engine: EngineConfig, *, receiver: Receiver, sender: Sender
 ) -> LanguageHost:
+    """The host of the role's language stages: both, or one of them."""
     dtype, channel = model.weights.activations, instance.channel
     config = model.family.decoder_config
     size = kv_size(
@@ -176,7 +197,7 @@ def _language_host(
     )
     cache = KVTensors.allocate(config, size.num_pages, engine.page_size, dtype, DEVICE)
     pool = PagePool(size.num_pages, engine.page_size)
-    return LanguageHost(
+    parts = Engine(
         scheduler=Scheduler(
             pool,
             engine.max_num_seqs,
@@ -184,16 +205,22 @@ def _language_host(
             reuse_prefixes=engine.enable_prefix_caching,
         ),
         runner=Runner(decoder, cache, engine.page_size),
-        media=IncomingMedia(receiver, instance.name, dtype, model.family.row_width),
-        receiver=receiver,
         compute=instance.compute,
         grammars=GrammarCompiler(model.checkpoint.folder, config.vocab_size, channel.wake),
         context_length=size.context_length,
         vocabulary=config.vocab_size,
-        address=channel.address,
-        front_door=instance.front_door,
-        send=instance.send,
     )
+    place = {"address": channel.address, "front_door": instance.front_door}
+    width = model.family.row_width
+    if instance.role.takes_kv:
+        no_rows = MediaRows.none(width, dtype)
+        arriving = IncomingKV(receiver, CacheRows(cache), instance.name, channel.address, no_rows)
+        return DecodeHost(parts, arriving, **place, send=instance.send)
+    incoming = IncomingMedia(receiver, instance.name, channel.address, dtype, width)
+    if instance.role.sends_kv:
+        outgoing = OutgoingKV(sender, CacheRows(cache), pool, model.kv_layout)
+        return PrefillHost(parts, incoming, outgoing, wake=channel.wake, **place, send=instance.send)
+    return LanguageHost(parts, incoming, **place, send=instance.send)
 
 
 def _timed(what: str, load: Callable[[], T]) -> T:

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Protocol
 
 from triptych.encode.cache import RowCache, Rows
@@ -95,8 +94,13 @@ class EncodeHost:
             raise TransferError(f"transfer {message.transfer} is under way already")
         now = time.time()
         self.num_asked += 1
-        over = partial(self._forget, message.transfer)
-        self._sender.offer(message.transfer, message.consumer, message.plan.rows, self._layout, over)
+        self._sender.offer(
+            message.transfer,
+            message.consumer,
+            message.plan.rows,
+            self._layout,
+            on_end=lambda _: self._forget(message.transfer),
+        )
         if (rows := self._cache.get(message.key)) is not None:
             self._deliver(message.transfer, rows, cached=True, intervals=[Interval("queue", now, time.time())])
             return

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from triptych.language.runner import MediaRows
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
-from triptych.messages.rows import Abort, Offer, Wrote
-from triptych.messages.work import NeededItem
+from triptych.messages.rows import Abort, Done, Offer, Wrote
+from triptych.messages.work import Need, NeededItem
 from triptych.observe.timeline import Interval
+from triptych.roles.host import Handlers
 from triptych.transfer.memory import Bytes
 from triptych.transfer.receiver import Failure, Receiver
 from triptych.types import Address, RequestId, Span, TransferId
@@ -36,8 +37,9 @@ class _Item:
 class IncomingMedia:
     """The items of all sequences of an instance, over its receiver."""
 
-    def __init__(self, receiver: Receiver, name: str, row_dtype: torch.dtype, row_width: int) -> None:
+    def __init__(self, receiver: Receiver, name: str, address: Address, row_dtype: torch.dtype, row_width: int) -> None:
         self._receiver = receiver
+        self._address = address
         # random, because two instances may have been given one name
         self._prefix = f"{name}-{secrets.token_hex(4)}"
         self._row_dtype = row_dtype
@@ -46,9 +48,18 @@ class IncomingMedia:
         self._requests: dict[TransferId, RequestId] = {}
         self._numbers = itertools.count()
 
-    def need(self, sequence: Sequence) -> list[NeededItem]:
+    @property
+    def handlers(self) -> Handlers:
+        return {
+            Offer: self._receiver.on_offer,
+            Wrote: self._on_wrote,
+            Abort: self._receiver.on_abort,
+            Done: self._receiver.on_done,
+        }
+
+    def need(self, sequence: Sequence) -> Need | None:
         """Starts over with a sequence's items: a new transfer for each that isn't wholly in the KV cache, in line by
-        arrival and prompt order."""
+        arrival and prompt order. What to ask for, if anything."""
         self.release(sequence.request)
         items = []
         for index, item in enumerate(sequence.items):
@@ -60,7 +71,8 @@ class IncomingMedia:
             self._requests[transfer] = sequence.request
             items.append(_Item(index, item.span, transfer))
         self._items[sequence.request] = items
-        return [NeededItem(item.index, item.transfer) for item in items if item.transfer is not None]
+        needed = [NeededItem(item.index, item.transfer) for item in items if item.transfer is not None]
+        return Need(sequence.request, self._address, needed) if needed else None
 
     def release(self, request: RequestId) -> None:
         """Gives up what a sequence still waits for."""
@@ -93,7 +105,7 @@ class IncomingMedia:
                     taken.append((item, item.transfer, high - item.span.start))
             first_token += chunk.length
         if not views:
-            return MediaRows(torch.empty(0, dtype=torch.int64), torch.empty(0, self._row_width, dtype=self._row_dtype))
+            return MediaRows.none(self._row_width, self._row_dtype)
         rows = torch.from_numpy(np.concatenate(views)).view(self._row_dtype)
         for item, transfer, end_row in taken:
             self._consume(item, transfer, end_row)
@@ -116,21 +128,21 @@ class IncomingMedia:
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def on_offer(self, offer: Offer) -> None:
-        self._receiver.on_offer(offer)
-
-    def on_wrote(self, wrote: Wrote) -> None:
+    def _on_wrote(self, wrote: Wrote) -> None:
         self._receiver.on_wrote(wrote)
         for item in self._items.get(self._requests.get(wrote.transfer, RequestId("")), ()):
             if item.transfer == wrote.transfer:
                 item.began = item.began or wrote.began
                 item.landed = time.time()
 
-    def on_abort(self, abort: Abort) -> None:
-        self._receiver.on_abort(abort)
-
     def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
         self._receiver.producer_lost(producer, offering)
+
+    def check_idle(self) -> None:
+        self._receiver.check_idle()
+
+    def __str__(self) -> str:
+        return str(self._receiver.counters)
 
     def _consume(self, item: _Item, transfer: TransferId, end_row: int) -> None:
         self._receiver.consume(transfer, end_row)

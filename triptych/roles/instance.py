@@ -38,12 +38,19 @@ class Instance:
     """Runs a role's hosts until it is told to stop."""
 
     def __init__(
-        self, *, name: str, role: Role, layout: RowLayout, channel: Channel, front_door: Address, lease: LeaseConfig
+        self,
+        *,
+        name: str,
+        role: Role,
+        layouts: list[RowLayout],
+        channel: Channel,
+        front_door: Address,
+        lease: LeaseConfig,
     ) -> None:
         self.name = name
         self.role = role
         self.compute = ComputeThread(channel.wake)
-        self._layout = layout
+        self._layouts = layouts
         self.channel = channel
         self.front_door = front_door
         self._lease = lease
@@ -177,7 +184,7 @@ class Instance:
         self._remind_at = self._asked + REMIND_EVERY
         log.info("joining the front door at %s", self.front_door.removeprefix("tcp://"))
         context_length = max((host.context_length for host in self.hosts), default=0)
-        register = Register(self.name, self.role, self.channel.address, self._layout, os.getpid(), context_length)
+        register = Register(self.name, self.role, self.channel.address, self._layouts, os.getpid(), context_length)
         self.send(self.front_door, register)
 
     def _expect_answer(self) -> None:

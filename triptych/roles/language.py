@@ -1,27 +1,29 @@
-"""The host of stages P and D: receive → schedule → run → report."""
+"""The host of stages P and D in one instance: receive → schedule → run → report. What each does alone: ``split.py``."""
 
 import logging
 import time
+from collections.abc import Collection
+from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from triptych.errors import InternalError, InvalidRequest, PromptTooLong, TriptychError
 from triptych.language.grammar import GrammarCompiler, Matcher
-from triptych.language.runner import Runner
+from triptych.language.runner import MediaRows, Runner
 from triptych.language.sampler import Draw, Drawn
-from triptych.language.scheduler import Scheduler, Step
+from triptych.language.scheduler import Chunk, Scheduler, Step
 from triptych.language.sequence import Sequence
-from triptych.messages.codec import Send
-from triptych.messages.rows import Abort, Done, Offer, Wrote
-from triptych.messages.work import Cancel, Failed, Generate, Need, PeerLost, TokenLogprob, Tokens
+from triptych.messages.codec import Message, Send
+from triptych.messages.work import Cancel, Failed, Generate, PeerLost, TokenLogprob, Tokens
+from triptych.models.decoder import ForwardBatch
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Handlers
-from triptych.roles.incoming_media import IncomingMedia
-from triptych.transfer.receiver import Receiver
-from triptych.types import Address, RequestId
+from triptych.transfer.receiver import Failure
+from triptych.types import Address, RequestId, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -54,42 +56,71 @@ class _Times:
             began = self.prefills.pop().start
         self.prefills.append(Interval("prefill", began, ended))
 
+    def until_first_token(self) -> list[Interval]:
+        return [Interval("queue", self.received, self.scheduled), *self.transfers, *self.prefills]
+
     def intervals(self) -> list[Interval]:
-        now = time.time()
-        return [
-            Interval("queue", self.received, self.scheduled),
-            *self.transfers,
-            *self.prefills,
-            Interval("decode", self.first_token, now),
-        ]
+        return [*self.until_first_token(), Interval("decode", self.first_token, time.time())]
+
+
+class Incoming(Protocol):
+    """What sequences need from other instances before they can go on."""
+
+    @property
+    def handlers(self) -> Handlers: ...
+
+    def need(self, sequence: Sequence) -> Message | None:
+        """Starts over with a sequence. What to ask the front door for, if anything. Called when a sequence has arrived,
+        when it was admitted, and when it has lost its pages."""
+
+    def release(self, request: RequestId) -> None:
+        """Gives up what a sequence still waits for."""
+
+    def ready_tokens(self, sequence: Sequence) -> int:
+        """How many tokens, from the first on, can be computed."""
+
+    def take(self, chunks: Rows[Chunk]) -> MediaRows:
+        """The rows of a step's media tokens."""
+
+    def intervals(self, request: RequestId) -> list[Interval]: ...
+
+    def grant(self) -> None:
+        """Hands blocks that are free to the line."""
+
+    def take_failures(self) -> list[tuple[RequestId, Failure]]: ...
+
+    def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None: ...
+
+    def check_idle(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What computes: policies and tensors, without a socket."""
+
+    scheduler: Scheduler
+    runner: Runner
+    compute: ComputeThread
+    grammars: GrammarCompiler
+    context_length: int
+    vocabulary: int
 
 
 class LanguageHost:
     """Prefills over the rows that have landed, decodes, and tells the front door each token."""
 
+    prefills = decodes = True
+
     def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        runner: Runner,
-        media: IncomingMedia,
-        receiver: Receiver,
-        compute: ComputeThread,
-        grammars: GrammarCompiler,
-        context_length: int,
-        vocabulary: int,
-        address: Address,
-        front_door: Address,
-        send: Send,
+        self, engine: Engine, incoming: Incoming, *, address: Address, front_door: Address, send: Send
     ) -> None:
-        self.scheduler = scheduler
-        self.runner = runner
-        self._media = media
-        self._receiver = receiver
-        self._compute = compute
-        self._compiler = grammars
-        self.context_length = context_length
-        self._vocabulary = vocabulary
+        self.scheduler = engine.scheduler
+        self.runner = engine.runner
+        self._incoming = incoming
+        self._compute = engine.compute
+        self._compiler = engine.grammars
+        self.context_length = engine.context_length
+        self._vocabulary = engine.vocabulary
         self._address = address
         self._front_door = front_door
         self._send = send
@@ -103,24 +134,21 @@ class LanguageHost:
         return {
             Generate: self._on_generate,
             Cancel: lambda message: self._remove(message.request),
-            Offer: self._media.on_offer,
-            Wrote: self._media.on_wrote,
-            Abort: self._media.on_abort,
-            Done: self._receiver.on_done,
+            **self._incoming.handlers,
         }
 
     next_advance = float("inf")
 
     def advance(self) -> None:
-        for request, failure in self._media.take_failures():
-            self._fail(request, failure.error, failure.reason)
+        for request, failure in self._incoming.take_failures():
+            self._on_failure(request, failure)
         self._refuse_bad_grammars()
         self._collect()
         self._start()
-        self._media.grant()
+        self._incoming.grant()
 
     def peer_lost(self, lost: PeerLost) -> None:
-        self._media.producer_lost(lost.address, lost.transfers)
+        self._incoming.producer_lost(lost.address, lost.transfers)
 
     def lapse(self) -> None:
         """The front door fails the requests by itself."""
@@ -130,36 +158,46 @@ class LanguageHost:
     def check_idle(self) -> None:
         if not self.scheduler and self._running is None:
             self.scheduler.pool.check_all_free()
-            self._receiver.check_idle()
+            self._incoming.check_idle()
 
     def close(self) -> None:
         self._compiler.close()
-        log.info("received: %s", self._receiver.counters)
+        log.info("received: %s", self._incoming)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_generate(self, message: Generate) -> None:
         if self.scheduler.get(message.request):
             raise InvalidRequest("a request of that id is running")
+        self._begin(message, [])
+
+    def _begin(self, message: Generate, generated: list[int]) -> Sequence | None:
+        """Takes in a request whose answer begins with the tokens ``generated``; None for one that can't be."""
         try:
-            sequence = _sequence(message, self.context_length, self._vocabulary)
+            sequence = _sequence(message, generated, self.context_length, self._vocabulary)
         except TriptychError as error:
             self._send(self._front_door, Failed(message.request, type(error).__name__, str(error)))
-            return
+            return None
+        sequence.split = not (self.prefills and self.decodes)
+        sequence.prefilled_elsewhere = not self.prefills
         self.scheduler.add(sequence)
         self._times[sequence.request] = _Times(received=time.time(), reused=sequence.num_reused)
         if (grammar := sequence.sampling.grammar) is not None:
             # an end token is how a grammar ends, even for those who ignore it elsewhere
             end_tokens = sequence.end_token_ids | sequence.eos_token_ids
-            self._grammars[sequence.request] = self._compiler.start(grammar, end_tokens)
+            self._grammars[sequence.request] = self._compiler.start(grammar, end_tokens, generated)
         self._need(sequence)
+        return sequence
 
     def _need(self, sequence: Sequence) -> None:
-        if needed := self._media.need(sequence):
-            self._send(self._front_door, Need(sequence.request, self._address, needed))
+        if message := self._incoming.need(sequence):
+            self._send(self._front_door, message)
+
+    def _on_failure(self, request: RequestId, failure: Failure) -> None:
+        self._fail(request, failure.error, failure.reason)
 
     def _remove(self, request: RequestId) -> None:
-        self._media.release(request)
+        self._incoming.release(request)
         self.scheduler.remove(request)
         self._times.pop(request, None)
         if grammar := self._grammars.pop(request, None):
@@ -181,7 +219,7 @@ class LanguageHost:
 
     def _ready_tokens(self, sequence: Sequence) -> int:
         """Everything whose media rows have landed; but no logits before the grammar is there to judge them."""
-        ready = self._media.ready_tokens(sequence)
+        ready = self._incoming.ready_tokens(sequence)
         grammar = self._grammars.get(sequence.request)
         return ready if grammar is None or grammar.done() else min(ready, len(sequence.tokens) - 1)
 
@@ -203,17 +241,23 @@ class LanguageHost:
         if self._running is not None:
             return
         step = self.scheduler.schedule(self._ready_tokens)
+        now = time.time()
         for sequence in step.preempted:
+            self._need(sequence)
+        for sequence in step.admitted:
+            self._times[sequence.request].scheduled = now
             self._need(sequence)
         if not step.chunks:
             return
-        now = time.time()
         for chunk in step.chunks:
             times = self._times[chunk.sequence.request]
             times.scheduled = times.scheduled or now
-        batch = self.runner.batch(step.chunks, self._media.take(step.chunks))
+        batch = self.runner.batch(step.chunks, self._incoming.take(step.chunks))
         draws = [self._draw(chunk.sequence) for chunk in step.chunks if chunk.samples]
-        self._running = _RunningStep(step, now, self._compute.submit(self.runner.run, batch, draws))
+        self._running = _RunningStep(step, now, self._submit(step.chunks, batch, draws))
+
+    def _submit(self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw]) -> Future[list[Drawn]]:
+        return self._compute.submit(self.runner.run, batch, draws)
 
     def _collect(self) -> None:
         if self._running is None or not self._running.future.done():
@@ -243,22 +287,26 @@ class LanguageHost:
         times = self._times[sequence.request]
         if not times.first_token:
             times.first_token = time.time()
-            times.transfers = self._media.intervals(sequence.request)
+            times.transfers += self._incoming.intervals(sequence.request)
         reason = sequence.finish_reason()
         grammar = self._grammars.get(sequence.request)
         if grammar is not None and grammar.result().accept(drawn.token):
             reason = "stop"
         intervals = times.intervals() if reason else []
-        logprobs = [] if drawn.logprob is None else [TokenLogprob(drawn.logprob, list(drawn.top))]
+        logprob = logprob_of(drawn)
         self._send(
             self._front_door,
-            Tokens(sequence.request, [drawn.token], logprobs, reason, times.reused, intervals),
+            Tokens(sequence.request, [drawn.token], [logprob] if logprob else [], reason, times.reused, intervals),
         )
         if reason:
             self._remove(sequence.request)
 
 
-def _sequence(message: Generate, context_length: int, vocabulary: int) -> Sequence:
+def logprob_of(drawn: Drawn) -> TokenLogprob | None:
+    return None if drawn.logprob is None else TokenLogprob(drawn.logprob, list(drawn.top))
+
+
+def _sequence(message: Generate, generated: list[int], context_length: int, vocabulary: int) -> Sequence:
     """The message as a sequence. Raises RequestError for one that can't be: messages from outside aren't trusted."""
     num_tokens = len(message.tokens)
     if not num_tokens:
@@ -269,7 +317,9 @@ def _sequence(message: Generate, context_length: int, vocabulary: int) -> Sequen
             f"{context_length} tokens"
         )
     sampling = message.sampling
-    named = [*message.tokens, *message.eos_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
+    if len(generated) >= sampling.max_tokens:
+        raise InvalidRequest("the answer has all its tokens")
+    named = [*message.tokens, *generated, *message.eos_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
     if min(named) < 0 or max(named) >= vocabulary:
         raise InvalidRequest(f"a token id is not in the vocabulary of {vocabulary}")
     if len(message.positions) != 3 * 8 * num_tokens:
@@ -279,7 +329,7 @@ def _sequence(message: Generate, context_length: int, vocabulary: int) -> Sequen
         if item.span.start < end or item.span.length < 1 or item.span.end > num_tokens:
             raise InvalidRequest("an item's span is not in the prompt, or not in order")
         end = item.span.end
-    return Sequence(
+    sequence = Sequence(
         request=message.request,
         tokens=list(message.tokens),
         positions=np.frombuffer(message.positions, dtype="<i8").reshape(3, num_tokens),
@@ -289,3 +339,5 @@ def _sequence(message: Generate, context_length: int, vocabulary: int) -> Sequen
         eos_token_ids=frozenset(message.eos_token_ids),
         cache_salt=message.cache_salt,
     )
+    sequence.tokens += generated
+    return sequence

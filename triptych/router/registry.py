@@ -18,7 +18,7 @@ class InstanceLease:
     role: Role
     address: Address
     pid: int
-    layout: RowLayout
+    layouts: list[RowLayout]
     context_length: int
     last_seen: float
     outstanding: float = 0.0
@@ -39,7 +39,7 @@ class Registry:
             held.last_seen = now
             return held
         lease = InstanceLease(
-            message.name, message.role, message.address, message.pid, message.layout, message.context_length, now
+            message.name, message.role, message.address, message.pid, message.layouts, message.context_length, now
         )
         self._leases[lease.address] = lease
         return lease
@@ -59,9 +59,13 @@ class Registry:
             lease.last_seen = now
 
     def misfit(self, layout: RowLayout) -> str:
-        """How rows of that layout differ from those of an instance that is here, and whose; empty when they don't."""
-        different = (f"{lease.name}: {d}" for lease in self if (d := layout.difference(lease.layout)))
-        return next(different, "")
+        """How rows of that layout differ from those, of the same kind, of an instance that is here, and whose; empty
+        when they don't."""
+        for lease in self:
+            for other in lease.layouts:
+                if other.kind is layout.kind and (difference := layout.difference(other)):
+                    return f"{lease.name}: {difference}"
+        return ""
 
     def expired(self, now: float) -> list[InstanceLease]:
         """Those that have been silent for longer than the expiry."""
@@ -74,11 +78,16 @@ class Registry:
         return [lease for lease in self if lease.role.encodes]
 
     def generators(self) -> list[InstanceLease]:
-        return [lease for lease in self if lease.role.generates]
+        """Those that requests are given to."""
+        return [lease for lease in self if lease.role.decodes]
+
+    def prefillers(self) -> list[InstanceLease]:
+        """Those that prefill for others."""
+        return [lease for lease in self if lease.role.sends_kv]
 
     def context_length(self) -> int | None:
-        """The longest sequence, in tokens, that every language instance can generate; None while there is none."""
-        return min((lease.context_length for lease in self.generators()), default=None)
+        """The longest sequence, in tokens, that every instance with a decoder can hold; None while there is none."""
+        return min((lease.context_length for lease in self if lease.role.has_decoder), default=None)
 
     def __iter__(self) -> Iterator[InstanceLease]:
         return iter(list(self._leases.values()))

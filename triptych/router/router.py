@@ -23,7 +23,9 @@ from triptych.messages.work import (
     ItemSpan,
     Leave,
     Need,
+    NeedPrefill,
     PeerLost,
+    Prefill,
     Register,
     Rejected,
     Reregister,
@@ -70,7 +72,18 @@ class _Request:
     generator: InstanceLease
     cost: float
     deadline: float
+    generate: Generate
+    prefilling: "_Prefilling | None" = None
     transfers: dict[TransferId, "_Encoding"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Prefilling:
+    """A request's prompt in the hands of an instance that prefills for its generator."""
+
+    transfer: TransferId
+    prefiller: InstanceLease
+    cost: float
 
 
 @dataclass(eq=False)
@@ -112,6 +125,7 @@ class Router:
             Register: self._on_register,
             Heartbeat: self._on_heartbeat,
             Leave: self._on_leave,
+            NeedPrefill: self._on_need_prefill,
             Need: self._on_need,
             Encoded: self._on_encoded,
             EncodeFailed: self._on_encode_failed,
@@ -129,7 +143,6 @@ class Router:
         request = RequestId(secrets.token_hex(8))
         cost = float(len(prompt.tokens) + sampling.max_tokens)
         deadline = self._clock() + self._config.request_timeout
-        entry = _Request(prompt, TokenStream(request), generator, cost, deadline)
         generate = Generate(
             request=request,
             tokens=prompt.tokens,
@@ -142,8 +155,9 @@ class Router:
         )
         self._send(generator.address, generate)
         generator.outstanding += cost
-        self._requests[request] = entry
-        return entry.stream
+        stream = TokenStream(request)
+        self._requests[request] = _Request(prompt, stream, generator, cost, deadline, generate)
+        return stream
 
     def check_admission(self, *, has_media: bool) -> InstanceLease:
         """The language instance that a request would be given to now. Raises Overloaded when there is no room for it,
@@ -155,6 +169,8 @@ class Router:
         generator = least_outstanding(self.registry.generators())
         if generator is None:
             raise Unavailable("no language instance is ready")
+        if generator.role.takes_kv and not self.registry.prefillers():
+            raise Unavailable("no prefill instance is ready")
         if has_media and not self.registry.encoders():
             raise Unavailable("no encode instance is ready, so only text can be served")
         return generator
@@ -172,13 +188,18 @@ class Router:
     @property
     def can_serve(self) -> bool:
         """Whether every stage has an instance."""
-        return bool(self.registry.generators() and self.registry.encoders())
+        generators = self.registry.generators()
+        prefilled = any(not lease.role.takes_kv for lease in generators) or self.registry.prefillers()
+        return bool(generators and prefilled and self.registry.encoders())
 
     def _end(self, request: RequestId) -> _Request | None:
         """Forgets a request and takes its work off the books."""
         if (entry := self._requests.pop(request, None)) is None:
             return None
         entry.generator.outstanding -= entry.cost
+        if entry.prefilling is not None:
+            self._tell(entry.prefilling.prefiller.address, Cancel(request))
+            self._settle_prefill(entry)
         for transfer, encoding in entry.transfers.items():
             self._settle(encoding)
             del self._encodings[transfer]
@@ -196,6 +217,12 @@ class Router:
             del self._encodings[transfer]
 
     @staticmethod
+    def _settle_prefill(entry: _Request) -> None:
+        if entry.prefilling is not None:
+            entry.prefilling.prefiller.outstanding -= entry.prefilling.cost
+            entry.prefilling = None
+
+    @staticmethod
     def _settle(encoding: _Encoding) -> None:
         if not encoding.done:
             encoding.done = True
@@ -209,6 +236,20 @@ class Router:
             handler(message)
         else:
             log.warning("%s is not for the front door", type(message).__name__)
+
+    def _on_need_prefill(self, message: NeedPrefill) -> None:
+        """A decode instance has pages for a request: its prompt goes to the prefill instance with the least to do."""
+        if (entry := self._requests.get(message.request)) is None:
+            return
+        self._settle_prefill(entry)
+        if (prefiller := least_outstanding(self.registry.prefillers())) is None:
+            self._fail(message.request, Unavailable("no prefill instance is ready"))
+            return
+        cost = float(len(entry.generate.tokens) + len(message.generated) - message.first_token)
+        prefiller.outstanding += cost
+        entry.prefilling = _Prefilling(message.transfer, prefiller, cost)
+        prefill = Prefill(entry.generate, message.generated, message.consumer, message.transfer, message.first_token)
+        self._tell(prefiller.address, prefill)
 
     def _on_need(self, message: Need) -> None:
         """A language instance lacks these items' rows: each goes to the encode instance with the least to do."""
@@ -245,14 +286,14 @@ class Router:
     def _on_tokens(self, message: Tokens) -> None:
         if (entry := self._requests.get(message.request)) is None:
             return
+        self._settle_prefill(entry)
         if message.finish_reason is not None:
             entry.stream.intervals += message.intervals
             self._end(message.request)
         entry.stream.put(message)
 
     def _on_failed(self, message: Failed) -> None:
-        if entry := self._end(message.request):
-            entry.stream.put(errors.from_wire(message.error, message.message))
+        self._fail(message.request, errors.from_wire(message.error, message.message))
 
     # ── membership and time ──────────────────────────────────────────────────────────────────────────────────
 
@@ -272,11 +313,12 @@ class Router:
     def _misfit(self, message: Register) -> str:
         """Why an instance can't join; empty when it can. Any encode instance may have to send rows to any language
         instance, so all agree on how they look."""
-        if message.layout.model != self._fingerprint:
-            return "it serves another model than this front door"
-        if misfit := self.registry.misfit(message.layout):
-            return f"the rows of {message.name} don't fit those of {misfit}"
-        return ""
+        for layout in message.layouts:
+            if layout.model != self._fingerprint:
+                return "it serves another model than this front door"
+            if misfit := self.registry.misfit(layout):
+                return f"the rows of {message.name} don't fit those of {misfit}"
+        return "" if message.layouts else "it doesn't say how its rows look"
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         if not self.registry.refresh(message.address, self._clock()):
@@ -304,9 +346,11 @@ class Router:
 
     def _lose(self, lease: InstanceLease, why: str) -> None:
         """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but haven't all
-        been read are missed by their consumer, which says so."""
+        been read are missed by their consumer, which says so; one that it was to prefill for turns to another."""
         self.registry.remove(lease.address)
         offering = [transfer for transfer, encoding in self._encodings.items() if encoding.encoder is lease]
+        prefilling = (entry.prefilling for entry in self._requests.values() if entry.prefilling)
+        offering += [prefill.transfer for prefill in prefilling if prefill.prefiller is lease]
         for other in self.registry:
             self._tell(other.address, PeerLost(lease.address, offering))
         lost = {entry.stream.request for entry in self._requests.values() if entry.generator is lease}

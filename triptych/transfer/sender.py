@@ -24,7 +24,8 @@ from triptych.types import Address, TransferId
 
 log = logging.getLogger(__name__)
 
-OnEnd = Callable[[], object]
+OnEnd = Callable[[bool], object]
+"""Is told whether the consumer has all that it wanted."""
 
 MAX_ATTEMPTS = 3
 """How often one grant is written before a write that fails ends the transfer."""
@@ -106,7 +107,7 @@ class Sender:
         self._left: set[RegionHandle] = set()
 
     def offer(
-        self, transfer: TransferId, consumer: Address, rows: int, layout: RowLayout, on_end: OnEnd = lambda: None
+        self, transfer: TransferId, consumer: Address, rows: int, layout: RowLayout, on_end: OnEnd = lambda _: None
     ) -> None:
         """Says that ``rows`` rows will exist; the consumer may grant before they do. ``on_end`` is called once, when
         the transfer is over, however it ended, and its rows aren't read any more."""
@@ -318,7 +319,7 @@ class Sender:
         self._release_left()
         if outgoing.farewell is not None:
             self._send(outgoing.consumer, outgoing.farewell)
-        outgoing.on_end()
+        outgoing.on_end(outgoing.progress.state is TransferState.SUCCESS)
 
     def _still_writing(self, outgoing: _Outgoing) -> bool:
         if outgoing.writing is None or outgoing.writing.write is None:

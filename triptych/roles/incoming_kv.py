@@ -1,0 +1,170 @@
+"""How a sequence that another instance prefills gets its keys and values: through the receive buffer into its pages."""
+
+import itertools
+import secrets
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+from triptych.language.kv_rows import CacheRows, KVRows
+from triptych.language.runner import MediaRows
+from triptych.language.scheduler import Chunk
+from triptych.language.sequence import Sequence
+from triptych.messages.rows import Abort, Done, Offer, Wrote
+from triptych.messages.work import NeedPrefill
+from triptych.observe.timeline import Interval
+from triptych.roles.host import Handlers
+from triptych.transfer.receiver import Failure, Receiver
+from triptych.types import Address, RequestId, TransferId
+
+
+@dataclass
+class _Arriving:
+    """A sequence's KV on its way: of tokens from ``first_token`` on, into ``pages``. ``has_token``: the token after it
+    has come, too."""
+
+    sequence: Sequence
+    transfer: TransferId
+    first_token: int
+    rows: KVRows
+    pages: list[int]
+    copied: int = 0
+    began: float = 0.0
+    has_token: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return self.copied == self.rows.num_rows
+
+
+class IncomingKV:
+    """The KV of all sequences of an instance that only decodes, over its receiver."""
+
+    def __init__(self, receiver: Receiver, cache: CacheRows, name: str, address: Address, no_rows: MediaRows) -> None:
+        """``no_rows`` is what a step here takes for media rows: their tokens are prefilled elsewhere."""
+        self._receiver = receiver
+        self._no_rows = no_rows
+        self._missed: list[Failure] = []
+        self._cache = cache
+        # random, because two instances may have been given one name
+        self._prefix = f"{name}-{secrets.token_hex(4)}"
+        self._address = address
+        self._arriving: dict[RequestId, _Arriving] = {}
+        self._requests: dict[TransferId, RequestId] = {}
+        self._intervals: dict[RequestId, Interval] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def handlers(self) -> Handlers:
+        return {
+            Offer: self._receiver.on_offer,
+            Wrote: self._on_wrote,
+            Abort: self._receiver.on_abort,
+            Done: self._receiver.on_done,
+        }
+
+    def need(self, sequence: Sequence) -> NeedPrefill | None:
+        """Starts over with a sequence; what to ask for, once it has pages to put it in."""
+        self.release(sequence.request)
+        if not sequence.running:
+            return None
+        number = next(self._numbers)
+        transfer = TransferId(f"{self._prefix}/{number}")
+        first, end = sequence.num_computed, len(sequence.tokens)
+        rows = KVRows(self._cache.num_layers, end - first)
+        # In line in the order in which they are asked for, which is that of the prefill instance, too: blocks that wait
+        # for one whose turn comes later there would keep those before it from leaving, and it from its turn.
+        self._receiver.expect(transfer, rows.num_rows, (number,))
+        self._requests[transfer] = sequence.request
+        self._arriving[sequence.request] = _Arriving(sequence, transfer, first, rows, list(sequence.pages))
+        return NeedPrefill(sequence.request, self._address, transfer, first, sequence.tokens[sequence.num_prompt :])
+
+    def release(self, request: RequestId) -> None:
+        """Gives up what is still to come."""
+        self._intervals.pop(request, None)
+        if arriving := self._arriving.pop(request, None):
+            if not arriving.whole:
+                self._receiver.close(arriving.transfer, "the request ended or starts over")
+            del self._requests[arriving.transfer]
+
+    def token_came(self, transfer: TransferId) -> Sequence | None:
+        """The sequence that the token after a transfer's rows is for; None when nobody waits for it any more."""
+        arriving = self._arriving.get(self._requests.get(transfer, RequestId("")))
+        if arriving is None or arriving.has_token:
+            return None
+        arriving.has_token = True
+        self._forget_if_over(arriving)
+        return arriving.sequence
+
+    def arrived(self) -> list[tuple[Sequence, int]]:
+        """Copies what has landed into the pages. The sequences of which all is there now, and how many tokens that
+        is."""
+        whole = []
+        for arriving in [arriving for arriving in self._arriving.values() if not arriving.whole]:
+            self._copy(arriving)
+            if arriving.whole:
+                self._intervals[arriving.sequence.request] = Interval("transfer", arriving.began, time.time())
+                whole.append((arriving.sequence, arriving.first_token + arriving.rows.num_tokens))
+                self._forget_if_over(arriving)
+        return whole
+
+    def ready_tokens(self, sequence: Sequence) -> int:
+        """Nothing of a prompt is computed here."""
+        return sequence.num_computed
+
+    def take(self, chunks: Rows[Chunk]) -> MediaRows:
+        """Media tokens are prefilled elsewhere: there are no rows for any."""
+        return self._no_rows
+
+    def intervals(self, request: RequestId) -> list[Interval]:
+        """From the first row's writing until all was in its place."""
+        interval = self._intervals.get(request)
+        return [interval] if interval else []
+
+    def grant(self) -> None:
+        """Hands blocks that are free to the line."""
+        self._receiver.grant()
+
+    def take_failures(self) -> list[tuple[RequestId, Failure]]:
+        """The requests whose transfer has failed, each once, and why."""
+        self._receiver.check_deadlines()
+        failures = [*self._missed, *self._receiver.take_failures()]
+        self._missed.clear()
+        return list({self._requests[f.transfer]: f for f in failures if f.transfer in self._requests}.items())
+
+    def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
+        self._receiver.producer_lost(producer, offering)
+        for transfer in offering:
+            arriving = self._arriving.get(self._requests.get(transfer, RequestId("")))
+            if arriving is not None and arriving.whole:
+                self._missed.append(Failure(transfer, "InstanceLost", "it was lost before it said the next token"))
+
+    def check_idle(self) -> None:
+        self._receiver.check_idle()
+
+    def __str__(self) -> str:
+        return str(self._receiver.counters)
+
+    def _on_wrote(self, wrote: Wrote) -> None:
+        self._receiver.on_wrote(wrote)
+        if arriving := self._arriving.get(self._requests.get(wrote.transfer, RequestId(""))):
+            arriving.began = arriving.began or wrote.began
+
+    def _forget_if_over(self, arriving: _Arriving) -> None:
+        if arriving.whole and arriving.has_token:
+            del self._arriving[arriving.sequence.request], self._requests[arriving.transfer]
+
+    def _copy(self, arriving: _Arriving) -> None:
+        landed = self._receiver.landed(arriving.transfer)
+        for run in arriving.rows.between(arriving.copied, landed):
+            token, row = arriving.first_token + run.token, run.first_row
+            for target in self._cache.of(run.layer, run.part, arriving.pages, token, run.num_tokens):
+                place = 0
+                for source in self._receiver.read(arriving.transfer, row, len(target)):
+                    target[place : place + len(source)] = source
+                    place += len(source)
+                row += len(target)
+        if landed > arriving.copied:
+            arriving.copied = landed
+            self._receiver.consume(arriving.transfer, landed)

@@ -1,0 +1,175 @@
+"""The hosts of stage P alone, and of stage D alone: what prefill leaves behind goes from the one to the other."""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from concurrent.futures import Future
+
+from triptych.language.sampler import Draw, Drawn
+from triptych.language.scheduler import Chunk
+from triptych.language.sequence import Sequence
+from triptych.messages.codec import Send
+from triptych.messages.work import Cancel, Generate, Prefill, Prefilled
+from triptych.models.decoder import ForwardBatch
+from triptych.roles.host import Handlers
+from triptych.roles.incoming_kv import IncomingKV
+from triptych.roles.incoming_media import IncomingMedia
+from triptych.roles.language import Engine, LanguageHost, logprob_of
+from triptych.roles.outgoing_kv import OutgoingKV
+from triptych.transfer.receiver import Failure
+from triptych.types import Address, RequestId
+
+log = logging.getLogger(__name__)
+
+MAX_PREFILLS = 3
+"""How often a decode instance has a request prefilled, for each time that it gets pages for it, before it gives up."""
+
+
+class PrefillHost(LanguageHost):
+    """Prefills, and offers each layer's KV to the request's decode instance as soon as it is computed."""
+
+    decodes = False
+
+    def __init__(
+        self,
+        engine: Engine,
+        incoming: IncomingMedia,
+        outgoing: OutgoingKV,
+        *,
+        wake: Callable[[], None],
+        address: Address,
+        front_door: Address,
+        send: Send,
+    ) -> None:
+        super().__init__(engine, incoming, address=address, front_door=front_door, send=send)
+        self._outgoing = outgoing
+        self._wake = wake
+        self._prefills: dict[RequestId, Prefill] = {}
+        self._layers: deque[tuple[int, Rows[Chunk]]] = deque()
+
+    @property
+    def handlers(self) -> Handlers:
+        return {
+            Prefill: self._on_prefill,
+            Cancel: lambda message: self._remove(message.request),
+            **self._incoming.handlers,
+        }
+
+    def advance(self) -> None:
+        for request in self._outgoing.take_unwanted():
+            self._remove(request)
+        super().advance()
+
+    def check_idle(self) -> None:
+        if self._outgoing.idle:
+            super().check_idle()
+
+    def _on_prefill(self, message: Prefill) -> None:
+        request = message.generate.request
+        self._remove(request)  # the decode instance may have lost its pages, or what was sent to it
+        length = len(message.generate.tokens) + len(message.generated)
+        if message.first_token >= length:
+            raise ValueError(f"token {message.first_token} of {length} can't be the first")
+        if sequence := self._begin(message.generate, message.generated):
+            self._prefills[request] = message
+            self._outgoing.offer(message, sequence)
+
+    def _submit(self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw]) -> Future[list[Drawn]]:
+        self._outgoing.started(chunks)
+
+        def after_layer(layer: int) -> None:
+            self._layers.append((layer, chunks))
+            self._wake()
+
+        return self._compute.submit(self.runner.run, batch, draws, after_layer)
+
+    def _collect(self) -> None:
+        over = self._running is not None and self._running.future.done()
+        while self._layers:  # none is left behind by a step that is over
+            self._outgoing.computed(*self._layers.popleft())
+        if over:
+            super()._collect()
+
+    def _report(self, sequence: Sequence, drawn: Drawn) -> None:
+        request = sequence.request
+        prefill, times = self._prefills[request], self._times[request]
+        times.transfers += self._incoming.intervals(request)
+        intervals = times.until_first_token()
+        self._send(
+            prefill.consumer, Prefilled(prefill.transfer, drawn.token, logprob_of(drawn), times.reused, intervals)
+        )
+        self._outgoing.leave(request)
+        self._remove(request)
+
+    def _remove(self, request: RequestId) -> None:
+        self._outgoing.give_up(request, "the request has ended, or starts over")
+        self._prefills.pop(request, None)
+        super()._remove(request)
+
+
+class DecodeHost(LanguageHost):
+    """Has requests prefilled once it has pages for them, and goes on from the token that comes with their KV."""
+
+    prefills = False
+
+    def __init__(
+        self, engine: Engine, incoming: IncomingKV, *, address: Address, front_door: Address, send: Send
+    ) -> None:
+        super().__init__(engine, incoming, address=address, front_door=front_door, send=send)
+        self._incoming_kv = incoming
+        self._first_tokens: dict[RequestId, Prefilled] = {}
+        self._attempts: Counter[RequestId] = Counter()
+
+    @property
+    def handlers(self) -> Handlers:
+        return {**super().handlers, Generate: self._on_generate, Prefilled: self._on_prefilled}
+
+    def advance(self) -> None:
+        for sequence, num_tokens in self._incoming_kv.arrived():
+            self.scheduler.arrived(sequence, num_tokens)
+        self._report_first_tokens()
+        super().advance()
+
+    def _on_prefilled(self, message: Prefilled) -> None:
+        if sequence := self._incoming_kv.token_came(message.transfer):
+            self._first_tokens[sequence.request] = message
+            self._attempts.pop(sequence.request, None)
+
+    def _report_first_tokens(self) -> None:
+        """They go out whether the KV is here or not; but a grammar must be there to take note of them."""
+        for request, message in list(self._first_tokens.items()):
+            grammar = self._grammars.get(request)
+            if grammar is not None and not grammar.done():
+                continue
+            del self._first_tokens[request]
+            sequence, times = self.scheduler.get(request), self._times[request]
+            if sequence is None or (grammar is not None and grammar.exception()):
+                continue
+            times.reused = max(times.reused, message.reused)
+            times.transfers += message.intervals
+            logprob = message.logprob
+            self._report(
+                sequence,
+                Drawn(message.token, logprob.logprob if logprob else None, tuple(logprob.top) if logprob else ()),
+            )
+
+    def _on_failure(self, request: RequestId, failure: Failure) -> None:
+        """A prefill that is lost with its instance is another's work."""
+        sequence = self.scheduler.get(request)
+        self._attempts[request] += 1
+        if sequence is None or failure.error != "InstanceLost" or self._attempts[request] >= MAX_PREFILLS:
+            super()._on_failure(request, failure)
+            return
+        log.info("request %s is prefilled again: %s", request, failure.reason)
+        self.scheduler.start_over(sequence)
+        self._need(sequence)
+
+    def _need(self, sequence: Sequence) -> None:
+        self._first_tokens.pop(sequence.request, None)
+        super()._need(sequence)
+
+    def _remove(self, request: RequestId) -> None:
+        self._first_tokens.pop(request, None)
+        self._attempts.pop(request, None)
+        super()._remove(request)
