@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,6 +35,7 @@ from triptych.messages.work import (
     Generate,
     Heartbeat,
     Need,
+    Prefill,
     Register,
     Reregister,
     Stop,
@@ -43,9 +45,13 @@ from triptych.messages.work import (
 )
 from triptych.roles.encode import EncodeHost
 from triptych.roles.host import Host
+from triptych.roles.incoming_kv import IncomingKV
+from triptych.roles.incoming_media import IncomingMedia
 from triptych.roles.instance import Instance
 from triptych.roles.language import LanguageHost
+from triptych.roles.sending import SendingHost
 from triptych.router.router import Router
+from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 
 KINDS: list[type[Any]] = [*get_args(RowMessage), *get_args(WorkMessage)]
@@ -257,8 +263,11 @@ def test_a_channel_takes_any_frame(secret: bytes | None, num_frames: int) -> Non
         friend.close(linger=0)
 
 
+ROLES = {"encode": Role.E, "language": Role.PD, "prefill": Role.P, "decode": Role.D}
+
+
 @pytest.mark.parametrize("num_frames", NUM_FRAMES)
-@pytest.mark.parametrize("target", ["front door", "encode", "language"])
+@pytest.mark.parametrize("target", ["front door", *ROLES])
 def test_a_service_answers_as_before(target: str, num_frames: int, folder: Path) -> None:
     asyncio.run(_flooded(target, num_frames, folder))
 
@@ -277,7 +286,8 @@ async def _flooded(target: str, num_frames: int, folder: Path) -> None:
         setattr(part, name, handle_and_record)
 
     engine = replace(FLOAT32, encode_cache_mb=0, enable_prefix_caching=False)  # each answer takes the whole way
-    async with running(folder, "1E1PD", engine, prepare=record) as service:
+    topology = "1E1P1D" if target in {"prefill", "decode"} else "1E1PD"
+    async with running(folder, topology, engine, prepare=record) as service:
         router = service.front_door.router
         record(router)
         expected = await service.answer(QUESTION)
@@ -290,7 +300,7 @@ async def _flooded(target: str, num_frames: int, folder: Path) -> None:
                     await asyncio.to_thread(attacker.flood, count)
                     await until(lambda: is_idle(service))
                     assert await settled_answer(service) == expected
-        await until(lambda: len(router.registry) == 2)
+        await until(lambda: len(router.registry) == len(service.instances))
 
 
 class Attacker:
@@ -326,6 +336,8 @@ class Attacker:
             else:
                 if isinstance(message, Generate):
                     requests.add(message.request)
+                if isinstance(message, Prefill):
+                    requests.add(message.generate.request)
             self._socket.send(frame)
         for request in requests:
             self._socket.send(encode(Cancel(request)))
@@ -341,25 +353,29 @@ class Attacker:
 
 def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tuple[Address, Nonsense]:
     """The target's address, and what to send there."""
-    door, (encode, language) = service.front_door, service.instances
+    door = service.front_door
     if target == "front door":
         # of an instance's address, Leave and Register say what it means them to say
         address, kinds = door.channel.address, set(door.router._handlers)
         return address, Nonsense(2, addresses=[address], seen=seen, meant=kinds)
-    instance = encode if target == "encode" else language
-    transfers = transfers_of(instance.hosts[0])
-    addresses = [channel.address for channel in (door.channel, encode.channel, language.channel)]
+    instance = next(instance for instance in service.instances if instance.role is ROLES[target])
+    transfers = [transfers_of(host) for host in instance.hosts]
+    addresses = [channel.address for channel in (door.channel, *(other.channel for other in service.instances))]
     kinds = {kind for kind, _ in instance._handlers}
-    nonsense = Nonsense(2, addresses=addresses, ids=lambda: list(transfers), seen=seen, meant=kinds, without=ENDING)
+    under_way = chain.from_iterable
+    nonsense = Nonsense(
+        2, addresses=addresses, ids=lambda: list(under_way(transfers)), seen=seen, meant=kinds, without=ENDING
+    )
     return instance.channel.address, nonsense
 
 
 def transfers_of(host: Host) -> Mapping[TransferId, object]:
     """Those that are under way now."""
-    if isinstance(host, EncodeHost):
+    if isinstance(host, EncodeHost | SendingHost):
         return host._sender._transfers
     assert isinstance(host, LanguageHost)
-    return host._receiver._transfers
+    assert isinstance(host._incoming, IncomingMedia | IncomingKV)
+    return host._incoming._receiver._transfers
 
 
 def is_idle(service: Running) -> bool:

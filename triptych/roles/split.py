@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 
+from triptych.errors import InvalidRequest
 from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
@@ -70,7 +71,7 @@ class PrefillHost(LanguageHost):
         self._remove(request)  # the decode instance may have lost its pages, or what was sent to it
         length = len(message.generate.tokens) + len(message.generated)
         if message.first_token >= length:
-            raise ValueError(f"token {message.first_token} of {length} can't be the first")
+            raise InvalidRequest(f"token {message.first_token} of {length} can't be the first")
         if sequence := self._begin(message.generate, message.generated):
             self._prefills[request] = message
             self._outgoing.offer(message, sequence)
@@ -132,6 +133,8 @@ class DecodeHost(LanguageHost):
         super().advance()
 
     def _on_prefilled(self, message: Prefilled) -> None:
+        if message.token >= self._vocabulary:
+            raise InvalidRequest(f"a token id is not in the vocabulary of {self._vocabulary}")
         if sequence := self._incoming_kv.token_came(message.transfer):
             self._first_tokens[sequence.request] = message
             self._attempts.pop(sequence.request, None)

@@ -245,7 +245,7 @@ class Router:
         if (prefiller := least_outstanding(self.registry.prefillers())) is None:
             self._fail(message.request, Unavailable("no prefill instance is ready"))
             return
-        cost = float(len(entry.generate.tokens) + len(message.generated) - message.first_token)
+        cost = float(max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token))
         prefiller.outstanding += cost
         entry.prefilling = _Prefilling(message.transfer, prefiller, cost)
         prefill = Prefill(entry.generate, message.generated, message.consumer, message.transfer, message.first_token)
