@@ -36,7 +36,8 @@ SETTINGS = (
     *("--inject-faults", f"delay=1,seconds={WRITE}"),
     *("--log-level", "debug"),  # each state of each transfer
 )
-ROLES = {"e": "E", "pd": "PD"}
+TOGETHER = {"e": "E", "pd": "PD"}
+SPLIT = {"e": "E", "p0": "P", "p1": "P", "d": "D"}
 
 
 @dataclass
@@ -97,11 +98,13 @@ def _free_port() -> int:
 
 @dataclass
 class Cluster:
-    """``parts`` are the processes by name: ``door``, ``e``, ``pd``. ``ended`` are those that a test has killed.
-    ``reference`` is the URL of a service in this process, which nobody harms: it knows the right answers."""
+    """``roles`` are those of the instances, by name; ``parts`` the processes: ``door`` and the instances; ``ended``
+    those that a test has killed. ``reference`` is the URL of a service in this process, which nobody harms: it knows
+    the right answers."""
 
     folder: Path
     stack: ExitStack
+    roles: dict[str, str]
     control: int = field(default_factory=_free_port)
     parts: dict[str, Command] = field(default_factory=dict)
     ended: list[Command] = field(default_factory=list)
@@ -111,7 +114,7 @@ class Cluster:
     baseline: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def start(self, name: str) -> Command:
-        arguments: tuple[str, ...] = ("--role", ROLES.get(name, "front-door"), *SETTINGS)
+        arguments: tuple[str, ...] = ("--role", self.roles.get(name, "front-door"), *SETTINGS)
         if name == "door":
             arguments += ("--port", "0", "--control-port", str(self.control), "--request-timeout", str(TIMEOUT))
         else:
@@ -127,7 +130,7 @@ class Cluster:
 
     def restore(self) -> None:
         """Starts what is missing, lets go on what is stopped, and waits until everybody has joined."""
-        for name in ("door", "e", "pd"):
+        for name in ("door", *self.roles):
             if name not in self.parts:
                 self.start(name)
             self.parts[name].send(signal.SIGCONT)
@@ -151,9 +154,9 @@ class Cluster:
         assert right.status == 200, right
         return (answer.status, answer.text) == (200, right.text)
 
-    def has_been(self, state: str) -> int:
-        """How many transfers the language instance has seen enter that state."""
-        return sum(line.endswith(f": {state}") for line in list(self.parts["pd"].lines))
+    def has_been(self, state: str, name: str = "pd") -> int:
+        """How many transfers an instance has seen enter that state."""
+        return sum(line.endswith(f": {state}") for line in list(self.parts[name].lines))
 
     def held(self) -> dict[str, dict[str, int]]:
         """What each living process holds that a leak would add to."""
@@ -182,15 +185,15 @@ def wait_for(condition: Callable[[], object], seconds: float) -> None:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
+def cluster(folder: Path, roles: dict[str, str] = TOGETHER) -> Iterator[Cluster]:
     """Started, warm, and with its baseline taken."""
     with ExitStack() as stack:
-        started = Cluster(folder, stack)
+        started = Cluster(folder, stack, roles)
         started.reference = stack.enter_context(served(folder, "1EPD")).url
         started.restore()
         for _ in range(2):
-            assert started.is_right(started.ask_picture())
-            assert started.is_right(started.ask())
+            asked = [started.ask_picture(), started.ask(), started.ask_picture(), started.ask()]  # some for everybody
+            assert all(started.is_right(asking) for asking in asked)
         time.sleep(0.2)
         started.baseline = started.held()
         yield started

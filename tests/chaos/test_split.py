@@ -1,0 +1,87 @@
+"""Instances that prefill, and one that decodes, are killed and stopped while a request's KV is on its way."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.cluster import DETECTION, HEARTBEAT, LEASE, SOON, SPLIT, WRITE, Asking, Cluster, cluster, wait_for
+from tests.checkpoints import make_checkpoint
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(make_checkpoint(tmp_path_factory.mktemp("split") / "tiny"), SPLIT) as started:
+        yield started
+        time.sleep(2 * HEARTBEAT)  # so that everybody has looked at what it holds while idle
+        assert "while idle" not in started.log()
+        assert "Traceback" not in started.log()
+
+
+@pytest.fixture
+def whole(running: Cluster) -> Iterator[Cluster]:
+    """Everything is there before the test, and after it everything works and nothing has leaked."""
+    running.restore()
+    yield running
+    running.restore()
+    asked = [running.ask_picture(), running.ask()]
+    assert all(running.is_right(asking) for asking in asked)
+    wait_for(running.is_back, SOON)
+
+
+def reach(running: Cluster, state: str) -> tuple[str, Asking]:
+    """Asks for a picture. The prefill instance that works on it, once the transfer of its KV is in that state where it
+    is to be decoded."""
+    before = {name: running.has_been("bootstrapping", name) for name in ("p0", "p1")}
+    been = running.has_been(state, "d")
+    asking = running.ask_picture()
+    wait_for(lambda: running.has_been(state, "d") > been, 5)
+
+    def works() -> list[str]:
+        return [name for name in before if running.has_been("bootstrapping", name) > before[name]]
+
+    wait_for(works, 5)
+    time.sleep(WRITE / 2 if state == "transferring" else 0)
+    assert asking.under_way
+    return works()[0], asking
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=slow)])
+@pytest.mark.parametrize("state", ["bootstrapping", "waiting for input", "transferring"])
+def test_a_lost_prefill_is_anothers_work(whole: Cluster, state: str, how: signal.Signals) -> None:
+    victim, asking = reach(whole, state)
+    if how is signal.SIGKILL:
+        whole.kill(victim)
+    else:
+        whole.parts[victim].send(how)
+    lost = time.monotonic()
+    assert whole.is_right(asking), asking.answer
+    assert asking.answer.ended - lost < LEASE + DETECTION + 20 * WRITE
+    assert whole.is_right(whole.ask())
+
+
+def test_without_a_prefill_instance_there_is_an_answer_too(whole: Cluster) -> None:
+    _, asking = reach(whole, "transferring")
+    for name in ("p0", "p1"):
+        whole.kill(name)
+    assert asking.result().code in {"unavailable", "instance_lost"}
+    assert whole.ask().result().code == "unavailable"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=slow)])
+@pytest.mark.parametrize("state", ["waiting for input", "transferring"])
+def test_a_lost_decode_instance_costs_its_requests_and_no_page(whole: Cluster, state: str, how: signal.Signals) -> None:
+    _, asking = reach(whole, state)
+    if how is signal.SIGKILL:
+        whole.kill("d")
+    else:
+        whole.parts["d"].send(how)
+    lost = time.monotonic()
+    answer = asking.result()
+    assert answer.code in {"instance_lost", "unavailable"}
+    assert answer.ended - lost < LEASE + DETECTION
+    if how is signal.SIGSTOP:
+        whole.parts["d"].send(signal.SIGCONT)
