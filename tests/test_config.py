@@ -14,7 +14,7 @@ from triptych.config import (
     kv_memory_per_instance,
     parse_cpus,
     parse_memory,
-    threads_per_instance,
+    threads_per_process,
 )
 from triptych.errors import ConfigError
 
@@ -106,8 +106,8 @@ def test_settings_survive_the_command_line(config: object) -> None:
 
 
 def test_threads_are_shared_out_and_never_none() -> None:
-    assert threads_per_instance(EngineConfig(threads=3), 100) == 3
-    assert threads_per_instance(EngineConfig(), 10_000) == 1
+    assert threads_per_process(EngineConfig(threads=3), 100) == 3
+    assert threads_per_process(EngineConfig(), 10_000) == 1
 
 
 # ── the cluster's secret ─────────────────────────────────────────────────────────────────────────────────────

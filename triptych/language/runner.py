@@ -1,5 +1,6 @@
 """Shapes and devices: turns a scheduler's step into one forward pass of the decoder."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -10,7 +11,10 @@ from torch import Tensor
 from triptych.language.sampler import Draw, Drawn, sample
 from triptych.language.scheduler import Chunk
 from triptych.models.attention.base import AttentionBatch, KVTensors
-from triptych.models.decoder import Decoder, ForwardBatch
+from triptych.models.decoder import ForwardBatch
+
+Forward = Callable[[ForwardBatch, KVTensors], Tensor]
+"""A decoder, or what stands before one: runs a step and returns its logits, as ``Decoder.forward`` does."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class MediaRows:
 class Runner:
     """Runs steps on a decoder and its KV tensors. ``run`` is the only part that takes long."""
 
-    def __init__(self, decoder: Decoder, cache: KVTensors, page_size: int) -> None:
+    def __init__(self, decoder: Forward, cache: KVTensors, page_size: int) -> None:
         self.decoder = decoder
         self._cache = cache
         self._page_size = page_size

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from triptych.config import EngineConfig, LeaseConfig, TransferConfig
+from triptych.config import EngineConfig, LeaseConfig, TransferConfig, processes_of
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeQueue
 from triptych.families.base import ModelConfig, Planner, TowerInput
@@ -26,6 +26,7 @@ from triptych.models.config_files import load_config, load_preprocessor_config
 from triptych.models.decoder import Decoder
 from triptych.models.fingerprint import fingerprint
 from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.models.parallel import Group, rank_device
 from triptych.models.towers import Tower, TowerFamily
 from triptych.observe.machine import available_bytes, resident_bytes
 from triptych.roles.encode import EncodeHost
@@ -33,6 +34,7 @@ from triptych.roles.incoming_media import IncomingMedia
 from triptych.roles.instance import Instance
 from triptych.roles.language import LanguageHost
 from triptych.roles.loading import Loading
+from triptych.roles.ranks import ChildRanks, NoRanks, Ranks
 from triptych.topology import Role
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.base import Fabric
@@ -72,8 +74,8 @@ class Model:
     def load_tower(self) -> Tower:
         return self.family.load_tower(self.checkpoint, self.weights.activations, DEVICE)
 
-    def load_decoder(self) -> Decoder:
-        return self.family.load_decoder(self.checkpoint, self.weights, DEVICE)
+    def load_decoder(self, group: Group) -> Decoder:
+        return self.family.load_decoder(self.checkpoint, self.weights, rank_device(DEVICE, group.rank), group)
 
     @property
     def row_layout(self) -> RowLayout:
@@ -95,27 +97,53 @@ def build_instance(
     lease: LeaseConfig,
 ) -> Instance:
     """Loads what the role needs, and nothing else, and wires it up. Takes as long as reading the weights takes.
-    Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit it."""
+    Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit it. Call it
+    on the process's main thread when an instance has several ranks."""
     instance = Instance(
         name=name, role=role, layout=model.row_layout, channel=channel, front_door=front_door, lease=lease
     )
     fabrics = open_fabrics(transfer, cluster_host)
     for fabric in fabrics:
         instance.at_end(fabric.close)
-    with Loading(model.num_bytes(role)) as loading:
-        model.checkpoint.on_read = loading.advance
-        tower = _timed("vision tower", model.load_tower) if role.encodes else None
-        decoder = _timed("decoder", model.load_decoder) if role.generates else None
-    if tower is not None:
-        instance.add(_encode_host(model, tower, instance, engine, fabrics), far_end=End.CONSUMER)
-    if decoder is not None:
-        buffer = RowBuffer(
-            model.row_layout, engine.receive_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory
-        )
-        instance.at_end(buffer.close)
-        receiver = Receiver(buffer, channel.address, instance.send, check_always=transfer.checksum == "always")
-        instance.add(_language_host(model, decoder, instance, engine, receiver), far_end=End.PRODUCER)
+    ranks = _start_ranks(model, role, engine, instance)
+    try:
+        with Loading(model.num_bytes(role)) as loading:
+            model.checkpoint.on_read = loading.advance
+            tower = _timed("vision tower", model.load_tower) if role.encodes else None
+            group = ranks.connect(rank_device(DEVICE, 0))
+            decoder = _timed("decoder", lambda: model.load_decoder(group)) if role.generates else None
+        if tower is not None:
+            instance.add(_encode_host(model, tower, instance, engine, fabrics), far_end=End.CONSUMER)
+        if decoder is not None:
+            buffer = RowBuffer(
+                model.row_layout, engine.receive_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory
+            )
+            instance.at_end(buffer.close)
+            receiver = Receiver(buffer, channel.address, instance.send, check_always=transfer.checksum == "always")
+            host = _language_host(
+                model=model,
+                decoder=decoder,
+                instance=instance,
+                engine=engine,
+                receiver=receiver,
+                ranks=ranks,
+                group=group,
+            )
+            instance.add(host, far_end=End.PRODUCER)
+    except BaseException:
+        ranks.close()
+        raise
+    instance.at_end(ranks.close)
     return instance
+
+
+def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Instance) -> Ranks:
+    """Starts the processes that this one shares its decoder with, once it is clear that it can be shared so."""
+    if processes_of(engine, generates=role.generates) == 1:
+        return NoRanks()
+    model.family.decoder_config.shard(engine.tensor_parallel_size)
+    level = logging.getLogger("triptych").getEffectiveLevel()
+    return ChildRanks(str(model.checkpoint.folder), engine, level, instance.fail)
 
 
 class TowerEncoder:
@@ -155,25 +183,38 @@ def _encode_host(
 
 
 def _language_host(
-    model: Model, decoder: Decoder, instance: Instance, engine: EngineConfig, receiver: Receiver
+    *,
+    model: Model,
+    decoder: Decoder,
+    instance: Instance,
+    engine: EngineConfig,
+    receiver: Receiver,
+    ranks: Ranks,
+    group: Group,
 ) -> LanguageHost:
+    """What all ranks do together here: count what they have loaded, and share the number of pages."""
     dtype, channel = model.weights.activations, instance.channel
-    config = model.family.decoder_config
+    config = decoder.config
+    with ranks.together():
+        resident = int(group.all_reduce(torch.tensor(resident_bytes())))
+    sharing = group.size if DEVICE.type == "cpu" else 1  # ranks whose caches come out of the same memory
     size = kv_size(
         engine,
-        token_bytes=config.kv_bytes(dtype.itemsize),
+        token_bytes=sharing * config.kv_bytes(dtype.itemsize),
         model_context=model.planner.context_length,
         available=available_bytes(),
     )
-    step = FIRST_USE + config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
-    resident, receiving = resident_bytes(), receiver.buffer.num_bytes
+    with ranks.together():
+        group.broadcast(torch.tensor(size.num_pages))
+    largest_step = config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
+    step, receiving = sharing * (FIRST_USE + largest_step), receiver.buffer.num_bytes
     log.info("%s", size)
     log.info(
         "memory: %s now, at most %s besides what encoding takes: with a full KV cache, a full receive buffer (%s) and "
         "a step of the largest size (%s)",
         *map(gib, (resident, resident + size.num_bytes + receiving + step, receiving, step)),
     )
-    cache = KVTensors.allocate(config, size.num_pages, engine.page_size, dtype, DEVICE)
+    cache = KVTensors.allocate(config, size.num_pages, engine.page_size, dtype, rank_device(DEVICE, 0))
     pool = PagePool(size.num_pages, engine.page_size)
     return LanguageHost(
         scheduler=Scheduler(
@@ -182,7 +223,7 @@ def _language_host(
             engine.max_num_batched_tokens,
             reuse_prefixes=engine.enable_prefix_caching,
         ),
-        runner=Runner(decoder, cache, engine.page_size),
+        runner=Runner(ranks.lead(decoder, group), cache, engine.page_size),
         media=IncomingMedia(receiver, instance.name, dtype, model.family.row_width),
         receiver=receiver,
         compute=instance.compute,
