@@ -11,8 +11,8 @@ _HEADER = 5
 """Numbers of tokens, media rows, logits and sequences, and the length of all page tables together."""
 
 
-def send_step(batch: ForwardBatch, group: Group) -> None:
-    """Called on rank 0: three broadcasts, or two when the step has no media rows."""
+def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None:
+    """Called on rank 0: three broadcasts, or two when the step has no media rows; those are sent in ``row_dtype``."""
     attention = batch.attention
     tables = attention.page_tables
     table_lens = [len(table) for table in tables]
@@ -23,7 +23,7 @@ def send_step(batch: ForwardBatch, group: Group) -> None:
     integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, attention.slots, *tables)
     group.broadcast(torch.cat(integers).cpu())
     if len(batch.media_rows):
-        group.broadcast(batch.media_rows.cpu().contiguous())
+        group.broadcast(batch.media_rows.to("cpu", row_dtype).contiguous())
 
 
 def receive_step(group: Group, row_width: int, row_dtype: torch.dtype) -> ForwardBatch:

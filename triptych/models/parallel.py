@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from triptych.models.decoder_config import per_rank
 
-CONNECT_TIMEOUT = timedelta(seconds=60)
-"""How long ranks may take to find each other, once all of them have begun to."""
+CONNECT_TIMEOUT = timedelta(seconds=30)
+"""How long ranks may take to find each other, once all of them are there."""
 NO_TIMEOUT = timedelta(days=3650)
 """An idle group waits for its next step. That a rank died is told by its closed sockets and by who watches it."""
 
@@ -60,8 +60,8 @@ SINGLE_RANK = SingleRank()
 class ProcessGroup:
     """Ranks on one machine: over gloo for tensors in main memory, over NCCL for those on GPUs.
 
-    Made by all ranks at once; raises RuntimeError when they don't find each other, and from every method when another
-    rank is gone.
+    Made by all ranks, once ``store`` says that all are there. Raises RuntimeError when they don't find each other, and
+    from every method when another rank is gone.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
@@ -106,9 +106,16 @@ class ProcessGroup:
 
 
 def rendezvous(path: str, size: int) -> Store:
-    """Where ranks tell each other how they can be reached: a file that all can open, and nobody else should."""
+    """Where ranks tell each other that they are there, and how they can be reached: a file that all can open, and
+    nobody else should."""
     store: Store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     return store
+
+
+def arrived(rank: int) -> str:
+    """The key that a rank sets in the rendezvous when it is ready to connect. To connect takes every rank's attention,
+    and can't be broken off when one of them dies."""
+    return f"arrived-{rank}"
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:

@@ -22,7 +22,7 @@ from triptych.language.runner import Forward
 from triptych.language.step_broadcast import send_step
 from triptych.models.attention.base import KVTensors
 from triptych.models.decoder import Decoder, ForwardBatch
-from triptych.models.parallel import SINGLE_RANK, Group, ProcessGroup, rendezvous
+from triptych.models.parallel import SINGLE_RANK, Group, ProcessGroup, arrived, rendezvous
 from triptych.observe.machine import ending
 
 LOOK_EVERY = 0.02
@@ -90,9 +90,10 @@ class ChildRanks:
         self._noticed = threading.Event()
         self._closing = False
         self._group: ProcessGroup | None = None
-        # without a name in a file system, so that nothing is left behind however this process ends
-        self._rendezvous = os.memfd_create("triptych-ranks")
-        threads, path = torch.get_num_threads(), f"/proc/{os.getpid()}/fd/{self._rendezvous}"
+        # Without a name in a file system, so that nothing is left behind however this process ends. Never closed: the
+        # store opens it once more when it is destroyed, and would look for it for minutes.
+        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('triptych-ranks')}"
+        threads = torch.get_num_threads()
         self._store = rendezvous(path, self._size)
         self._processes = [
             _start(WorkerConfig(model, engine, rank, os.getpid(), threads, path, log_level))
@@ -102,9 +103,11 @@ class ChildRanks:
             threading.Thread(target=self._watch, args=(rank, process), name=f"watch-rank-{rank}", daemon=True).start()
 
     def connect(self, device: torch.device) -> Group:
-        while not self._store.check([started(rank) for rank in range(1, self._size)]):
-            if self._noticed.wait(LOOK_EVERY):
-                break
+        self._store.set(arrived(0), "")
+        while not self._store.check([arrived(rank) for rank in range(1, self._size)]):
+            self._noticed.wait(LOOK_EVERY)
+            if self._failure is not None:
+                raise self._failure
         with self.together():
             self._group = ProcessGroup(self._store, 0, self._size, device)
         return self._group
@@ -123,7 +126,7 @@ class ChildRanks:
     def lead(self, decoder: Decoder, group: Group) -> Forward:
         def forward(batch: ForwardBatch, cache: KVTensors) -> Tensor:
             with self.together():
-                send_step(batch, group)
+                send_step(batch, group, decoder.dtype)
                 logits: Tensor = decoder(batch, cache)
                 return logits
 
@@ -135,7 +138,6 @@ class ChildRanks:
             process.kill()
         for process in self._processes:
             process.wait()
-        os.close(self._rendezvous)
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
@@ -151,11 +153,6 @@ class ChildRanks:
                 self._group.abort()
             self._noticed.set()
             self._on_failure(failure)
-
-
-def started(rank: int) -> str:
-    """The key that a rank sets in the rendezvous when its process runs."""
-    return f"started-{rank}"
 
 
 def _start(config: WorkerConfig) -> "subprocess.Popen[bytes]":

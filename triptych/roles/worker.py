@@ -12,10 +12,10 @@ from triptych.errors import StartError
 from triptych.language.step_broadcast import receive_step
 from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.parallel import ProcessGroup, rank_device, rendezvous
+from triptych.models.parallel import NO_TIMEOUT, ProcessGroup, arrived, rank_device, rendezvous
 from triptych.observe.machine import end_with_parent, resident_bytes
 from triptych.roles.build import DEVICE, Model
-from triptych.roles.ranks import WorkerConfig, started
+from triptych.roles.ranks import WorkerConfig
 
 
 def run_worker(config: WorkerConfig) -> None:
@@ -23,17 +23,17 @@ def run_worker(config: WorkerConfig) -> None:
     a checkpoint that can't be served, and RuntimeError when another rank is gone."""
     size, device = config.engine.tensor_parallel_size, rank_device(DEVICE, config.rank)
     store = rendezvous(config.rendezvous, size)
-    store.set(started(config.rank), "")
+    store.set(arrived(config.rank), "")
+    store.wait([arrived(0)], NO_TIMEOUT)
     group = ProcessGroup(store, config.rank, size, device)
     model = Model(Checkpoint(config.model), config.engine)
     decoder = model.load_decoder(group)
     # as rank 0 does in roles/build.py
     group.all_reduce(torch.tensor(resident_bytes()))
     num_pages = int(group.broadcast(torch.tensor(0)))
-    dtype = model.weights.activations
-    cache = KVTensors.allocate(decoder.config, num_pages, config.engine.page_size, dtype, device)
+    cache = KVTensors.allocate(decoder.config, num_pages, config.engine.page_size, decoder.dtype, device)
     while True:
-        decoder(receive_step(group, model.family.row_width, dtype), cache)
+        decoder(receive_step(group, model.family.row_width, decoder.dtype), cache)
 
 
 def main(argument: str) -> None:
