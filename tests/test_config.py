@@ -14,6 +14,7 @@ from triptych.config import (
     kv_memory_per_instance,
     parse_cpus,
     parse_memory,
+    processes_of,
     threads_per_process,
 )
 from triptych.errors import ConfigError
@@ -108,6 +109,11 @@ def test_settings_survive_the_command_line(config: object) -> None:
 def test_threads_are_shared_out_and_never_none() -> None:
     assert threads_per_process(EngineConfig(threads=3), 100) == 3
     assert threads_per_process(EngineConfig(), 10_000) == 1
+
+
+def test_only_instances_that_generate_are_several_processes() -> None:
+    engine = EngineConfig(tensor_parallel_size=3)
+    assert [processes_of(engine, generates=generates) for generates in (True, False)] == [3, 1]
 
 
 # ── the cluster's secret ─────────────────────────────────────────────────────────────────────────────────────

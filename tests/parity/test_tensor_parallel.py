@@ -14,6 +14,7 @@ TWO_RANKS = replace(FLOAT32, tensor_parallel_size=2)
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234}
 
 
+@pytest.mark.parametrize("model", ["dense", pytest.param("moe", marks=pytest.mark.slow)], indirect=True)
 def test_greedy_cached_and_sampled_answers(model: Model) -> None:
     async def sampled_by_one() -> list[list[int]]:
         async with running(model.folder, "1EPD") as service:

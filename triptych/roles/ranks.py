@@ -5,6 +5,7 @@ socket towards the service, and hold nothing that would have to be put in order 
 """
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from triptych.models.attention.base import KVTensors
 from triptych.models.decoder import Decoder, ForwardBatch
 from triptych.models.parallel import SINGLE_RANK, Group, ProcessGroup, arrived, rendezvous
 from triptych.observe.machine import ending
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY = 0.02
 """Seconds between two looks at whether the ranks have started."""
@@ -87,6 +90,7 @@ class ChildRanks:
         self._size = engine.tensor_parallel_size
         self._on_failure = on_failure
         self._failure: StartError | None = None
+        self._lock = threading.Lock()
         self._noticed = threading.Event()
         self._closing = False
         self._group: ProcessGroup | None = None
@@ -119,7 +123,8 @@ class ChildRanks:
         except StartError:
             raise
         except Exception as error:
-            self._noticed.wait(NOTICE_WITHIN)
+            if not self._noticed.wait(NOTICE_WITHIN):
+                log.error("what all ranks do together failed here", exc_info=error)
             self._fail(StartError(f"tensor-parallel rank 0 of {self._size} failed: {error}"))
             raise self._failure or error from error
 
@@ -146,13 +151,14 @@ class ChildRanks:
             self._fail(StartError(f"{who} {ending(code)}"))
 
     def _fail(self, failure: StartError) -> None:
-        """Only the first failure is one: the others follow from it."""
-        if self._failure is None:
-            self._failure = failure
-            if self._group is not None:
-                self._group.abort()
-            self._noticed.set()
-            self._on_failure(failure)
+        """Only the first failure is one: the others follow from it. Who waits for it goes on when it has been told."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = failure
+                self._on_failure(failure)
+                self._noticed.set()
+                if self._group is not None:
+                    self._group.abort()
 
 
 def _start(config: WorkerConfig) -> "subprocess.Popen[bytes]":
