@@ -80,7 +80,7 @@ def test_ranks_end_with_rank_0_and_leave_signals_to_it(folder: Path) -> None:
 def test_signals_end_all_ranks(folder: Path, when: signal.Signals) -> None:
     with triptych("serve", folder, *TWO_RANKS) as command:
         url = command.wait_until_ready()
-        with stream_of(url, "tiny", 100 if when == signal.SIGTERM else 4000) as lines:
+        with stream_of(url, "tiny", 30 if when == signal.SIGTERM else 4000) as lines:
             command.send(when)
             assert list(lines)[-1] == "data: [DONE]" or when == signal.SIGINT
             assert command.end() == 0, command.text
