@@ -102,39 +102,55 @@ def build_instance(
     instance = Instance(
         name=name, role=role, layout=model.row_layout, channel=channel, front_door=front_door, lease=lease
     )
-    fabrics = open_fabrics(transfer, cluster_host)
-    for fabric in fabrics:
-        instance.at_end(fabric.close)
     ranks = _start_ranks(model, role, engine, instance)
+    instance.at_end(ranks.close)
     try:
-        with Loading(model.num_bytes(role)) as loading:
-            model.checkpoint.on_read = loading.advance
-            tower = _timed("vision tower", model.load_tower) if role.encodes else None
-            group = ranks.connect(rank_device(DEVICE, 0))
-            decoder = _timed("decoder", lambda: model.load_decoder(group)) if role.generates else None
-        if tower is not None:
-            instance.add(_encode_host(model, tower, instance, engine, fabrics), far_end=End.CONSUMER)
-        if decoder is not None:
-            buffer = RowBuffer(
-                model.row_layout, engine.receive_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory
-            )
-            instance.at_end(buffer.close)
-            receiver = Receiver(buffer, channel.address, instance.send, check_always=transfer.checksum == "always")
-            host = _language_host(
-                model=model,
-                decoder=decoder,
-                instance=instance,
-                engine=engine,
-                receiver=receiver,
-                ranks=ranks,
-                group=group,
-            )
-            instance.add(host, far_end=End.PRODUCER)
+        _add_hosts(
+            instance, model=model, role=role, engine=engine, transfer=transfer, cluster_host=cluster_host, ranks=ranks
+        )
     except BaseException:
         ranks.close()
         raise
-    instance.at_end(ranks.close)
     return instance
+
+
+def _add_hosts(
+    instance: Instance,
+    *,
+    model: Model,
+    role: Role,
+    engine: EngineConfig,
+    transfer: TransferConfig,
+    cluster_host: str,
+    ranks: Ranks,
+) -> None:
+    channel = instance.channel
+    fabrics = open_fabrics(transfer, cluster_host)
+    for fabric in fabrics:
+        instance.at_end(fabric.close)
+    with Loading(model.num_bytes(role)) as loading:
+        model.checkpoint.on_read = loading.advance
+        tower = _timed("vision tower", model.load_tower) if role.encodes else None
+        group = ranks.connect(rank_device(DEVICE, 0))
+        decoder = _timed("decoder", lambda: model.load_decoder(group)) if role.generates else None
+    if tower is not None:
+        instance.add(_encode_host(model, tower, instance, engine, fabrics), far_end=End.CONSUMER)
+    if decoder is not None:
+        buffer = RowBuffer(
+            model.row_layout, engine.receive_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory
+        )
+        instance.at_end(buffer.close)
+        receiver = Receiver(buffer, channel.address, instance.send, check_always=transfer.checksum == "always")
+        host = _language_host(
+            model=model,
+            decoder=decoder,
+            instance=instance,
+            engine=engine,
+            receiver=receiver,
+            ranks=ranks,
+            group=group,
+        )
+        instance.add(host, far_end=End.PRODUCER)
 
 
 def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Instance) -> Ranks:
