@@ -50,7 +50,7 @@ def left_soon(before: dict[str, int]) -> dict[str, int]:
 def produce(consumer: Address, count: int, faults: Faults) -> None:
     channel, fabric = Channel(), FaultyFabric(SharedMemoryFabric(), faults)
     before = left()
-    sender = Sender({fabric.name: fabric}, LAYOUT, channel.address, channel.send)
+    sender = Sender({fabric.name: fabric}, channel.address, channel.send)
     handlers = {Grant: sender.on_grant, Done: sender.on_done, Abort: sender.on_abort}
     begun: list[TransferId] = []
     waiting: list[int] = []  # offered, and provided a turn later
@@ -63,7 +63,7 @@ def produce(consumer: Address, count: int, faults: Faults) -> None:
             begun.append(TransferId(str(len(begun))))
             begun_now.append(begun[-1])
             waiting.append(len(begun) - 1)
-            sender.offer(begun[-1], consumer, len(rows_of(waiting[-1])))
+            sender.offer(begun[-1], consumer, len(rows_of(waiting[-1])), LAYOUT)
         for message in channel.receive(0 if waiting else min(0.1, sender.next_poll)):
             handlers[type(message)](message)
         sender.poll()

@@ -122,6 +122,7 @@ class Story:
     def __init__(self, wire: Wire, chance: random.Random, *, cancels: bool, losses: bool) -> None:
         self.wire = wire
         self.chance = chance
+        self.pieces = chance.random() < 0.5
         self.actions = [self.offer, self.provide, self.consume, wire.receiver.grant, wire.poll, *[self.deliver] * 3]
         if cancels:
             self.actions += [self.close, self.abort, self.start_over]
@@ -144,8 +145,11 @@ class Story:
             self.wire.offer(item)
 
     def provide(self) -> None:
-        for item in self.one_of([item for item in self.wire.items.values() if item.offered and not item.provided]):
-            self.wire.provide(item)
+        for item in self.one_of([item for item in self.wire.items.values() if item.offered and item.missing]):
+            if self.pieces:
+                self.wire.provide_piece(item, self.chance)
+            else:
+                self.wire.provide(item)
 
     def deliver(self) -> None:
         if waiting := [pair for pair, queue in self.wire.queues.items() if queue]:
@@ -395,7 +399,7 @@ def test_a_lost_producer_frees_what_was_closing_and_names_what_was_wanted(fabric
         assert w.buffer.pool.num_free == 4
         w.senders[PRODUCERS[0]].consumer_lost(CONSUMER)
         w.queues[CONSUMER, PRODUCERS[0]].clear()
-        closing.provided = wanted.provided = True
+        closing.missing = wanted.missing = []
         w.finish()
 
 
@@ -408,9 +412,11 @@ def test_a_lost_consumer_ends_its_transfers(fabric: str) -> None:
         w.receiver.grant()
         w.deliver_all()
         sender = w.senders[item.producer]
-        assert sender.consumer_lost(CONSUMER) == [item.transfer]
+        sender.consumer_lost(CONSUMER)
+        assert w.let_go == [item.transfer]
         assert sender.idle
-        assert sender.consumer_lost(CONSUMER) == []
+        sender.consumer_lost(CONSUMER)
+        assert w.let_go == [item.transfer]
 
 
 def test_rows_of_another_shape_than_offered_are_refused(fabric: str) -> None:
@@ -422,10 +428,44 @@ def test_rows_of_another_shape_than_offered_are_refused(fabric: str) -> None:
         w.finish()
 
 
+def test_rows_come_in_pieces_in_any_order_and_are_announced_whole(fabric: str) -> None:
+    with wire(fabric, 4, 2) as w:
+        item = w.expect(8, (0, 0))
+        w.offer(item)
+        w.deliver_all()
+        w.receiver.grant()
+        w.deliver_all()
+        sender = w.senders[item.producer]
+        for first_row, end_row in [(5, 8), (0, 2), (4, 5)]:
+            sender.provide(item.transfer, item.source[first_row:end_row], first_row)
+            w.deliver_all()
+            assert sender.next_poll == float("inf"), "nothing to look at until more comes"
+            assert w.readable(item) == 0
+        np.testing.assert_array_equal(
+            next(w.buffer.read(w.receiver._transfers[item.transfer].segments, 5, 3)), item.source[5:8]
+        )
+        sender.provide(item.transfer, item.source[2:4], 2)
+        w.deliver_all()
+        assert w.readable(item) == 8
+        item.missing = []
+        w.finish()
+
+
+def test_more_rows_than_were_offered_are_refused(fabric: str) -> None:
+    with wire(fabric, 4, 2) as w:
+        item = w.expect(8, (0, 0))
+        w.offer(item)
+        sender = w.senders[item.producer]
+        for first_row, rows in [(4, item.source[:5]), (0, item.source[:, :3])]:
+            with pytest.raises(TransferError):
+                sender.provide(item.transfer, rows, first_row)
+        w.finish()
+
+
 def test_aborts_for_what_nobody_knows_are_answered_all_the_same(fabric: str) -> None:
     with wire(fabric, 1, 1) as w:
         unknown = TransferId("unknown")
-        assert w.senders[PRODUCERS[0]].on_abort(Abort(unknown, End.CONSUMER, CONSUMER, "")) is None
+        w.senders[PRODUCERS[0]].on_abort(Abort(unknown, End.CONSUMER, CONSUMER, ""))
         w.receiver.on_abort(Abort(unknown, End.PRODUCER, PRODUCERS[0], ""))
         assert w.sent == [Done(unknown, End.PRODUCER), Done(unknown, End.CONSUMER)]
 

@@ -5,7 +5,8 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -113,14 +114,14 @@ class HeldWrite:
 
 @dataclass
 class Item:
-    """What a test knows about one transfer."""
+    """What a test knows about one transfer. ``missing`` are the rows that its producer hasn't been given yet."""
 
     transfer: TransferId
     producer: Address
     place: tuple[int, ...]
     source: Bytes
     offered: bool = False
-    provided: bool = False
+    missing: list[tuple[int, int]] = field(default_factory=list)
     consumed: int = 0
     ended: bool = False
 
@@ -155,6 +156,7 @@ class Wire:
         )
         self.items: dict[TransferId, Item] = {}
         self.failures: list[Failure] = []
+        self.let_go: list[TransferId] = []
         self.struck: dict[Address, StruckFabric] = {}
         self.all_struck: list[StruckFabric] = []
         self._faults = faults or Faults()
@@ -172,7 +174,7 @@ class Wire:
             if self.senders[address] is sender:
                 self._send(address, to, message)
 
-        sender = Sender({faulty.name: faulty}, LAYOUT, address, send, deadlines=self._deadlines, clock=lambda: self.now)
+        sender = Sender({faulty.name: faulty}, address, send, deadlines=self._deadlines, clock=lambda: self.now)
         return sender
 
     def lose(self, producer: Address) -> Sender:
@@ -186,7 +188,7 @@ class Wire:
         theirs = [item for item in self.items.values() if item.producer == producer]
         self.receiver.producer_lost(producer, [item.transfer for item in theirs])
         for item in theirs:
-            item.offered = item.provided = True  # or never will be
+            item.offered, item.missing = True, []  # or never will be
         self.fail()
         return ghost
 
@@ -205,17 +207,30 @@ class Wire:
     ) -> Item:
         source = np.random.default_rng([seed, *place]).integers(0, 256, (rows, LAYOUT.row_bytes), dtype=np.uint8)
         item = Item(TransferId(f"t{len(self.items)}"), producer, place, source, consumed=first_row)
+        item.missing = [(0, rows)]
         self.items[item.transfer] = item
         self.receiver.expect(item.transfer, rows, place, first_row)
         return item
 
     def offer(self, item: Item) -> None:
         item.offered = True
-        self.senders[item.producer].offer(item.transfer, CONSUMER, item.rows)
+        over = partial(self.let_go.append, item.transfer)
+        self.senders[item.producer].offer(item.transfer, CONSUMER, item.rows, LAYOUT, over)
 
     def provide(self, item: Item) -> None:
-        item.provided = True
-        self.senders[item.producer].provide(item.transfer, item.source)
+        """All its rows, or all that are missing."""
+        for first_row, end_row in item.missing:
+            self.senders[item.producer].provide(item.transfer, item.source[first_row:end_row], first_row)
+        item.missing = []
+
+    def provide_piece(self, item: Item, chance: random.Random) -> None:
+        """Some of the rows that are missing."""
+        first_row, end_row = item.missing.pop(chance.randrange(len(item.missing)))
+        low, high = sorted(chance.randint(first_row, end_row) for _ in range(2))
+        if low == high:
+            low, high = first_row, end_row
+        item.missing += [piece for piece in ((first_row, low), (high, end_row)) if piece[0] < piece[1]]
+        self.senders[item.producer].provide(item.transfer, item.source[low:high], low)
 
     def deliver(self, sender: Address, to: Address) -> None:
         """The pair's oldest message."""
@@ -309,8 +324,7 @@ class Wire:
         for item in self.items.values():
             if not item.offered:
                 self.offer(item)
-            if not item.provided:
-                self.provide(item)
+            self.provide(item)
         rounds = 10 + 4 * sum(item.rows + 1 for item in self.items.values())
         for _ in range(rounds):
             self.deliver_all()

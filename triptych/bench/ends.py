@@ -196,7 +196,7 @@ class ProducerEnd(_End):
         self._source = self._reference = _touched(0)  # lets go of the last payload's before the next is made
         self._source, self._reference = _touched(payload.num_bytes), _touched(payload.num_bytes)
         fabrics = {fabric.name: fabric for fabric in self.fabrics}
-        self._sender = Sender(fabrics, payload.layout, self.instance.channel.address, self.send)
+        self._sender = Sender(fabrics, self.instance.channel.address, self.send)
         self._offered = self._pinged = 0.0
 
     @property
@@ -232,7 +232,7 @@ class ProducerEnd(_End):
             case Start():
                 self.sent = 0
                 self._offered = time.monotonic()
-                self._sender.offer(command.transfer, command.consumer, self._payload.rows)
+                self._sender.offer(command.transfer, command.consumer, self._payload.rows, self._payload.layout)
                 self._sender.provide(
                     command.transfer, self._source.reshape(self._payload.rows, self._payload.row_bytes)
                 )

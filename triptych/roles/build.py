@@ -35,9 +35,9 @@ from triptych.roles.instance import Instance
 from triptych.roles.language import LanguageHost
 from triptych.roles.loading import Loading
 from triptych.roles.ranks import ChildRanks, NoRanks, Ranks
+from triptych.roles.sending import SendingHost
 from triptych.topology import Role
 from triptych.transfer.buffers import RowBuffer
-from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.fabrics.opening import open_fabrics
 from triptych.transfer.memory import SharedMemory
 from triptych.transfer.receiver import Receiver
@@ -133,8 +133,10 @@ def _add_hosts(
         tower = _timed("vision tower", model.load_tower) if role.encodes else None
         group = ranks.connect(rank_device(DEVICE, 0))
         decoder = _timed("decoder", lambda: model.load_decoder(group)) if role.generates else None
+    sender = Sender({fabric.name: fabric for fabric in fabrics}, channel.address, instance.send)
     if tower is not None:
-        instance.add(_encode_host(model, tower, instance, engine, fabrics), far_end=End.CONSUMER)
+        instance.add(_encode_host(model, tower, instance, engine, sender))
+        instance.add(SendingHost(sender), far_end=End.CONSUMER)
     if decoder is not None:
         buffer = RowBuffer(
             model.row_layout, engine.receive_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory
@@ -181,16 +183,15 @@ def _as_bytes(rows: torch.Tensor) -> Rows:
     return np.array(as_bytes)
 
 
-def _encode_host(
-    model: Model, tower: Tower, instance: Instance, engine: EngineConfig, fabrics: Sequence[Fabric]
-) -> EncodeHost:
+def _encode_host(model: Model, tower: Tower, instance: Instance, engine: EngineConfig, sender: Sender) -> EncodeHost:
     dtype, channel = model.weights.activations, instance.channel
     return EncodeHost(
         preprocessor=resolve(model.files.preprocessor)(model.config, load_preprocessor_config(model.checkpoint.folder)),
         encoder=TowerEncoder(tower, dtype),
         queue=EncodeQueue(engine.encode_batch_patches),
         cache=RowCache(engine.encode_cache_mb * 2**20),
-        sender=Sender({fabric.name: fabric for fabric in fabrics}, model.row_layout, channel.address, instance.send),
+        sender=sender,
+        layout=model.row_layout,
         compute=instance.compute,
         wake=channel.wake,
         front_door=instance.front_door,

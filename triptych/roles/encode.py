@@ -1,17 +1,18 @@
-"""The host of stage E: receive → preprocess → run the tower → offer rows and write them where they are granted."""
+"""The host of stage E: receive → preprocess → run the tower → hand the rows to the sender."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeJob, EncodeQueue
-from triptych.errors import PlanMismatch, TriptychError
+from triptych.errors import PlanMismatch, TransferError, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
-from triptych.messages.rows import Abort, Done, Grant
+from triptych.messages.rows import RowLayout
 from triptych.messages.work import Encode, Encoded, EncodeFailed, PeerLost
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
@@ -40,6 +41,7 @@ class EncodeHost:
         queue: EncodeQueue,
         cache: RowCache,
         sender: Sender,
+        layout: RowLayout,
         compute: ComputeThread,
         wake: Callable[[], None],
         front_door: Address,
@@ -50,6 +52,7 @@ class EncodeHost:
         self._queue = queue
         self._cache = cache
         self._sender = sender
+        self._layout = layout
         self._compute = compute
         self._wake = wake
         self._front_door = front_door
@@ -64,48 +67,36 @@ class EncodeHost:
 
     @property
     def handlers(self) -> Handlers:
-        return {
-            Encode: self._on_encode,
-            Grant: self._sender.on_grant,
-            Done: self._sender.on_done,
-            Abort: self._on_abort,
-        }
+        return {Encode: self._on_encode}
 
     def advance(self) -> None:
         self._collect_preprocessed()
         self._collect_batch()
         self._start_batch()
-        self._sender.poll()
-        for transfer in self._sender.check_deadlines():
-            self._forget(transfer)
 
-    @property
-    def next_advance(self) -> float:
-        return self._sender.next_poll
+    next_advance = float("inf")
 
     def peer_lost(self, lost: PeerLost) -> None:
-        for transfer in self._sender.consumer_lost(lost.address):
-            self._forget(transfer)
+        """Its transfers end, and with them the jobs that nobody else wants."""
 
     def lapse(self) -> None:
-        """Nothing may be written any more: the consumers are told that this instance is gone, and may grant the same
-        blocks to others."""
-        for transfer in self._sender.forget_all():
-            self._forget(transfer)
+        """All transfers end, and with them all jobs."""
 
     def check_idle(self) -> None:
-        """Nothing here is handed out in pieces; the sender keeps rows only while a transfer is under way."""
+        """Nothing here is handed out in pieces."""
 
     def close(self) -> None:
         self._workers.shutdown(wait=True, cancel_futures=True)
-        log.info("sent: %s", self._sender.counters)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_encode(self, message: Encode) -> None:
+        if message.transfer in self._sender:
+            raise TransferError(f"transfer {message.transfer} is under way already")
         now = time.time()
         self.num_asked += 1
-        self._sender.offer(message.transfer, message.consumer, message.plan.rows)
+        over = partial(self._forget, message.transfer)
+        self._sender.offer(message.transfer, message.consumer, message.plan.rows, self._layout, over)
         if (rows := self._cache.get(message.key)) is not None:
             self._deliver(message.transfer, rows, cached=True, intervals=[Interval("queue", now, time.time())])
             return
@@ -116,10 +107,6 @@ class EncodeHost:
             self._preprocessing[future] = job
             future.add_done_callback(lambda _: self._wake())
         job.transfers.append(message.transfer)
-
-    def _on_abort(self, message: Abort) -> None:
-        if transfer := self._sender.on_abort(message):
-            self._forget(transfer)
 
     def _forget(self, transfer: TransferId) -> None:
         """Nobody waits for this transfer; a job that no other transfer wants isn't encoded."""

@@ -64,9 +64,9 @@ class Instance:
         self._register_deadline = self._remind_at = 0.0
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
-    def add(self, host: Host, far_end: End) -> None:
-        """Takes in a host. ``far_end`` is who it talks to in transfers: of two hosts in one instance, one is the
-        producer and one the consumer, and what either end says goes to the other."""
+    def add(self, host: Host, far_end: End | None = None) -> None:
+        """Takes in a host. ``far_end`` is who it talks to in transfers, if it does: of two hosts in one instance, one
+        is the producer and one the consumer, and what either end says goes to the other."""
         self.hosts.append(host)
         for kind, handler in host.handlers.items():
             self._handlers[kind, far_end if kind in (Done, Abort) else None] = handler

@@ -4,10 +4,12 @@ A write may still be under way when its transfer ends. Then the rows stay as the
 this end has let go, until the write is over; if it doesn't end at all, the consumer is told that instead.
 """
 
+import bisect
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from triptych.errors import TransferError
@@ -22,6 +24,8 @@ from triptych.types import Address, TransferId
 
 log = logging.getLogger(__name__)
 
+OnEnd = Callable[[], object]
+
 MAX_ATTEMPTS = 3
 """How often one grant is written before a write that fails ends the transfer."""
 POLL_INTERVAL = 100e-6
@@ -31,38 +35,59 @@ threads need the cores: measured on two, a 32 MiB write by 5 % over NIXL and 20 
 
 @dataclass
 class _Writing:
-    """A grant being written. ``write`` is None between two attempts."""
+    """A grant being written, in as many writes as its rows come in. ``write`` is None between two of them, and between
+    two attempts at one (``again``); ``pieces`` of the transfer's are looked at by the write under way, ``written`` of
+    them, and with these ``rows_written`` rows of the grant, by those that have landed."""
 
     grant: Grant
-    began: float
-    deadline: float
+    began: float = 0.0
+    deadline: float = 0.0
     write: Write | None = None
+    pieces: int = 0
+    rows: int = 0
+    written: int = 0
+    rows_written: int = 0
     checksum: int | None = None
     attempts: int = 0
+    again: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Rows that exist: uint8 of shape (rows, row_bytes)."""
+
+    first_row: int
+    rows: Bytes
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + len(self.rows)
 
 
 @dataclass
 class _Outgoing:
-    """One transfer. ``source`` is uint8 of shape (rows, row_bytes), or None until the rows exist. ``farewell`` is what
-    the consumer is told once nothing is being written any more."""
+    """One transfer. ``pieces`` are the rows that exist, in the order in which they came. ``farewell`` is what the
+    consumer is told once nothing is being written any more, and then ``on_end`` is called."""
 
     transfer: TransferId
     consumer: Address
     rows: int
+    layout: RowLayout
+    on_end: OnEnd
     progress: Progress
-    source: Bytes | None = None
+    pieces: list[_Piece] = field(default_factory=list)
+    num_provided: int = 0
     grants: deque[Grant] = field(default_factory=deque)
     writing: _Writing | None = None
     farewell: Message | None = None
 
 
 class Sender:
-    """All outgoing transfers of one instance. Used by one thread."""
+    """All outgoing transfers of one instance, of rows of any layout. Used by one thread."""
 
     def __init__(
         self,
         fabrics: Mapping[str, Fabric],
-        layout: RowLayout,
         address: Address,
         send: Send,
         *,
@@ -71,7 +96,6 @@ class Sender:
     ) -> None:
         self.counters = SenderCounters()
         self._fabrics = fabrics
-        self._layout = layout
         self._address = address
         self._send = send
         self._deadlines = deadlines or Deadlines()
@@ -81,20 +105,32 @@ class Sender:
         self._regions: dict[Address, RegionHandle] = {}
         self._left: set[RegionHandle] = set()
 
-    def offer(self, transfer: TransferId, consumer: Address, rows: int) -> None:
-        """Says that ``rows`` rows will exist; the consumer may grant before they do."""
-        self._transfers[transfer] = _Outgoing(transfer, consumer, rows, Progress(transfer, self._clock()))
+    def offer(
+        self, transfer: TransferId, consumer: Address, rows: int, layout: RowLayout, on_end: OnEnd = lambda: None
+    ) -> None:
+        """Says that ``rows`` rows will exist; the consumer may grant before they do. ``on_end`` is called once, when
+        the transfer is over, however it ended, and its rows aren't read any more."""
+        self._transfers[transfer] = _Outgoing(
+            transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock())
+        )
         reaches = [Reach(fabric.name, fabric.domain) for fabric in self._fabrics.values()]
-        self._send(consumer, Offer(transfer, rows, self._address, self._layout, reaches))
+        self._send(consumer, Offer(transfer, rows, self._address, layout, reaches))
 
-    def provide(self, transfer: TransferId, source: Bytes) -> None:
-        """The rows: contiguous uint8 of shape (rows, row_bytes), untouched until the transfer ends. A transfer that
-        has ended meanwhile is passed over."""
+    def provide(self, transfer: TransferId, rows: Bytes, first_row: int = 0) -> None:
+        """Rows that exist now, all of the transfer's or a piece of them, in any order: contiguous uint8 of shape (n,
+        row_bytes), untouched until the transfer ends. Each is written as soon as it is granted. A transfer that has
+        ended meanwhile is passed over. Raises TransferError for rows that don't fit the offer."""
         if (outgoing := self._transfers.get(transfer)) is None:
             return
-        if source.shape != (outgoing.rows, self._layout.row_bytes):
-            raise TransferError(f"rows of shape {source.shape}, offered ({outgoing.rows}, {self._layout.row_bytes})")
-        outgoing.source = source
+        piece = _Piece(first_row, rows)
+        too_many = max(piece.end_row, outgoing.num_provided + len(rows)) > outgoing.rows
+        if too_many or rows.shape[1:] != (outgoing.layout.row_bytes,):
+            raise TransferError(
+                f"rows of shape {rows.shape} from {first_row} on, offered ({outgoing.rows}, "
+                f"{outgoing.layout.row_bytes})"
+            )
+        outgoing.pieces.append(piece)
+        outgoing.num_provided += len(rows)
         outgoing.progress.touch(self._clock())
         self._advance(outgoing)
 
@@ -104,22 +140,18 @@ class Sender:
             self.counters.aborted += 1
             self._end(outgoing, TransferState.FAILED, Abort(transfer, End.PRODUCER, self._address, reason))
 
-    def consumer_lost(self, consumer: Address) -> list[TransferId]:
-        """Ends all transfers to a consumer that is gone, and returns them."""
-        lost = [outgoing for outgoing in self._transfers.values() if outgoing.consumer == consumer]
-        for outgoing in lost:
+    def consumer_lost(self, consumer: Address) -> None:
+        """Ends all transfers to a consumer that is gone."""
+        for outgoing in [outgoing for outgoing in self._transfers.values() if outgoing.consumer == consumer]:
             self._end(outgoing, TransferState.FAILED)
         self._retire(self._regions.pop(consumer, None))
-        return [outgoing.transfer for outgoing in lost]
 
-    def forget_all(self) -> list[TransferId]:
-        """Ends every transfer without a word, and returns them: the consumers count on nothing from here."""
-        forgotten = list(self._transfers.values())
-        for outgoing in forgotten:
+    def forget_all(self) -> None:
+        """Ends every transfer without a word: the consumers count on nothing from here."""
+        for outgoing in list(self._transfers.values()):
             self._end(outgoing, TransferState.FAILED)
         for consumer in list(self._regions):
             self._retire(self._regions.pop(consumer))
-        return [outgoing.transfer for outgoing in forgotten]
 
     def state(self, transfer: TransferId) -> TransferState:
         return self._transfers[transfer].progress.state
@@ -136,7 +168,8 @@ class Sender:
     def next_poll(self) -> float:
         """Seconds after which ``poll`` wants to be called even if nothing happens; infinite while nothing is being
         written."""
-        busy = self._ending or any(outgoing.writing for outgoing in self._transfers.values())
+        writings = (outgoing.writing for outgoing in self._transfers.values())
+        busy = self._ending or any(writing and (writing.write or writing.again) for writing in writings)
         return POLL_INTERVAL if busy else float("inf")
 
     def poll(self) -> None:
@@ -146,13 +179,11 @@ class Sender:
         for outgoing in list(self._ending):
             self._let_go(outgoing)
 
-    def check_deadlines(self) -> list[TransferId]:
-        """Ends what has stood still for too long, and returns it. Call a few times a second."""
+    def check_deadlines(self) -> None:
+        """Ends what has stood still for too long. Call a few times a second."""
         now = self._clock()
-        overdue = [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]
-        for outgoing in overdue:
+        for outgoing in [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]:
             self.abort(outgoing.transfer, f"it stood still while {outgoing.progress.state.value}")
-        return [outgoing.transfer for outgoing in overdue]
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -171,65 +202,60 @@ class Sender:
         outgoing.grants.append(grant)
         self._advance(outgoing)
 
-    def on_done(self, done: Done) -> TransferId | None:
-        """The consumer has all it wanted. Returns the transfer when it was still under way."""
+    def on_done(self, done: Done) -> None:
+        """The consumer has all it wanted."""
         if (outgoing := self._transfers.get(done.transfer)) is None:
-            return None
+            return
         if outgoing.progress.state is not TransferState.TRANSFERRING:
             log.error("transfer %s: Done before any row was written", done.transfer)
             self._end(outgoing, TransferState.FAILED)
-            return done.transfer
+            return
         self.counters.completed += 1
         self._end(outgoing, TransferState.SUCCESS)
-        return done.transfer
 
-    def on_abort(self, abort: Abort) -> TransferId | None:
-        """The consumer gives up. Returns the transfer when it was still under way."""
+    def on_abort(self, abort: Abort) -> None:
+        """The consumer gives up."""
         farewell = Done(abort.transfer, End.PRODUCER)
         if outgoing := self._transfers.get(abort.transfer):
             self.counters.aborted += 1
             self._end(outgoing, TransferState.FAILED, farewell)
-            return abort.transfer
-        if ending := next((o for o in self._ending if o.transfer == abort.transfer), None):
+        elif ending := next((o for o in self._ending if o.transfer == abort.transfer), None):
             ending.farewell = farewell
         else:
             self._send(abort.sender, farewell)
-        return None
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _advance(self, outgoing: _Outgoing) -> None:
-        """Writes grant after grant; rows are announced only once they have all landed."""
+        """Writes grant after grant; rows are announced only once all of their grant's have landed."""
         try:
-            while outgoing.source is not None and (writing := self._current(outgoing)) is not None:
-                if not self._written(outgoing.source, writing):
+            while outgoing.writing or outgoing.grants:
+                outgoing.writing = outgoing.writing or _Writing(outgoing.grants.popleft())
+                if not self._written(outgoing, outgoing.writing):
                     return
-                outgoing.writing = None
-                self._release_left()
-                self._announce(outgoing, writing)
+                if outgoing.writing.rows_written == outgoing.writing.grant.rows:
+                    self._announce(outgoing, outgoing.writing)
+                    outgoing.writing = None
+                    self._release_left()
         except TransferError as error:
             log.error("transfer %s: %s", outgoing.transfer, error)
             self.abort(outgoing.transfer, str(error))
 
-    def _current(self, outgoing: _Outgoing) -> _Writing | None:
-        """The grant that is being written, or the next one."""
-        if outgoing.writing is None and outgoing.grants:
-            if outgoing.progress.state is TransferState.WAITING_FOR_INPUT:
-                outgoing.progress.enter(TransferState.TRANSFERRING, self._clock())
-            deadline = self._clock() + self._deadlines.write
-            outgoing.writing = _Writing(outgoing.grants.popleft(), time.time(), deadline)
-        return outgoing.writing
-
-    def _written(self, source: Bytes, writing: _Writing) -> bool:
-        """Begins to write, or looks whether that is done. Raises TransferError when it can't be."""
+    def _written(self, outgoing: _Outgoing, writing: _Writing) -> bool:
+        """Begins to write what has come of a grant's rows, or looks whether that is done: whether it is just now.
+        Raises TransferError when it can't be."""
         try:
-            if writing.write is None:
-                self._begin(source, writing)
+            if writing.write is None and not self._begin(outgoing, writing):
+                return False
             assert writing.write is not None
             if writing.write.done():
+                writing.write = None
+                writing.written = writing.pieces
+                writing.rows_written += writing.rows
                 return True
         except TransferError:
             writing.write = None
+            writing.again = True
             writing.attempts += 1
             if writing.attempts >= MAX_ATTEMPTS:
                 raise
@@ -239,20 +265,31 @@ class Sender:
             raise TransferError(f"a write took longer than {self._deadlines.write:g} s")
         return False
 
-    def _begin(self, source: Bytes, writing: _Writing) -> None:
-        grant, row_bytes = writing.grant, self._layout.row_bytes
-        row, parts, copies = grant.first_row, [], []
-        for extent in grant.extents:
-            parts.append(source[row : row + extent.rows].reshape(-1))
-            copies.append(Copy(parts[-1], extent.start * row_bytes))
-            row += extent.rows
+    def _begin(self, outgoing: _Outgoing, writing: _Writing) -> bool:
+        """One write of all that has come. False when there is nothing of the grant's."""
+        writing.again = False
+        parts = _parts(writing.grant, outgoing.pieces[writing.written :])
+        if not parts:
+            writing.written = len(outgoing.pieces)
+            return False
+        if outgoing.progress.state is TransferState.WAITING_FOR_INPUT:
+            outgoing.progress.enter(TransferState.TRANSFERRING, self._clock())
+        writing.deadline = self._clock() + self._deadlines.write
+        writing.began = writing.began or time.time()
+        writing.pieces = len(outgoing.pieces)
+        writing.rows = sum(len(part.rows) for part in parts)
+        grant, row_bytes = writing.grant, outgoing.layout.row_bytes
+        copies = [Copy(part.rows.reshape(-1), part.first_row * row_bytes) for part in parts]
         writing.write = self._fabrics[grant.region.fabric].write(grant.region, copies)
-        if grant.checked and writing.checksum is None:
-            writing.checksum = checksum(parts)  # while the bytes are on their way
+        if grant.checked and writing.checksum is None and writing.rows_written + writing.rows == grant.rows:
+            ordered = sorted(outgoing.pieces, key=lambda piece: piece.first_row)
+            whole = [part.rows.reshape(-1) for part in _parts(grant, ordered)]
+            writing.checksum = checksum(whole)  # while the bytes are on their way
+        return True
 
     def _announce(self, outgoing: _Outgoing, writing: _Writing) -> None:
         grant = writing.grant
-        self.counters.bytes += grant.rows * self._layout.row_bytes
+        self.counters.bytes += grant.rows * outgoing.layout.row_bytes
         outgoing.progress.touch(self._clock())
         wrote = Wrote(outgoing.transfer, grant.first_row, grant.rows, writing.began, writing.checksum)
         self._send(outgoing.consumer, wrote)
@@ -277,9 +314,11 @@ class Sender:
             return
         self._ending.remove(outgoing)
         outgoing.writing = None
+        outgoing.pieces.clear()
         self._release_left()
         if outgoing.farewell is not None:
             self._send(outgoing.consumer, outgoing.farewell)
+        outgoing.on_end()
 
     def _still_writing(self, outgoing: _Outgoing) -> bool:
         if outgoing.writing is None or outgoing.writing.write is None:
@@ -319,3 +358,18 @@ class Sender:
         for region in self._left - written_to:
             self._left.remove(region)
             self._fabrics[region.fabric].release(region)
+
+
+def _parts(grant: Grant, pieces: Iterable[_Piece]) -> list[_Piece]:
+    """What of these pieces the grant asks for, cut at its extents; ``first_row`` is where in the region each goes."""
+    starts = list(itertools.accumulate((extent.rows for extent in grant.extents), initial=grant.first_row))
+    parts = []
+    for piece in pieces:
+        row, end_row = max(piece.first_row, grant.first_row), min(piece.end_row, starts[-1])
+        while row < end_row:
+            index = bisect.bisect_right(starts, row) - 1
+            until = min(end_row, starts[index + 1])
+            rows = piece.rows[row - piece.first_row : until - piece.first_row]
+            parts.append(_Piece(grant.extents[index].start + row - starts[index], rows))
+            row = until
+    return parts
