@@ -14,7 +14,8 @@ from triptych.config import (
     kv_memory_per_instance,
     parse_cpus,
     parse_memory,
-    threads_per_instance,
+    processes_of,
+    threads_per_process,
 )
 from triptych.errors import ConfigError
 
@@ -106,8 +107,13 @@ def test_settings_survive_the_command_line(config: object) -> None:
 
 
 def test_threads_are_shared_out_and_never_none() -> None:
-    assert threads_per_instance(EngineConfig(threads=3), 100) == 3
-    assert threads_per_instance(EngineConfig(), 10_000) == 1
+    assert threads_per_process(EngineConfig(threads=3), 100) == 3
+    assert threads_per_process(EngineConfig(), 10_000) == 1
+
+
+def test_only_instances_that_generate_are_several_processes() -> None:
+    engine = EngineConfig(tensor_parallel_size=3)
+    assert [processes_of(engine, has_decoder=has_decoder) for has_decoder in (True, False)] == [3, 1]
 
 
 # ── the cluster's secret ─────────────────────────────────────────────────────────────────────────────────────

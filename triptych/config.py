@@ -47,7 +47,10 @@ class EngineConfig:
     quantization: str = setting(
         "none", "int8: the decoder's weights in int8, activations rounded as they come; its head stays in fp16"
     )
-    threads: int = setting(0, "threads that one instance computes with; 0 shares the cores out evenly")
+    tensor_parallel_size: int = setting(
+        1, "processes on this machine that share the decoder of a language instance, its weights and its KV cache"
+    )
+    threads: int = setting(0, "threads that one process computes with; 0 shares the cores out evenly")
     cpus: str = setting(
         "", "cores that this command's processes run on, such as 0-3,8; all that it may use unless given"
     )
@@ -271,9 +274,14 @@ def as_flags(*configs: Any) -> list[str]:
     return arguments
 
 
-def threads_per_instance(engine: EngineConfig, num_instances: int) -> int:
+def processes_of(engine: EngineConfig, *, has_decoder: bool) -> int:
+    """How many processes one instance is: its ranks, if it has a decoder."""
+    return engine.tensor_parallel_size if has_decoder else 1
+
+
+def threads_per_process(engine: EngineConfig, num_processes: int) -> int:
     """``--threads``, or an even share of the cores this process may use; never none."""
-    return engine.threads or max(1, len(os.sched_getaffinity(0)) // num_instances)
+    return engine.threads or max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 def parse_cpus(text: str) -> frozenset[int]:

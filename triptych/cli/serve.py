@@ -2,22 +2,28 @@
 
 import argparse
 import asyncio
-import ctypes
 import dataclasses
 import logging
 import os
 import re
 import shlex
 import signal
-import sys
 from typing import Any
 
 from triptych.cli import flags
 from triptych.cluster.local import SUPERVISOR_VARIABLE
 from triptych.cluster.service import LocalService
-from triptych.config import ClusterConfig, ServeConfig, as_flags, is_loopback, parse_cpus, threads_per_instance
+from triptych.config import (
+    ClusterConfig,
+    ServeConfig,
+    as_flags,
+    is_loopback,
+    parse_cpus,
+    processes_of,
+    threads_per_process,
+)
 from triptych.errors import ConfigError
-from triptych.observe.machine import stay_on
+from triptych.observe.machine import end_with_parent, stay_on
 from triptych.topology import Role, Topology
 
 SUMMARY = "serve a model: all processes of a topology, or one instance that joins a front door"
@@ -90,7 +96,8 @@ def _announce(service: LocalService, config: ServeConfig, topology: Topology | N
 
 def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str | None) -> int:
     """One instance in this process, until the front door or a signal ends it."""
-    _end_with_supervisor()
+    if supervisor := os.environ.get(SUPERVISOR_VARIABLE):
+        end_with_parent(int(supervisor))
     if join is None:
         raise ConfigError(f"--role {role} needs --join HOST:PORT")
     if not _HOST_PORT.fullmatch(join):
@@ -102,7 +109,7 @@ def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str |
             "reaches this instance at with --cluster-host"
         )
     # before torch is imported, which reads it once
-    threads = threads_per_instance(config.engine, 1)
+    threads = threads_per_process(config.engine, processes_of(config.engine, has_decoder=role.has_decoder))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from triptych.roles.main import run_instance
 
@@ -116,16 +123,6 @@ def _role(text: str) -> Role:
     except ValueError:
         known = ", ".join([*Role, FRONT_DOOR])
         raise ConfigError(f"--role {text} is not one of {known}") from None
-
-
-def _end_with_supervisor() -> None:
-    """Makes the kernel end this process when its supervisor dies, however that dies (prctl(2), PR_SET_PDEATHSIG)."""
-    supervisor = os.environ.get(SUPERVISOR_VARIABLE)
-    if supervisor is None:
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(supervisor):
-        sys.exit("the supervisor is gone")
 
 
 def _show(line: str) -> None:

@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from triptych.config import ServeConfig, as_flags, kv_memory_per_instance, threads_per_instance
+from triptych.config import ServeConfig, as_flags, kv_memory_per_instance, processes_of, threads_per_process
 from triptych.errors import StartError
+from triptych.observe.machine import ending
 from triptych.topology import Role, Topology
 
 SUPERVISOR_VARIABLE = "TRIPTYCH_SUPERVISOR"
@@ -65,7 +65,9 @@ class LocalCluster:
         await asyncio.gather(*relays, return_exceptions=True)
 
     async def _spawn(self, name: str, role: Role) -> _Child:
-        threads = threads_per_instance(self._config.engine, len(self._topology.roles))
+        engine = self._config.engine
+        num_processes = sum(processes_of(engine, has_decoder=role.has_decoder) for role in self._topology.roles)
+        threads = threads_per_process(engine, num_processes)
         environment = os.environ | {
             SUPERVISOR_VARIABLE: str(os.getpid()),
             "OMP_NUM_THREADS": str(threads),
@@ -73,7 +75,6 @@ class LocalCluster:
         }
         command = [sys.executable, "-m", "triptych", "serve", str(self._config.model)]
         command += ["--role", role.value, "--join", self._join, "--name", name]
-        engine = self._config.engine
         num_decoders = max(1, sum(role.has_decoder for role in self._topology.roles))
         command += as_flags(engine, *self._config.shared)
         command += ["--threads", str(threads), "--kv-memory", kv_memory_per_instance(engine, num_decoders)]
@@ -95,7 +96,7 @@ class LocalCluster:
         code = await child.process.wait()
         if not self._stopping and not self.lost.done():
             last_words = f": {child.last_line}" if code > 0 and child.last_line else ""
-            self.lost.set_result(f"instance {child.name} (process {child.process.pid}) {_ending(code)}{last_words}")
+            self.lost.set_result(f"instance {child.name} (process {child.process.pid}) {ending(code)}{last_words}")
 
 
 async def wait_until_ready(cluster: LocalCluster, is_ready: Callable[[], bool], timeout: float) -> None:
@@ -122,11 +123,3 @@ async def _next_line(stream: asyncio.StreamReader) -> str:
     except ValueError:
         return "(a line too long to show)"
     return (line.decode(errors="replace").rstrip() or " ") if line else ""
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"

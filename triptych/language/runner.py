@@ -11,7 +11,10 @@ from torch import Tensor
 from triptych.language.sampler import Draw, Drawn, sample
 from triptych.language.scheduler import Chunk
 from triptych.models.attention.base import AttentionBatch, KVTensors
-from triptych.models.decoder import Decoder, ForwardBatch
+from triptych.models.decoder import AfterLayer, ForwardBatch
+
+Forward = Callable[[ForwardBatch, KVTensors, AfterLayer | None], Tensor]
+"""A decoder, or what stands before one: runs a step and returns its logits, as ``Decoder.forward`` does."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class MediaRows:
 class Runner:
     """Runs steps on a decoder and its KV tensors. ``run`` is the only part that takes long."""
 
-    def __init__(self, decoder: Decoder, cache: KVTensors, page_size: int) -> None:
+    def __init__(self, decoder: Forward, cache: KVTensors, page_size: int) -> None:
         self.decoder = decoder
         self._cache = cache
         self._page_size = page_size
@@ -52,9 +55,7 @@ class Runner:
             attention=self._attention(chunks),
         )
 
-    def run(
-        self, batch: ForwardBatch, draws: Rows[Draw], after_layer: Callable[[int], object] | None = None
-    ) -> list[Drawn]:
+    def run(self, batch: ForwardBatch, draws: Rows[Draw], after_layer: AfterLayer | None = None) -> list[Drawn]:
         """The next token of every chunk that samples, in order. ``after_layer`` as ``Decoder.forward`` has it."""
         with torch.inference_mode():
             logits = self.decoder(batch, self._cache, after_layer)

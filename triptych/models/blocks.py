@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from triptych.models.attention.base import AttentionBackend, AttentionBatch
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
 from triptych.models.layers import Linear, RMSNorm
+from triptych.models.parallel import Dimension
 from triptych.models.rope import rotate
 from triptych.models.weights import WeightReader
 
@@ -30,21 +31,19 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, prefix: str, backend: AttentionBackend) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        shard, head_dim = config.shard(reader.group.size), config.head_dim
+        heads, kv_heads = shard.num_heads, shard.num_kv_heads
         self.head_counts = [heads, kv_heads, kv_heads]
         self.head_dim = head_dim
         self.backend = backend
-        self.qkv = reader.linear(
-            {
-                f"{prefix}.q_proj": heads * head_dim,
-                f"{prefix}.k_proj": kv_heads * head_dim,
-                f"{prefix}.v_proj": kv_heads * head_dim,
-            },
+        queries, keys = Dimension(config.num_heads, head_dim), Dimension(config.num_kv_heads, head_dim)
+        self.qkv = reader.column_parallel(
+            {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys},
             config.hidden_size,
             bias=config.attention_bias,
         )
-        self.output = reader.linear(
-            {f"{prefix}.o_proj": config.hidden_size}, heads * head_dim, bias=config.attention_bias
+        self.output = reader.all_reduced(
+            reader.row_parallel(f"{prefix}.o_proj", config.hidden_size, queries, bias=config.attention_bias)
         )
         # Queries and keys lie side by side, so one norm, with a weight per head, serves both.
         q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
@@ -106,19 +105,22 @@ class MixtureOfExperts(nn.Module):
 
 
 def load_dense_mlp(config: DecoderConfig, reader: WeightReader, prefix: str) -> GatedMLP:
-    """A plain layer's MLP."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    """This rank's part of a plain layer's MLP."""
+    hidden, intermediate = config.hidden_size, Dimension(config.intermediate_size)
     return GatedMLP(
-        gate_up=reader.linear({f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}, hidden),
-        down=reader.linear({f"{prefix}.down_proj": hidden}, intermediate),
+        gate_up=reader.column_parallel(
+            {f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}, hidden
+        ),
+        down=reader.row_parallel(f"{prefix}.down_proj", hidden, intermediate),
     )
 
 
 def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, prefix: str) -> MixtureOfExperts:
-    """A routed layer's experts and router. The router stays unpacked: rounding it could change which experts run."""
-    hidden, intermediate = config.hidden_size, moe.moe_intermediate_size
-    gate_ups = reader.experts(f"{prefix}.experts.gate_up_proj", moe.num_experts, 2 * intermediate, hidden)
-    downs = reader.experts(f"{prefix}.experts.down_proj", moe.num_experts, hidden, intermediate)
+    """A routed layer's router, and this rank's part of each expert. The router stays unpacked: rounding it could change
+    which experts run."""
+    hidden, intermediate = config.hidden_size, Dimension(moe.moe_intermediate_size)
+    gate_ups = reader.expert_gate_ups(f"{prefix}.experts.gate_up_proj", moe.num_experts, intermediate, hidden)
+    downs = reader.expert_downs(f"{prefix}.experts.down_proj", moe.num_experts, hidden, intermediate)
     experts = [GatedMLP(gate_up, down) for gate_up, down in zip(gate_ups, downs, strict=True)]
     return MixtureOfExperts(moe, reader.plain_linear(f"{prefix}.gate", moe.num_experts, hidden), experts)
 
@@ -132,11 +134,12 @@ class Layer(nn.Module):
         self.attention_norm = reader.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, reader, f"{prefix}.self_attn", backend)
         self.mlp_norm = reader.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.mlp: nn.Module
+        mlp: nn.Module
         if config.moe is not None and config.is_moe_layer(index):
-            self.mlp = load_mixture(config, config.moe, reader, f"{prefix}.mlp")
+            mlp = load_mixture(config, config.moe, reader, f"{prefix}.mlp")
         else:
-            self.mlp = load_dense_mlp(config, reader, f"{prefix}.mlp")
+            mlp = load_dense_mlp(config, reader, f"{prefix}.mlp")
+        self.mlp = reader.all_reduced(mlp)
 
     def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
         """``hidden`` [T, hidden] → [T, hidden], a new tensor."""

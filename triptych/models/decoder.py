@@ -13,7 +13,8 @@ from triptych.models.attention.native import paged_decode
 from triptych.models.blocks import Layer, LayerContext
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
-from triptych.models.layers import Linear, WeightFormat, frozen
+from triptych.models.layers import WeightFormat, frozen
+from triptych.models.parallel import SINGLE_RANK, Group
 from triptych.models.rope import InterleavedMRope
 from triptych.models.weights import HEAD, DecoderKeys, WeightReader
 
@@ -37,15 +38,20 @@ class ForwardBatch:
     attention: AttentionBatch
 
 
+AfterLayer = Callable[[int], object]
+"""Is told the number of each layer of a step once its keys and values are in the cache."""
+
+
 class Decoder(nn.Module):
     """Tokens and media rows in, logits out. Holds no state between steps: that is in the ``KVTensors``.
 
+    ``config`` is this rank's shard, and so are all weights but the embedding, the norms and the routers.
     ``embedding`` [vocab, hidden] keeps the checkpoint's dtype, and on CPUs its memory mapping: a step needs few rows.
     """
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, backend: AttentionBackend) -> None:
         super().__init__()
-        self.config = config
+        self.config = config.shard(reader.group.size)
         self.dtype = reader.weights.activations
         vocab_and_hidden = (config.vocab_size, config.hidden_size)
         embedding = reader.tensor("embed_tokens.weight", vocab_and_hidden)
@@ -55,9 +61,7 @@ class Decoder(nn.Module):
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
             reader.ignore(HEAD)  # some tied checkpoints store it all the same
-        self.head: Linear = reader.weights.head(
-            embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden), reader.device
-        )
+        self.head = reader.head(embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden))
 
     @classmethod
     def load(
@@ -69,28 +73,28 @@ class Decoder(nn.Module):
         device: torch.device,
         *,
         backend: AttentionBackend | None = None,
+        group: Group = SINGLE_RANK,
     ) -> "Decoder":
         """The decoder with a checkpoint's weights, ready for inference.
 
         Built layer by layer from memory-mapped tensors: beyond the result, memory holds one layer's weights.
         ``backend`` defaults to the CPU's, which is plain PyTorch and so runs, slower than it need, on any device.
+        ``group`` are the ranks that share the decoder, by default this process alone.
         Raises CheckpointError for a tensor that is missing, misshapen or has no place in the decoder, and ConfigError
-        for a weight format that the device can't use.
+        for a weight format that the device can't use and a group whose size doesn't divide the decoder.
         """
-        reader = WeightReader(checkpoint, keys, weights, device)
+        reader = WeightReader(checkpoint, keys, weights, device, group)
         with torch.inference_mode():
             decoder = cls(config, reader, backend or CpuAttention(paged_decode()))
         reader.finish()
         return decoder.eval()
 
     @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, cache: KVTensors, after_layer: Callable[[int], object] | None = None
-    ) -> Tensor:
-        """Runs one step; writes every layer's K and V of the T tokens. Returns logits, float32 [L, vocab].
+    def forward(self, batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None = None) -> Tensor:
+        """Runs one step, at the same time on all ranks; writes every layer's K and V of the T tokens. Returns logits,
+        float32 [L, vocab], on rank 0; on the others, whatever they computed of them.
 
-        ``after_layer`` is told the number of each layer once its K and V are in the cache. Raises ValueError for media
-        rows of the wrong width.
+        Raises ValueError for media rows of the wrong width.
         """
         media = self._media_features(batch)
         hidden = F.embedding(batch.tokens, self.embedding).to(self.dtype)  # [T, hidden]

@@ -1,6 +1,8 @@
 """What a decoder is, in numbers. Filled from a checkpoint's config by ``families/<family>/tower.py``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from triptych.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,26 @@ class DecoderConfig:
     attention_bias: bool = False
     moe: MoEConfig | None = None
 
+    def shard(self, size: int) -> "DecoderConfig":
+        """What one of ``size`` ranks computes: its heads and its part of each MLP. The residual stream, the vocabulary
+        and the number of experts are every rank's. Raises ConfigError for a size that doesn't divide one of them."""
+        _check_divides("query heads", self.num_heads, size)
+        _check_divides("kv heads", self.num_kv_heads, size, shared=True)
+        _check_divides("tokens in the vocabulary", self.vocab_size, size)
+        if not all(self.is_moe_layer(layer) for layer in range(self.num_layers)):
+            _check_divides("intermediate values", self.intermediate_size, size)
+        moe = self.moe
+        if moe is not None:
+            _check_divides("intermediate values of an expert", moe.moe_intermediate_size, size)
+            moe = replace(moe, moe_intermediate_size=per_rank(moe.moe_intermediate_size, size))
+        return replace(
+            self,
+            num_heads=per_rank(self.num_heads, size),
+            num_kv_heads=per_rank(self.num_kv_heads, size),
+            intermediate_size=per_rank(self.intermediate_size, size),
+            moe=moe,
+        )
+
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values in all layers, for elements of that many bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
@@ -63,3 +85,16 @@ class DecoderConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` routes its tokens to experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
+
+
+def per_rank(units: int, size: int) -> int:
+    """How many of so many units each of ``size`` ranks has."""
+    return max(1, units // size)
+
+
+def _check_divides(what: str, units: int, size: int, *, shared: bool = False) -> None:
+    """Raises ConfigError when ``units`` can't be dealt out evenly to ``size`` ranks; ``shared`` units may be fewer."""
+    if units % size and not (shared and size % units == 0):
+        raise ConfigError(
+            f"--tensor-parallel-size {size} doesn't divide the model's {what}, of which there are {units}"
+        )

@@ -13,6 +13,7 @@ from triptych.errors import CheckpointError
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder, DecoderConfig
 from triptych.models.layers import WeightFormat
+from triptych.models.parallel import SINGLE_RANK, Group
 from triptych.models.safetensors_header import TensorInfo
 
 if TYPE_CHECKING:  # importing transformers takes seconds and 100 MiB, which a language instance does without
@@ -59,8 +60,10 @@ class TowerFamily(Protocol):
     def load_tower(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:
         """The tower, and nothing of the decoder."""
 
-    def load_decoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Decoder:
-        """The decoder, and nothing of the tower."""
+    def load_decoder(
+        self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device, group: Group = SINGLE_RANK
+    ) -> Decoder:
+        """A rank's shard of the decoder, and nothing of the tower."""
 
     def stage_bytes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
         """Bytes in the checkpoint of each half: ``{"tower": …, "decoder": …}``."""

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from triptych.errors import CheckpointError
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.layers import Linear, PlainFormat, RMSNorm, WeightFormat
+from triptych.models.parallel import AllReduce, Dimension, Gather, Group
 
 HEAD = "head.weight"
 """The decoder's own name of the output projection."""
@@ -37,12 +38,15 @@ class DecoderKeys:
 
 
 class WeightReader:
-    """Reads a decoder's tensors. Every method raises CheckpointError, naming the key, for one that is missing or of
-    another shape than the config makes it."""
+    """Reads a decoder's tensors, and of those that the ranks of ``group`` share, this rank's part alone. Every method
+    raises CheckpointError, naming the key, for one that is missing or of another shape than the config makes it."""
 
-    def __init__(self, checkpoint: Checkpoint, keys: DecoderKeys, weights: WeightFormat, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, keys: DecoderKeys, weights: WeightFormat, device: torch.device, group: Group
+    ) -> None:
         self.weights = weights
         self.device = device
+        self.group = group
         self._checkpoint = checkpoint
         self._keys = keys
         self._read: set[str] = set()
@@ -58,24 +62,50 @@ class WeightReader:
         self._read.add(key)
         return self._checkpoint.read([key])[key]
 
-    def linear(self, layers: dict[str, int], in_features: int, bias: bool = False) -> Linear:
-        """The named layers, each with its number of outputs, fused into one that concatenates their outputs."""
-        weight = concatenate([self.tensor(f"{name}.weight", (out, in_features)) for name, out in layers.items()])
-        biases = [self.tensor(f"{name}.bias", (out,)) for name, out in layers.items()] if bias else []
-        return self.weights.linear(weight, concatenate(biases) if bias else None, self.device)
+    def column_parallel(self, layers: dict[str, Dimension], in_features: int, bias: bool = False) -> Linear:
+        """The named layers, each with its outputs, fused into one that concatenates this rank's parts of them."""
+        parts = [(name, out, out.part(self.group)) for name, out in layers.items()]
+        weights = [self.tensor(f"{name}.weight", (out.size, in_features))[part] for name, out, part in parts]
+        biases = [self.tensor(f"{name}.bias", (out.size,))[part] for name, out, part in parts] if bias else []
+        return self.weights.linear(concatenate(weights), concatenate(biases) if bias else None, self.device)
+
+    def row_parallel(self, name: str, out_features: int, inputs: Dimension, bias: bool = False) -> Linear:
+        """A layer over this rank's part of the inputs; the ranks' outputs are yet to be added up."""
+        weight = self.tensor(f"{name}.weight", (out_features, inputs.size))[:, inputs.part(self.group)]
+        vector = self.tensor(f"{name}.bias", (out_features,)) if bias else None
+        return self.weights.linear(weight, vector if self.group.rank == 0 else None, self.device)
+
+    def all_reduced(self, module: nn.Module) -> nn.Module:
+        """The module, with the ranks' outputs added up."""
+        return module if self.group.size == 1 else AllReduce(module, self.group)
+
+    def head(self, weight: Tensor) -> nn.Module:
+        """The projection to the vocabulary by ``weight`` [vocab, hidden]; all logits are on rank 0."""
+        part = self.weights.head(weight[Dimension(len(weight)).part(self.group)], self.device)
+        return part if self.group.size == 1 else Gather(part, self.group)
 
     def plain_linear(self, name: str, out_features: int, in_features: int) -> Linear:
-        """A layer whose weight is kept in the activations' dtype, whatever the weight format."""
+        """A whole layer whose weight is kept in the activations' dtype, whatever the weight format."""
         weight = self.tensor(f"{name}.weight", (out_features, in_features))
         return PlainFormat(self.weights.activations).linear(weight, None, self.device)
 
-    def experts(self, name: str, num_experts: int, out_features: int, in_features: int) -> list[Linear]:
-        """One layer per expert from the stacked weights called ``name``."""
-        if self._keys.experts_transposed:
-            stacked = self.tensor(name, (num_experts, in_features, out_features)).transpose(1, 2)
-        else:
-            stacked = self.tensor(name, (num_experts, out_features, in_features))
+    def expert_gate_ups(self, name: str, num_experts: int, intermediate: Dimension, in_features: int) -> list[Linear]:
+        """One column-parallel layer per expert, gate and up fused, from the stacked weights called ``name``."""
+        part = intermediate.part(self.group)
+        stacked = self._stacked(name, num_experts, 2 * intermediate.size, in_features)
+        fused = [weight.unflatten(0, (2, -1))[:, part].flatten(0, 1) for weight in stacked]
+        return [self.weights.linear(weight, None, self.device) for weight in fused]
+
+    def expert_downs(self, name: str, num_experts: int, out_features: int, intermediate: Dimension) -> list[Linear]:
+        """One row-parallel layer per expert from the stacked weights called ``name``."""
+        stacked = self._stacked(name, num_experts, out_features, intermediate.size)[:, :, intermediate.part(self.group)]
         return [self.weights.linear(weight, None, self.device) for weight in stacked]
+
+    def _stacked(self, name: str, num_experts: int, out_features: int, in_features: int) -> Tensor:
+        """[experts, out, in]"""
+        if self._keys.experts_transposed:
+            return self.tensor(name, (num_experts, in_features, out_features)).transpose(1, 2)
+        return self.tensor(name, (num_experts, out_features, in_features))
 
     def vector(self, name: str, size: int) -> Tensor:
         """A norm's weight [size], in the activations' dtype."""

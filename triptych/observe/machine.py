@@ -1,6 +1,10 @@
-"""What this machine has left."""
+"""This machine: what it has left, and how its processes end."""
 
+import contextlib
+import ctypes
 import os
+import signal
+import sys
 from pathlib import Path
 
 from triptych.errors import ConfigError
@@ -22,6 +26,23 @@ def stay_on(cores: frozenset[int]) -> None:
     if foreign := sorted(cores - os.sched_getaffinity(0)):
         raise ConfigError(f"--cpus names core {foreign[0]}, which this process may not use")
     os.sched_setaffinity(0, cores)
+
+
+def end_with_parent(parent: int) -> None:
+    """Makes the kernel end this process when ``parent``, which started it, dies, however that dies (prctl(2),
+    PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(f"process {parent}, which started this one, is gone")
+
+
+def ending(code: int) -> str:
+    """How a process ended, from its exit code, which is negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 def resident_bytes() -> int:

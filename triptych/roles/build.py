@@ -8,9 +8,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from triptych.config import EngineConfig, LeaseConfig, TransferConfig
+from triptych.config import EngineConfig, LeaseConfig, TransferConfig, processes_of
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeQueue
+from triptych.errors import StartError
 from triptych.families.base import ModelConfig, Planner, TowerInput
 from triptych.families.registry import family_of, resolve
 from triptych.language.grammar import GrammarCompiler
@@ -27,6 +28,7 @@ from triptych.models.config_files import load_config, load_preprocessor_config
 from triptych.models.decoder import Decoder
 from triptych.models.fingerprint import fingerprint
 from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.models.parallel import Group, rank_device
 from triptych.models.towers import Tower, TowerFamily
 from triptych.observe.machine import available_bytes, resident_bytes
 from triptych.roles.encode import EncodeHost
@@ -36,6 +38,7 @@ from triptych.roles.instance import Instance
 from triptych.roles.language import Engine, LanguageHost
 from triptych.roles.loading import Loading
 from triptych.roles.outgoing_kv import OutgoingKV
+from triptych.roles.ranks import ChildRanks, NoRanks, Ranks
 from triptych.roles.sending import SendingHost
 from triptych.roles.split import DecodeHost, PrefillHost
 from triptych.topology import Role
@@ -76,8 +79,8 @@ class Model:
     def load_tower(self) -> Tower:
         return self.family.load_tower(self.checkpoint, self.weights.activations, DEVICE)
 
-    def load_decoder(self) -> Decoder:
-        return self.family.load_decoder(self.checkpoint, self.weights, DEVICE)
+    def load_decoder(self, group: Group) -> Decoder:
+        return self.family.load_decoder(self.checkpoint, self.weights, rank_device(DEVICE, group.rank), group)
 
     @property
     def row_layout(self) -> RowLayout:
@@ -112,17 +115,42 @@ def build_instance(
     lease: LeaseConfig,
 ) -> Instance:
     """Loads what the role needs, and nothing else, and wires it up. Takes as long as reading the weights takes.
-    Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit it."""
+    Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit it. Call it
+    on the process's main thread when an instance has several ranks."""
     instance = Instance(
         name=name, role=role, layouts=model.layouts(role), channel=channel, front_door=front_door, lease=lease
     )
+    ranks = _start_ranks(model, role, engine, instance)
+    instance.at_end(ranks.close)
+    try:
+        _add_hosts(
+            instance, model=model, role=role, engine=engine, transfer=transfer, cluster_host=cluster_host, ranks=ranks
+        )
+    except BaseException:
+        ranks.close()
+        raise
+    return instance
+
+
+def _add_hosts(
+    instance: Instance,
+    *,
+    model: Model,
+    role: Role,
+    engine: EngineConfig,
+    transfer: TransferConfig,
+    cluster_host: str,
+    ranks: Ranks,
+) -> None:
+    channel = instance.channel
     fabrics = open_fabrics(transfer, cluster_host)
     for fabric in fabrics:
         instance.at_end(fabric.close)
     with Loading(model.num_bytes(role)) as loading:
         model.checkpoint.on_read = loading.advance
         tower = _timed("vision tower", model.load_tower) if role.encodes else None
-        decoder = _timed("decoder", model.load_decoder) if role.has_decoder else None
+        group = ranks.connect(rank_device(DEVICE, 0))
+        decoder = _timed("decoder", lambda: model.load_decoder(group)) if role.has_decoder else None
     sender = Sender({fabric.name: fabric for fabric in fabrics}, channel.address, instance.send)
     if tower is not None:
         instance.add(_encode_host(model, tower, instance, engine, sender))
@@ -133,11 +161,33 @@ def build_instance(
         buffer = RowBuffer(layout, num_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory)
         instance.at_end(buffer.close)
         receiver = Receiver(buffer, channel.address, instance.send, check_always=transfer.checksum == "always")
-        host = _language_host(model, decoder, instance, engine, receiver=receiver, sender=sender)
+        host = _language_host(
+            model=model,
+            decoder=decoder,
+            instance=instance,
+            engine=engine,
+            receiver=receiver,
+            sender=sender,
+            ranks=ranks,
+            group=group,
+        )
         instance.add(host, far_end=End.PRODUCER)
     if role.encodes or role.sends_kv:
         instance.add(SendingHost(sender), far_end=End.CONSUMER)
-    return instance
+
+
+def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Instance) -> Ranks:
+    """Starts the processes that this one shares its decoder with, once it is clear that it can be shared so."""
+    if processes_of(engine, has_decoder=role.has_decoder) == 1:
+        return NoRanks()
+    if role.sends_kv or role.takes_kv:
+        raise StartError(
+            f"--tensor-parallel-size {engine.tensor_parallel_size} is for instances that prefill and decode, not for "
+            f"{role.value}: each rank's KV cache holds a part of each row that would be sent"
+        )
+    model.family.decoder_config.shard(engine.tensor_parallel_size)
+    level = logging.getLogger("triptych").getEffectiveLevel()
+    return ChildRanks(str(model.checkpoint.folder), engine, level, instance.fail)
 
 
 class TowerEncoder:
@@ -176,26 +226,40 @@ def _encode_host(model: Model, tower: Tower, instance: Instance, engine: EngineC
 
 
 def _language_host(
-    model: Model, decoder: Decoder, instance: Instance, engine: EngineConfig, *, receiver: Receiver, sender: Sender
+    *,
+    model: Model,
+    decoder: Decoder,
+    instance: Instance,
+    engine: EngineConfig,
+    receiver: Receiver,
+    sender: Sender,
+    ranks: Ranks,
+    group: Group,
 ) -> LanguageHost:
-    """The host of the role's language stages: both, or one of them."""
+    """The host of the role's language stages: both, or one of them. What all ranks do together here: count what they
+    have loaded, and share the number of pages."""
     dtype, channel = model.weights.activations, instance.channel
-    config = model.family.decoder_config
+    config = decoder.config
+    with ranks.together():
+        resident = int(group.all_reduce(torch.tensor(resident_bytes())))
+    sharing = group.size if DEVICE.type == "cpu" else 1  # ranks whose caches come out of the same memory
     size = kv_size(
         engine,
-        token_bytes=config.kv_bytes(dtype.itemsize),
+        token_bytes=sharing * config.kv_bytes(dtype.itemsize),
         model_context=model.planner.context_length,
         available=available_bytes(),
     )
-    step = FIRST_USE + config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
-    resident, receiving = resident_bytes(), receiver.buffer.num_bytes
+    with ranks.together():
+        group.broadcast(torch.tensor(size.num_pages))
+    largest_step = config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
+    step, receiving = sharing * (FIRST_USE + largest_step), receiver.buffer.num_bytes
     log.info("%s", size)
     log.info(
         "memory: %s now, at most %s besides what encoding takes: with a full KV cache, a full receive buffer (%s) and "
         "a step of the largest size (%s)",
         *map(gib, (resident, resident + size.num_bytes + receiving + step, receiving, step)),
     )
-    cache = KVTensors.allocate(config, size.num_pages, engine.page_size, dtype, DEVICE)
+    cache = KVTensors.allocate(config, size.num_pages, engine.page_size, dtype, rank_device(DEVICE, 0))
     pool = PagePool(size.num_pages, engine.page_size)
     parts = Engine(
         scheduler=Scheduler(
@@ -204,7 +268,7 @@ def _language_host(
             engine.max_num_batched_tokens,
             reuse_prefixes=engine.enable_prefix_caching,
         ),
-        runner=Runner(decoder, cache, engine.page_size),
+        runner=Runner(ranks.lead(decoder, group), cache, engine.page_size),
         compute=instance.compute,
         grammars=GrammarCompiler(model.checkpoint.folder, config.vocab_size, channel.wake),
         context_length=size.context_length,

@@ -65,6 +65,7 @@ class Instance:
         }
         self._registered = False
         self._stopping = False
+        self._failure: StartError | None = None
         self._last_heartbeat = time.monotonic()
         self._expiry = lease.lease_expiry
         self._register_deadline = self._remind_at = 0.0
@@ -93,9 +94,14 @@ class Instance:
         self._stopping = True
         self.channel.wake()
 
+    def fail(self, failure: StartError) -> None:
+        """Makes ``run`` raise the failure soon, before a host acts on anything else. May be called from any thread."""
+        self._failure = failure
+        self.channel.wake()
+
     def run(self) -> None:
-        """Registers and serves until ``stop``. Raises StartError when the front door doesn't take the instance, and
-        what a host raised when starting over hasn't helped."""
+        """Registers and serves until ``stop``. Raises StartError when the front door doesn't take the instance, what
+        ``fail`` was given, and what a host raised when starting over hasn't helped."""
         self._register()
         try:
             while not self._stopping:
@@ -114,6 +120,8 @@ class Instance:
     def _turn(self) -> None:
         until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
         messages = self.channel.receive(min(until_heartbeat, *(host.next_advance for host in self.hosts)))
+        if self._failure is not None:
+            raise self._failure
         self._notice_lapse()
         for message in messages:
             self._handle(message)

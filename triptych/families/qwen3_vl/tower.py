@@ -18,6 +18,7 @@ from triptych.families.base import ModelConfig
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder, DecoderConfig, DecoderKeys, MoEConfig
 from triptych.models.layers import WeightFormat
+from triptych.models.parallel import SINGLE_RANK, Group
 from triptych.models.rope import rope_settings
 from triptych.models.safetensors_header import TensorInfo
 from triptych.models.towers import TowerItem, load_module
@@ -86,13 +87,15 @@ class Qwen3VL:
         module = load_module(Qwen3VLVisionModel, config, checkpoint, keys, dtype=dtype, device=device)
         return Qwen3VLTower(module, self.row_width, config.spatial_merge_size)
 
-    def load_decoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Decoder:
+    def load_decoder(
+        self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device, group: Group = SINGLE_RANK
+    ) -> Decoder:
         """The decoder alone. Raises CheckpointError for tensors missing, misshapen or unknown, and ConfigError for a
-        weight format that the device can't use."""
+        weight format that the device can't use and a group whose size doesn't divide the decoder."""
         _split_keys(checkpoint.tensors)
         transposed = _experts_transposed(self.decoder_config, checkpoint)
         keys = DecoderKeys(DECODER_KEYS.prefix, DECODER_KEYS.head, experts_transposed=transposed)
-        return Decoder.load(self.decoder_config, checkpoint, keys, weights, device)
+        return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
 
     def stage_bytes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
         """Bytes in the checkpoint of each half: ``{"tower": …, "decoder": …}``."""

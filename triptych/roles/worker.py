@@ -1,0 +1,58 @@
+"""What runs in the process of a rank other than 0: the steps that rank 0 hands on, each on this rank's shard."""
+
+import logging
+import signal
+import sys
+import time
+
+import msgspec
+import torch
+
+from triptych.errors import StartError
+from triptych.language.step_broadcast import receive_step
+from triptych.models.attention.base import KVTensors
+from triptych.models.checkpoint import Checkpoint
+from triptych.models.parallel import NO_TIMEOUT, ProcessGroup, arrived, rank_device, rendezvous
+from triptych.observe.machine import end_with_parent, resident_bytes
+from triptych.roles.build import DEVICE, Model
+from triptych.roles.ranks import WorkerConfig
+
+
+def run_worker(config: WorkerConfig) -> None:
+    """Joins the group, loads this rank's shard and computes steps until rank 0 ends this process. Raises StartError for
+    a checkpoint that can't be served, and RuntimeError when another rank is gone."""
+    size, device = config.engine.tensor_parallel_size, rank_device(DEVICE, config.rank)
+    store = rendezvous(config.rendezvous, size)
+    store.set(arrived(config.rank), "")
+    store.wait([arrived(0)], NO_TIMEOUT)
+    group = ProcessGroup(store, config.rank, size, device)
+    model = Model(Checkpoint(config.model), config.engine)
+    decoder = model.load_decoder(group)
+    # as rank 0 does in roles/build.py
+    group.all_reduce(torch.tensor(resident_bytes()))
+    num_pages = int(group.broadcast(torch.tensor(0)))
+    cache = KVTensors.allocate(decoder.config, num_pages, config.engine.page_size, decoder.dtype, device)
+    while True:
+        decoder(receive_step(group, model.family.row_width, decoder.dtype), cache)
+
+
+def main(argument: str) -> None:
+    """``argument`` is a ``WorkerConfig`` in JSON."""
+    config = msgspec.json.decode(argument, type=WorkerConfig)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # a terminal or a service manager may signal all of us; rank 0 decides
+    end_with_parent(config.parent)
+    logging.basicConfig(format=f"%(levelname)s rank {config.rank}: %(message)s", stream=sys.stderr)
+    logging.getLogger("triptych").setLevel(config.log_level)
+    torch.set_num_threads(config.threads)
+    try:
+        run_worker(config)
+    except StartError as error:
+        sys.exit(f"triptych: rank {config.rank}: {error}")
+    except RuntimeError:
+        time.sleep(0.2)  # if rank 0 is gone, the kernel ends this process before it can complain
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
