@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.models.attention.base import AttentionBackend, AttentionBatch, KVTensors
-from triptych.models.attention.cpu import CpuAttention
-from triptych.models.attention.native import paged_decode
 from triptych.models.blocks import Layer, LayerContext
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
+from triptych.models.devices import attention_for
 from triptych.models.layers import Linear, WeightFormat, frozen
 from triptych.models.rope import InterleavedMRope
 from triptych.models.weights import HEAD, DecoderKeys, WeightReader
@@ -72,13 +71,13 @@ class Decoder(nn.Module):
         """The decoder with a checkpoint's weights, ready for inference.
 
         Built layer by layer from memory-mapped tensors: beyond the result, memory holds one layer's weights.
-        ``backend`` defaults to the CPU's, which is plain PyTorch and so runs, slower than it need, on any device.
+        ``backend`` defaults to the device's own.
         Raises CheckpointError for a tensor that is missing, misshapen or has no place in the decoder, and ConfigError
         for a weight format that the device can't use.
         """
         reader = WeightReader(checkpoint, keys, weights, device)
         with torch.inference_mode():
-            decoder = cls(config, reader, backend or CpuAttention(paged_decode()))
+            decoder = cls(config, reader, backend or attention_for(device))
         reader.finish()
         return decoder.eval()
 
