@@ -13,6 +13,8 @@ from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeQueue
 from triptych.families.base import ModelConfig, Planner, TowerInput
 from triptych.families.registry import family_of, resolve
+from triptych.language.decode_graphs import record_graphs
+from triptych.language.gpu_runner import GpuRunner
 from triptych.language.grammar import GrammarCompiler
 from triptych.language.kv_cache import PagePool
 from triptych.language.kv_size import gib, kv_size
@@ -24,10 +26,10 @@ from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config, load_preprocessor_config
 from triptych.models.decoder import Decoder
+from triptych.models.devices import find_device, free_bytes, used_bytes, weight_format
 from triptych.models.fingerprint import fingerprint
-from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.models.pinned import to_host
 from triptych.models.towers import Tower, TowerFamily
-from triptych.observe.machine import available_bytes, resident_bytes
 from triptych.roles.encode import EncodeHost
 from triptych.roles.incoming_media import IncomingMedia
 from triptych.roles.instance import Instance
@@ -46,8 +48,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEVICE = torch.device("cpu")
-
 FIRST_USE = 32 * 2**20
 """Bytes that PyTorch's kernels and its allocator keep once they have been used."""
 
@@ -61,7 +61,8 @@ class Model:
         self.files = family_of(self.config)
         self.planner: Planner = resolve(self.files.planner)(self.config, load_preprocessor_config(checkpoint.folder))
         self.family: TowerFamily = resolve(self.files.tower)(self.config)
-        self.weights = QUANTIZED_FORMATS.get(engine.quantization) or WEIGHT_FORMATS[engine.dtype]
+        self.device = find_device(engine.device)
+        self.weights = weight_format(engine, self.device, checkpoint.tensors)
         self.fingerprint = fingerprint(checkpoint.folder)
 
     def num_bytes(self, role: Role) -> int:
@@ -70,10 +71,10 @@ class Model:
         return stages["tower"] * role.encodes + stages["decoder"] * role.generates
 
     def load_tower(self) -> Tower:
-        return self.family.load_tower(self.checkpoint, self.weights.activations, DEVICE)
+        return self.family.load_tower(self.checkpoint, self.weights.activations, self.device)
 
     def load_decoder(self) -> Decoder:
-        return self.family.load_decoder(self.checkpoint, self.weights, DEVICE)
+        return self.family.load_decoder(self.checkpoint, self.weights, self.device)
 
     @property
     def row_layout(self) -> RowLayout:
@@ -128,7 +129,7 @@ class TowerEncoder:
     def __call__(self, inputs: Sequence[TowerInput]) -> list[Rows]:
         """Rows of each input, uint8 of shape (rows, row_bytes)."""
         with torch.inference_mode():
-            return [_as_bytes(rows.to(self._dtype)) for rows in self._tower.encode(inputs)]
+            return [_as_bytes(rows) for rows in to_host([r.to(self._dtype) for r in self._tower.encode(inputs)])]
 
 
 def _as_bytes(rows: torch.Tensor) -> Rows:
@@ -163,17 +164,18 @@ def _language_host(
         engine,
         token_bytes=config.kv_bytes(dtype.itemsize),
         model_context=model.planner.context_length,
-        available=available_bytes(),
+        available=free_bytes(model.device),
     )
     step = FIRST_USE + config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
-    resident, receiving = resident_bytes(), receiver.buffer.num_bytes
+    used, receiving = used_bytes(model.device), receiver.buffer.num_bytes
     log.info("%s", size)
     log.info(
         "memory: %s now, at most %s besides what encoding takes: with a full KV cache, a full receive buffer (%s) and "
         "a step of the largest size (%s)",
-        *map(gib, (resident, resident + size.num_bytes + receiving + step, receiving, step)),
+        *map(gib, (used, used + size.num_bytes + receiving + step, receiving, step)),
     )
-    cache = KVTensors.allocate(config, size.num_pages, engine.page_size, dtype, DEVICE)
+    # a page more than the pool hands out: where a CUDA graph's padding goes
+    cache = KVTensors.allocate(config, size.num_pages + 1, engine.page_size, dtype, model.device)
     pool = PagePool(size.num_pages, engine.page_size)
     return LanguageHost(
         scheduler=Scheduler(
@@ -182,7 +184,7 @@ def _language_host(
             engine.max_num_batched_tokens,
             reuse_prefixes=engine.enable_prefix_caching,
         ),
-        runner=Runner(decoder, cache, engine.page_size),
+        runner=_runner(decoder, cache, engine, model.device, size.context_length),
         media=IncomingMedia(receiver, instance.name, dtype, model.family.row_width),
         receiver=receiver,
         compute=instance.compute,
@@ -193,6 +195,15 @@ def _language_host(
         front_door=instance.front_door,
         send=instance.send,
     )
+
+
+def _runner(
+    decoder: Decoder, cache: KVTensors, engine: EngineConfig, device: torch.device, context_length: int
+) -> Runner:
+    if device.type == "cpu":
+        return Runner(decoder, cache, engine.page_size)
+    graphs = record_graphs(decoder, cache, engine.max_num_seqs, context_length) if engine.cuda_graphs else None
+    return GpuRunner(decoder, cache, engine.page_size, device, graphs)
 
 
 def _timed(what: str, load: Callable[[], T]) -> T:
