@@ -57,4 +57,5 @@ def test_few_programs_split_contexts_and_many_do_not() -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(8, 8, 64), (16, 8, 32), (6, 2, 16), (64, 4, 4), (80, 1, 1)])
 def test_a_tile_has_rows_for_its_tokens_query_heads(heads: int, kv_heads: int, tokens: int) -> None:
-    assert tile_tokens(heads, kv_heads) == tokens
+    assert tile_tokens(heads, kv_heads, 128, 2) == tokens
+    assert tile_tokens(heads, kv_heads, 128, 4) == max(1, tokens // 2)

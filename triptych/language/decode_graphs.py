@@ -141,18 +141,19 @@ def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context
 
 
 def _recorder() -> Record:
-    """Records into one pool of memory: only one graph runs at a time."""
+    """Records into one pool of memory, since only one graph runs at a time, and on one stream, since cuBLAS keeps a
+    workspace for each."""
     pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(step: Callable[[], object]) -> Callable[[], object]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             step()
         return graph.replay
 

@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             reader.ignore(HEAD)  # some tied checkpoints store it all the same
         self.head: Linear = reader.weights.head(
-            embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden), reader.device
+            self.embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden), reader.device
         )
 
     @classmethod

@@ -11,11 +11,10 @@ from triptych.models.attention.tables import PagedTables
 from triptych.models.attention.triton_kernels import decode_kernel, prefill_kernel, reduce_kernel, write_kernel
 
 BLOCK_BYTES = 16 * 2**10
-"""Of keys, or of values, in shared memory at a time: with both, and the next ones on their way, GPUs have room."""
-MIN_ROWS = 16
-"""Rows of the smallest matrix that tensor cores multiply."""
-PREFILL_ROWS = 64
-"""Rows of a prefill tile: new tokens times the query heads of a kv head, rounded up to a power of two."""
+"""Of a prefill tile's queries, and at most of a block of keys or of values: so that both, and the next block on its
+way, fit into every GPU's shared memory and registers (``tests/models/test_triton_compiles.py``)."""
+MIN_ROWS, MAX_ROWS = 16, 64
+"""Rows of the smallest matrix that tensor cores multiply, and of the largest here."""
 MAX_SPLITS = 32
 PROGRAMS_PER_PROCESSOR = 4
 """Decode programs that are wanted for each multiprocessor, so that all have loads in flight."""
@@ -44,17 +43,10 @@ class TritonAttention:
             key, value, key_cache, value_cache, batch.slots, key.stride(0), value.stride(0),
             WIDTH=kv_heads * dim, BLOCK=triton.next_power_of_2(kv_heads * dim),
         )  # fmt: skip
-        tables = batch.paged(tile_tokens(heads, kv_heads))
+        shape = constants(heads, kv_heads, dim, page_size, query.itemsize)
+        tile = tile_tokens(heads, kv_heads, dim, query.itemsize)
+        tables = batch.paged(tile)
         output = torch.empty((num_tokens, heads, dim), dtype=query.dtype, device=query.device)
-        dim_block = max(MIN_ROWS, triton.next_power_of_2(dim))
-        shape = {
-            "HEADS": heads,
-            "KV_HEADS": kv_heads,
-            "PAGE_SIZE": page_size,
-            "DIM": dim,
-            "DIM_BLOCK": dim_block,
-            "KEYS": min(64, max(MIN_ROWS, BLOCK_BYTES // (dim_block * query.element_size()))),
-        }
         scale = dim**-0.5 * math.log2(math.e)
         if len(tables.decodes):
             self._decode(query, key_cache, value_cache, output, tables, scale, shape)
@@ -62,7 +54,7 @@ class TritonAttention:
             prefill_kernel[(len(tables.tiles), kv_heads)](
                 query, key_cache, value_cache, output, tables.tiles, tables.query_starts, tables.query_lens,
                 tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
-                GROUP_BLOCK=triton.next_power_of_2(heads // kv_heads), TILE=tile_tokens(heads, kv_heads),
+                GROUP_BLOCK=triton.next_power_of_2(heads // kv_heads), TILE=tile,
                 num_warps=4, num_stages=2,
             )  # fmt: skip
         return output
@@ -91,9 +83,30 @@ class TritonAttention:
             )  # fmt: skip
 
 
-def tile_tokens(heads: int, kv_heads: int) -> int:
-    """New tokens of a prefill tile."""
-    return max(1, PREFILL_ROWS // triton.next_power_of_2(heads // kv_heads))
+def constants(heads: int, kv_heads: int, dim: int, page_size: int, itemsize: int) -> dict[str, int]:
+    """What both kernels are compiled for; ``itemsize``: of the query."""
+    keys = _rows(dim, itemsize)
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "PAGE_SIZE": page_size,
+        "DIM": dim,
+        "DIM_BLOCK": _dim_block(dim),
+        "KEYS": keys if itemsize < 4 else max(MIN_ROWS, keys // 2),  # fp32 is kept in parts as well
+    }
+
+
+def tile_tokens(heads: int, kv_heads: int, dim: int, itemsize: int) -> int:
+    """New tokens of a prefill tile, which has a row for each of their query heads that share a kv head."""
+    return max(1, _rows(dim, itemsize) // triton.next_power_of_2(heads // kv_heads))
+
+
+def _dim_block(dim: int) -> int:
+    return max(MIN_ROWS, triton.next_power_of_2(dim))
+
+
+def _rows(dim: int, itemsize: int) -> int:
+    return min(MAX_ROWS, max(MIN_ROWS, BLOCK_BYTES // (_dim_block(dim) * itemsize)))
 
 
 def num_splits(programs: int, num_processors: int) -> int:

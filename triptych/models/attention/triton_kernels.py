@@ -6,7 +6,8 @@ rows of one matrix, so that keys and values are read once for all of them. Softm
 (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135), to the base 2, which GPUs have an
 instruction for: ``scale`` holds the factor log2(e).
 
-Products have fp32 sums; ``ieee`` keeps fp32 operands fp32 where the default would round them to TF32.
+Products have fp32 sums. ``tf32x3`` multiplies fp32 operands as three TF32 products, which is nearly exact, where the
+default would round them to one; fp32 on ordinary cores (``ieee``) needs more registers than there are.
 """
 
 import triton
@@ -45,13 +46,13 @@ def _attend_block(
     mask = inside[:, None] & (dims < DIM)[None, :]
     keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(query.dtype)
     values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(query.dtype)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * scale
     scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(maxima, tl.max(scores, 1))
     rescale = tl.exp2(maxima - higher)
     weights = tl.exp2(scores - higher[:, None])
     totals = totals * rescale + tl.sum(weights, 1)
-    sums = sums * rescale[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="ieee")
+    sums = sums * rescale[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="tf32x3")
     return higher, totals, sums
 
 
