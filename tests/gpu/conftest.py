@@ -10,13 +10,16 @@ import torch
 from tests.checkpoints import make_checkpoint
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():
+        # the GPU's machine may have other releases of torch and transformers, which warn of other things
+        config.addinivalue_line("filterwarnings", "default")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "tests/gpu" in item.path.as_posix():
-            # the GPU's machine may have other releases of torch and transformers, which warn of other things
-            item.add_marker(pytest.mark.filterwarnings("default"))
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="there is no GPU (torch.cuda.is_available() is false)"))
+        if "tests/gpu" in item.path.as_posix() and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="there is no GPU (torch.cuda.is_available() is false)"))
 
 
 @pytest.fixture(scope="session")

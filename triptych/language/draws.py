@@ -94,7 +94,7 @@ def _chances(draws: Rows[Draw], rows: Rows[int]) -> Chances:
         (d.sampling.temperature, uniform(d.sampling.seed, d.index), d.sampling.top_p, d.sampling.min_p) for d in chosen
     ]
     columns = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 4)
-    temperatures, thresholds, top_p, min_p = columns.split(1, dim=1)
+    temperatures, thresholds, top_p, min_p = (columns[:, index : index + 1] for index in range(4))
     # 0 keeps everything
     top_k = torch.tensor([d.sampling.top_k or torch.iinfo(torch.int64).max for d in chosen], dtype=torch.int64)
     return Chances(torch.tensor(rows, dtype=torch.int64), temperatures, thresholds, top_k[:, None], top_p, min_p)
