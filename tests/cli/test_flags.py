@@ -54,6 +54,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {
+        "device": "cuda:1",
         "dtype": "float32",
         "quantization": "none",
         "kv_memory": "1GiB",
