@@ -56,7 +56,8 @@ class Plan:
     """What the rows of a step are drawn by, on the logits' device after one copy that the host doesn't wait for.
 
     ``free`` are drawn from the whole vocabulary, ``limited`` from what min-p, top-k and top-p keep of it, the others
-    aren't drawn at random. ``asking`` want log probabilities. ``masks`` are grammars' bitmasks, by row.
+    aren't drawn at random. ``asking``, int64 [A], want log probabilities. ``masks`` are grammars' bitmasks, by row.
+    What there is none of is None.
     """
 
     def __init__(self, draws: Rows[Draw], vocabulary: int, device: torch.device) -> None:
@@ -67,13 +68,13 @@ class Plan:
         self.most_logprobs = max((draws[row].sampling.logprobs or 0 for row in self.asking_rows), default=0)
         masks = {row: draw.grammar.bitmask() for row, draw in enumerate(draws) if draw.grammar is not None}
         changes = [_changes(entries(draws)) for entries in (_seen, _generated, _biases)]
-        random_rows = [_chances(draws, free_rows), _chances(draws, self.limited_rows)]
-        asking = torch.tensor(self.asking_rows, dtype=torch.int64)
-        tensors = [*(t for group in (*changes, *random_rows) for t in group), asking, *masks.values()]
-        moved = iter(to_device(tensors, device))
-        self.seen, self.generated, self.biases = (Changes(*islice(moved, 3)) for _ in range(3))
-        self.free, self.limited = (Chances(*islice(moved, 6)) for _ in range(2))
-        self.asking = next(moved)
+        chances = [_chances(draws, rows) if rows else None for rows in (free_rows, self.limited_rows)]
+        asking = [torch.tensor(self.asking_rows)] if self.asking_rows else []
+        tensors = [tensor for group in (*changes, *chances) if group is not None for tensor in group]
+        moved = iter(to_device([*tensors, *asking, *masks.values()], device))
+        self.seen, self.generated, self.biases = (None if c is None else Changes(*islice(moved, 3)) for c in changes)
+        self.free, self.limited = (None if c is None else Chances(*islice(moved, 6)) for c in chances)
+        self.asking = next(moved) if asking else None
         self.masks = dict(zip(masks, moved, strict=True))
 
 
@@ -108,11 +109,11 @@ Entry = tuple[int, int, float]
 """Row, token, and the number its logit is changed by."""
 
 
-def _changes(entries: Rows[Entry]) -> Changes:
-    rows, tokens, numbers = zip(*entries, strict=True) if entries else ((), (), ())
-    return Changes(
-        torch.tensor(rows, dtype=torch.int64), torch.tensor(tokens, dtype=torch.int64), torch.tensor(numbers)
-    )
+def _changes(entries: Rows[Entry]) -> Changes | None:
+    if not entries:
+        return None
+    rows, tokens, numbers = zip(*entries, strict=True)
+    return Changes(torch.tensor(rows), torch.tensor(tokens), torch.tensor(numbers))
 
 
 def _seen(draws: Rows[Draw]) -> list[Entry]:

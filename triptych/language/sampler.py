@@ -37,18 +37,19 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
     plan = Plan(draws, vocabulary, logits.device)
     adjusted = _adjusted(logits, plan)
     tokens = adjusted.argmax(dim=-1)
-    enough = torch.ones_like(tokens, dtype=torch.bool)
-    if len(plan.free.rows):
+    if plan.free is not None:
         tokens[plan.free.rows] = _inverse(_weights(adjusted, plan.free), plan.free.thresholds)
-    if limited := plan.limited_rows:
-        count = min(max([NUCLEUS, *(draws[row].sampling.top_k for row in limited)]), vocabulary)
-        tokens[plan.limited.rows], enough[plan.limited.rows] = _limited(adjusted, plan.limited, count)
-    found = to_host([tokens, enough, *_logprobs(logits, tokens, plan)])
-    if limited and (again := [row for row in limited if not found[1][row]]):
+    if plan.limited is None:
+        found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, plan)])
+        return _drawn(draws, plan, found.tolist(), logprobs)
+    count = min(max([NUCLEUS, *(draws[row].sampling.top_k for row in plan.limited_rows)]), vocabulary)
+    tokens[plan.limited.rows], reached = _limited(adjusted, plan.limited, count)
+    enough, found, *logprobs = to_host([reached, tokens, *_logprobs(logits, tokens, plan)])
+    if again := [row for row, done in zip(plan.limited_rows, enough.tolist(), strict=True) if not done]:
         chances = chances_of(draws, again, logits.device)
         tokens[chances.rows], _ = _limited(adjusted, chances, vocabulary)
-        found = to_host([tokens, enough, *_logprobs(logits, tokens, plan)])
-    return _drawn(draws, plan, found[0].tolist(), found[2:])
+        found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, plan)])
+    return _drawn(draws, plan, found.tolist(), logprobs)
 
 
 # ── penalties, biases and bans ───────────────────────────────────────────────────────────────────────────────────
@@ -63,7 +64,7 @@ def _adjusted(logits: Tensor, plan: Plan) -> Tensor:
         (plan.generated, torch.sub),
         (plan.biases, torch.add),
     ):
-        if len(changes.rows):
+        if changes is not None:
             adjusted = _changed(adjusted if adjusted is not logits else logits.clone(), changes, change)
     for row, mask in plan.masks.items():
         adjusted = adjusted if adjusted is not logits else logits.clone()
@@ -116,7 +117,7 @@ def _inverse(weights: Tensor, thresholds: Tensor) -> Tensor:
 
 def _logprobs(logits: Tensor, tokens: Tensor, plan: Plan) -> list[Tensor]:
     """Of the A rows that ask: their tokens' [A], and the likeliest tokens' and those tokens [A, most]."""
-    if not plan.asking_rows:
+    if plan.asking is None:
         return []
     logprobs = logits[plan.asking].log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens[plan.asking][:, None])[:, 0]
@@ -125,7 +126,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, plan: Plan) -> list[Tensor]:
 
 def _drawn(draws: Rows[Draw], plan: Plan, tokens: Rows[int], logprobs: Rows[Tensor]) -> list[Drawn]:
     drawn = [Drawn(token) for token in tokens]
-    if not plan.asking_rows:
+    if not logprobs:
         return drawn
     for row, chosen, values, order in zip(plan.asking_rows, *(part.tolist() for part in logprobs), strict=True):
         wanted = draws[row].sampling.logprobs or 0

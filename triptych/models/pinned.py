@@ -14,7 +14,7 @@ ALIGNMENT = 16
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Host tensors of any dtypes on the device, in one copy, which later work there waits for by itself but the host
     doesn't. On the CPU they are returned as they are."""
-    if device.type == "cpu":
+    if device.type == "cpu" or not tensors:
         return list(tensors)
     buffer = packed(tensors, pin_memory=True).to(device, non_blocking=True)
     return unpacked(buffer, tensors)
