@@ -24,7 +24,7 @@ from triptych.types import Address
 
 Messages = list[dict[str, Any]]
 
-FLOAT32 = EngineConfig(dtype="float32", threads=1, kv_cache_tokens=4096)
+FLOAT32 = EngineConfig(device="cpu", dtype="float32", threads=1, kv_cache_tokens=4096)
 
 
 @dataclass

@@ -24,6 +24,8 @@ from triptych.errors import ConfigError
     ("config", "values"),
     [
         (EngineConfig, {"dtype": "int4"}),
+        (EngineConfig, {"device": "tpu"}),
+        (EngineConfig, {"device": "cuda:"}),
         (EngineConfig, {"page_size": 0}),
         (EngineConfig, {"threads": -1}),
         (EngineConfig, {"receive_blocks": 0}),

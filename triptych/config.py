@@ -22,6 +22,7 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 _UNITS = {"kb": 10**3, "kib": 2**10, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": 2**30, "tb": 10**12, "tib": 2**40}
 _MEMORY = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?(%|{'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
 _CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 
 MIN_SECRET_BYTES = 16
@@ -39,13 +40,17 @@ def setting(default: Any, meaning: str) -> Any:
 class EngineConfig:
     """How an instance computes."""
 
+    device: str = setting(
+        "auto", "what an instance computes on: cpu, cuda, cuda:N, or auto: cuda where there is a GPU, otherwise cpu"
+    )
     dtype: str = setting(
         "auto",
-        "float16: weights in fp16, packed, but activations and sums in fp32; bfloat16, or float32 for exact comparison "
-        "with a reference: weights and activations; auto: float16, whatever the checkpoint has",
+        "float16: weights in fp16, packed, but activations and sums in fp32 (on GPUs all in fp16); bfloat16, or "
+        "float32 for exact comparison with a reference: weights and activations; auto: float16, whatever the "
+        "checkpoint has (on GPUs: what it has)",
     )
     quantization: str = setting(
-        "none", "int8: the decoder's weights in int8, activations rounded as they come; its head stays in fp16"
+        "none", "int8, on CPUs: the decoder's weights in int8, activations rounded as they come; its head stays in fp16"
     )
     tensor_parallel_size: int = setting(
         1, "processes on this machine that share the decoder of a language instance, its weights and its KV cache"
@@ -56,6 +61,7 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(32, "sequences that one language instance works on at a time")
     max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks")
+    cuda_graphs: bool = setting(True, "on GPUs, run steps that only decode as CUDA graphs, recorded at the start")
     max_model_len: int = setting(0, "longest sequence in tokens; 0 takes what model and KV cache allow")
     page_size: int = setting(16, "tokens in a page of the KV cache")
     kv_memory: str = setting(
@@ -76,6 +82,8 @@ class EngineConfig:
     encode_cache_mb: int = setting(256, "embedding rows that one encode instance remembers, in MiB")
 
     def __post_init__(self) -> None:
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"--device {self.device} is not one of auto, cpu, cuda, cuda:N")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
         if self.quantization not in QUANTIZATIONS:

@@ -54,6 +54,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {
+        "device": "cuda:1",
         "dtype": "float32",
         "quantization": "none",
         "kv_memory": "1GiB",
@@ -114,16 +115,16 @@ def test_settings_survive_the_way_to_a_child(folder: Path) -> None:
         (["--max-model-len", "999", "--kv-cache-tokens", "99"], "doesn't fit in --kv-cache-tokens 99"),
         (["--kv-memory", "lots"], "--kv-memory 'lots' is neither"),
         (["--topology", "1E"], "no instance that decodes"),
-        (["--topology", "1PD"], "no instance that encodes"),
+        (["--topology", "1E1D"], "no instance that prefills"),
         (["--topology", "1E1X"], "not a row of counts and roles"),
         (["--topology", "0E1PD"], "zero instances"),
         (["--topology", "99E1PD"], "more than"),
         (["--topology", "1E1DP"], "'DP' is not a role"),
-        (["--role", "X"], "--role X is not one of E, PD, EPD, front-door"),
+        (["--role", "X"], "--role X is not one of E, P, D, EP, PD, EPD, front-door"),
         (["--role", "E"], "--role E needs --join HOST:PORT"),
         (["--role", "E", "--join", "nowhere"], "--join 'nowhere' is not HOST:PORT"),
         (["--role", "E", "--join", "tcp://127.0.0.1:1"], "is not HOST:PORT"),
-        (["--join", "127.0.0.1:1"], "--join is for --role E, PD or EPD"),
+        (["--join", "127.0.0.1:1"], "--join is for --role and an instance"),
         (["--host", "no.such.host.invalid"], "can't listen on 'no.such.host.invalid'"),
     ],
 )

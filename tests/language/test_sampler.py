@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triptych.language import draws as draws_module
 from triptych.language import sampler
+from triptych.language.draws import Plan
 from triptych.language.sampler import Draw, Drawn, uniform
 from triptych.messages.work import Sampling
 
@@ -24,6 +26,10 @@ def draw(one: Sampling, index: int, prompt: tuple[int, ...] = (), output: tuple[
 
 def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
     return [drawn.token for drawn in sampler.sample(logits, draws)]
+
+
+def adjust(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    return sampler._adjusted(logits, Plan(draws, logits.shape[1], logits.device))
 
 
 def kept_by_definition(logits: np.ndarray, one: Sampling) -> dict[int, float]:
@@ -115,7 +121,7 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
 def test_penalties_are_those_of_their_definitions() -> None:
     logits = torch.tensor([[2.0, -1.0, 0.5, 3.0, 0.0]])
     one = sampling(temperature=0, repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
-    adjusted = sampler._adjusted(logits, [draw(one, 0, prompt=(1, 3), output=(0, 0, 2))])
+    adjusted = adjust(logits, [draw(one, 0, prompt=(1, 3), output=(0, 0, 2))])
     torch.testing.assert_close(
         adjusted, torch.tensor([[2.0 / 2 - 2 * 0.5 - 0.25, -1.0 * 2, 0.5 / 2 - 0.5 - 0.25, 3.0 / 2, 0.0]])
     )
@@ -129,7 +135,7 @@ def test_each_row_has_its_own_penalties() -> None:
         draw(sampling(), 0, output=(1,)),
         draw(sampling(frequency_penalty=0.5), 0, output=(2, 2)),
     ]
-    assert sampler._adjusted(logits, draws).tolist() == [[1, 0.5, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1]]
+    assert adjust(logits, draws).tolist() == [[1, 0.5, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1]]
 
 
 def test_a_bias_moves_the_choice_and_min_tokens_forbid_to_end() -> None:
@@ -157,3 +163,32 @@ def test_logprobs_are_the_models_own() -> None:
     assert [value for _, value in biased.top] == pytest.approx(expected[0].topk(3).values.tolist(), abs=1e-5)
     assert silent == Drawn(silent.token)
     assert (greedy.logprob, greedy.top) == (pytest.approx(expected[2].max().item(), abs=1e-5), ())
+
+
+@pytest.mark.parametrize(("nucleus", "copies"), [(1024, 1), (2, 2)])
+def test_results_come_in_one_copy_and_in_two_if_the_nucleus_was_too_small(
+    monkeypatch: pytest.MonkeyPatch, nucleus: int, copies: int
+) -> None:
+    """And what the draws are made by goes in one: a GPU would be waited for no more often than that."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    draws = [
+        draw(sampling(temperature=0, presence_penalty=1.0), 0, output=(3, 4)),
+        draw(sampling(seed=1, logprobs=2, repetition_penalty=1.2), 3),
+        draw(sampling(seed=2, top_p=0.9, logprobs=1), 4),
+        draw(sampling(seed=3, top_k=2), 5),
+    ]
+    expected = sampler.sample(logits, draws)
+    counts = {"to": 0, "from": 0}
+
+    def counted(name: str, move: Any) -> Any:
+        def counting(*arguments: Any) -> Any:
+            counts[name] += 1
+            return move(*arguments)
+
+        return counting
+
+    monkeypatch.setattr(sampler, "NUCLEUS", nucleus)
+    monkeypatch.setattr(sampler, "to_host", counted("from", sampler.to_host))
+    monkeypatch.setattr(draws_module, "to_device", counted("to", draws_module.to_device))
+    assert sampler.sample(logits, draws) == expected
+    assert counts == {"to": copies, "from": copies}

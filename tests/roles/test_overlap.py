@@ -5,16 +5,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import picture, png
 from triptych.encode.cache import Rows
 from triptych.families.base import TowerInput
-from triptych.messages.work import Sampling
+from triptych.messages.codec import Send
+from triptych.messages.work import Sampling, Tokens
 from triptych.observe.timeline import Interval
 from triptych.roles.encode import EncodeHost, RowEncoder
 from triptych.roles.instance import Instance
+from triptych.roles.language import LanguageHost
+from triptych.types import Address
 
 IMAGES = 4
 ONE_AT_A_TIME = replace(FLOAT32, encode_batch_patches=1)
@@ -57,3 +61,27 @@ def test_prefill_of_what_has_landed_begins_before_the_next_item_is_encoded(tmp_p
     assert len(encoded) == len(landed) == IMAGES
     for here, next_encoded in zip(landed, encoded[1:], strict=False):
         assert any(here <= start < next_encoded for start in prefills)
+
+
+def test_a_steps_tokens_are_told_while_the_next_step_runs(tmp_path: Path) -> None:
+    told: list[tuple[bool, bool]] = []
+
+    def watch(instance: Instance) -> None:
+        for host in instance.hosts:
+            if isinstance(host, LanguageHost):
+                host._send = watching(host, host._send)
+
+    def watching(host: LanguageHost, send: Send) -> Send:
+        def sending(address: Address, message: Any) -> None:
+            if isinstance(message, Tokens):
+                told.append((message.finish_reason is not None, host._running is not None))
+            send(address, message)
+
+        return sending
+
+    async def run() -> list[int]:
+        async with running(make_checkpoint(tmp_path), "1EPD", prepare=watch) as service:
+            return await service.answer([{"role": "user", "content": "Hello"}], max_tokens=5)
+
+    assert len(asyncio.run(run())) == 5
+    assert told == [(False, True)] * 4 + [(True, False)]

@@ -37,10 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--topology", default="1E1PD", help="instances to start, such as 1EPD, 1E1PD, 2E1PD (default: 1E1PD)"
+        "--topology", default="1E1PD", help="instances to start, such as 1EPD, 1E1PD, 1E1P1D, 2E1P3D (default: 1E1PD)"
     )
-    what.add_argument("--role", help=f"run one part alone: E, PD, EPD, or {FRONT_DOOR}")
-    parser.add_argument("--join", metavar="HOST:PORT", help="the front door's control address, for --role E, PD, EPD")
+    what.add_argument("--role", help=f"run one part alone: {', '.join(Role)}, or {FRONT_DOOR}")
+    parser.add_argument(
+        "--join", metavar="HOST:PORT", help="the front door's control address, for any --role but its own"
+    )
     parser.add_argument("--name", help="what this instance is called in logs (default: its role and process id)")
     flags.add_settings(parser)
 
@@ -53,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = dataclasses.replace(config, front_door=front_door)
     if arguments.role is None or arguments.role == FRONT_DOOR:
         if arguments.join is not None:
-            raise ConfigError("--join is for --role E, PD or EPD")
+            raise ConfigError("--join is for --role and an instance, such as --role E")
         topology = Topology.parse(arguments.topology) if arguments.role is None else None
         return asyncio.run(_serve(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)

@@ -32,17 +32,23 @@ class Matcher:
         self._matcher = matcher
         self._bitmask = bitmask
 
-    def constrain(self, logits: Tensor) -> None:
-        """Puts the logits [vocabulary] of all tokens that can't come next at minus infinity, in place."""
-        import xgrammar
-
+    def bitmask(self) -> Tensor:
+        """Which tokens can come next: int32 of shape (1, words), for ``constrain``; good until the next call."""
         self._matcher.fill_next_token_bitmask(self._bitmask)
-        xgrammar.apply_token_bitmask_inplace(logits[None], self._bitmask)
+        return self._bitmask
 
     def accept(self, token: int) -> bool:
         """Takes note of the token that was chosen. Whether the answer is complete with it."""
         accepted = self._matcher.accept_token(token)
         return bool(self._matcher.is_terminated()) or not accepted
+
+
+def constrain(logits: Tensor, bitmask: Tensor) -> None:
+    """Puts the logits [vocabulary] of all tokens that a matcher's bitmask, on the same device, rules out at minus
+    infinity, in place."""
+    import xgrammar
+
+    xgrammar.apply_token_bitmask_inplace(logits[None], bitmask)
 
 
 class GrammarCompiler:

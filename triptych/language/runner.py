@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.language.sampler import Draw, Drawn, sample
@@ -31,6 +32,16 @@ class MediaRows:
         return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, row_width, dtype=dtype))
 
 
+@dataclass(frozen=True)
+class ChunkInputs:
+    """What a chunk brings to a step besides its tokens: rope positions, int64 of shape (3, length); its sequence's page
+    table; and slots, int64 of shape (length,)."""
+
+    positions: NDArray[np.int64]
+    page_table: NDArray[np.int64]
+    slots: NDArray[np.int64]
+
+
 class Runner:
     """Runs steps on a decoder and its KV tensors. ``run`` is the only part that takes long."""
 
@@ -42,34 +53,42 @@ class Runner:
     def batch(self, chunks: Rows[Chunk], media: MediaRows) -> ForwardBatch:
         """The step's tokens, packed in the order of ``chunks``."""
         tokens = [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]
-        positions = np.concatenate([c.sequence.positions_of(c.start, c.length) for c in chunks], axis=1)
+        inputs = [self._inputs(c) for c in chunks]
         ends = np.cumsum([c.length for c in chunks])
         return ForwardBatch(
             tokens=torch.tensor(tokens, dtype=torch.int64),
-            positions=torch.from_numpy(positions),
+            positions=torch.from_numpy(np.concatenate([i.positions for i in inputs], axis=1)),
             media_index=media.index,
             media_rows=media.rows,
             logits_index=torch.tensor(
                 [e - 1 for e, c in zip(ends, chunks, strict=True) if c.samples], dtype=torch.int64
             ),
-            attention=self._attention(chunks),
+            attention=AttentionBatch(
+                query_lens=[c.length for c in chunks],
+                kv_lens=[c.start + c.length for c in chunks],
+                page_tables=[torch.from_numpy(i.page_table) for i in inputs],
+                slots=torch.from_numpy(np.concatenate([i.slots for i in inputs])),
+            ),
         )
+
+    def prepare(self, chunks: Rows[Chunk]) -> None:
+        """Called while a step of these chunks runs: what can be done now for those that will go on. On CPUs nothing,
+        since the step has the cores."""
 
     def run(self, batch: ForwardBatch, draws: Rows[Draw], after_layer: AfterLayer | None = None) -> list[Drawn]:
         """The next token of every chunk that samples, in order. ``after_layer`` as ``Decoder.forward`` has it."""
         with torch.inference_mode():
-            logits = self.decoder(batch, self._cache, after_layer)
+            logits = self._logits(batch, after_layer)
             return sample(logits, draws) if draws else []
 
-    def _attention(self, chunks: Rows[Chunk]) -> AttentionBatch:
-        tables = [torch.tensor(c.sequence.pages, dtype=torch.int64) for c in chunks]
-        slots = []
-        for chunk, table in zip(chunks, tables, strict=True):
-            token = torch.arange(chunk.start, chunk.start + chunk.length)
-            slots.append(table[token // self._page_size] * self._page_size + token % self._page_size)
-        return AttentionBatch(
-            query_lens=[c.length for c in chunks],
-            kv_lens=[c.start + c.length for c in chunks],
-            page_tables=tables,
-            slots=torch.cat(slots),
+    def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
+        return self.decoder(batch, self._cache, after_layer)
+
+    def _inputs(self, chunk: Chunk) -> ChunkInputs:
+        page_table = np.array(chunk.sequence.pages, dtype=np.int64)
+        token = np.arange(chunk.start, chunk.start + chunk.length)
+        return ChunkInputs(
+            positions=chunk.sequence.positions_of(chunk.start, chunk.length),
+            page_table=page_table,
+            slots=page_table[token // self._page_size] * self._page_size + token % self._page_size,
         )

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.models.attention.base import AttentionBackend, AttentionBatch, KVTensors
-from triptych.models.attention.cpu import CpuAttention
-from triptych.models.attention.native import paged_decode
 from triptych.models.blocks import Layer, LayerContext
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
+from triptych.models.devices import attention_for
 from triptych.models.layers import WeightFormat, frozen
 from triptych.models.parallel import SINGLE_RANK, Group
 from triptych.models.rope import InterleavedMRope
@@ -61,7 +60,7 @@ class Decoder(nn.Module):
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
             reader.ignore(HEAD)  # some tied checkpoints store it all the same
-        self.head = reader.head(embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden))
+        self.head = reader.head(self.embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden))
 
     @classmethod
     def load(
@@ -78,14 +77,14 @@ class Decoder(nn.Module):
         """The decoder with a checkpoint's weights, ready for inference.
 
         Built layer by layer from memory-mapped tensors: beyond the result, memory holds one layer's weights.
-        ``backend`` defaults to the CPU's, which is plain PyTorch and so runs, slower than it need, on any device.
-        ``group`` are the ranks that share the decoder, by default this process alone.
+        ``backend`` defaults to the device's own. ``group`` are the ranks that share the decoder, by default this
+        process alone.
         Raises CheckpointError for a tensor that is missing, misshapen or has no place in the decoder, and ConfigError
         for a weight format that the device can't use and a group whose size doesn't divide the decoder.
         """
         reader = WeightReader(checkpoint, keys, weights, device, group)
         with torch.inference_mode():
-            decoder = cls(config, reader, backend or CpuAttention(paged_decode()))
+            decoder = cls(config, reader, backend or attention_for(device))
         reader.finish()
         return decoder.eval()
 

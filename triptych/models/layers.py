@@ -125,6 +125,10 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
 """What each of ``triptych.config.DTYPES`` means on a CPU."""
 QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(PackedInt8Linear)}
 """The same for ``triptych.config.QUANTIZATIONS``, but for "none"."""
+CUDA_FORMATS: dict[str, WeightFormat] = {
+    name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")
+}
+"""``triptych.config.DTYPES`` on a GPU, but for "auto", which takes the one that the checkpoint has."""
 
 
 class RMSNorm(nn.Module):

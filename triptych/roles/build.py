@@ -14,11 +14,13 @@ from triptych.encode.jobs import EncodeQueue
 from triptych.errors import StartError
 from triptych.families.base import ModelConfig, Planner, TowerInput
 from triptych.families.registry import family_of, resolve
+from triptych.language.decode_graphs import record_graphs
+from triptych.language.gpu_runner import GpuRunner
 from triptych.language.grammar import GrammarCompiler
 from triptych.language.kv_cache import PagePool
 from triptych.language.kv_rows import CacheRows
 from triptych.language.kv_size import gib, kv_size
-from triptych.language.runner import MediaRows, Runner
+from triptych.language.runner import Forward, MediaRows, Runner
 from triptych.language.scheduler import Scheduler
 from triptych.messages.channel import Channel
 from triptych.messages.rows import End, RowKind, RowLayout
@@ -26,11 +28,11 @@ from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config, load_preprocessor_config
 from triptych.models.decoder import Decoder
+from triptych.models.devices import find_device, free_bytes, used_bytes, weight_format
 from triptych.models.fingerprint import fingerprint
-from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.parallel import Group, rank_device
+from triptych.models.pinned import to_host
 from triptych.models.towers import Tower, TowerFamily
-from triptych.observe.machine import available_bytes, resident_bytes
 from triptych.roles.encode import EncodeHost
 from triptych.roles.incoming_kv import IncomingKV
 from triptych.roles.incoming_media import IncomingMedia
@@ -53,8 +55,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEVICE = torch.device("cpu")
-
 FIRST_USE = 32 * 2**20
 """Bytes that PyTorch's kernels and its allocator keep once they have been used."""
 
@@ -68,7 +68,8 @@ class Model:
         self.files = family_of(self.config)
         self.planner: Planner = resolve(self.files.planner)(self.config, load_preprocessor_config(checkpoint.folder))
         self.family: TowerFamily = resolve(self.files.tower)(self.config)
-        self.weights = QUANTIZED_FORMATS.get(engine.quantization) or WEIGHT_FORMATS[engine.dtype]
+        self.device = find_device(engine.device)
+        self.weights = weight_format(engine, self.device, checkpoint.tensors)
         self.fingerprint = fingerprint(checkpoint.folder)
 
     def num_bytes(self, role: Role) -> int:
@@ -77,10 +78,10 @@ class Model:
         return stages["tower"] * role.encodes + stages["decoder"] * role.has_decoder
 
     def load_tower(self) -> Tower:
-        return self.family.load_tower(self.checkpoint, self.weights.activations, DEVICE)
+        return self.family.load_tower(self.checkpoint, self.weights.activations, self.device)
 
     def load_decoder(self, group: Group) -> Decoder:
-        return self.family.load_decoder(self.checkpoint, self.weights, rank_device(DEVICE, group.rank), group)
+        return self.family.load_decoder(self.checkpoint, self.weights, rank_device(self.device, group.rank), group)
 
     @property
     def row_layout(self) -> RowLayout:
@@ -149,7 +150,7 @@ def _add_hosts(
     with Loading(model.num_bytes(role)) as loading:
         model.checkpoint.on_read = loading.advance
         tower = _timed("vision tower", model.load_tower) if role.encodes else None
-        group = ranks.connect(rank_device(DEVICE, 0))
+        group = ranks.connect(rank_device(model.device, 0))
         decoder = _timed("decoder", lambda: model.load_decoder(group)) if role.has_decoder else None
     sender = Sender({fabric.name: fabric for fabric in fabrics}, channel.address, instance.send)
     if tower is not None:
@@ -178,12 +179,19 @@ def _add_hosts(
 
 def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Instance) -> Ranks:
     """Starts the processes that this one shares its decoder with, once it is clear that it can be shared so."""
+    if model.device.type != "cpu" and (role.sends_kv or role.takes_kv):
+        raise StartError(f"{role.value} instances send KV caches from main memory so far, not from {model.device}")
     if processes_of(engine, has_decoder=role.has_decoder) == 1:
         return NoRanks()
     if role.sends_kv or role.takes_kv:
         raise StartError(
             f"--tensor-parallel-size {engine.tensor_parallel_size} is for instances that prefill and decode, not for "
             f"{role.value}: each rank's KV cache holds a part of each row that would be sent"
+        )
+    if model.device.type != "cpu":
+        raise StartError(
+            f"--tensor-parallel-size {engine.tensor_parallel_size} on {model.device}: ranks hand on steps in main "
+            "memory so far, and their graphs have never been recorded together; use --device cpu"
         )
     model.family.decoder_config.shard(engine.tensor_parallel_size)
     level = logging.getLogger("triptych").getEffectiveLevel()
@@ -200,7 +208,7 @@ class TowerEncoder:
     def __call__(self, inputs: Sequence[TowerInput]) -> list[Rows]:
         """Rows of each input, uint8 of shape (rows, row_bytes)."""
         with torch.inference_mode():
-            return [_as_bytes(rows.to(self._dtype)) for rows in self._tower.encode(inputs)]
+            return [_as_bytes(rows) for rows in to_host([r.to(self._dtype) for r in self._tower.encode(inputs)])]
 
 
 def _as_bytes(rows: torch.Tensor) -> Rows:
@@ -241,13 +249,13 @@ def _language_host(
     dtype, channel = model.weights.activations, instance.channel
     config = decoder.config
     with ranks.together():
-        resident = int(group.all_reduce(torch.tensor(resident_bytes())))
-    sharing = group.size if DEVICE.type == "cpu" else 1  # ranks whose caches come out of the same memory
+        used = int(group.all_reduce(torch.tensor(used_bytes(model.device))))
+    sharing = group.size if model.device.type == "cpu" else 1  # ranks whose caches come out of the same memory
     size = kv_size(
         engine,
         token_bytes=sharing * config.kv_bytes(dtype.itemsize),
         model_context=model.planner.context_length,
-        available=available_bytes(),
+        available=free_bytes(model.device),
     )
     with ranks.together():
         group.broadcast(torch.tensor(size.num_pages))
@@ -257,9 +265,10 @@ def _language_host(
     log.info(
         "memory: %s now, at most %s besides what encoding takes: with a full KV cache, a full receive buffer (%s) and "
         "a step of the largest size (%s)",
-        *map(gib, (resident, resident + size.num_bytes + receiving + step, receiving, step)),
+        *map(gib, (used, used + size.num_bytes + receiving + step, receiving, step)),
     )
-    cache = KVTensors.allocate(config, size.num_pages, engine.page_size, dtype, rank_device(DEVICE, 0))
+    # a page more than the pool hands out: where a CUDA graph's padding goes
+    cache = KVTensors.allocate(config, size.num_pages + 1, engine.page_size, dtype, rank_device(model.device, 0))
     pool = PagePool(size.num_pages, engine.page_size)
     parts = Engine(
         scheduler=Scheduler(
@@ -268,7 +277,7 @@ def _language_host(
             engine.max_num_batched_tokens,
             reuse_prefixes=engine.enable_prefix_caching,
         ),
-        runner=Runner(ranks.lead(decoder, group), cache, engine.page_size),
+        runner=_runner(decoder, ranks.lead(decoder, group), cache, engine, size.context_length),
         compute=instance.compute,
         grammars=GrammarCompiler(model.checkpoint.folder, config.vocab_size, channel.wake),
         context_length=size.context_length,
@@ -285,6 +294,15 @@ def _language_host(
         outgoing = OutgoingKV(sender, CacheRows(cache), pool, model.kv_layout)
         return PrefillHost(parts, incoming, outgoing, wake=channel.wake, **place, send=instance.send)
     return LanguageHost(parts, incoming, **place, send=instance.send)
+
+
+def _runner(decoder: Decoder, forward: Forward, cache: KVTensors, engine: EngineConfig, context_length: int) -> Runner:
+    """``forward`` is the decoder as all ranks run it."""
+    device = cache.keys[0].device
+    if device.type == "cpu":
+        return Runner(forward, cache, engine.page_size)
+    graphs = record_graphs(decoder, cache, engine.max_num_seqs, context_length) if engine.cuda_graphs else None
+    return GpuRunner(decoder, cache, engine.page_size, device, graphs)
 
 
 def _timed(what: str, load: Callable[[], T]) -> T:

@@ -128,6 +128,7 @@ class LanguageHost:
         self._times: dict[RequestId, _Times] = {}
         self._grammars: dict[RequestId, Future[Matcher]] = {}
         self._running: _RunningStep | None = None
+        self._untold: list[Tokens] = []
 
     @property
     def handlers(self) -> Handlers:
@@ -145,6 +146,7 @@ class LanguageHost:
         self._refuse_bad_grammars()
         self._collect()
         self._start()
+        self._tell()
         self._incoming.grant()
 
     def peer_lost(self, lost: PeerLost) -> None:
@@ -255,6 +257,7 @@ class LanguageHost:
         batch = self.runner.batch(step.chunks, self._incoming.take(step.chunks))
         draws = [self._draw(chunk.sequence) for chunk in step.chunks if chunk.samples]
         self._running = _RunningStep(step, now, self._submit(step.chunks, batch, draws))
+        self.runner.prepare(step.chunks)
 
     def _submit(self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw]) -> Future[list[Drawn]]:
         return self._compute.submit(self.runner.run, batch, draws)
@@ -277,12 +280,12 @@ class LanguageHost:
         sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
         for sequence, drawn in zip(sampling, running.future.result(), strict=True):
             if self._alive(sequence):
-                self._report(sequence, drawn)
+                self._take_token(sequence, drawn)
 
     def _alive(self, sequence: Sequence) -> bool:
         return self.scheduler.get(sequence.request) is sequence
 
-    def _report(self, sequence: Sequence, drawn: Drawn) -> None:
+    def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
         sequence.tokens.append(drawn.token)
         times = self._times[sequence.request]
         if not times.first_token:
@@ -294,12 +297,16 @@ class LanguageHost:
             reason = "stop"
         intervals = times.intervals() if reason else []
         logprob = logprob_of(drawn)
-        self._send(
-            self._front_door,
-            Tokens(sequence.request, [drawn.token], [logprob] if logprob else [], reason, times.reused, intervals),
-        )
+        logprobs = [logprob] if logprob else []
+        self._untold.append(Tokens(sequence.request, [drawn.token], logprobs, reason, times.reused, intervals))
         if reason:
             self._remove(sequence.request)
+
+    def _tell(self) -> None:
+        """Sends what the last step drew, while the next one runs."""
+        untold, self._untold = self._untold, []
+        for tokens in untold:
+            self._send(self._front_door, tokens)
 
 
 def logprob_of(drawn: Drawn) -> TokenLogprob | None:

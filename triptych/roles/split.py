@@ -92,7 +92,7 @@ class PrefillHost(LanguageHost):
         if over:
             super()._collect()
 
-    def _report(self, sequence: Sequence, drawn: Drawn) -> None:
+    def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
         request = sequence.request
         prefill, times = self._prefills[request], self._times[request]
         times.transfers += self._incoming.intervals(request)
@@ -152,7 +152,7 @@ class DecodeHost(LanguageHost):
             times.reused = max(times.reused, message.reused)
             times.transfers += message.intervals
             logprob = message.logprob
-            self._report(
+            self._take_token(
                 sequence,
                 Drawn(message.token, logprob.logprob if logprob else None, tuple(logprob.top) if logprob else ()),
             )

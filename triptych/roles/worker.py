@@ -14,19 +14,19 @@ from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.parallel import NO_TIMEOUT, ProcessGroup, arrived, rank_device, rendezvous
 from triptych.observe.machine import end_with_parent, resident_bytes
-from triptych.roles.build import DEVICE, Model
+from triptych.roles.build import Model
 from triptych.roles.ranks import WorkerConfig
 
 
 def run_worker(config: WorkerConfig) -> None:
     """Joins the group, loads this rank's shard and computes steps until rank 0 ends this process. Raises StartError for
     a checkpoint that can't be served, and RuntimeError when another rank is gone."""
-    size, device = config.engine.tensor_parallel_size, rank_device(DEVICE, config.rank)
+    model = Model(Checkpoint(config.model), config.engine)
+    size, device = config.engine.tensor_parallel_size, rank_device(model.device, config.rank)
     store = rendezvous(config.rendezvous, size)
     store.set(arrived(config.rank), "")
     store.wait([arrived(0)], NO_TIMEOUT)
     group = ProcessGroup(store, config.rank, size, device)
-    model = Model(Checkpoint(config.model), config.engine)
     decoder = model.load_decoder(group)
     # as rank 0 does in roles/build.py
     group.all_reduce(torch.tensor(resident_bytes()))

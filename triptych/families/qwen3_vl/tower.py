@@ -19,6 +19,7 @@ from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder, DecoderConfig, DecoderKeys, MoEConfig
 from triptych.models.layers import WeightFormat
 from triptych.models.parallel import SINGLE_RANK, Group
+from triptych.models.pinned import to_device
 from triptych.models.rope import rope_settings
 from triptych.models.safetensors_header import TensorInfo
 from triptych.models.towers import TowerItem, load_module
@@ -48,9 +49,9 @@ class Qwen3VLTower:
             if item.patches.shape[0] != prod(item.grid):
                 raise PlanMismatch(f"{item.patches.shape[0]} patches don't fill a grid of {item.grid}")
         device = self.module.device
-        patches = torch.cat([torch.from_numpy(item.patches) for item in inputs]).to(device, self.module.dtype)
+        [patches] = to_device([torch.cat([torch.from_numpy(item.patches) for item in inputs])], device)
         grids = torch.tensor([item.grid for item in inputs], device=device)  # [items, 3]
-        output = self.module(patches, grid_thw=grids)
+        output = self.module(patches.to(self.module.dtype), grid_thw=grids)
         rows = torch.cat((output.pooler_output, *output.deepstack_features), dim=1)  # [rows of all items, row_width]
         return list(rows.split([prod(item.grid) // self._patches_per_row for item in inputs]))
 

@@ -9,7 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triptych.models.attention.tables import PagedTables
 from triptych.models.decoder_config import DecoderConfig
+from triptych.models.pinned import to_device
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class AttentionBatch:
     """int64: page ids of each sequence, at least ``ceil(kv_len / page_size)``; more are ignored."""
     slots: Tensor
     """int64 [T]: where each new token's K and V go, as ``page * page_size + offset in the page``."""
+    tables: PagedTables | None = None
+    """The same for kernels, where they are on the device already; otherwise ``paged`` uploads them."""
     _masks: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _paged: dict[int, PagedTables] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.query_lens) == len(self.kv_lens) == len(self.page_tables):
@@ -86,6 +91,16 @@ class AttentionBatch:
             everything = torch.full((query_len, kv_len), -torch.inf, dtype=dtype, device=self.slots.device)
             self._masks[index] = everything.triu_(kv_len - query_len + 1)
         return self._masks[index]
+
+    def paged(self, tile: int) -> PagedTables:
+        """The lengths and page tables on the device of ``slots``, uploaded once per step rather than once per layer;
+        ``tile`` new tokens of a sequence make a tile."""
+        if self.tables is not None:
+            return self.tables
+        if tile not in self._paged:
+            on_host = PagedTables.on_host(self.query_lens, self.kv_lens, self.page_tables, tile)
+            self._paged[tile] = PagedTables(*to_device(on_host.tensors(), self.slots.device))
+        return self._paged[tile]
 
     @cached_property
     def page_runs(self) -> list[PageRun]:

@@ -1,0 +1,280 @@
+"""Measures a GPU's decoder and tower against what the GPU itself can do::
+
+    python -m bench.gpu                              # sizes like Qwen3-VL-2B's, random weights built on the GPU
+    python -m bench.gpu --model 8b --json out.json
+    TRITON_INTERPRET=1 python -m bench.gpu --model tiny --device cpu    # a rehearsal; its figures mean nothing
+
+Decode is held against the time that reading weights and keys and values takes at the bandwidth of a copy, prefill
+against its matrix products alone, both measured first. ``gpu``: between two events on the GPU, which waits where the
+host is slower; ``step``: on the host, from the scheduler's decision to the drawn tokens.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu_models import MODELS, RandomCheckpoint, draws, made_up
+from bench.make_checkpoint import Sizes, model_config
+from triptych.config import EngineConfig
+from triptych.errors import StartError
+from triptych.families.base import TowerInput
+from triptych.families.qwen3_vl.tower import DECODER_KEYS, Qwen3VL
+from triptych.language.buckets import bucket_sizes
+from triptych.language.decode_graphs import DecodeGraphs, record_graphs
+from triptych.language.gpu_runner import GpuRunner, on_device
+from triptych.language.runner import MediaRows
+from triptych.language.scheduler import Chunk
+from triptych.models.attention.base import KVTensors
+from triptych.models.decoder import Decoder, ForwardBatch
+from triptych.models.devices import find_device
+from triptych.models.layers import CUDA_FORMATS, PlainLinear
+from triptych.models.pinned import to_device, to_host
+
+PAGE_SIZE = EngineConfig().page_size
+
+
+class Bench:
+    """One model on one device. Every method returns rows of figures."""
+
+    def __init__(self, sizes: Sizes, dtype: str, device: torch.device, budget: int, repeats: int) -> None:
+        torch.manual_seed(0)
+        self.device, self.repeats, self.sizes = device, repeats, sizes
+        self.dtype = getattr(torch, dtype)
+        checkpoint = RandomCheckpoint(sizes, self.dtype, device)
+        family = Qwen3VL(model_config(sizes))
+        backend = None
+        if device.type == "cpu":
+            from triptych.models.attention.triton_backend import TritonAttention
+
+            backend = TritonAttention(num_processors=4)
+        weights = CUDA_FORMATS[dtype]
+        self.decoder = Decoder.load(family.decoder_config, checkpoint, DECODER_KEYS, weights, device, backend=backend)
+        self.tower = family.load_tower(checkpoint, self.dtype, device)
+        self.budget = budget
+        self.linears = [module for module in self.decoder.modules() if isinstance(module, PlainLinear)]
+
+    # ── what the device can do ───────────────────────────────────────────────────────────────────────────────
+
+    def copy_bandwidth(self, num_bytes: int) -> float:
+        """Bytes read and written per second by a copy within the device's memory."""
+        source = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * num_bytes / self.on_gpu(lambda: target.copy_(source))
+
+    def products(self, num_tokens: int) -> tuple[float, float]:
+        """Seconds that a prefill's matrix products take by themselves, one kind after the other, and their FLOP."""
+        seconds = flop = 0.0
+        counts: dict[tuple[int, ...], int] = {}
+        for linear in self.linears[:-1]:  # without the head, which sees one token
+            counts[tuple(linear.weight.shape)] = counts.get(tuple(linear.weight.shape), 0) + 1
+        for (out, width), count in counts.items():
+            weight = torch.randn(out, width, dtype=self.dtype, device=self.device) * width**-0.5
+            tokens = torch.randn(num_tokens, width, dtype=self.dtype, device=self.device)
+            seconds += count * self.on_gpu(lambda t=tokens, w=weight: torch.nn.functional.linear(t, w))  # type: ignore[misc]
+            flop += count * 2 * num_tokens * out * width
+        return seconds, flop
+
+    # ── the decoder ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def decode(self, batch: int, context: int, bandwidth: float) -> list[dict[str, Any]]:
+        """Steps in which each of ``batch`` sequences reads ``context`` tokens, with and without graphs."""
+        pages = -(-(context + 1) // PAGE_SIZE)
+        cache = self._cache(batch * pages)
+        sequences = [made_up(index, context + 1, range(index * pages, (index + 1) * pages)) for index in range(batch)]
+        chunks = [Chunk(sequence, context, 1) for sequence in sequences]
+        weights = sum(linear.weight.nbytes for linear in self.linears)
+        history = batch * (context + 1) * self.decoder.config.kv_bytes(self.dtype.itemsize)
+        floor = (weights + history) / bandwidth
+        rows = []
+        for graphs in (None, self._graphs(cache, batch, context + 1)):
+            runner = GpuRunner(self.decoder, cache, PAGE_SIZE, self.device, graphs)
+            inputs = runner.batch(chunks, self._no_media())
+            with torch.inference_mode():
+                gpu = self.on_gpu(self._forward(inputs, cache, graphs))
+            step = self.on_host(lambda r=runner: r.run(r.batch(chunks, self._no_media()), draws(sequences)))  # type: ignore[misc]
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "graphs": graphs is not None,
+                    "floor_ms": 1e3 * floor,
+                    "gpu_ms": 1e3 * gpu,
+                    "step_ms": 1e3 * step,
+                    "of_floor": floor / gpu,
+                    "tokens_per_s": batch / step,
+                }
+            )
+        return rows
+
+    def prefill(self, num_tokens: int, past: int) -> dict[str, Any]:
+        """One chunk of a prompt, of which ``past`` tokens are in the cache."""
+        pages = -(-(past + num_tokens) // PAGE_SIZE)
+        cache = self._cache(pages)
+        sequence = made_up(0, past + num_tokens, range(pages))
+        runner = GpuRunner(self.decoder, cache, PAGE_SIZE, self.device, None)
+        inputs = runner.batch([Chunk(sequence, past, num_tokens)], self._no_media())
+        with torch.inference_mode():
+            seconds = self.on_gpu(self._forward(inputs, cache, None))
+        products, flop = self.products(num_tokens)
+        config = self.decoder.config
+        pairs = num_tokens * past + num_tokens * (num_tokens + 1) / 2
+        attention = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
+        return {
+            "tokens": num_tokens,
+            "past": past,
+            "products_ms": 1e3 * products,
+            "gpu_ms": 1e3 * seconds,
+            "of_products": products / seconds,
+            "products_tflops": flop / products / 1e12,
+            "tflops": (flop + attention) / seconds / 1e12,
+            "tokens_per_s": num_tokens / seconds,
+        }
+
+    def _forward(self, batch: ForwardBatch, cache: KVTensors, graphs: DecodeGraphs | None) -> Callable[[], object]:
+        if graphs is not None:
+            assert graphs.suits(batch)
+            return lambda: graphs.replay(batch)
+        return lambda: self.decoder(on_device(batch, self.device), cache)
+
+    def _cache(self, num_pages: int) -> KVTensors:
+        cache = KVTensors.allocate(self.decoder.config, num_pages + 1, PAGE_SIZE, self.dtype, self.device)
+        for tensor in (*cache.keys, *cache.values):
+            tensor.normal_()
+        return cache
+
+    def _graphs(self, cache: KVTensors, batch: int, context: int) -> DecodeGraphs | None:
+        if self.device.type == "cuda":
+            return record_graphs(self.decoder, cache, batch, context)
+        with torch.inference_mode():
+            return DecodeGraphs(self.decoder, cache, bucket_sizes(batch), batch * context, lambda step: step)
+
+    def _no_media(self) -> MediaRows:
+        width = self.decoder.config.hidden_size * (1 + self.decoder.config.num_deepstack_layers)
+        return MediaRows(torch.empty(0, dtype=torch.int64), torch.empty(0, width, dtype=self.dtype))
+
+    # ── the tower ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def encode(self, images: int, side: int) -> dict[str, Any]:
+        """``images`` of ``side`` × ``side`` pixels at once: from patches in host memory to rows in host memory."""
+        grid = side // self.sizes.patch
+        values = 3 * 2 * self.sizes.patch**2
+        random = np.random.default_rng(0)
+        inputs = [
+            TowerInput(random.standard_normal((grid * grid, values), dtype=np.float32), (1, grid, grid))
+            for _ in range(images)
+        ]
+        patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])
+        upload = self.on_host(lambda: (to_device([patches], self.device), self._wait()))
+        seconds = self.on_host(lambda: to_host(self.tower.encode(inputs)))
+        num_patches = images * grid * grid
+        return {
+            "images": images,
+            "side": side,
+            "patches": num_patches,
+            "ms": 1e3 * seconds,
+            "upload_ms": 1e3 * upload,
+            "patches_per_s": num_patches / seconds,
+            "images_per_s": images / seconds,
+        }
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def on_gpu(self, work: Callable[[], object]) -> float:
+        """Median seconds between an event before and one after the work on the device; the first three don't count."""
+        if self.device.type == "cpu":
+            return self.on_host(work)
+        for _ in range(3):
+            work()
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats)]
+        for began, ended in pairs:
+            began.record()
+            work()
+            ended.record()
+        self._wait()
+        return statistics.median(began.elapsed_time(ended) for began, ended in pairs) / 1e3
+
+    def on_host(self, work: Callable[[], object]) -> float:
+        """Median seconds that the work, which must wait for its results, takes; the first three don't count."""
+        seconds = []
+        for _ in range(3 + self.repeats):
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[3:])
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Prints rows of the same figures as a table."""
+    names = list(rows[0])
+    cells = [[f"{v:,.3g}" if isinstance(v, float) and v < 1000 else f"{v:,.0f}" if isinstance(v, float) else str(v)
+              for v in row.values()] for row in rows]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    print(f"\n{title}")
+    for line in (names, *cells):
+        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Everything, shown as it comes."""
+    large = device.type == "cuda"
+    bench = Bench(MODELS[arguments.model], arguments.dtype, device, 2048, arguments.repeats if large else 1)
+    bandwidth = bench.copy_bandwidth(2**31 if large else 2**24)
+    name = torch.cuda.get_device_name(device) if large else "CPU: a rehearsal"
+    facts = {
+        "device": name,
+        "torch": torch.__version__,
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "copy_gb_per_s": bandwidth / 1e9,
+        "weights_gb": sum(linear.weight.nbytes for linear in bench.linears) / 1e9,
+    }
+    show("what there is", [facts])
+    results: dict[str, Any] = {"facts": facts}
+    contexts, chunks = ((1024, 8192), ((512, 0), (2048, 0), (2048, 8192))) if large else ((20,), ((16, 0), (16, 30)))
+    batches, images = ((1, 8, 32), ((1, 512), (1, 1024), (8, 512))) if large else ((1, 3), ((1, 64), (2, 64)))
+    results["decode"] = [
+        row for context in contexts for batch in batches for row in bench.decode(batch, context, bandwidth)
+    ]
+    show("decode: of_floor is 1 when nothing but reading weights, keys and values takes time", results["decode"])
+    results["prefill"] = [bench.prefill(*chunk) for chunk in chunks]
+    show("prefill: of_products is 1 when nothing but matrix products takes time", results["prefill"])
+    results["tower"] = [bench.encode(*image) for image in images]
+    show("vision tower", results["tower"])
+    return results
+
+
+def main() -> None:
+    """Measures what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="2b")
+    parser.add_argument("--dtype", choices=CUDA_FORMATS, default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    arguments = parser.parse_args()
+    try:
+        device = find_device(arguments.device)
+    except StartError as error:
+        parser.error(str(error))
+    if device.type == "cpu":
+        arguments.dtype = "float32"  # the interpreter can't multiply bf16
+    with torch.inference_mode():
+        results = measure(arguments, device)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    print("\n" + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

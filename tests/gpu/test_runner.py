@@ -1,0 +1,120 @@
+"""Steps on a GPU, with and without CUDA graphs, against the CPU's."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.generating import PAGE_SIZE, Generating, prompts
+from triptych.families.qwen3_vl.tower import Qwen3VL
+from triptych.language.decode_graphs import record_graphs
+from triptych.language.gpu_runner import GpuRunner
+from triptych.language.runner import Runner
+from triptych.messages.work import Sampling
+from triptych.models.attention.base import KVTensors
+from triptych.models.checkpoint import Checkpoint
+from triptych.models.config_files import load_config
+from triptych.models.decoder import Decoder
+from triptych.models.layers import CUDA_FORMATS, WEIGHT_FORMATS, WeightFormat
+
+CPU = torch.device("cpu")
+POOL = 11
+LENGTHS = [7, 13, 1, 9, 20, 5, 2]
+SAMPLINGS = [Sampling(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))]
+
+
+def load(folder: Path, weights: WeightFormat, device: torch.device) -> Decoder:
+    return Qwen3VL(load_config(folder)).load_decoder(Checkpoint(folder), weights, device)
+
+
+def cache_of(decoder: Decoder, device: torch.device) -> KVTensors:
+    """Filled with NaN, so that whatever reads what it shouldn't says so."""
+    cache = KVTensors.allocate(decoder.config, POOL + 1, PAGE_SIZE, decoder.dtype, device)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(torch.nan)
+    return cache
+
+
+def answers(decoder: Decoder, device: torch.device, with_graphs: bool) -> list[list[int]]:
+    cache = cache_of(decoder, device)
+    graphs = record_graphs(decoder, cache, 5, 64) if with_graphs else None
+    runner = GpuRunner(decoder, cache, PAGE_SIZE, device, graphs)
+    return Generating(runner, decoder, POOL).answers(prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_answers_are_those_of_the_cpu(checkpoint_folder: Callable[..., Path], gpu: torch.device, moe: bool) -> None:
+    """In fp32: prompts in chunks beside decodes, media rows, preemptions, more requests than fit. MoE has no graphs."""
+    folder = checkpoint_folder(moe=moe)
+    plain = load(folder, WEIGHT_FORMATS["float32"], CPU)
+    generating = Generating(Runner(plain, cache_of(plain, CPU), PAGE_SIZE), plain, POOL)
+    expected = generating.answers(prompts(plain.config.vocab_size, LENGTHS), SAMPLINGS)
+    assert generating.num_preemptions > 0
+    decoder = load(folder, CUDA_FORMATS["float32"], gpu)
+    assert answers(decoder, gpu, with_graphs=False) == expected
+    assert answers(decoder, gpu, with_graphs=True) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_other_dtypes_run(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: str) -> None:
+    """Their answers may differ from fp32's, and from each other's with the batch, but never be NaN's, which is token 0
+    over and over."""
+    for with_graphs in (False, True):
+        found = answers(load(checkpoint_folder(), CUDA_FORMATS[dtype], gpu), gpu, with_graphs)
+        assert [len(answer) for answer in found] == [sampling.max_tokens for sampling in SAMPLINGS]
+        assert len({token for answer in found for token in answer}) > 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_replayed_step_has_the_logits_of_a_launched_one(
+    checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: str
+) -> None:
+    decoder = load(checkpoint_folder(), CUDA_FORMATS[dtype], gpu)
+    logits: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for with_graphs in logits:
+        cache = cache_of(decoder, gpu)
+        graphs = record_graphs(decoder, cache, 5, 64) if with_graphs else None
+        runner = _Keeping(decoder, cache, PAGE_SIZE, gpu, graphs)
+        # greedy and of one length, so that both make the same steps as long as their logits are about the same
+        greedy = [Sampling(max_tokens=4, temperature=0, logit_bias={3: 1000.0})] * 3
+        Generating(runner, decoder, POOL).answers(prompts(decoder.config.vocab_size, [5, 3, 4]), greedy)
+        logits[with_graphs] = runner.kept
+    assert len(logits[True]) == len(logits[False])
+    for one, other in zip(logits[True], logits[False], strict=True):
+        tolerance = 1e-3 if dtype == "float32" else 0.5
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+class _Keeping(GpuRunner):
+    """Keeps each step's logits."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.kept: list[torch.Tensor] = []
+
+    def _logits(self, batch: object) -> torch.Tensor:
+        logits = super()._logits(batch)  # type: ignore[arg-type]
+        self.kept.append(logits.clone())
+        return logits
+
+
+def test_a_step_waits_for_nothing_but_its_tokens(checkpoint_folder: Callable[..., Path], gpu: torch.device) -> None:
+    """The forward pass of a mixed step, and of a replayed one, is launched while the GPU does something else."""
+    decoder = load(checkpoint_folder(), CUDA_FORMATS["float32"], gpu)
+    cache = cache_of(decoder, gpu)
+    runner = GpuRunner(decoder, cache, PAGE_SIZE, gpu, record_graphs(decoder, cache, 5, 64))
+    generating = Generating(runner, decoder, POOL)
+    inputs = prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS
+    generating.answers(*inputs)  # compiles
+    launch = runner._logits
+
+    def strict(batch: object) -> torch.Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)  # type: ignore[arg-type]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    runner._logits = strict  # type: ignore[method-assign]
+    generating.answers(*inputs)

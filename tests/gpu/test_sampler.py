@@ -1,0 +1,78 @@
+"""Sampling on a GPU against sampling on the CPU, and without waiting for the GPU in between."""
+
+import pytest
+import torch
+
+from triptych.language import sampler
+from triptych.language.sampler import Draw
+from triptych.messages.work import Sampling
+from triptych.models.pinned import to_host
+
+VOCABULARY = 151_936
+LIMITS = [
+    {},
+    {"temperature": 0.0},
+    {"top_p": 0.9},
+    {"top_k": 40},
+    {"min_p": 0.05, "logprobs": 3},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"logit_bias": {7: 50.0}, "logprobs": 0},
+    {"top_p": 0.999, "temperature": 5.0},  # reaches beyond the nucleus
+]
+
+
+def draws() -> list[Draw]:
+    return [
+        Draw(
+            Sampling(**({"max_tokens": 9, "temperature": 1.0, "seed": row} | LIMITS[row % 8])),
+            [5, 6, 7],
+            1,
+            frozenset(),
+        )
+        for row in range(16)
+    ]
+
+
+@pytest.fixture(scope="module")
+def logits() -> torch.Tensor:
+    return 3 * torch.randn(16, VOCABULARY, generator=torch.Generator().manual_seed(0))
+
+
+def test_tokens_are_those_of_the_cpu(gpu: torch.device, logits: torch.Tensor) -> None:
+    expected, found = sampler.sample(logits, draws()), sampler.sample(logits.to(gpu), draws())
+    assert [one.token for one in found] == [one.token for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprob == (None if other.logprob is None else pytest.approx(other.logprob, abs=1e-4))
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def test_a_seed_names_its_tokens_whatever_the_batch(gpu: torch.device, logits: torch.Tensor) -> None:
+    on_gpu = logits.to(gpu)
+    together = sampler.sample(on_gpu, draws())
+    alone = [sampler.sample(on_gpu[row : row + 1], [draw])[0] for row, draw in enumerate(draws())]
+    assert [one.token for one in alone] == [one.token for one in together]
+
+
+def test_nothing_is_waited_for_but_the_result(
+    gpu: torch.device, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = 0
+
+    def waiting(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        nonlocal waits
+        waits += 1
+        torch.cuda.set_sync_debug_mode("default")
+        found = to_host(tensors)
+        torch.cuda.set_sync_debug_mode("error")
+        return found
+
+    on_gpu = logits.to(gpu)
+    monkeypatch.setattr(sampler, "to_host", waiting)
+    sampler.sample(on_gpu, draws())  # first uses may wait
+    waits = 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampler.sample(on_gpu, draws())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == 2  # the last row's nucleus was too small

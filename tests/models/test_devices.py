@@ -1,0 +1,56 @@
+"""Which device, and what it has. GPUs are made up here."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from triptych.config import EngineConfig
+from triptych.errors import ConfigError, StartError
+from triptych.models.attention.cpu import CpuAttention
+from triptych.models.devices import attention_for, find_device, free_bytes, stored_dtype, used_bytes, weight_format
+from triptych.models.layers import PackedFormat, PlainFormat
+from triptych.models.safetensors_header import TensorInfo
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def tensors(**num_bytes: int) -> dict[str, TensorInfo]:
+    return {dtype: TensorInfo(Path(), dtype, (size,), size) for dtype, size in num_bytes.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "device"),
+    [("auto", 0, "cpu"), ("auto", 2, "cuda:0"), ("cpu", 2, "cpu"), ("cuda", 1, "cuda:0"), ("cuda:1", 2, "cuda:1")],
+)
+def test_a_device_is_found(monkeypatch: pytest.MonkeyPatch, name: str, count: int, device: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert find_device(name) == torch.device(device)
+
+
+@pytest.mark.parametrize(("name", "count", "words"), [("cuda", 0, "finds no GPU"), ("cuda:2", 2, "last one is cuda:1")])
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str, count: int, words: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(StartError, match=f"--device {name}: .*{words}"):
+        find_device(name)
+
+
+def test_auto_on_a_gpu_is_what_the_checkpoint_has() -> None:
+    assert weight_format(EngineConfig(), GPU, tensors(BF16=100, F32=10)) == PlainFormat(torch.bfloat16)
+    assert weight_format(EngineConfig(), GPU, tensors(F32=100)) == PlainFormat(torch.float32)
+    assert weight_format(EngineConfig(dtype="float16"), GPU, tensors(BF16=1)) == PlainFormat(torch.float16)
+    with pytest.raises(ConfigError, match="F8_E4M3"):
+        stored_dtype(tensors(F8_E4M3=3, BF16=2))
+
+
+def test_formats_of_cpus() -> None:
+    assert isinstance(weight_format(EngineConfig(), CPU, tensors(BF16=1)), PackedFormat)
+    assert isinstance(weight_format(EngineConfig(quantization="int8"), CPU, tensors(BF16=1)), PackedFormat)
+    with pytest.raises(ConfigError, match="int8 is for CPUs only"):
+        weight_format(EngineConfig(quantization="int8"), GPU, tensors(BF16=1))
+
+
+def test_a_cpu_has_attention_and_memory() -> None:
+    assert isinstance(attention_for(CPU), CpuAttention)
+    assert free_bytes(CPU) > 0
+    assert used_bytes(CPU) > 0

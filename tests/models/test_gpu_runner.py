@@ -1,0 +1,173 @@
+"""The runner of GPUs on a CPU: kernels in Triton's interpreter, and graphs that launch their steps again instead of
+replaying them. ``tests/gpu`` does the same for real."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.generating import PAGE_SIZE, Generating, prompts, sequence
+from triptych.language.buckets import bucket_for, bucket_sizes
+from triptych.language.padding import only_decodes, padded
+from triptych.language.runner import MediaRows, Runner
+from triptych.language.scheduler import Chunk
+from triptych.messages.work import Sampling
+from triptych.models.attention.base import AttentionBackend, KVTensors
+from triptych.models.attention.cpu import CpuAttention
+from triptych.models.attention.native import paged_decode
+from triptych.models.checkpoint import Checkpoint
+from triptych.models.config_files import load_config
+from triptych.models.decoder import Decoder, ForwardBatch
+from triptych.models.layers import WEIGHT_FORMATS
+from triptych.models.weights import DecoderKeys
+
+pytest.importorskip("triton", reason="Triton isn't installed")
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: tests/gpu runs these on it", allow_module_level=True)
+
+from triptych.families.qwen3_vl.tower import DECODER_KEYS, Qwen3VL
+from triptych.language.decode_graphs import DecodeGraphs
+from triptych.language.gpu_runner import GpuRunner
+from triptych.models.attention.triton_backend import TritonAttention
+
+CPU = torch.device("cpu")
+NUM_PAGES, POOL = 20, 11
+LENGTHS = [7, 13, 1, 9, 20, 5, 2]
+SAMPLINGS = [Sampling(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))]
+
+
+def load(folder: Path, backend: AttentionBackend) -> Decoder:
+    checkpoint, family = Checkpoint(folder), Qwen3VL(load_config(folder))
+    keys = DecoderKeys(DECODER_KEYS.prefix, DECODER_KEYS.head)
+    return Decoder.load(family.decoder_config, checkpoint, keys, WEIGHT_FORMATS["float32"], CPU, backend=backend)
+
+
+def cache_of(decoder: Decoder) -> KVTensors:
+    """Filled with NaN, so that whatever reads what it shouldn't says so."""
+    cache = KVTensors.allocate(decoder.config, NUM_PAGES + 1, PAGE_SIZE, torch.float32, CPU)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(torch.nan)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint_folder: Callable[..., Path]) -> Decoder:
+    return load(checkpoint_folder(), CpuAttention(paged_decode()))
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Decoder) -> list[list[int]]:
+    generating = Generating(Runner(plain, cache_of(plain), PAGE_SIZE), plain, POOL)
+    return generating.answers(prompts(plain.config.vocab_size, LENGTHS), SAMPLINGS)
+
+
+class Recorder:
+    """Launches a recorded step again, and counts."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_replayed = 0
+
+    def __call__(self, step: Callable[[], object]) -> Callable[[], object]:
+        self.num_recorded += 1
+        step()
+
+        def replay() -> None:
+            self.num_replayed += 1
+            step()
+
+        return replay
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_answers_are_those_of_the_cpu(
+    checkpoint_folder: Callable[..., Path], expected: list[list[int]], with_graphs: bool
+) -> None:
+    """Prompts in chunks beside decodes, media rows, preemptions, more requests than fit; batches of 1 to 5."""
+    decoder, recorder = load(checkpoint_folder(), TritonAttention(num_processors=2)), Recorder()
+    cache = cache_of(decoder)
+    with torch.inference_mode():
+        graphs = DecodeGraphs(decoder, cache, bucket_sizes(5), 60, recorder) if with_graphs else None
+    generating = Generating(GpuRunner(decoder, cache, PAGE_SIZE, CPU, graphs), decoder, POOL)
+    assert generating.answers(prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS) == expected
+    assert generating.num_preemptions > 0
+    assert len(generating.batches) > 2
+    assert recorder.num_recorded == (4 if with_graphs else 0)
+    assert recorder.num_replayed == (sum(generating.batches.values()) if with_graphs else 0)
+
+
+@pytest.mark.parametrize("num_rows", [3, 4, 8])
+def test_padding_harms_nobody(plain: Decoder, num_rows: int) -> None:
+    """On the CPU's backend, too: neither the logits nor any page but the scratch page differ."""
+
+    def decode(rows: int | None) -> tuple[Tensor, KVTensors]:
+        runner, cache, batch = three_decodes(plain)
+        assert only_decodes(batch)
+        batch = batch if rows is None else padded(batch, rows, NUM_PAGES, PAGE_SIZE)
+        assert rows is None or len(batch.tokens) == len(batch.attention.slots) == rows
+        return runner.decoder(batch, cache), cache
+
+    (logits, cache), (padded_logits, padded_cache) = decode(None), decode(num_rows)
+    torch.testing.assert_close(padded_logits, logits, atol=1e-5, rtol=1e-5)
+    for one, other in zip(cache.keys + cache.values, padded_cache.keys + padded_cache.values, strict=True):
+        torch.testing.assert_close(one[:NUM_PAGES], other[:NUM_PAGES], atol=1e-5, rtol=1e-5, equal_nan=True)
+        assert one[NUM_PAGES].isnan().all()
+        assert other[NUM_PAGES].isnan().all() == (num_rows == 3)
+
+
+def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
+    """Three sequences whose prompts are computed, and the step of their last tokens."""
+    cache = cache_of(decoder)
+    runner = Runner(decoder, cache, PAGE_SIZE)
+    sequences = [
+        sequence(str(index), tokens, SAMPLINGS[0])
+        for index, tokens in enumerate(prompts(decoder.config.vocab_size, [6, 3, 9]))
+    ]
+    for one, pages in zip(sequences, ([0, 7], [3], [19, 5, 1]), strict=True):
+        one.pages = pages
+    width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
+    media = MediaRows(torch.empty(0, dtype=torch.int64), torch.empty(0, width))
+    runner.run(runner.batch([Chunk(one, 0, len(one.tokens) - 1) for one in sequences], media), [])
+    return runner, cache, runner.batch([Chunk(one, len(one.tokens) - 1, 1) for one in sequences], media)
+
+
+def test_graphs_only_suit_steps_that_fit(plain: Decoder) -> None:
+    _, cache, batch = three_decodes(plain)
+    with torch.inference_mode():
+        suits = [
+            DecodeGraphs(plain, cache, sizes, max_pages, lambda step: step).suits(batch)
+            for sizes, max_pages in (([1, 4], 6), ([1, 2], 6), ([1, 4], 5))
+        ]
+    assert suits == [True, False, False]
+
+
+def test_what_is_prepared_is_used_while_it_holds(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = GpuRunner(plain, cache_of(plain), PAGE_SIZE, CPU, None)
+    one = sequence("0", [1, 2, 3, 4, 5], SAMPLINGS[0])
+    one.pages = [3, 7]
+    runner.prepare([Chunk(one, 2, 3)])
+    one.tokens.append(6)
+    prepared = runner._inputs(Chunk(one, 5, 1))
+    expected = Runner._inputs(runner, Chunk(one, 5, 1))
+    assert prepared.positions.tolist() == expected.positions.tolist() == [[5]] * 3
+    assert prepared.page_table.tolist() == expected.page_table.tolist() == [3, 7]
+    assert prepared.slots.tolist() == expected.slots.tolist() == [7 * 4 + 1]
+    assert runner._inputs(Chunk(one, 5, 1)) is prepared
+    assert runner._inputs(Chunk(one, 4, 1)) is not prepared
+    one.pages = [8, 9]  # preempted, and begun again
+    assert runner._inputs(Chunk(one, 5, 1)).slots.tolist() == [9 * 4 + 1]
+    one.pages = [3]
+    runner.prepare([Chunk(one, 3, 3)])  # its next token is in the second page, which isn't taken yet
+    assert not runner._prepared
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 24, 32]), (9, [1, 2, 4, 8, 9])],
+)
+def test_buckets(most: int, sizes: list[int]) -> None:
+    assert bucket_sizes(most) == sizes
+    found = [bucket_for(num_rows, sizes) for num_rows in range(1, most + 1)]
+    assert all(size is not None and size >= num_rows for num_rows, size in enumerate(found, 1))
+    assert bucket_for(most + 1, sizes) is None

@@ -1,0 +1,87 @@
+"""Steps on a GPU: inputs go there in one pinned copy, steps that only decode are replayed as CUDA graphs, and what the
+next step needs is prepared while one runs."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from triptych.language.decode_graphs import DecodeGraphs
+from triptych.language.runner import ChunkInputs, Runner
+from triptych.language.sampler import Draw, Drawn
+from triptych.language.scheduler import Chunk
+from triptych.language.sequence import Sequence
+from triptych.models.attention.base import KVTensors
+from triptych.models.decoder import AfterLayer, Decoder, ForwardBatch
+from triptych.models.pinned import to_device
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """The inputs of a sequence's next token, as its pages were then."""
+
+    sequence: Sequence
+    start: int
+    pages: list[int]
+    inputs: ChunkInputs
+
+
+class GpuRunner(Runner):
+    """``Runner`` for a decoder on ``device``. ``run`` launches the forward pass without waiting for it and prepares
+    sampling meanwhile; it waits once, for the drawn tokens."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVTensors, page_size: int, device: torch.device, graphs: DecodeGraphs | None
+    ) -> None:
+        """``graphs`` None: every step is launched kernel by kernel."""
+        super().__init__(decoder, cache, page_size)
+        self._device = device
+        self._graphs = graphs
+        self._prepared: dict[int, _Prepared] = {}
+
+    def prepare(self, chunks: Rows[Chunk]) -> None:
+        """Prepares the inputs of each sampling sequence's next token, which don't depend on which token that is. Those
+        for which a page must be taken first are left."""
+        self._prepared = {}
+        for chunk in chunks:
+            following = Chunk(chunk.sequence, chunk.start + chunk.length, 1)
+            pages = list(chunk.sequence.pages)
+            if chunk.samples and following.start < len(pages) * self._page_size:
+                inputs = super()._inputs(following)
+                self._prepared[id(chunk.sequence)] = _Prepared(chunk.sequence, following.start, pages, inputs)
+
+    def run(self, batch: ForwardBatch, draws: Rows[Draw], after_layer: AfterLayer | None = None) -> list[Drawn]:
+        """See ``Runner``."""
+        # Triton launches on the thread's current device; -1 leaves it as it is
+        with torch.cuda.device(-1 if self._device.index is None else self._device.index):
+            return super().run(batch, draws, after_layer)
+
+    def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
+        if self._graphs is not None and self._graphs.suits(batch):
+            return self._graphs.replay(batch)
+        return super()._logits(on_device(batch, self._device), after_layer)
+
+    def _inputs(self, chunk: Chunk) -> ChunkInputs:
+        sequence, prepared = chunk.sequence, self._prepared.get(id(chunk.sequence))
+        if (
+            prepared is not None
+            and prepared.sequence is sequence
+            and (prepared.start, 1) == (chunk.start, chunk.length)
+            and prepared.pages == sequence.pages  # it may have been preempted, and have begun again, meanwhile
+        ):
+            return prepared.inputs
+        return super()._inputs(chunk)
+
+
+def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    """A step's tensors on a device, in one copy. Its page tables, which only the attention backend knows how to read,
+    follow with the first layer."""
+    attention = batch.attention
+    tokens, positions, media_index, media_rows, logits_index, slots = to_device(
+        [batch.tokens, batch.positions, batch.media_index, batch.media_rows, batch.logits_index, attention.slots],
+        device,
+    )
+    return ForwardBatch(
+        tokens, positions, media_index, media_rows, logits_index, attention=replace(attention, slots=slots)
+    )

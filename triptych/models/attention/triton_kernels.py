@@ -1,0 +1,174 @@
+"""Attention over the paged KV cache on GPUs, in Triton: decode, prefill, and writing the cache.
+
+All three read a step's tables (``tables.py``), int64 on the device. Caches are [pages, page_size, kv_heads, head_dim],
+contiguous; queries [T, heads, head_dim], contiguous but for the stride of T. The query heads that share a kv head are
+rows of one matrix, so that keys and values are read once for all of them. Softmax goes on-line over blocks of keys
+(Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135), to the base 2, which GPUs have an
+instruction for: ``scale`` holds the factor log2(e).
+
+Products have fp32 sums. ``tf32x3`` multiplies fp32 operands as three TF32 products, which is nearly exact, where the
+default would round them to one; fp32 on ordinary cores (``ieee``) needs more registers than there are.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def write_kernel(
+    key, value, key_cache, value_cache, slots, key_stride, value_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token per program: its ``WIDTH`` = kv_heads * head_dim values of K and of V go to its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(slots + token) * WIDTH
+    element = tl.arange(0, BLOCK)
+    inside = element < WIDTH
+    keys = tl.load(key + token * key_stride + element, mask=inside)
+    values = tl.load(value + token * value_stride + element, mask=inside)
+    tl.store(key_cache + place + element, keys.to(key_cache.dtype.element_ty), mask=inside)
+    tl.store(value_cache + place + element, values.to(value_cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend_block(
+    query, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale, maxima, totals, sums,
+    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds one block of keys. ``places`` [KEYS] are their tokens, ``inside`` [KEYS] those that exist, ``visible``
+    [rows, KEYS] those that a row may see. Returns the new ``maxima``, ``totals`` [rows] and ``sums`` [rows, DIM_BLOCK].
+    Every row must have seen a key after the first block."""
+    dims = tl.arange(0, DIM_BLOCK)
+    pages = tl.load(page_table + places // PAGE_SIZE, mask=inside, other=0)
+    offsets = ((pages * PAGE_SIZE + places % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
+    offsets = offsets[:, None] + dims[None, :]
+    # beyond what is written the cache may hold NaN, which a weight of 0 wouldn't hide
+    mask = inside[:, None] & (dims < DIM)[None, :]
+    keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(query.dtype)
+    values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(query.dtype)
+    scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(maxima, tl.max(scores, 1))
+    rescale = tl.exp2(maxima - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    totals = totals * rescale + tl.sum(weights, 1)
+    sums = sums * rescale[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="tf32x3")
+    return higher, totals, sums
+
+
+@triton.jit
+def decode_kernel(
+    query, key_cache, value_cache, output, partial_sums, partial_maxima, partial_totals,
+    decodes, query_starts, kv_lens, page_starts, pages, query_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One new token, one kv head and one part of the context per program (Flash-Decoding: splits of the context keep a
+    GPU busy when there are few sequences). ``SPLITS`` doesn't depend on lengths, so that a CUDA graph can hold the
+    launch; a short context leaves splits empty. With one split the result goes to ``output``, otherwise to the partial
+    tensors, for ``reduce_kernel``."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    sequence = tl.load(decodes + row)
+    token = tl.load(query_starts + sequence)
+    kv_len = tl.load(kv_lens + sequence)
+    page_table = pages + tl.load(page_starts + sequence)
+    span = tl.cdiv(tl.cdiv(kv_len, SPLITS), KEYS) * KEYS
+    start = split * span
+    end = tl.minimum(start + span, kv_len)
+
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    group = tl.arange(0, GROUP_BLOCK)
+    heads = kv_head * GROUP + group
+    dims = tl.arange(0, DIM_BLOCK)
+    mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
+    queries = tl.load(query + token * query_stride + heads[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+
+    maxima = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    totals = tl.zeros([GROUP_BLOCK], tl.float32)
+    sums = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    for base in range(start, end, KEYS):
+        places = base + tl.arange(0, KEYS)
+        inside = places < end
+        maxima, totals, sums = _attend_block(
+            queries, key_cache, value_cache, page_table, kv_head, places, inside, inside[None, :], scale,
+            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK,
+        )  # fmt: skip
+
+    if SPLITS == 1:
+        result = (sums / totals[:, None]).to(output.dtype.element_ty)
+        tl.store(output + (token * HEADS + heads[:, None]) * DIM + dims[None, :], result, mask=mask)
+    else:
+        part = (row * HEADS + heads) * SPLITS + split
+        tl.store(partial_maxima + part, maxima, mask=group < GROUP)
+        tl.store(partial_totals + part, totals, mask=group < GROUP)
+        tl.store(partial_sums + part[:, None] * DIM + dims[None, :], sums, mask=mask)
+
+
+@triton.jit
+def reduce_kernel(
+    output, partial_sums, partial_maxima, partial_totals, decodes, query_starts,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One new token and one query head per program: puts the parts of its context together. An empty part has a
+    maximum of minus infinity, so a weight of 0; the first is never empty."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    token = tl.load(query_starts + tl.load(decodes + row))
+    part = (row * HEADS + head) * SPLITS + tl.arange(0, SPLITS)
+    dims = tl.arange(0, DIM_BLOCK)
+    maxima = tl.load(partial_maxima + part)
+    weights = tl.exp2(maxima - tl.max(maxima, 0))
+    total = tl.sum(weights * tl.load(partial_totals + part), 0)
+    mask = dims < DIM
+    sums = tl.load(partial_sums + part[:, None] * DIM + dims[None, :], mask=mask[None, :], other=0.0)
+    result = tl.sum(sums * weights[:, None], 0) / total
+    tl.store(output + (token * HEADS + head) * DIM + dims, result.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def prefill_kernel(
+    query, key_cache, value_cache, output, tiles, query_starts, query_lens, kv_lens, page_starts, pages,
+    query_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``TILE`` new tokens of one sequence and one kv head per program; a row for each of the tokens' query heads. A
+    token sees its sequence up to itself, which is at ``kv_len - query_len`` and on."""
+    tile = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    sequence = tl.load(tiles + 2 * tile)
+    first = tl.load(tiles + 2 * tile + 1)
+    query_len = tl.load(query_lens + sequence)
+    past = tl.load(kv_lens + sequence) - query_len
+    page_table = pages + tl.load(page_starts + sequence)
+
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    ROWS: tl.constexpr = TILE * GROUP_BLOCK
+    row = tl.arange(0, ROWS)
+    token = first + row // GROUP_BLOCK
+    head = row % GROUP_BLOCK
+    dims = tl.arange(0, DIM_BLOCK)
+    mask = ((token < query_len) & (head < GROUP))[:, None] & (dims < DIM)[None, :]
+    packed = tl.load(query_starts + sequence) + token
+    heads = kv_head * GROUP + head
+    queries = tl.load(
+        query + packed[:, None] * query_stride + heads[:, None] * DIM + dims[None, :], mask=mask, other=0.0
+    )
+
+    end = past + tl.minimum(first + TILE, query_len)
+    maxima = tl.full([ROWS], float("-inf"), tl.float32)
+    totals = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+    for base in range(0, end, KEYS):
+        places = base + tl.arange(0, KEYS)
+        inside = places < end
+        visible = inside[None, :] & (places[None, :] <= (past + token)[:, None])
+        maxima, totals, sums = _attend_block(
+            queries, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale,
+            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK,
+        )  # fmt: skip
+
+    result = (sums / totals[:, None]).to(output.dtype.element_ty)
+    tl.store(output + (packed[:, None] * HEADS + heads[:, None]) * DIM + dims[None, :], result, mask=mask)

@@ -1,0 +1,78 @@
+"""What differs between CPUs and GPUs: which there are, which weight formats and attention they have, their memory."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from triptych.config import EngineConfig
+from triptych.errors import ConfigError, StartError
+from triptych.models.attention.base import AttentionBackend
+from triptych.models.attention.cpu import CpuAttention
+from triptych.models.attention.native import paged_decode
+from triptych.models.layers import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
+from triptych.models.safetensors_header import TensorInfo
+from triptych.observe.machine import available_bytes, resident_bytes
+
+_STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def find_device(name: str) -> torch.device:
+    """The device that ``EngineConfig.device`` means, a GPU always with its index. Raises StartError for one that isn't
+    there."""
+    count = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and not count):
+        return torch.device("cpu")
+    if not count:
+        built = torch.version.cuda or "no CUDA"
+        raise StartError(f"--device {name}: PyTorch {torch.__version__} (built for {built}) finds no GPU")
+    device = torch.device("cuda" if name == "auto" else name)
+    index = device.index or 0
+    if index >= count:
+        raise StartError(f"--device {name}: there are {count} GPUs, so the last one is cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
+    """The format that the settings mean on a device, for a checkpoint of these tensors. Raises ConfigError for one that
+    the device doesn't have."""
+    if device.type == "cpu":
+        return QUANTIZED_FORMATS.get(engine.quantization) or WEIGHT_FORMATS[engine.dtype]
+    if engine.quantization != "none":
+        raise ConfigError(f"--quantization {engine.quantization} is for CPUs only; this instance runs on {device}")
+    return CUDA_FORMATS[engine.dtype if engine.dtype != "auto" else stored_dtype(tensors)]
+
+
+def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:
+    """The dtype in which a checkpoint holds most of its bytes. Raises ConfigError for one that nothing computes in."""
+    num_bytes = Counter[str]()
+    for info in tensors.values():
+        num_bytes[info.dtype] += info.num_bytes
+    [(most, _)] = num_bytes.most_common(1)
+    if most not in _STORED:
+        raise ConfigError(f"the checkpoint holds {most} tensors: --dtype auto knows {', '.join(_STORED)}; give another")
+    return _STORED[most]
+
+
+def attention_for(device: torch.device) -> AttentionBackend:
+    """The attention backend of a device. Raises ConfigError on a GPU without Triton."""
+    if device.type == "cpu":
+        return CpuAttention(paged_decode())
+    try:
+        from triptych.models.attention.triton_backend import TritonAttention
+    except ImportError as error:
+        raise ConfigError(f"attention on {device} needs Triton: {error}") from None
+    return TritonAttention(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be had on a device."""
+    if device.type == "cpu":
+        return available_bytes()
+    torch.cuda.empty_cache()  # what loading has freed counts
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory of a device that this process uses."""
+    return resident_bytes() if device.type == "cpu" else torch.cuda.memory_reserved(device)
