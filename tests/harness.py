@@ -70,9 +70,10 @@ async def running(
         lease=LeaseConfig(lease_expiry=60.0),
     )
     threads: list[threading.Thread] = []
-    async with FrontDoor(config) as door:
+    roles = Topology.parse(topology).roles
+    async with FrontDoor(config, expects_encoders=any(role.encodes for role in roles)) as door:
         service = Running(door)
-        for number, role in enumerate(Topology.parse(topology).roles):
+        for number, role in enumerate(roles):
             instance = _instance(config, role, f"{role.value.lower()}{number}", door.control)
             prepare(instance)
             service.instances.append(instance)

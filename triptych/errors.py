@@ -13,7 +13,8 @@
     │       ├── TruncatedMedia      the bytes end before the header or the pixels do
     │       ├── MediaTooLarge       refused at planning, before any pixel is decoded
     │       ├── BadMediaSize        zero sides, or a shape the model can't take
-    │       └── MediaNotAllowed     a URL whose host isn't allowed
+    │       ├── MediaNotAllowed     a URL whose host isn't allowed
+    │       └── MediaNotServed      the topology has no encoder
     ├── ServiceError                our side's fault or state
     │   ├── Overloaded              the queue is full; carries retry_after
     │   ├── Unavailable             no instance can do this (now, or in this topology)
@@ -87,6 +88,10 @@ class BadMediaSize(MediaError):
 
 class MediaNotAllowed(MediaError):
     """The item's URL isn't one that this server may fetch."""
+
+
+class MediaNotServed(MediaError):
+    """This service was started without an encode instance: it answers text alone."""
 
 
 class ServiceError(TriptychError):

@@ -10,6 +10,7 @@ from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig, TransferConfig
+from triptych.errors import MediaNotServed
 from triptych.messages.work import GrammarKind, GrammarSpec, Sampling
 from triptych.roles.incoming_kv import IncomingKV
 from triptych.roles.split import DecodeHost, PrefillHost
@@ -165,6 +166,18 @@ def test_text_needs_no_encoder(model: Model) -> None:
     expected = [answer for case, answer in zip(CASES, model.answers, strict=True) if not case.images]
     assert expected
     assert asyncio.run(run()) == expected
+
+
+def test_without_an_encoder_pictures_are_refused_and_said_to_be(model: Model) -> None:
+    async def run() -> None:
+        async with running(model.folder, "1P1D") as service:
+            router = service.front_door.router
+            assert router.can_serve
+            assert not router.takes_media
+            with pytest.raises(MediaNotServed):
+                await service.answer(next(case.messages for case in CASES if case.images))
+
+    asyncio.run(run())
 
 
 def test_neither_instance_computes_what_is_the_others(model: Model) -> None:

@@ -18,7 +18,8 @@ class LocalService:
     def __init__(self, config: ServeConfig, topology: Topology | None, show: Print) -> None:
         self._config = config
         self._topology = topology
-        self._front_door = FrontDoor(config)
+        encodes = topology is None or any(role.encodes for role in topology.roles)
+        self._front_door = FrontDoor(config, expects_encoders=encodes)
         self._cluster = LocalCluster(config, topology, self._front_door.control, show) if topology else None
         self.lost: asyncio.Future[str] = (
             self._cluster.lost if self._cluster else asyncio.get_running_loop().create_future()

@@ -39,8 +39,9 @@ class FrontDoor:
     """Channel, router and HTTP server of one service, on the running event loop. An async context manager: inside,
     requests are served as soon as instances have joined at ``control``."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        """Reads the checkpoint's small files and binds both ports. Raises StartError when that fails."""
+    def __init__(self, config: ServeConfig, *, expects_encoders: bool = True) -> None:
+        """``expects_encoders`` as the router takes it. Reads the checkpoint's small files and binds both ports.
+        Raises StartError when that fails."""
         self._config = config
         builder = PromptBuilder(config.model, config.engine.max_model_len or None)
         secret = config.cluster.secret()
@@ -56,6 +57,7 @@ class FrontDoor:
             fingerprint=builder.fingerprint,
             front_door=config.front_door,
             lease=config.lease,
+            expects_encoders=expects_encoders,
         )
         self.service = Service(
             model_name=config.front_door.served_model_name or config.model.name,

@@ -10,7 +10,14 @@ from typing import Any
 
 from triptych import errors
 from triptych.config import FrontDoorConfig, LeaseConfig
-from triptych.errors import DeadlineExceeded, InstanceLost, Overloaded, TriptychError, Unavailable
+from triptych.errors import (
+    DeadlineExceeded,
+    InstanceLost,
+    MediaNotServed,
+    Overloaded,
+    TriptychError,
+    Unavailable,
+)
 from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
     Cancel,
@@ -108,8 +115,11 @@ class Router:
         fingerprint: str,
         front_door: FrontDoorConfig,
         lease: LeaseConfig,
+        expects_encoders: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``expects_encoders``: False for a topology without any, which is ready and serves text without them."""
+        self._expects_encoders = expects_encoders
         self.registry = Registry(lease.lease_expiry)
         self.draining = False
         self._send = send
@@ -161,7 +171,7 @@ class Router:
 
     def check_admission(self, *, has_media: bool) -> InstanceLease:
         """The language instance that a request would be given to now. Raises Overloaded when there is no room for it,
-        Unavailable when no instance could serve it."""
+        Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
         if self.draining:
             raise Overloaded("the service is shutting down", retry_after=5)
         if len(self._requests) >= self._config.max_queue:
@@ -172,6 +182,8 @@ class Router:
         if generator.role.takes_kv and not self.registry.prefillers():
             raise Unavailable("no prefill instance is ready")
         if has_media and not self.registry.encoders():
+            if not self._expects_encoders:
+                raise MediaNotServed("this service has no encode instance: it takes text alone")
             raise Unavailable("no encode instance is ready, so only text can be served")
         return generator
 
@@ -190,7 +202,12 @@ class Router:
         """Whether every stage has an instance."""
         generators = self.registry.generators()
         prefilled = any(not lease.role.takes_kv for lease in generators) or self.registry.prefillers()
-        return bool(generators and prefilled and self.registry.encoders())
+        return bool(generators and prefilled and (self.registry.encoders() or not self._expects_encoders))
+
+    @property
+    def takes_media(self) -> bool:
+        """Whether requests may have media, now or as soon as every stage has an instance."""
+        return self._expects_encoders or bool(self.registry.encoders())
 
     def _end(self, request: RequestId) -> _Request | None:
         """Forgets a request and takes its work off the books."""

@@ -56,7 +56,7 @@ class Deadlines:
     answer to an Abort (``failed``), for which the consumer keeps the blocks.
     """
 
-    bootstrapping: float = 60.0
+    bootstrapping: float = 600.0
     waiting_for_input: float = 600.0
     transferring: float = 600.0
     write: float = 30.0

@@ -1,0 +1,153 @@
+"""What it gives that a layer's KV leaves while the next is computed: how much of the transfer is left to wait for once
+prefill is over, beside a service that sends it whole at the end.
+
+    python -m bench.make_checkpoint /tmp/mid --preset mid
+    python -m bench.kv /tmp/mid --out bench/results/kv-mid.json
+
+For each fabric two services of a prefill and a decode instance each, with one thread per instance, are asked in turns
+for text alone; the one that isn't asked sleeps. Sending at the end is a switch of this bench: the product has none.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.serve import Load, Sample, ask, request_body
+from triptych.bench.transfer import machine
+from triptych.cluster.service import LocalService
+from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig, TransferConfig
+from triptych.families.registry import family_of, resolve
+from triptych.models.config_files import load_config
+from triptych.topology import Role
+
+START_TIMEOUT = 120.0
+MODEL = "m"
+OUTPUT_TOKENS = 8
+FABRICS = ("shm", "nixl", "mooncake")
+
+
+def run_instance(config: ServeConfig, role: Role, join: str, at_end: bool) -> None:
+    """What runs in an instance's process: the product's own entry point, and the switch before it."""
+    from triptych.roles import main
+    from triptych.roles.outgoing_kv import OutgoingKV
+
+    if at_end:
+        computed, leave = OutgoingKV.computed, OutgoingKV.leave
+        kept: list[tuple[int, Any]] = []
+
+        def keep(_: OutgoingKV, layer: int, chunks: Any) -> None:
+            kept.append((layer, chunks))
+
+        def send_and_leave(outgoing: OutgoingKV, request: Any) -> None:
+            for layer, chunks in kept:
+                computed(outgoing, layer, chunks)
+            kept.clear()
+            leave(outgoing, request)
+
+        OutgoingKV.computed, OutgoingKV.leave = keep, send_and_leave  # type: ignore[method-assign]
+    main.run_instance(config, role, join, role.value.lower(), threads=1)
+
+
+async def start(stack: AsyncExitStack, config: ServeConfig, *, at_end: bool) -> httpx.AsyncClient:
+    service = await stack.enter_async_context(LocalService(config, None, show=print))
+    client = await stack.enter_async_context(httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=None))
+    context = multiprocessing.get_context("spawn")
+    for role in (Role.P, Role.D):
+        process = context.Process(target=run_instance, args=(config, role, service.control, at_end), daemon=True)
+        process.start()
+        stack.callback(process.join, 10.0)
+        stack.callback(process.terminate)
+    async with asyncio.timeout(START_TIMEOUT):
+        while (await ask(client, text(16, seed=10**6))).error:
+            await asyncio.sleep(0.2)
+    return client
+
+
+def text(length: int, seed: int) -> dict[str, Any]:
+    return request_body(MODEL, Load(images=0, text_length=length, output_tokens=OUTPUT_TOKENS), seed)
+
+
+def left_ms(sample: Sample) -> float:
+    """From the end of prefill until all KV was in its place."""
+    return max(0.0, _ends(sample, "transfer") - _ends(sample, "prefill"))
+
+
+def transfer_ms(sample: Sample) -> float:
+    """From the first write until all KV was in its place."""
+    return _ends(sample, "transfer") - min(row["start_ms"] for row in sample.timeline if row["stage"] == "transfer")
+
+
+def _ends(sample: Sample, stage: str) -> float:
+    return max(float(row["end_ms"]) for row in sample.timeline if row["stage"] == stage)
+
+
+async def of_fabric(options: argparse.Namespace, fabric: str) -> dict[str, Any]:
+    engine = EngineConfig(threads=1, max_num_batched_tokens=options.max_num_batched_tokens, dtype=options.dtype)
+    config = ServeConfig(
+        model=options.model,
+        engine=engine,
+        transfer=TransferConfig(fabric=fabric),
+        front_door=FrontDoorConfig(port=0, served_model_name=MODEL),
+    )
+    samples: dict[str, list[Sample]] = {"by layer": [], "at the end": []}
+    async with AsyncExitStack() as stack:
+        clients = {name: await start(stack, config, at_end=name == "at the end") for name in samples}
+        for client in clients.values():
+            await ask(client, text(options.tokens, seed=10**7))
+        for number in range(options.rounds):
+            for name, client in clients.items():
+                sample = await ask(client, text(options.tokens, seed=number))
+                if sample.error:
+                    raise SystemExit(sample.error)
+                samples[name].append(sample)
+    left = {name: statistics.median(map(left_ms, found)) for name, found in samples.items()}
+    whole = statistics.median(map(transfer_ms, samples["at the end"]))
+    decoder = resolve(family_of(load_config(options.model)).tower)(load_config(options.model)).decoder_config
+    tokens = samples["by layer"][0].prompt_tokens
+    num_bytes = tokens * decoder.kv_bytes(4 if options.dtype in {"auto", "float16", "float32"} else 2)
+    return {
+        "prompt_tokens": tokens,
+        "layers": decoder.num_layers,
+        "mib": round(num_bytes / 2**20, 1),
+        "whole_transfer_ms": round(whole, 1),
+        "gb_per_s": round(num_bytes / whole / 1e6, 2),
+        "left_after_prefill_ms": {name: round(ms, 1) for name, ms in left.items()},
+        "hidden": round(1 - left["by layer"] / whole, 3),
+        "ttft_ms": {name: _median(s.ttft for s in found) for name, found in samples.items()},
+        "first_to_second_token_ms": {name: _median(s.gaps[0] for s in found) for name, found in samples.items()},
+        "time_per_token_ms": {name: _median(s.tpot for s in found) for name, found in samples.items()},
+    }
+
+
+def _median(seconds: Any) -> float:
+    return round(statistics.median(seconds) * 1e3, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a checkpoint folder")
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--fabric", nargs="+", default=FABRICS, choices=FABRICS)
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
+    options = parser.parse_args()
+    result = {"machine": machine(), "options": {n: str(v) for n, v in vars(options).items() if n != "out"}}
+    for fabric in options.fabric:
+        result[fabric] = asyncio.run(of_fabric(options, fabric))
+    shown = json.dumps(result, indent=1)
+    print(shown)
+    if options.out:
+        options.out.write_text(shown + "\n")
+
+
+if __name__ == "__main__":
+    main()
