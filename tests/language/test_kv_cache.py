@@ -52,7 +52,7 @@ def test_a_published_page_is_found_shared_and_kept_until_its_room_is_needed() ->
     pool.check_all_free()
     assert pool.find([b"one", b"two"]) == [first, second]
     pool.free([first, second])
-    assert pool.take(2) == [2, second]  # the end of the prefix that was let go goes first
+    assert pool.take(2) == [second, 2]  # the end of the prefix that was let go goes first
     assert pool.find([b"one", b"two"]) == [first]
 
 

@@ -51,6 +51,8 @@ def test_decoding_means_that_only_the_newest_token_is_left() -> None:
     assert not one.decoding  # the prompt's last token is not decoding
     one.num_computed = 3
     one.tokens.append(1)
+    assert not one.decoding  # it has no pages
+    one.running = True
     assert one.decoding
     one.num_computed = 0  # preempted
     assert not one.decoding

@@ -106,6 +106,20 @@ def test_preemption_where_it_decodes(model: Model) -> None:
     assert answers == model.answers
 
 
+def test_preempted_twins_go_on_with_each_others_pages(model: Model) -> None:
+    """What one lost, the other has kept: nothing is prefilled again, nor is anything decoded twice."""
+    engine = replace(FLOAT32, kv_cache_tokens=FLOAT32.page_size * 13)
+    texts = [[{"role": "user", "content": "x" * length}] for length in (41, 57)]
+
+    async def run() -> None:
+        async with running(model.folder, "1P1D", engine) as service, running(model.folder, "1PD") as plain:
+            expected = [await plain.answer(messages, max_tokens=60) for messages in texts]
+            assert await service.answers(texts * 6, max_tokens=60) == expected * 6
+            assert decode_hosts(service)[0].scheduler.num_preemptions > 0
+
+    asyncio.run(run())
+
+
 def test_sampling_goes_on_where_prefill_began(model: Model) -> None:
     """Seeds, penalties, bias, log probabilities and grammars: as in one instance."""
     choices = '["a cat", "two dogs", "no idea"]'

@@ -37,7 +37,7 @@ class PagePool:
         """``count`` pages. Raises BlockError when fewer are free."""
         if count > self.num_free:
             raise BlockError(f"{count} pages wanted, {self.num_free} of {self.num_pages} are free")
-        pages = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(count)]
+        pages = sorted(heapq.heappop(self._free) if self._free else self._evict() for _ in range(count))
         self._holders.update(dict.fromkeys(pages, 1))
         return pages
 

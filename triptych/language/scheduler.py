@@ -130,7 +130,8 @@ class Scheduler:
         if not self._take_pages(step, sequence, len(sequence.tokens)):
             return False
         sequence.running = True
-        step.admitted.append(sequence)
+        if not sequence.decoding:  # of one that lost its pages, others may have kept all that is needed
+            step.admitted.append(sequence)
         return True
 
     def _add_chunk(self, step: Step, sequence: Sequence, ready: int) -> bool:

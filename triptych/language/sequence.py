@@ -61,7 +61,7 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Whether exactly the newest token is left to compute."""
-        return self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
+        return self.running and self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
 
     @property
     def end_token_ids(self) -> frozenset[int]:

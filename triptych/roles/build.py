@@ -155,6 +155,9 @@ def _add_hosts(
     sender = Sender({fabric.name: fabric for fabric in fabrics}, channel.address, instance.send)
     if tower is not None:
         instance.add(_encode_host(model, tower, instance, engine, sender))
+    if role.encodes or role.sends_kv:
+        # before the language host: when all is given up, transfers end without a word, and nobody is told twice
+        instance.add(SendingHost(sender), far_end=End.CONSUMER)
     if decoder is not None:
         layout, num_blocks = model.row_layout, engine.receive_blocks
         if role.takes_kv:
@@ -173,8 +176,6 @@ def _add_hosts(
             group=group,
         )
         instance.add(host, far_end=End.PRODUCER)
-    if role.encodes or role.sends_kv:
-        instance.add(SendingHost(sender), far_end=End.CONSUMER)
 
 
 def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Instance) -> Ranks:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeJob, EncodeQueue
-from triptych.errors import PlanMismatch, TransferError, TriptychError
+from triptych.errors import PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
@@ -90,10 +90,7 @@ class EncodeHost:
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_encode(self, message: Encode) -> None:
-        if message.transfer in self._sender:
-            raise TransferError(f"transfer {message.transfer} is under way already")
         now = time.time()
-        self.num_asked += 1
         self._sender.offer(
             message.transfer,
             message.consumer,
@@ -101,6 +98,7 @@ class EncodeHost:
             self._layout,
             on_end=lambda _: self._forget(message.transfer),
         )
+        self.num_asked += 1
         if (rows := self._cache.get(message.key)) is not None:
             self._deliver(message.transfer, rows, cached=True, intervals=[Interval("queue", now, time.time())])
             return

@@ -206,8 +206,8 @@ class LanguageHost:
             grammar.cancel()
 
     def _fail(self, request: RequestId, error: str, message: str) -> None:
+        self._send(self._front_door, Failed(request, error, message))  # before others, whom it ends for, say less
         self._remove(request)
-        self._send(self._front_door, Failed(request, error, message))
 
     # ── grammars ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -247,7 +247,8 @@ class LanguageHost:
         for sequence in step.preempted:
             self._need(sequence)
         for sequence in step.admitted:
-            self._times[sequence.request].scheduled = now
+            times = self._times[sequence.request]
+            times.scheduled = times.scheduled or now
             self._need(sequence)
         if not step.chunks:
             return

@@ -5,13 +5,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
+from typing import Any
 
 from triptych.errors import InvalidRequest
 from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Send
-from triptych.messages.work import Cancel, Generate, Prefill, Prefilled
+from triptych.messages.work import Generate, Prefill, Prefilled
 from triptych.models.decoder import ForwardBatch
 from triptych.roles.host import Handlers
 from triptych.roles.incoming_kv import IncomingKV
@@ -24,7 +25,7 @@ from triptych.types import Address, RequestId
 log = logging.getLogger(__name__)
 
 MAX_PREFILLS = 3
-"""How often a decode instance has a request prefilled, for each time that it gets pages for it, before it gives up."""
+"""How many prefill instances a decode instance may lose, one after the other, before it gives a request up."""
 
 
 class PrefillHost(LanguageHost):
@@ -51,11 +52,9 @@ class PrefillHost(LanguageHost):
 
     @property
     def handlers(self) -> Handlers:
-        return {
-            Prefill: self._on_prefill,
-            Cancel: lambda message: self._remove(message.request),
-            **self._incoming.handlers,
-        }
+        handlers: dict[type[Any], Callable[[Any], object]] = {**super().handlers, Prefill: self._on_prefill}
+        del handlers[Generate]
+        return handlers
 
     def advance(self) -> None:
         for request in self._outgoing.take_unwanted():
@@ -71,10 +70,13 @@ class PrefillHost(LanguageHost):
         self._remove(request)  # the decode instance may have lost its pages, or what was sent to it
         length = len(message.generate.tokens) + len(message.generated)
         if message.first_token >= length:
-            raise InvalidRequest(f"token {message.first_token} of {length} can't be the first")
-        if sequence := self._begin(message.generate, message.generated):
+            self._fail(request, "InternalError", f"token {message.first_token} of {length} can't be the first to send")
+            return
+        self._outgoing.offer(message, length)
+        if self._begin(message.generate, message.generated):
             self._prefills[request] = message
-            self._outgoing.offer(message, sequence)
+        else:
+            self._outgoing.give_up(request, "the request can't be prefilled")
 
     def _submit(self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw]) -> Future[list[Drawn]]:
         self._outgoing.started(chunks)
@@ -124,11 +126,13 @@ class DecodeHost(LanguageHost):
 
     @property
     def handlers(self) -> Handlers:
-        return {**super().handlers, Generate: self._on_generate, Prefilled: self._on_prefilled}
+        return {**super().handlers, Prefilled: self._on_prefilled}
 
     def advance(self) -> None:
         for sequence, num_tokens in self._incoming_kv.arrived():
             self.scheduler.arrived(sequence, num_tokens)
+            if (times := self._times[sequence.request]).first_token:
+                times.transfers += self._incoming.intervals(sequence.request)
         self._report_first_tokens()
         super().advance()
 
@@ -149,7 +153,8 @@ class DecodeHost(LanguageHost):
             sequence, times = self.scheduler.get(request), self._times[request]
             if sequence is None or (grammar is not None and grammar.exception()):
                 continue
-            times.reused = max(times.reused, message.reused)
+            if not sequence.num_generated:  # later, what the prefill instance knows is this request's own
+                times.reused = max(times.reused, message.reused)
             times.transfers += message.intervals
             logprob = message.logprob
             self._take_token(
@@ -169,6 +174,7 @@ class DecodeHost(LanguageHost):
         self._need(sequence)
 
     def _need(self, sequence: Sequence) -> None:
+        self._tell()  # or they would be taken for what the new prefill brings
         self._first_tokens.pop(sequence.request, None)
         super()._need(sequence)
 

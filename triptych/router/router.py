@@ -176,11 +176,10 @@ class Router:
             raise Overloaded("the service is shutting down", retry_after=5)
         if len(self._requests) >= self._config.max_queue:
             raise Overloaded(f"{len(self._requests)} requests are waiting or running, the most allowed")
-        generator = least_outstanding(self.registry.generators())
-        if generator is None:
-            raise Unavailable("no language instance is ready")
-        if generator.role.takes_kv and not self.registry.prefillers():
-            raise Unavailable("no prefill instance is ready")
+        generators = self._generators()
+        if (generator := least_outstanding(generators)) is None:
+            missing = "prefill" if self.registry.generators() else "language"
+            raise Unavailable(f"no {missing} instance is ready")
         if has_media and not self.registry.encoders():
             if not self._expects_encoders:
                 raise MediaNotServed("this service has no encode instance: it takes text alone")
@@ -200,9 +199,12 @@ class Router:
     @property
     def can_serve(self) -> bool:
         """Whether every stage has an instance."""
-        generators = self.registry.generators()
-        prefilled = any(not lease.role.takes_kv for lease in generators) or self.registry.prefillers()
-        return bool(generators and prefilled and (self.registry.encoders() or not self._expects_encoders))
+        return bool(self._generators() and (self.registry.encoders() or not self._expects_encoders))
+
+    def _generators(self) -> list[InstanceLease]:
+        """Those that can answer now: without anybody who prefills for others, not those that only decode."""
+        prefilled = bool(self.registry.prefillers())
+        return [lease for lease in self.registry.generators() if prefilled or not lease.role.takes_kv]
 
     @property
     def takes_media(self) -> bool:
@@ -256,9 +258,12 @@ class Router:
 
     def _on_need_prefill(self, message: NeedPrefill) -> None:
         """A decode instance has pages for a request: its prompt goes to the prefill instance with the least to do."""
-        if (entry := self._requests.get(message.request)) is None:
+        entry = self._requests.get(message.request)
+        if entry is None or message.consumer != entry.generator.address:
             return
         self._settle_prefill(entry)
+        for item in {encoding.item for encoding in entry.transfers.values()}:
+            self._supersede(entry, item)  # they were for the former one
         if (prefiller := least_outstanding(self.registry.prefillers())) is None:
             self._fail(message.request, Unavailable("no prefill instance is ready"))
             return

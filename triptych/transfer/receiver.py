@@ -180,7 +180,7 @@ class Receiver:
             for incoming in self._transfers.values()
             if incoming.producer == producer or (incoming.producer is None and incoming.transfer in offering)
         ]
-        self._part_all(lost, "InstanceLost", "the instance that encoded an item is gone")
+        self._part_all(lost, "InstanceLost", "the instance that sent the rows is gone")
 
     def take_failures(self) -> list[Failure]:
         """The transfers that have failed since the last call; each must be closed."""
@@ -218,7 +218,7 @@ class Receiver:
         incoming.fabric = self.buffer.reachable(offer.reaches)
         incoming.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
         if mismatch := self._mismatch(offer, incoming):
-            self._fail(incoming, "InternalError", f"encoder and language model don't fit: {mismatch}")
+            self._fail(incoming, "InternalError", f"the two ends of a transfer don't fit: {mismatch}")
 
     def on_wrote(self, wrote: Wrote) -> None:
         """Rows have landed, exactly those of one grant; anything else is not believed. Garbled ones are granted
@@ -250,9 +250,9 @@ class Receiver:
         if incoming is None or incoming.producer not in (None, abort.sender):
             return
         if abort.let_go:
-            self._part(incoming, "InternalError", f"encoding stopped: {abort.reason}")
+            self._part(incoming, "InternalError", f"the instance that sends the rows gave up: {abort.reason}")
         else:
-            self._part_all([incoming], "InternalError", f"encoding stopped: {abort.reason}")
+            self._part_all([incoming], "InternalError", f"the instance that sends the rows gave up: {abort.reason}")
 
     def on_done(self, done: Done) -> None:
         """The producer has let go of a transfer that was aborted."""
@@ -325,7 +325,7 @@ class Receiver:
             log.warning("transfer %s: rows %d+%d are garbled", incoming.transfer, flight.first_row, flight.rows)
             if flight.resends > MAX_RESENDS:
                 flight.writing = False
-                self._fail(incoming, "InternalError", "embedding rows arrived garbled time and again")
+                self._fail(incoming, "InternalError", "rows arrived garbled time and again")
                 return
         flight.region = self.buffer.handle(incoming.fabric)
         self._send_grant(incoming, flight)

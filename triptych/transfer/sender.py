@@ -110,7 +110,10 @@ class Sender:
         self, transfer: TransferId, consumer: Address, rows: int, layout: RowLayout, on_end: OnEnd = lambda _: None
     ) -> None:
         """Says that ``rows`` rows will exist; the consumer may grant before they do. ``on_end`` is called once, when
-        the transfer is over, however it ended, and its rows aren't read any more."""
+        the transfer is over, however it ended, and its rows aren't read any more. Raises TransferError for one
+        that is under way."""
+        if transfer in self._transfers or any(ending.transfer == transfer for ending in self._ending):
+            raise TransferError(f"transfer {transfer} is under way already")
         self._transfers[transfer] = _Outgoing(
             transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock())
         )
