@@ -95,7 +95,7 @@ class Served:
             if isinstance(host, LanguageHost):
                 try:
                     host.scheduler.pool.check_all_free()
-                    host._incoming.check_idle()
+                    host._incoming._receiver.buffer.pool.check_all_free()  # type: ignore[attr-defined]
                 except TriptychError:
                     return False
         return True
