@@ -1,0 +1,316 @@
+"""The language engine beside its peers and the machine's limits, on one checkpoint, in one run.
+
+    python -m bench.make_checkpoint /tmp/mid --preset mid
+    python -m bench.language /tmp/mid --vllm /tmp/vllm --out bench/results/language-mid.json
+
+Each engine is a process of its own that is started, loaded and stopped in turn, round after round, so that a machine
+that slows down slows all of them: Triptych in several weight formats, transformers in float32, and, where ``--vllm``
+names an environment that has it, vLLM in float32. Then what bounds decoding and prefill: how fast this machine reads
+memory, and how fast it multiplies matrices of the model's own shapes.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch.nn import functional as F
+
+from bench.serve import Load, ask, report, request_body, run
+from triptych.bench.transfer import machine
+from triptych.cluster.service import LocalService
+from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
+from triptych.families.registry import family_of, resolve
+from triptych.models.config_files import load_config
+from triptych.models.decoder_config import DecoderConfig
+from triptych.topology import Topology
+
+MODEL = "m"
+START_TIMEOUT = 600.0
+LONG_PROMPT = 2000
+TURN_IMAGES = 4
+READ_BYTES = 2**30
+BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+def engine_config(name: str, threads: int, **settings: Any) -> EngineConfig:
+    formats: dict[str, dict[str, Any]] = {"fp16": {}, "int8": {"quantization": "int8"}, "fp32": {"dtype": "float32"}}
+    return EngineConfig(threads=threads, **formats[name], **settings)
+
+
+@asynccontextmanager
+async def triptych(folder: Path, engine: EngineConfig) -> AsyncIterator[str]:
+    """A service in one process; its URL."""
+    config = ServeConfig(model=folder, engine=engine, front_door=FrontDoorConfig(port=0, served_model_name=MODEL))
+    async with LocalService(config, Topology.parse("1EPD"), show=lambda _: None) as service:
+        await service.wait_until_ready()
+        yield service.url
+
+
+@asynccontextmanager
+async def vllm(environment: Path, folder: Path) -> AsyncIterator[str]:
+    """vLLM's server on the same checkpoint; its URL."""
+    command = [environment / "bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    command += ["--dtype", "float32", "--max-model-len", "4096", "--port", "8123", "--served-model-name", MODEL]
+    command += ["--limit-mm-per-prompt", '{"image":8,"video":0}', "--no-enable-prefix-caching"]
+    # which cores it computes on is its own choice, which keeps one free: bound to both, it was several times slower
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        env=os.environ | variables,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    url = "http://127.0.0.1:8123"
+    try:
+        deadline = time.monotonic() + START_TIMEOUT
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            while not await _answers(client):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit("vLLM did not start")
+                await asyncio.sleep(1.0)
+        yield url
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(60)
+
+
+async def _answers(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/health")).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+async def served(url: str, seed: int, requests: int) -> dict[str, Any]:
+    """One round's figures of an endpoint, in ms and tokens/s."""
+    alone = await run(url, MODEL, Load(), requests=requests, concurrency=1, seed=seed)
+    crowd = await run(url, MODEL, Load(), requests=2 * 8, concurrency=8, seed=seed + 1)
+    return {
+        "ttft_ms": alone["ttft_ms"]["p50"],
+        "tpot_ms": alone["tpot_ms"]["p50"],
+        "tokens_per_second_8": crowd["output_tokens_per_second"],
+        "errors": alone["errors"] + crowd["errors"],
+    }
+
+
+def of_transformers(folder: Path, threads: int, seed: int, requests: int) -> dict[str, Any]:
+    """The same requests, one at a time, in a process of its own: without HTTP, tokenizer or template."""
+    command = [sys.executable, "-m", "bench.transformers_peer", folder, "--threads", threads]
+    command += ["--seed", seed, "--requests", requests]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+async def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Every engine, round after round; medians over rounds."""
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    for number in range(options.rounds):
+        for name in ("fp16", "int8", "fp32"):
+            async with triptych(options.model, engine_config(name, options.threads)) as url:
+                rounds.setdefault(f"triptych {name}", []).append(await served(url, number * 10, options.requests))
+        peer = await asyncio.to_thread(of_transformers, options.model, options.threads, number * 10, options.requests)
+        rounds.setdefault("transformers fp32", []).append(peer)
+        if options.vllm:
+            async with vllm(options.vllm, options.model) as url:
+                rounds.setdefault("vllm fp32", []).append(await served(url, number * 10, options.requests))
+    return {name: _medians(entries) for name, entries in rounds.items()}
+
+
+def _medians(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    errors = [error for entry in entries for error in entry.get("errors", ())]
+    keys = [key for key in entries[0] if key != "errors"]
+    return {key: round(statistics.median(entry[key] for entry in entries), 2) for key in keys} | {"errors": errors}
+
+
+# ── what the product does while it is busy ───────────────────────────────────────────────────────────────────
+
+
+async def while_a_long_prompt_prefills(options: argparse.Namespace) -> dict[str, Any]:
+    """Gaps between the tokens of a running stream, alone and while a long prompt comes in, for two budgets."""
+    found = {}
+    for budget in (512, 64):
+        engine = engine_config("fp16", options.threads, max_num_batched_tokens=budget)
+        async with triptych(options.model, engine) as url, _client(url) as client:
+            await ask(client, request_body(MODEL, Load(output_tokens=4), 0))
+            alone = await ask(client, _text(64, 100, seed=1))
+            stream = asyncio.create_task(ask(client, _text(64, 400, seed=2)))
+            await asyncio.sleep(1.0)
+            long = await ask(client, _text(LONG_PROMPT, 1, seed=3))
+            running = await stream
+            gaps = sorted(running.gaps)
+            found[f"budget {budget}"] = {
+                "alone_p50_ms": round(statistics.median(alone.gaps) * 1e3, 1),
+                "beside_p99_ms": round(gaps[int(0.99 * (len(gaps) - 1))] * 1e3, 1),
+                "beside_max_ms": round(gaps[-1] * 1e3, 1),
+                "long_ttft_ms": round(long.ttft * 1e3, 1),
+                "long_prompt_tokens": long.prompt_tokens,
+            }
+    return found
+
+
+async def second_turn(options: argparse.Namespace) -> dict[str, Any]:
+    """TTFT of a chat's second turn beside its first's, both with the same pictures."""
+    ratios, first_ms, second_ms = [], [], []
+    async with triptych(options.model, engine_config("fp16", options.threads)) as url, _client(url) as client:
+        await ask(client, request_body(MODEL, Load(output_tokens=4), 999))
+        for seed in range(options.rounds):
+            body = request_body(MODEL, Load(images=TURN_IMAGES, output_tokens=8), seed)
+            first = await ask(client, body)
+            more = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and now?"}]
+            second = await ask(client, body | {"messages": body["messages"] + more})
+            first_ms.append(first.ttft * 1e3)
+            second_ms.append(second.ttft * 1e3)
+            ratios.append(second.ttft / first.ttft)
+    return {
+        "first_ms": round(statistics.median(first_ms), 1),
+        "second_ms": round(statistics.median(second_ms), 1),
+        "ratio": round(statistics.median(ratios), 3),
+    }
+
+
+async def growth(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Text alone: output tokens/s by how many sequences run at a time."""
+    found = []
+    engine = engine_config("fp16", options.threads, max_num_seqs=max(BATCHES))
+    async with triptych(options.model, engine) as url, _client(url) as client:
+        for batch in BATCHES:
+            bodies = [_text(64, 48, seed=1000 * batch + number) for number in range(batch)]
+            began = time.perf_counter()
+            samples = await asyncio.gather(*(ask(client, body) for body in bodies))
+            shown = report(list(samples), time.perf_counter() - began)
+            decoding = statistics.median(sample.tpot for sample in samples)
+            found.append(
+                {
+                    "batch": batch,
+                    "tpot_ms": shown["tpot_ms"]["p50"],
+                    "decode_tokens_per_second": round(batch / decoding),
+                }
+            )
+    return found
+
+
+def _text(length: int, output_tokens: int, seed: int) -> dict[str, Any]:
+    return request_body(MODEL, Load(images=0, text_length=length, output_tokens=output_tokens), seed)
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=httpx.Timeout(None, connect=10.0))
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def limits(options: argparse.Namespace) -> dict[str, Any]:
+    """How fast this machine reads memory, and the rate of the decoder's largest products, with as many threads."""
+    torch.set_num_threads(options.threads)
+    config = load_config(options.model)
+    decoder: DecoderConfig = resolve(family_of(config).tower)(config).decoder_config
+    memory = torch.ones(READ_BYTES // 4)
+    read = _best(memory.sum, 7)
+    rates = {}
+    for name, (rows, columns) in _shapes(decoder).items():
+        weight, tokens = torch.randn(rows, columns), torch.randn(512, columns)
+        rates[name] = round(2 * 512 * rows * columns / _best(lambda w=weight, t=tokens: F.linear(t, w), 7) / 1e9, 1)
+    elements = sum(rows * columns * count for (rows, columns), count in _counted(decoder))
+    return {
+        "read_gb_per_s": round(READ_BYTES / read / 1e9, 2),
+        "linear_gflop_per_s": rates,
+        "decoder_elements": elements,
+    }
+
+
+def _shapes(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
+    heads = decoder.num_heads + 2 * decoder.num_kv_heads
+    return {
+        "qkv": (heads * decoder.head_dim, decoder.hidden_size),
+        "o": (decoder.hidden_size, decoder.num_heads * decoder.head_dim),
+        "gate_up": (2 * decoder.intermediate_size, decoder.hidden_size),
+        "down": (decoder.hidden_size, decoder.intermediate_size),
+    }
+
+
+def _counted(decoder: DecoderConfig) -> list[tuple[tuple[int, int], int]]:
+    """Each weight that a token's step reads, and how often there is one."""
+    layers = [(shape, decoder.num_layers) for shape in _shapes(decoder).values()]
+    return [*layers, ((decoder.vocab_size, decoder.hidden_size), 1)]
+
+
+def _best(work: Callable[[], Any], times: int) -> float:
+    work()
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def ratios(engines: dict[str, Any], bounds: dict[str, Any]) -> dict[str, float]:
+    """What the issue of speed asks about: Triptych ÷ peer; below 1 is faster for times, above 1 for tokens/s."""
+    found = {}
+    for peer in ("vllm fp32", "transformers fp32"):
+        if peer not in engines:
+            continue
+        for name in ("fp16", "int8", "fp32"):
+            ours = engines[f"triptych {name}"]
+            found[f"{name} time per token ÷ {peer}"] = ours["tpot_ms"] / engines[peer]["tpot_ms"]
+            found[f"{name} TTFT ÷ {peer}"] = ours["ttft_ms"] / engines[peer]["ttft_ms"]
+            if "tokens_per_second_8" in engines[peer]:
+                rate = ours["tokens_per_second_8"] / engines[peer]["tokens_per_second_8"]
+                found[f"{name} tokens/s at 8 ÷ {peer}"] = rate
+    fp16 = engines["triptych fp16"]["tpot_ms"] / 1e3
+    found["fp16 weight bytes read per second ÷ read bandwidth"] = (
+        2 * bounds["decoder_elements"] / fp16 / 1e9 / bounds["read_gb_per_s"]
+    )
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+async def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Fills in ``found``, part by part; each is saved as soon as it is there."""
+    parts: dict[str, Callable[[argparse.Namespace], Awaitable[Any]]] = {
+        "limits": limits,
+        "engines": compare,
+        "while_a_long_prompt_prefills": while_a_long_prompt_prefills,
+        "second_turn": second_turn,
+        "growth": growth,
+    }
+    found["machine"] = machine()
+    found["options"] = {name: str(value) for name, value in vars(options).items() if name != "out"}
+    for name in options.parts or parts:
+        found[name] = await parts[name](options)
+        if "engines" in found and "limits" in found:
+            found["ratios"] = ratios(found["engines"], found["limits"])
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a checkpoint folder")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=3, help="per round, one at a time")
+    parser.add_argument("--vllm", type=Path, help="an environment that has vLLM's CPU build")
+    parser.add_argument("--parts", nargs="+", help="some of the result's parts; all unless given")
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
+    options = parser.parse_args()
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    asyncio.run(measure(options, found))
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

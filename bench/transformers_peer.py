@@ -1,0 +1,85 @@
+"""One round of ``bench/language.py``'s requests in transformers, float32, in this process; prints its figures as JSON.
+
+What a server adds (HTTP, template, tokenizer) isn't counted, which favours transformers.
+"""
+
+import argparse
+import base64
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
+
+from bench.serve import Load, request_body
+from triptych.families.registry import family_of, resolve
+from triptych.models.config_files import load_config, load_preprocessor_config
+from triptych.prompt.prompt import PromptBuilder
+
+
+def inputs(folder: Path, builder: PromptBuilder, seed: int) -> dict[str, torch.Tensor]:
+    """One request as the model takes it: planned and preprocessed as Triptych would, which is what transformers' own
+    image processor makes of it, too (tests/families)."""
+    body = request_body("m", Load(), seed)
+    (picture, text) = body["messages"][0]["content"]
+    data = base64.b64decode(picture["image_url"]["url"].partition(",")[2])
+    content = [{"type": "image", "data": data}, {"type": "text", "text": text["text"]}]
+    prompt = builder.build([{"role": "user", "content": content}])
+    config = load_config(folder)
+    preprocess = resolve(family_of(config).preprocessor)(config, load_preprocessor_config(folder))
+    (item,) = prompt.items
+    made = preprocess(item.data, item.plan)
+    tokens = torch.tensor([prompt.tokens])
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "mm_token_type_ids": (tokens == builder.planner.image_token_id).int(),
+        "pixel_values": torch.from_numpy(made.patches),
+        "image_grid_thw": torch.tensor([made.grid]),
+    }
+
+
+@torch.inference_mode()
+def ask(model: PreTrainedModel, request: dict[str, torch.Tensor], tokens: int) -> tuple[float, float]:
+    """Seconds to the first token, and per token after it."""
+    times: list[float] = []
+
+    class Clock:
+        """What ``generate`` streams tokens to: the prompt first, then one by one."""
+
+        def put(self, _: torch.Tensor) -> None:
+            times.append(time.perf_counter())
+
+        def end(self) -> None:
+            """Nothing is kept."""
+
+    began = time.perf_counter()
+    model.generate(**request, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=Clock())
+    first, last = times[1], times[-1]
+    return first - began, (last - first) / (tokens - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model: Any = Qwen3VLForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    builder = PromptBuilder(options.model)
+    figures = []
+    for number in range(options.requests + 1):
+        request = inputs(options.model, builder, options.seed * 1_000_003 + number)
+        figures.append(ask(model, request, Load().output_tokens))
+    ttft, tpot = (statistics.median(values) for values in zip(*figures[1:], strict=True))  # the first warms up
+    print(json.dumps({"ttft_ms": round(ttft * 1e3, 1), "tpot_ms": round(tpot * 1e3, 1)}))
+
+
+if __name__ == "__main__":
+    main()
