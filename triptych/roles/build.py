@@ -245,7 +245,7 @@ def _language_host(
     ranks: Ranks,
     group: Group,
 ) -> LanguageHost:
-    """The host of the role's language stages: both, or one of them. What all ranks do together here: count what they
+    """The engine, and the host of the role's language stages. What all ranks do together here: count what they
     have loaded, and share the number of pages."""
     dtype, channel = model.weights.activations, instance.channel
     config = decoder.config
@@ -284,17 +284,24 @@ def _language_host(
         context_length=size.context_length,
         vocabulary=config.vocab_size,
     )
-    place = {"address": channel.address, "front_door": instance.front_door}
-    width = model.family.row_width
+    return _host_of_role(parts, model, instance, cache, receiver=receiver, sender=sender)
+
+
+def _host_of_role(
+    parts: Engine, model: Model, instance: Instance, cache: KVTensors, *, receiver: Receiver, sender: Sender
+) -> LanguageHost:
+    """The engine behind prefill and decode, or behind one of them."""
+    address, send = instance.channel.address, instance.send
+    place = {"address": address, "front_door": instance.front_door}
+    dtype, width = model.weights.activations, model.family.row_width
     if instance.role.takes_kv:
-        no_rows = MediaRows.none(width, dtype)
-        arriving = IncomingKV(receiver, CacheRows(cache), instance.name, channel.address, no_rows)
-        return DecodeHost(parts, arriving, **place, send=instance.send)
-    incoming = IncomingMedia(receiver, instance.name, channel.address, dtype, width)
+        arriving = IncomingKV(receiver, CacheRows(cache), instance.name, address, no_rows=MediaRows.none(width, dtype))
+        return DecodeHost(parts, arriving, **place, send=send)
+    incoming = IncomingMedia(receiver, instance.name, address, dtype, width)
     if instance.role.sends_kv:
-        outgoing = OutgoingKV(sender, CacheRows(cache), pool, model.kv_layout)
-        return PrefillHost(parts, incoming, outgoing, wake=channel.wake, **place, send=instance.send)
-    return LanguageHost(parts, incoming, **place, send=instance.send)
+        outgoing = OutgoingKV(sender, CacheRows(cache), parts.scheduler.pool, model.kv_layout)
+        return PrefillHost(parts, incoming, outgoing, wake=instance.channel.wake, **place, send=send)
+    return LanguageHost(parts, incoming, **place, send=send)
 
 
 def _runner(decoder: Decoder, forward: Forward, cache: KVTensors, engine: EngineConfig, context_length: int) -> Runner:
