@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from triptych.messages.work import Sampling
 from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config
-from triptych.models.decoder import Decoder
+from triptych.models.decoder import AfterLayer, Decoder, ForwardBatch
 from triptych.models.layers import CUDA_FORMATS, WEIGHT_FORMATS, WeightFormat
 
 CPU = torch.device("cpu")
@@ -89,12 +90,12 @@ def test_a_replayed_step_has_the_logits_of_a_launched_one(
 class _Keeping(GpuRunner):
     """Keeps each step's logits."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.kept: list[torch.Tensor] = []
 
-    def _logits(self, batch: object) -> torch.Tensor:
-        logits = super()._logits(batch)  # type: ignore[arg-type]
+    def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> torch.Tensor:
+        logits = super()._logits(batch, after_layer)
         self.kept.append(logits.clone())
         return logits
 
@@ -109,10 +110,10 @@ def test_a_step_waits_for_nothing_but_its_tokens(checkpoint_folder: Callable[...
     generating.answers(*inputs)  # compiles
     launch = runner._logits
 
-    def strict(batch: object) -> torch.Tensor:
+    def strict(batch: ForwardBatch, after_layer: AfterLayer | None) -> torch.Tensor:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(batch)  # type: ignore[arg-type]
+            return launch(batch, after_layer)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
