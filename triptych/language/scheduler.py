@@ -96,10 +96,10 @@ class Scheduler:
         for sequence in running:
             if sequence.decoding:
                 continue
-            if sequence.prefilled_elsewhere:
-                found = self._admit(step, sequence)
-            else:
+            if sequence.prefilled_here:
                 found = self._add_chunk(step, sequence, ready(sequence))
+            else:
+                found = self._admit(step, sequence)
             if not found:
                 break  # those behind it would take the pages it waits for, and new ones would do so for ever
         return step
@@ -147,7 +147,7 @@ class Scheduler:
         length = min(ready - sequence.num_computed, self._budget - step.num_tokens)
         if length <= 0:
             return True
-        wanted = len(sequence.tokens) if sequence.split else sequence.num_computed + length
+        wanted = sequence.num_computed + length if sequence.decoded_here else len(sequence.tokens)
         if not self._take_pages(step, sequence, wanted):
             return False
         sequence.running = True
@@ -159,7 +159,7 @@ class Scheduler:
 
         One that keeps its pages, since its KV is being sent, starts in its turn only: if it passed another, it could
         wait for rows that find no room beside the other's, which waits for its pages."""
-        if sequence.keeps_pages:
+        if not sequence.decoded_here:
             return sequence is next(other for other in self._sequences.values() if not other.running)
         first = next(iter(self._sequences.values()))
         missing = self.pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
@@ -182,7 +182,7 @@ class Scheduler:
         """The last to have arrived of those behind ``sequence`` that hold pages and aren't in this step already."""
         busy = {id(chunk.sequence) for chunk in step.chunks}
         behind = (s for s in self._sequences.values() if s.pages and s.arrival > sequence.arrival)
-        holders = (s for s in behind if id(s) not in busy and not (s.keeps_pages and s.running))
+        holders = (s for s in behind if id(s) not in busy and (s.decoded_here or not s.running))
         return max(holders, key=lambda s: s.arrival, default=None)
 
     def _release(self, sequence: Sequence) -> None:

@@ -18,8 +18,8 @@ class Sequence:
     having been computed for this request. Filled in by the scheduler: ``arrival`` and what follows it. Filled in by
     the host: ``tokens`` beyond the prompt.
 
-    ``split`` says that prefill and decode are in two instances: then the pages of all tokens are taken at once. What
-    ``prefilled_elsewhere`` is, apart from decoding, computed by another; what isn't keeps its pages until it is done.
+    One that isn't ``prefilled_here`` gets its pages before its KV comes; one that isn't ``decoded_here`` takes those of
+    all its tokens at once and keeps them, since its KV is sent from there.
     """
 
     request: RequestId
@@ -30,8 +30,8 @@ class Sequence:
     sampling: Sampling
     eos_token_ids: frozenset[int]
     cache_salt: str = ""
-    split: bool = False
-    prefilled_elsewhere: bool = False
+    prefilled_here: bool = True
+    decoded_here: bool = True
     num_prompt: int = field(init=False)
     arrival: int = 0
     running: bool = False
@@ -52,11 +52,6 @@ class Sequence:
     def max_length(self) -> int:
         """The most tokens the sequence can come to. The last one generated is never computed, but counts."""
         return self.num_prompt + self.sampling.max_tokens
-
-    @property
-    def keeps_pages(self) -> bool:
-        """Whether its pages can't be taken from it once it has them."""
-        return self.split and not self.prefilled_elsewhere
 
     @property
     def decoding(self) -> bool:

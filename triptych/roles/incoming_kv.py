@@ -1,7 +1,5 @@
 """How a sequence that another instance prefills gets its keys and values: through the receive buffer into its pages."""
 
-import itertools
-import secrets
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as Rows
@@ -11,10 +9,10 @@ from triptych.language.kv_rows import CacheRows, KVRows
 from triptych.language.runner import MediaRows
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
-from triptych.messages.rows import Abort, Done, Offer, Wrote
+from triptych.messages.rows import Wrote
 from triptych.messages.work import NeedPrefill
 from triptych.observe.timeline import Interval
-from triptych.roles.host import Handlers
+from triptych.roles.incoming import Incoming
 from triptych.transfer.receiver import Failure, Receiver
 from triptych.types import Address, RequestId, TransferId
 
@@ -38,31 +36,17 @@ class _Arriving:
         return self.copied == self.rows.num_rows
 
 
-class IncomingKV:
+class IncomingKV(Incoming):
     """The KV of all sequences of an instance that only decodes, over its receiver."""
 
     def __init__(self, receiver: Receiver, cache: CacheRows, name: str, address: Address, no_rows: MediaRows) -> None:
         """``no_rows`` is what a step here takes for media rows: their tokens are prefilled elsewhere."""
-        self._receiver = receiver
+        super().__init__(receiver, name, address)
         self._no_rows = no_rows
-        self._missed: list[Failure] = []
+        self._missed: list[tuple[RequestId, Failure]] = []
         self._cache = cache
-        # random, because two instances may have been given one name
-        self._prefix = f"{name}-{secrets.token_hex(4)}"
-        self._address = address
         self._arriving: dict[RequestId, _Arriving] = {}
-        self._requests: dict[TransferId, RequestId] = {}
         self._intervals: dict[RequestId, Interval] = {}
-        self._numbers = itertools.count()
-
-    @property
-    def handlers(self) -> Handlers:
-        return {
-            Offer: self._receiver.on_offer,
-            Wrote: self._on_wrote,
-            Abort: self._receiver.on_abort,
-            Done: self._receiver.on_done,
-        }
 
     def need(self, sequence: Sequence) -> NeedPrefill | None:
         """Starts over with a sequence; what to ask for, once it has pages to put it in."""
@@ -70,13 +54,12 @@ class IncomingKV:
         if not sequence.running:
             return None
         number = next(self._numbers)
-        transfer = TransferId(f"{self._prefix}/{number}")
+        transfer = self._name(sequence.request, number)
         first, end = sequence.num_computed, len(sequence.tokens)
         rows = KVRows(self._cache.num_layers, end - first)
         # In line in the order in which they are asked for, which is that of the prefill instance, too: blocks that wait
         # for one whose turn comes later there would keep those before it from leaving, and it from its turn.
         self._receiver.expect(transfer, rows.num_rows, (number,))
-        self._requests[transfer] = sequence.request
         self._arriving[sequence.request] = _Arriving(sequence, transfer, first, rows, list(sequence.pages))
         return NeedPrefill(sequence.request, self._address, transfer, first, sequence.tokens[sequence.num_prompt :])
 
@@ -122,33 +105,21 @@ class IncomingKV:
         interval = self._intervals.get(request)
         return [interval] if interval else []
 
-    def grant(self) -> None:
-        """Hands blocks that are free to the line."""
-        self._receiver.grant()
-
     def take_failures(self) -> list[tuple[RequestId, Failure]]:
-        """The requests whose transfer has failed, each once, and why."""
-        self._receiver.check_deadlines()
-        failures = [*self._missed, *self._receiver.take_failures()]
-        self._missed.clear()
-        return list({self._requests[f.transfer]: f for f in failures if f.transfer in self._requests}.items())
+        """Those of which the token will never come are among them."""
+        missed, self._missed = self._missed, []
+        return [*((request, f) for request, f in missed if f.transfer in self._requests), *super().take_failures()]
 
     def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
-        self._receiver.producer_lost(producer, offering)
-        for transfer in offering:
-            arriving = self._arriving.get(self._requests.get(transfer, RequestId("")))
-            if arriving is not None and arriving.whole:
-                self._missed.append(Failure(transfer, "InstanceLost", "it was lost before it said the next token"))
+        """The receiver has done with what is whole; but the token after it won't come any more."""
+        super().producer_lost(producer, offering)
+        for request, arriving in self._arriving.items():
+            if arriving.whole and arriving.transfer in offering:
+                failure = Failure(arriving.transfer, "InstanceLost", "it was lost before it said the next token")
+                self._missed.append((request, failure))
 
-    def check_idle(self) -> None:
-        self._receiver.check_idle()
-
-    def __str__(self) -> str:
-        return str(self._receiver.counters)
-
-    def _on_wrote(self, wrote: Wrote) -> None:
-        self._receiver.on_wrote(wrote)
-        if arriving := self._arriving.get(self._requests.get(wrote.transfer, RequestId(""))):
+    def _note_landed(self, request: RequestId, wrote: Wrote) -> None:
+        if arriving := self._arriving.get(request):
             arriving.began = arriving.began or wrote.began
 
     def _forget_if_over(self, arriving: _Arriving) -> None:

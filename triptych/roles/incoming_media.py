@@ -1,9 +1,6 @@
 """Which media rows each sequence still waits for, and how they get from the receive buffer into a step."""
 
-import itertools
-import secrets
 import time
-from collections.abc import Collection
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -14,12 +11,12 @@ from numpy.typing import NDArray
 from triptych.language.runner import MediaRows
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
-from triptych.messages.rows import Abort, Done, Offer, Wrote
+from triptych.messages.rows import Wrote
 from triptych.messages.work import Need, NeededItem
 from triptych.observe.timeline import Interval
-from triptych.roles.host import Handlers
+from triptych.roles.incoming import Incoming
 from triptych.transfer.memory import Bytes
-from triptych.transfer.receiver import Failure, Receiver
+from triptych.transfer.receiver import Receiver
 from triptych.types import Address, RequestId, Span, TransferId
 
 
@@ -34,28 +31,14 @@ class _Item:
     landed: float = 0.0
 
 
-class IncomingMedia:
+class IncomingMedia(Incoming):
     """The items of all sequences of an instance, over its receiver."""
 
     def __init__(self, receiver: Receiver, name: str, address: Address, row_dtype: torch.dtype, row_width: int) -> None:
-        self._receiver = receiver
-        self._address = address
-        # random, because two instances may have been given one name
-        self._prefix = f"{name}-{secrets.token_hex(4)}"
+        super().__init__(receiver, name, address)
         self._row_dtype = row_dtype
         self._row_width = row_width
         self._items: dict[RequestId, list[_Item]] = {}
-        self._requests: dict[TransferId, RequestId] = {}
-        self._numbers = itertools.count()
-
-    @property
-    def handlers(self) -> Handlers:
-        return {
-            Offer: self._receiver.on_offer,
-            Wrote: self._on_wrote,
-            Abort: self._receiver.on_abort,
-            Done: self._receiver.on_done,
-        }
 
     def need(self, sequence: Sequence) -> Need | None:
         """Starts over with a sequence's items: a new transfer for each that isn't wholly in the KV cache, in line by
@@ -65,10 +48,9 @@ class IncomingMedia:
         for index, item in enumerate(sequence.items):
             if item.span.end <= sequence.num_computed:
                 continue
-            transfer = TransferId(f"{self._prefix}/{next(self._numbers)}")
+            transfer = self._name(sequence.request, next(self._numbers))
             covered = max(0, sequence.num_computed - item.span.start)
             self._receiver.expect(transfer, item.span.length, (sequence.arrival, index), first_row=covered)
-            self._requests[transfer] = sequence.request
             items.append(_Item(index, item.span, transfer))
         self._items[sequence.request] = items
         needed = [NeededItem(item.index, item.transfer) for item in items if item.transfer is not None]
@@ -116,33 +98,11 @@ class IncomingMedia:
         items = self._items.get(request, ())
         return [Interval("transfer", item.began, item.landed, item.index) for item in items if item.landed]
 
-    def grant(self) -> None:
-        """Hands blocks that are free to the line."""
-        self._receiver.grant()
-
-    def take_failures(self) -> list[tuple[RequestId, Failure]]:
-        """The requests that must fail because a transfer has, each once, and why."""
-        self._receiver.check_deadlines()
-        failures = self._receiver.take_failures()
-        return list({self._requests[f.transfer]: f for f in failures if f.transfer in self._requests}.items())
-
-    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _on_wrote(self, wrote: Wrote) -> None:
-        self._receiver.on_wrote(wrote)
-        for item in self._items.get(self._requests.get(wrote.transfer, RequestId("")), ()):
+    def _note_landed(self, request: RequestId, wrote: Wrote) -> None:
+        for item in self._items.get(request, ()):
             if item.transfer == wrote.transfer:
                 item.began = item.began or wrote.began
                 item.landed = time.time()
-
-    def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
-        self._receiver.producer_lost(producer, offering)
-
-    def check_idle(self) -> None:
-        self._receiver.check_idle()
-
-    def __str__(self) -> str:
-        return str(self._receiver.counters)
 
     def _consume(self, item: _Item, transfer: TransferId, end_row: int) -> None:
         self._receiver.consume(transfer, end_row)

@@ -2,28 +2,27 @@
 
 import logging
 import time
-from collections.abc import Collection
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from triptych.errors import InternalError, InvalidRequest, PromptTooLong, TriptychError
 from triptych.language.grammar import GrammarCompiler, Matcher
-from triptych.language.runner import MediaRows, Runner
+from triptych.language.runner import Runner
 from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk, Scheduler, Step
 from triptych.language.sequence import Sequence
-from triptych.messages.codec import Message, Send
+from triptych.messages.codec import Send
 from triptych.messages.work import Cancel, Failed, Generate, PeerLost, TokenLogprob, Tokens
 from triptych.models.decoder import ForwardBatch
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Handlers
+from triptych.roles.incoming import Incoming
 from triptych.transfer.receiver import Failure
-from triptych.types import Address, RequestId, TransferId
+from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -61,37 +60,6 @@ class _Times:
 
     def intervals(self) -> list[Interval]:
         return [*self.until_first_token(), Interval("decode", self.first_token, time.time())]
-
-
-class Incoming(Protocol):
-    """What sequences need from other instances before they can go on."""
-
-    @property
-    def handlers(self) -> Handlers: ...
-
-    def need(self, sequence: Sequence) -> Message | None:
-        """Starts over with a sequence. What to ask the front door for, if anything. Called when a sequence has arrived,
-        when it was admitted, and when it has lost its pages."""
-
-    def release(self, request: RequestId) -> None:
-        """Gives up what a sequence still waits for."""
-
-    def ready_tokens(self, sequence: Sequence) -> int:
-        """How many tokens, from the first on, can be computed."""
-
-    def take(self, chunks: Rows[Chunk]) -> MediaRows:
-        """The rows of a step's media tokens."""
-
-    def intervals(self, request: RequestId) -> list[Interval]: ...
-
-    def grant(self) -> None:
-        """Hands blocks that are free to the line."""
-
-    def take_failures(self) -> list[tuple[RequestId, Failure]]: ...
-
-    def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None: ...
-
-    def check_idle(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -180,8 +148,7 @@ class LanguageHost:
         except TriptychError as error:
             self._send(self._front_door, Failed(message.request, type(error).__name__, str(error)))
             return None
-        sequence.split = not (self.prefills and self.decodes)
-        sequence.prefilled_elsewhere = not self.prefills
+        sequence.prefilled_here, sequence.decoded_here = self.prefills, self.decodes
         self.scheduler.add(sequence)
         self._times[sequence.request] = _Times(received=time.time(), reused=sequence.num_reused)
         if (grammar := sequence.sampling.grammar) is not None:
