@@ -30,6 +30,8 @@ from triptych.topology import Role
 START_TIMEOUT = 120.0
 MODEL = "m"
 OUTPUT_TOKENS = 8
+CACHED_PROMPTS = 3
+"""How many prompts the KV caches hold: few, so that all of their pages have been used before measuring begins."""
 FABRICS = ("shm", "nixl", "mooncake")
 
 
@@ -89,7 +91,12 @@ def _ends(sample: Sample, stage: str) -> float:
 
 
 async def of_fabric(options: argparse.Namespace, fabric: str) -> dict[str, Any]:
-    engine = EngineConfig(threads=1, max_num_batched_tokens=options.max_num_batched_tokens, dtype=options.dtype)
+    engine = EngineConfig(
+        threads=1,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        dtype=options.dtype,
+        kv_cache_tokens=CACHED_PROMPTS * (options.tokens + 64),
+    )
     config = ServeConfig(
         model=options.model,
         engine=engine,
@@ -99,8 +106,9 @@ async def of_fabric(options: argparse.Namespace, fabric: str) -> dict[str, Any]:
     samples: dict[str, list[Sample]] = {"by layer": [], "at the end": []}
     async with AsyncExitStack() as stack:
         clients = {name: await start(stack, config, at_end=name == "at the end") for name in samples}
-        for client in clients.values():
-            await ask(client, text(options.tokens, seed=10**7))
+        for number in range(CACHED_PROMPTS + 1):  # memory is slow to write to for the first time, in a new process
+            for client in clients.values():
+                await ask(client, text(options.tokens, seed=10**7 + number))
         for number in range(options.rounds):
             for name, client in clients.items():
                 sample = await ask(client, text(options.tokens, seed=number))

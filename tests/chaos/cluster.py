@@ -135,6 +135,8 @@ class Cluster:
                 self.start(name)
             self.parts[name].send(signal.SIGCONT)
         self.url = self.parts["door"].wait_until_ready()
+        for name in self.roles:
+            self.parts[name].wait_for_line("INFO ready")
         wait_for(self.is_ready, 60)
 
     def is_ready(self) -> bool:

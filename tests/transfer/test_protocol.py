@@ -210,6 +210,7 @@ NUM_BLOCKS = st.integers(1, 5) | st.integers(1, 16)
     rows=ROWS,
     num_blocks=NUM_BLOCKS,
     block_rows=st.integers(1, 4),
+    grant_rows=st.integers(0, 6),
     num_requests=st.integers(1, 4),
     num_steps=st.integers(0, 150),
     cancels=st.booleans(),
@@ -221,11 +222,12 @@ def test_whatever_happens_every_transfer_ends_and_every_block_comes_back(
     rows: list[int],
     num_blocks: int,
     block_rows: int,
+    grant_rows: int,
     num_requests: int,
     num_steps: int,
     cancels: bool,
 ) -> None:
-    with wire(fabric, num_blocks, block_rows) as w:
+    with wire(fabric, num_blocks, block_rows, grant_rows=grant_rows) as w:
         for number, count in enumerate(rows):
             first_row = chance.choice([0, 0, chance.randrange(count)])
             w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), number, first_row)
@@ -239,6 +241,7 @@ def test_whatever_happens_every_transfer_ends_and_every_block_comes_back(
     rows=ROWS,
     num_blocks=NUM_BLOCKS,
     block_rows=st.integers(1, 4),
+    grant_rows=st.integers(0, 6),
     num_requests=st.integers(1, 4),
     num_steps=st.integers(0, 200),
     rates=st.lists(st.sampled_from([0.0, 0.0, 0.05, 0.3, 1.0]), min_size=6, max_size=6),
@@ -251,13 +254,14 @@ def test_whatever_breaks_rows_are_right_or_their_transfer_fails(
     rows: list[int],
     num_blocks: int,
     block_rows: int,
+    grant_rows: int,
     num_requests: int,
     num_steps: int,
     rates: list[float],
     losses: bool,
 ) -> None:
     faults = Faults(**dict(zip(Faults().chances, rates, strict=True)), seed=chance.randrange(2**32))
-    with wire(fabric, num_blocks, block_rows, faults) as w:
+    with wire(fabric, num_blocks, block_rows, faults, grant_rows=grant_rows) as w:
         for number, count in enumerate(rows):
             first_row = chance.choice([0, 0, chance.randrange(count)])
             w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), number, first_row)
@@ -428,7 +432,7 @@ def test_rows_of_another_shape_than_offered_are_refused(fabric: str) -> None:
         w.finish()
 
 
-def test_rows_come_in_pieces_in_any_order_and_are_announced_whole(fabric: str) -> None:
+def test_a_grant_is_written_once_all_its_rows_are_there(fabric: str) -> None:
     with wire(fabric, 4, 2) as w:
         item = w.expect(8, (0, 0))
         w.offer(item)
@@ -441,14 +445,30 @@ def test_rows_come_in_pieces_in_any_order_and_are_announced_whole(fabric: str) -
             w.deliver_all()
             assert sender.next_poll == float("inf"), "nothing to look at until more comes"
             assert w.readable(item) == 0
-        np.testing.assert_array_equal(
-            next(w.buffer.read(w.receiver._transfers[item.transfer].segments, 5, 3)), item.source[5:8]
-        )
         sender.provide(item.transfer, item.source[2:4], 2)
         w.deliver_all()
         assert w.readable(item) == 8
         item.missing = []
         w.finish()
+
+
+def test_grants_of_a_few_rows_each_land_one_by_one(fabric: str) -> None:
+    with wire(fabric, 4, 2, grant_rows=5) as w:
+        item = w.expect(8, (0, 0))
+        w.offer(item)
+        w.deliver_all()
+        w.receiver.grant()
+        w.deliver_all()
+        assert w.receiver.counters.grants == 2, "a grant is of whole blocks, and of no more than 5 rows"
+        assert w.receiver.counters.resumes == 0
+        sender = w.senders[item.producer]
+        for first_row, end_row, readable in [(5, 8, 0), (0, 2, 0), (2, 4, 4), (4, 5, 8)]:
+            sender.provide(item.transfer, item.source[first_row:end_row], first_row)
+            w.deliver_all()
+            assert w.readable(item) == readable
+        item.missing = []
+        w.finish()
+        assert sender.counters.grants == 2
 
 
 def test_more_rows_than_were_offered_are_refused(fabric: str) -> None:

@@ -139,6 +139,8 @@ class Wire:
         block_rows: int,
         faults: Faults | None = None,
         deadlines: Deadlines | None = None,
+        *,
+        grant_rows: int = 0,
     ) -> None:
         self.queues: defaultdict[tuple[Address, Address], deque[bytes]] = defaultdict(deque)
         self.sent: list[Message] = []
@@ -149,6 +151,7 @@ class Wire:
             self.buffer,
             CONSUMER,
             lambda to, message: self._send(CONSUMER, to, message),
+            grant_rows=grant_rows,
             check_always=faults is not None,
             deadlines=deadlines,
             clock=lambda: self.now,
@@ -362,6 +365,8 @@ def wire(
     block_rows: int,
     faults: Faults | None = None,
     deadlines: Deadlines | None = None,
+    *,
+    grant_rows: int = 0,
 ) -> Iterator[Wire]:
     with fabric_pair(fabric) as fabrics:
-        yield Wire(fabrics, num_blocks, block_rows, faults, deadlines)
+        yield Wire(fabrics, num_blocks, block_rows, faults, deadlines, grant_rows=grant_rows)

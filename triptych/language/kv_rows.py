@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 
 from triptych.models.attention.base import KVTensors
 
-GROUP = 256
+GROUP = 512
 """Tokens in a group. Larger ones make longer runs; but what a receive pool holds less of than a group comes in parts,
-and most of these are whole only once the last layer is computed."""
+and most of these are whole only once the last layer is computed. Smaller ones than a step's tokens, too, leave more to
+do after its last layer: a group's rows are all read before the next one's."""
+
+LAYER_ROWS = 2 * GROUP
+"""What a layer leaves behind for a whole group."""
 
 KEYS, VALUES = 0, 1
 

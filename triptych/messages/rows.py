@@ -87,6 +87,10 @@ class Grant(Struct, frozen=True, tag=True):
     def rows(self) -> int:
         return sum(extent.rows for extent in self.extents)
 
+    @property
+    def end_row(self) -> int:
+        return self.first_row + self.rows
+
 
 class Wrote(Struct, frozen=True, tag=True):
     """Producer → consumer: these rows have landed, all of them. ``began`` is when writing them began, in seconds

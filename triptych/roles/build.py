@@ -18,7 +18,7 @@ from triptych.language.decode_graphs import record_graphs
 from triptych.language.gpu_runner import GpuRunner
 from triptych.language.grammar import GrammarCompiler
 from triptych.language.kv_cache import PagePool
-from triptych.language.kv_rows import CacheRows
+from triptych.language.kv_rows import LAYER_ROWS, CacheRows
 from triptych.language.kv_size import gib, kv_size
 from triptych.language.runner import Forward, MediaRows, Runner
 from triptych.language.scheduler import Scheduler
@@ -159,12 +159,13 @@ def _add_hosts(
         # before the language host: when all is given up, transfers end without a word, and nobody is told twice
         instance.add(SendingHost(sender), far_end=End.CONSUMER)
     if decoder is not None:
-        layout, num_blocks = model.row_layout, engine.receive_blocks
+        layout, num_blocks, grant_rows = model.row_layout, engine.receive_blocks, 0
         if role.takes_kv:
-            layout, num_blocks = model.kv_layout, engine.kv_receive_blocks
+            layout, num_blocks, grant_rows = model.kv_layout, engine.kv_receive_blocks, LAYER_ROWS
         buffer = RowBuffer(layout, num_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory)
         instance.at_end(buffer.close)
-        receiver = Receiver(buffer, channel.address, instance.send, check_always=transfer.checksum == "always")
+        checked = transfer.checksum == "always"
+        receiver = Receiver(buffer, channel.address, instance.send, grant_rows=grant_rows, check_always=checked)
         host = _language_host(
             model=model,
             decoder=decoder,

@@ -53,13 +53,12 @@ class IncomingKV(Incoming):
         self.release(sequence.request)
         if not sequence.running:
             return None
-        number = next(self._numbers)
-        transfer = self._name(sequence.request, number)
+        transfer = self._name(sequence.request, next(self._numbers))
         first, end = sequence.num_computed, len(sequence.tokens)
         rows = KVRows(self._cache.num_layers, end - first)
-        # In line in the order in which they are asked for, which is that of the prefill instance, too: blocks that wait
-        # for one whose turn comes later there would keep those before it from leaving, and it from its turn.
-        self._receiver.expect(transfer, rows.num_rows, (number,))
+        # In line when it is offered, which is when its prefill begins: what has blocks then gets its rows whatever
+        # the others do. Blocks for one that waits for its turn could be what those before it wait for.
+        self._receiver.expect(transfer, rows.num_rows)
         self._arriving[sequence.request] = _Arriving(sequence, transfer, first, rows, list(sequence.pages))
         return NeedPrefill(sequence.request, self._address, transfer, first, sequence.tokens[sequence.num_prompt :])
 

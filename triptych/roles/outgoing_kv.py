@@ -1,24 +1,27 @@
 """How what prefill leaves in the KV cache gets to the instance that decodes: layer by layer, while it is computed."""
 
+import functools
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
+from triptych.errors import TransferError
 from triptych.language.kv_cache import PagePool
 from triptych.language.kv_rows import CacheRows, KVRows
 from triptych.language.scheduler import Chunk
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Prefill
 from triptych.transfer.sender import Sender
-from triptych.types import RequestId, TransferId
+from triptych.types import Address, RequestId, TransferId
 
 
 @dataclass(eq=False)
 class _Leaving:
-    """A sequence's KV on its way. Tokens ``[first_token, …)`` of it go; ``pages`` are held until it is over, once the
-    sequence has them all."""
+    """A sequence's KV on its way. Tokens ``[first_token, …)`` of it go; once its prefill has begun it is offered, and
+    its ``pages`` are held until that is over."""
 
     request: RequestId
     transfer: TransferId
+    consumer: Address
     first_token: int
     rows: KVRows
     pages: list[int] = field(default_factory=list)
@@ -36,29 +39,28 @@ class OutgoingKV:
         self._holding: set[_Leaving] = set()
         self._unwanted: list[RequestId] = []
 
-    def offer(self, prefill: Prefill, num_tokens: int) -> None:
-        """Says that the KV of so many tokens will exist, so that it is granted room before it does. Raises
-        TransferError for a transfer that is under way."""
+    def expect(self, prefill: Prefill, num_tokens: int) -> None:
+        """The KV of so many tokens will go. Raises TransferError for a transfer that is under way."""
+        request, transfer = prefill.generate.request, prefill.transfer
+        if transfer in self._sender or any(leaving.transfer == transfer for leaving in self._leaving.values()):
+            raise TransferError(f"transfer {transfer} is under way already")
         rows = KVRows(self._cache.num_layers, num_tokens - prefill.first_token)
-        leaving = _Leaving(prefill.generate.request, prefill.transfer, prefill.first_token, rows)
-        self._sender.offer(
-            prefill.transfer,
-            prefill.consumer,
-            rows.num_rows,
-            self._layout,
-            on_end=lambda complete: self._over(leaving, complete=complete),
-        )
-        self._leaving[leaving.request] = leaving
+        self._leaving[request] = _Leaving(request, transfer, prefill.consumer, prefill.first_token, rows)
 
     def started(self, chunks: Rows[Chunk]) -> None:
-        """A step begins: those of its sequences that are new have their pages now, and what the cache knows of them
-        can go."""
+        """A step begins. Those of its sequences that are new have all their pages now: their KV is offered, and what
+        the cache knows of it goes."""
         for chunk in chunks:
             leaving = self._leaving.get(chunk.sequence.request)
-            if leaving is not None and not leaving.pages and leaving.transfer in self._sender:
-                leaving.pages = list(chunk.sequence.pages)
-                self._pool.hold(leaving.pages)
-                self._holding.add(leaving)
+            if leaving is not None and not leaving.pages:
+                self._hold(leaving, chunk.sequence.pages)
+                self._sender.offer(
+                    leaving.transfer,
+                    leaving.consumer,
+                    leaving.rows.num_rows,
+                    self._layout,
+                    on_end=functools.partial(self._over, leaving),
+                )
                 for layer in range(self._cache.num_layers):
                     self._provide(leaving, layer, leaving.first_token, chunk.start)
 
@@ -97,10 +99,14 @@ class OutgoingKV:
                 self._sender.provide(leaving.transfer, views, row)
                 row += len(views)
 
-    def _over(self, leaving: _Leaving, *, complete: bool) -> None:
-        if leaving in self._holding:
-            self._holding.remove(leaving)
-            self._pool.free(leaving.pages)
+    def _hold(self, leaving: _Leaving, pages: list[int]) -> None:
+        leaving.pages = list(pages)
+        self._pool.hold(leaving.pages)
+        self._holding.add(leaving)
+
+    def _over(self, leaving: _Leaving, complete: bool) -> None:
+        self._holding.remove(leaving)
+        self._pool.free(leaving.pages)
         # all its rows may be there before the token after them is
         if self._leaving.get(leaving.request) is leaving and not complete:
             self._unwanted.append(leaving.request)

@@ -72,7 +72,7 @@ class PrefillHost(LanguageHost):
         if message.first_token >= length:
             self._fail(request, "InternalError", f"token {message.first_token} of {length} can't be the first to send")
             return
-        self._outgoing.offer(message, length)
+        self._outgoing.expect(message, length)
         if self._begin(message.generate, message.generated):
             self._prefills[request] = message
         else:

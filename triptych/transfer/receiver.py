@@ -9,6 +9,7 @@ Rows that arrive garbled are granted again. A producer that is lost while it may
 may be a process that stands still in the middle of a copy), so the buffer moves away from under it.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -69,8 +70,9 @@ class _Flight:
 
 @dataclass
 class _Incoming:
-    """One transfer. Rows below ``consumed`` are gone, below ``landed`` are here, below ``granted`` may arrive.
-    ``segments`` hold what is granted and not consumed; ``flights`` are the grants that haven't all landed."""
+    """One transfer. Rows below ``consumed`` are gone, below ``landed`` are here, below ``granted`` may arrive. It isn't
+    in line while its ``place`` is empty. ``segments`` hold what is granted and not consumed; ``flights`` are the grants
+    that haven't all landed."""
 
     transfer: TransferId
     rows: int
@@ -103,25 +105,29 @@ class Receiver:
         address: Address,
         send: Send,
         *,
+        grant_rows: int = 0,
         check_always: bool = False,
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``check_always`` asks for checksums over every fabric, not only over those that cross hosts."""
+        """``grant_rows`` cuts grants to about that size, 0 to none: rows land grant by grant. ``check_always`` asks for
+        checksums over every fabric, not only over those that cross hosts."""
         self.buffer = buffer
         self.counters = ReceiverCounters()
         self._address = address
         self._send = send
+        self._grant_blocks = max(1, grant_rows // buffer.block_rows) if grant_rows else buffer.num_blocks
         self._check_always = check_always
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
         self._cap = GrantCap(buffer.num_blocks)
         self._transfers: dict[TransferId, _Incoming] = {}
         self._failures: list[Failure] = []
+        self._offers = itertools.count()
 
-    def expect(self, transfer: TransferId, rows: int, place: Place, first_row: int = 0) -> None:
-        """Makes room in the line at ``place`` (lower goes first) for a transfer that will be offered. Rows below
-        ``first_row`` aren't wanted: they count as consumed."""
+    def expect(self, transfer: TransferId, rows: int, place: Place = (), first_row: int = 0) -> None:
+        """Makes room in the line at ``place`` (lower goes first) for a transfer that will be offered; without one it
+        stands where its offer comes. Rows below ``first_row`` aren't wanted: they count as consumed."""
         incoming = _Incoming(transfer, rows, place, Progress(transfer, self._clock()))
         incoming.consumed = incoming.landed = incoming.granted = first_row
         self._transfers[transfer] = incoming
@@ -215,6 +221,8 @@ class Receiver:
                 self._send(offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "another has offered it"))
             return
         incoming.producer = offer.producer
+        if not incoming.place:
+            incoming.place = (next(self._offers),)
         incoming.fabric = self.buffer.reachable(offer.reaches)
         incoming.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
         if mismatch := self._mismatch(offer, incoming):
@@ -265,7 +273,7 @@ class Receiver:
     def grant(self) -> None:
         """Hands free blocks to the line. Call after messages and after consuming."""
         self.buffer.forget_left({flight.region for t in self._transfers.values() for flight in t.flights})
-        wanting = (t for t in self._transfers.values() if not t.closing and t.granted < t.rows)
+        wanting = (t for t in self._transfers.values() if t.place and not t.closing and t.granted < t.rows)
         line = sorted(wanting, key=lambda t: t.place)
         if line and line[0].producer is not None and not line[0].segments and not self.buffer.pool.num_free:
             self._revoke_for(line[0])
@@ -297,10 +305,18 @@ class Receiver:
         incoming.waiting = True
 
     def _grant(self, incoming: _Incoming, fabric: Fabric, blocks: int) -> None:
+        """Grants that many blocks, or as many as there are rows for, in parts."""
+        self.counters.resumes += incoming.granted > 0
+        blocks = min(blocks, self._blocks_wanted(incoming))
+        while blocks > 0:
+            part = min(blocks, self._grant_blocks)
+            self._grant_part(incoming, fabric, part)
+            blocks -= part
+
+    def _grant_part(self, incoming: _Incoming, fabric: Fabric, blocks: int) -> None:
         wanted = min(incoming.rows - incoming.granted, blocks * self.buffer.block_rows)
         segments = self.buffer.take(incoming.granted, wanted)
         self.counters.grants += 1
-        self.counters.resumes += incoming.granted > 0
         checked = fabric.checksums or self._check_always
         flight = _Flight(incoming.granted, segments, self.buffer.handle(fabric), checked)
         incoming.waiting = False

@@ -8,9 +8,9 @@ import bisect
 import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from triptych.errors import TransferError
 from triptych.messages.codec import Message, Send
@@ -34,23 +34,27 @@ POLL_INTERVAL = 100e-6
 threads need the cores: measured on two, a 32 MiB write by 5 % over NIXL and 20 % over Mooncake."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Writing:
-    """A grant being written, in as many writes as its rows come in. ``write`` is None between two of them, and between
-    two attempts at one (``again``); ``pieces`` of the transfer's are looked at by the write under way, ``written`` of
-    them, and with these ``rows_written`` rows of the grant, by those that have landed."""
+    """A grant to write once none of its rows is ``missing`` any more; ``write`` is None before that, and between two
+    attempts."""
 
     grant: Grant
+    missing: int
+    copies: list[Copy] = field(default_factory=list)
     began: float = 0.0
     deadline: float = 0.0
     write: Write | None = None
-    pieces: int = 0
-    rows: int = 0
-    written: int = 0
-    rows_written: int = 0
     checksum: int | None = None
     attempts: int = 0
-    again: bool = False
+
+    @property
+    def first_row(self) -> int:
+        return self.grant.first_row
+
+    @property
+    def end_row(self) -> int:
+        return self.grant.end_row
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +71,9 @@ class _Piece:
 
 @dataclass
 class _Outgoing:
-    """One transfer. ``pieces`` are the rows that exist, in the order in which they came. ``farewell`` is what the
-    consumer is told once nothing is being written any more, and then ``on_end`` is called."""
+    """One transfer. ``pieces`` are the rows that exist, and ``waiting`` are the grants that miss some, both in the
+    order of their rows. ``farewell`` is what the consumer is told once nothing is being written any more, and
+    then ``on_end`` is called."""
 
     transfer: TransferId
     consumer: Address
@@ -78,9 +83,13 @@ class _Outgoing:
     progress: Progress
     pieces: list[_Piece] = field(default_factory=list)
     num_provided: int = 0
-    grants: deque[Grant] = field(default_factory=deque)
-    writing: _Writing | None = None
+    waiting: list[_Writing] = field(default_factory=list)
+    writings: list[_Writing] = field(default_factory=list)
     farewell: Message | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.progress.state in (TransferState.SUCCESS, TransferState.FAILED)
 
 
 class Sender:
@@ -112,7 +121,7 @@ class Sender:
         """Says that ``rows`` rows will exist; the consumer may grant before they do. ``on_end`` is called once, when
         the transfer is over, however it ended, and its rows aren't read any more. Raises TransferError for one
         that is under way."""
-        if transfer in self._transfers or any(ending.transfer == transfer for ending in self._ending):
+        if transfer in self:
             raise TransferError(f"transfer {transfer} is under way already")
         self._transfers[transfer] = _Outgoing(
             transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock())
@@ -121,9 +130,10 @@ class Sender:
         self._send(consumer, Offer(transfer, rows, self._address, layout, reaches))
 
     def provide(self, transfer: TransferId, rows: Bytes, first_row: int = 0) -> None:
-        """Rows that exist now, all of the transfer's or a piece of them, in any order: contiguous uint8 of shape (n,
-        row_bytes), untouched until the transfer ends. Each is written as soon as it is granted. A transfer that has
-        ended meanwhile is passed over. Raises TransferError for rows that don't fit the offer."""
+        """Rows that exist now, all of the transfer's or a piece of them, in any order but none twice: contiguous uint8
+        of shape (n, row_bytes), untouched until the transfer ends. A grant is written as soon as all of its rows are
+        there. A transfer that has ended meanwhile is passed over. Raises TransferError for rows that don't fit the
+        offer."""
         if (outgoing := self._transfers.get(transfer)) is None:
             return
         piece = _Piece(first_row, rows)
@@ -133,10 +143,12 @@ class Sender:
                 f"rows of shape {rows.shape} from {first_row} on, offered ({outgoing.rows}, "
                 f"{outgoing.layout.row_bytes})"
             )
-        outgoing.pieces.append(piece)
+        bisect.insort(outgoing.pieces, piece, key=_first_row)
         outgoing.num_provided += len(rows)
         outgoing.progress.touch(self._clock())
-        self._advance(outgoing)
+        for writing in _within(outgoing.waiting, first_row, piece.end_row):
+            writing.missing -= _overlap(piece, writing)
+            self._begin_if_ready(outgoing, writing)
 
     def abort(self, transfer: TransferId, reason: str) -> None:
         """The rows will never exist, or are no longer wanted."""
@@ -161,7 +173,8 @@ class Sender:
         return self._transfers[transfer].progress.state
 
     def __contains__(self, transfer: TransferId) -> bool:
-        return transfer in self._transfers
+        """Whether it is under way, or has ended but is still being written."""
+        return transfer in self._transfers or any(ending.transfer == transfer for ending in self._ending)
 
     @property
     def idle(self) -> bool:
@@ -172,14 +185,14 @@ class Sender:
     def next_poll(self) -> float:
         """Seconds after which ``poll`` wants to be called even if nothing happens; infinite while nothing is being
         written."""
-        writings = (outgoing.writing for outgoing in self._transfers.values())
-        busy = self._ending or any(writing and (writing.write or writing.again) for writing in writings)
+        busy = self._ending or any(outgoing.writings for outgoing in self._transfers.values())
         return POLL_INTERVAL if busy else float("inf")
 
     def poll(self) -> None:
         """Moves on what can move."""
-        for outgoing in [outgoing for outgoing in self._transfers.values() if outgoing.writing]:
-            self._advance(outgoing)
+        for outgoing in [outgoing for outgoing in self._transfers.values() if outgoing.writings]:
+            for writing in list(outgoing.writings):
+                self._advance(outgoing, writing)
         for outgoing in list(self._ending):
             self._let_go(outgoing)
 
@@ -203,8 +216,10 @@ class Sender:
         self._note_region(outgoing.consumer, grant.region)
         if outgoing.progress.state is TransferState.BOOTSTRAPPING:
             outgoing.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
-        outgoing.grants.append(grant)
-        self._advance(outgoing)
+        there = sum(_overlap(piece, grant) for piece in _within(outgoing.pieces, grant.first_row, grant.end_row))
+        writing = _Writing(grant, grant.rows - there)
+        bisect.insort(outgoing.waiting, writing, key=_first_row)
+        self._begin_if_ready(outgoing, writing)
 
     def on_done(self, done: Done) -> None:
         """The consumer has all it wanted."""
@@ -230,36 +245,42 @@ class Sender:
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _advance(self, outgoing: _Outgoing) -> None:
-        """Writes grant after grant; rows are announced only once all of their grant's have landed."""
+    def _begin_if_ready(self, outgoing: _Outgoing, writing: _Writing) -> None:
+        if outgoing.over or writing.missing > 0:
+            return
+        outgoing.waiting.remove(writing)
+        if outgoing.progress.state is TransferState.WAITING_FOR_INPUT:
+            outgoing.progress.enter(TransferState.TRANSFERRING, self._clock())
+        grant = writing.grant
+        pieces = _within(outgoing.pieces, grant.first_row, grant.end_row)
+        writing.copies = _copies(grant, pieces, outgoing.layout.row_bytes)
+        writing.began = time.time()
+        outgoing.writings.append(writing)
+        self._advance(outgoing, writing)
+
+    def _advance(self, outgoing: _Outgoing, writing: _Writing) -> None:
+        """Begins to write, or looks whether that is done; then the rows are announced."""
+        if outgoing.over:
+            return
         try:
-            while outgoing.writing or outgoing.grants:
-                outgoing.writing = outgoing.writing or _Writing(outgoing.grants.popleft())
-                if not self._written(outgoing, outgoing.writing):
-                    return
-                if outgoing.writing.rows_written == outgoing.writing.grant.rows:
-                    self._announce(outgoing, outgoing.writing)
-                    outgoing.writing = None
-                    self._release_left()
+            if self._written(writing):
+                outgoing.writings.remove(writing)
+                self._announce(outgoing, writing)
+                self._release_left()
         except TransferError as error:
             log.error("transfer %s: %s", outgoing.transfer, error)
             self.abort(outgoing.transfer, str(error))
 
-    def _written(self, outgoing: _Outgoing, writing: _Writing) -> bool:
-        """Begins to write what has come of a grant's rows, or looks whether that is done: whether it is just now.
-        Raises TransferError when it can't be."""
+    def _written(self, writing: _Writing) -> bool:
+        """Raises TransferError when it can't be."""
         try:
-            if writing.write is None and not self._begin(outgoing, writing):
-                return False
+            if writing.write is None:
+                self._begin(writing)
             assert writing.write is not None
             if writing.write.done():
-                writing.write = None
-                writing.written = writing.pieces
-                writing.rows_written += writing.rows
                 return True
         except TransferError:
             writing.write = None
-            writing.again = True
             writing.attempts += 1
             if writing.attempts >= MAX_ATTEMPTS:
                 raise
@@ -269,27 +290,12 @@ class Sender:
             raise TransferError(f"a write took longer than {self._deadlines.write:g} s")
         return False
 
-    def _begin(self, outgoing: _Outgoing, writing: _Writing) -> bool:
-        """One write of all that has come. False when there is nothing of the grant's."""
-        writing.again = False
-        parts = _parts(writing.grant, outgoing.pieces[writing.written :])
-        if not parts:
-            writing.written = len(outgoing.pieces)
-            return False
-        if outgoing.progress.state is TransferState.WAITING_FOR_INPUT:
-            outgoing.progress.enter(TransferState.TRANSFERRING, self._clock())
+    def _begin(self, writing: _Writing) -> None:
+        grant = writing.grant
         writing.deadline = self._clock() + self._deadlines.write
-        writing.began = writing.began or time.time()
-        writing.pieces = len(outgoing.pieces)
-        writing.rows = sum(len(part.rows) for part in parts)
-        grant, row_bytes = writing.grant, outgoing.layout.row_bytes
-        copies = [Copy(part.rows.reshape(-1), part.first_row * row_bytes) for part in parts]
-        writing.write = self._fabrics[grant.region.fabric].write(grant.region, copies)
-        if grant.checked and writing.checksum is None and writing.rows_written + writing.rows == grant.rows:
-            ordered = sorted(outgoing.pieces, key=lambda piece: piece.first_row)
-            whole = [part.rows.reshape(-1) for part in _parts(grant, ordered)]
-            writing.checksum = checksum(whole)  # while the bytes are on their way
-        return True
+        writing.write = self._fabrics[grant.region.fabric].write(grant.region, writing.copies)
+        if grant.checked and writing.checksum is None:
+            writing.checksum = checksum([copy.source for copy in writing.copies])  # while the bytes are on their way
 
     def _announce(self, outgoing: _Outgoing, writing: _Writing) -> None:
         grant = writing.grant
@@ -305,34 +311,33 @@ class Sender:
         del self._transfers[outgoing.transfer]
         outgoing.progress.enter(state, self._clock())
         outgoing.farewell = farewell
-        outgoing.grants.clear()
-        if outgoing.writing and outgoing.writing.write:
-            outgoing.writing.write.cancel()
-            outgoing.writing.deadline = self._clock() + self._deadlines.write
+        outgoing.waiting.clear()
+        for writing in outgoing.writings:
+            writing.deadline = self._clock() + self._deadlines.write
+            if writing.write:
+                writing.write.cancel()
         self._ending.append(outgoing)
         self._let_go(outgoing)
 
     def _let_go(self, outgoing: _Outgoing) -> None:
         """Forgets an ended transfer once nothing of it is being written."""
-        if self._still_writing(outgoing):
+        outgoing.writings = [writing for writing in outgoing.writings if self._still_writing(outgoing, writing)]
+        if outgoing.writings:
             return
         self._ending.remove(outgoing)
-        outgoing.writing = None
         outgoing.pieces.clear()
         self._release_left()
         if outgoing.farewell is not None:
             self._send(outgoing.consumer, outgoing.farewell)
         outgoing.on_end(outgoing.progress.state is TransferState.SUCCESS)
 
-    def _still_writing(self, outgoing: _Outgoing) -> bool:
-        if outgoing.writing is None or outgoing.writing.write is None:
-            return False
+    def _still_writing(self, outgoing: _Outgoing, writing: _Writing) -> bool:
         try:
-            if outgoing.writing.write.done():
+            if writing.write is None or writing.write.done():
                 return False
         except TransferError:
             return False
-        if self._clock() < outgoing.writing.deadline:
+        if self._clock() < writing.deadline:
             return True
         log.error("transfer %s: a write that was given up hasn't ended", outgoing.transfer)
         if outgoing.farewell is not None:
@@ -356,24 +361,54 @@ class Sender:
 
     def _release_left(self) -> None:
         """Lets go of the regions that consumers have left and that nothing is being written to any more."""
+        if not self._left:
+            return
         transfers = [*self._transfers.values(), *self._ending]
-        written_to = {o.writing.grant.region for o in transfers if o.writing}
-        written_to |= {grant.region for outgoing in transfers for grant in outgoing.grants}
+        written_to = {writing.grant.region for outgoing in transfers for writing in outgoing.writings}
+        written_to |= {writing.grant.region for outgoing in transfers for writing in outgoing.waiting}
         for region in self._left - written_to:
             self._left.remove(region)
             self._fabrics[region.fabric].release(region)
 
 
-def _parts(grant: Grant, pieces: Iterable[_Piece]) -> list[_Piece]:
-    """What of these pieces the grant asks for, cut at its extents; ``first_row`` is where in the region each goes."""
+class _Rows(Protocol):
+    """Some rows of a transfer."""
+
+    @property
+    def first_row(self) -> int: ...
+
+    @property
+    def end_row(self) -> int: ...
+
+
+R = TypeVar("R", bound=_Rows)
+
+
+def _first_row(rows: _Rows) -> int:
+    return rows.first_row
+
+
+def _overlap(one: _Rows, other: _Rows) -> int:
+    return max(0, min(one.end_row, other.end_row) - max(one.first_row, other.first_row))
+
+
+def _within(ordered: list[R], first_row: int, end_row: int) -> list[R]:
+    """Those that have rows between these; they are in the order of their rows and don't overlap."""
+    start = max(0, bisect.bisect_right(ordered, first_row, key=_first_row) - 1)
+    end = bisect.bisect_left(ordered, end_row, lo=start, key=_first_row)
+    return [one for one in ordered[start:end] if one.end_row > first_row]
+
+
+def _copies(grant: Grant, pieces: list[_Piece], row_bytes: int) -> list[Copy]:
+    """What of these pieces the grant asks for, in order, cut at its extents."""
     starts = list(itertools.accumulate((extent.rows for extent in grant.extents), initial=grant.first_row))
-    parts = []
+    copies = []
     for piece in pieces:
-        row, end_row = max(piece.first_row, grant.first_row), min(piece.end_row, starts[-1])
+        row, end_row = max(piece.first_row, grant.first_row), min(piece.end_row, grant.end_row)
         while row < end_row:
             index = bisect.bisect_right(starts, row) - 1
             until = min(end_row, starts[index + 1])
             rows = piece.rows[row - piece.first_row : until - piece.first_row]
-            parts.append(_Piece(grant.extents[index].start + row - starts[index], rows))
+            copies.append(Copy(rows.reshape(-1), (grant.extents[index].start + row - starts[index]) * row_bytes))
             row = until
-    return parts
+    return copies
