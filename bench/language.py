@@ -13,34 +13,34 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from torch.nn import functional as F
 
-from bench.serve import Load, ask, report, request_body, run
+from bench.language_limits import limits
+from bench.language_steps import overhead
+from bench.serve import Load, ask, request_body, run
+from bench.topologies import memory
 from triptych.bench.transfer import machine
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
-from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config
-from triptych.models.decoder_config import DecoderConfig
 from triptych.topology import Topology
 
 MODEL = "m"
 START_TIMEOUT = 600.0
 LONG_PROMPT = 2000
 TURN_IMAGES = 4
-READ_BYTES = 2**30
-BATCHES = (1, 2, 4, 8, 16, 32)
+GROWTH = {64: (1, 2, 4, 8, 16, 32), 512: (1, 2, 4, 8, 16, 32), 2048: (1, 2, 4, 8), 8192: (1, 2), 16384: (1,)}
+"""How many sequences decode at a time, by how many tokens each has before it."""
+GROWTH_TOKENS = 24
 
 
 def engine_config(name: str, threads: int, **settings: Any) -> EngineConfig:
@@ -82,8 +82,12 @@ async def vllm(environment: Path, folder: Path) -> AsyncIterator[str]:
                 await asyncio.sleep(1.0)
         yield url
     finally:
-        os.killpg(process.pid, 15)
-        process.wait(60)
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its workers outlive it at times
+        process.wait()
 
 
 async def _answers(client: httpx.AsyncClient) -> bool:
@@ -101,6 +105,7 @@ async def served(url: str, seed: int, requests: int) -> dict[str, Any]:
         "ttft_ms": alone["ttft_ms"]["p50"],
         "tpot_ms": alone["tpot_ms"]["p50"],
         "tokens_per_second_8": crowd["output_tokens_per_second"],
+        **{f"{stage}_ms": ms for stage, ms in alone["stages_ms"].items() if stage in {"encode", "prefill"}},
         "errors": alone["errors"] + crowd["errors"],
     }
 
@@ -114,8 +119,8 @@ def of_transformers(folder: Path, threads: int, seed: int, requests: int) -> dic
     return found
 
 
-async def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Every engine, round after round; medians over rounds."""
+async def compare(options: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
+    """Every engine, round after round; medians over the rounds so far, whenever an engine is done."""
     rounds: dict[str, list[dict[str, Any]]] = {}
     for number in range(options.rounds):
         for name in ("fp16", "int8", "fp32"):
@@ -123,10 +128,11 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
                 rounds.setdefault(f"triptych {name}", []).append(await served(url, number * 10, options.requests))
         peer = await asyncio.to_thread(of_transformers, options.model, options.threads, number * 10, options.requests)
         rounds.setdefault("transformers fp32", []).append(peer)
+        yield {name: _medians(entries) for name, entries in rounds.items()}
         if options.vllm:
             async with vllm(options.vllm, options.model) as url:
                 rounds.setdefault("vllm fp32", []).append(await served(url, number * 10, options.requests))
-    return {name: _medians(entries) for name, entries in rounds.items()}
+            yield {name: _medians(entries) for name, entries in rounds.items()}
 
 
 def _medians(entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -182,24 +188,46 @@ async def second_turn(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def growth(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Text alone: output tokens/s by how many sequences run at a time."""
+    """Text alone: output tokens/s and memory, by how many sequences run at a time and how long they are already."""
     found = []
-    engine = engine_config("fp16", options.threads, max_num_seqs=max(BATCHES))
+    tokens = max(batch * context for context, batches in GROWTH.items() for batch in batches)
+    engine = engine_config("fp16", options.threads, max_num_seqs=max(GROWTH[64]), kv_cache_tokens=tokens + 2**14)
     async with triptych(options.model, engine) as url, _client(url) as client:
-        for batch in BATCHES:
-            bodies = [_text(64, 48, seed=1000 * batch + number) for number in range(batch)]
-            began = time.perf_counter()
-            samples = await asyncio.gather(*(ask(client, body) for body in bodies))
-            shown = report(list(samples), time.perf_counter() - began)
-            decoding = statistics.median(sample.tpot for sample in samples)
-            found.append(
-                {
-                    "batch": batch,
-                    "tpot_ms": shown["tpot_ms"]["p50"],
-                    "decode_tokens_per_second": round(batch / decoding),
-                }
-            )
+        for context, batches in GROWTH.items():
+            for batch in batches:
+                bodies = [_text(context, GROWTH_TOKENS, seed=1000 * context + number) for number in range(batch)]
+                # once for the prompts, so that what is measured begins with all of them in the prefix cache
+                await asyncio.gather(*(ask(client, body | {"max_tokens": 1}) for body in bodies))
+                samples = await asyncio.gather(*(ask(client, body) for body in bodies))
+                tpot = statistics.median(sample.tpot for sample in samples)
+                found.append(
+                    {
+                        "context": context,
+                        "batch": batch,
+                        "tpot_ms": round(1e3 * tpot, 1),
+                        "tokens_per_second": round(batch / tpot, 1),
+                        "memory_mib": round(sum(memory().values())),
+                    }
+                )
     return found
+
+
+def plot(found: list[dict[str, Any]], path: Path) -> None:
+    """Output tokens per second and memory over the number of sequences, a line for each context."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, field, label in zip(
+        figure.subplots(1, 2), ("tokens_per_second", "memory_mib"), ("output tokens/s", "memory, MiB"), strict=True
+    ):
+        for context in GROWTH:
+            points = [point for point in found if point["context"] == context]
+            axes.plot([p["batch"] for p in points], [p[field] for p in points], "o-", label=f"{context} tokens before")
+        axes.set(xlabel="sequences at a time", ylabel=label, xscale="log", ylim=(0, None))
+        axes.set_xticks(GROWTH[64], [str(batch) for batch in GROWTH[64]])
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def _text(length: int, output_tokens: int, seed: int) -> dict[str, Any]:
@@ -210,55 +238,18 @@ def _client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, trust_env=False, timeout=httpx.Timeout(None, connect=10.0))
 
 
-# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────
+async def bounds(options: argparse.Namespace) -> dict[str, Any]:
+    """The machine's limits, for the very request that the engines are compared with."""
+    async with triptych(options.model, engine_config("fp16", options.threads)) as url, _client(url) as client:
+        sample = await ask(client, request_body(MODEL, Load(output_tokens=2), 0))
+    return await asyncio.to_thread(limits, options.model, Load(), sample.prompt_tokens, options.threads)
 
 
-async def limits(options: argparse.Namespace) -> dict[str, Any]:
-    """How fast this machine reads memory, and the rate of the decoder's largest products, with as many threads."""
-    torch.set_num_threads(options.threads)
-    config = load_config(options.model)
-    decoder: DecoderConfig = resolve(family_of(config).tower)(config).decoder_config
-    memory = torch.ones(READ_BYTES // 4)
-    read = _best(memory.sum, 7)
-    rates = {}
-    for name, (rows, columns) in _shapes(decoder).items():
-        weight, tokens = torch.randn(rows, columns), torch.randn(512, columns)
-        rates[name] = round(2 * 512 * rows * columns / _best(lambda w=weight, t=tokens: F.linear(t, w), 7) / 1e9, 1)
-    elements = sum(rows * columns * count for (rows, columns), count in _counted(decoder))
-    return {
-        "read_gb_per_s": round(READ_BYTES / read / 1e9, 2),
-        "linear_gflop_per_s": rates,
-        "decoder_elements": elements,
-    }
+async def outside_the_model(options: argparse.Namespace) -> dict[str, float]:
+    return await overhead(options.model, engine_config("fp16", options.threads), 8)
 
 
-def _shapes(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
-    heads = decoder.num_heads + 2 * decoder.num_kv_heads
-    return {
-        "qkv": (heads * decoder.head_dim, decoder.hidden_size),
-        "o": (decoder.hidden_size, decoder.num_heads * decoder.head_dim),
-        "gate_up": (2 * decoder.intermediate_size, decoder.hidden_size),
-        "down": (decoder.hidden_size, decoder.intermediate_size),
-    }
-
-
-def _counted(decoder: DecoderConfig) -> list[tuple[tuple[int, int], int]]:
-    """Each weight that a token's step reads, and how often there is one."""
-    layers = [(shape, decoder.num_layers) for shape in _shapes(decoder).values()]
-    return [*layers, ((decoder.vocab_size, decoder.hidden_size), 1)]
-
-
-def _best(work: Callable[[], Any], times: int) -> float:
-    work()
-    found = []
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
-
-
-def ratios(engines: dict[str, Any], bounds: dict[str, Any]) -> dict[str, float]:
+def ratios(engines: dict[str, Any], limited: dict[str, Any]) -> dict[str, float]:
     """What the issue of speed asks about: Triptych ÷ peer; below 1 is faster for times, above 1 for tokens/s."""
     found = {}
     for peer in ("vllm fp32", "transformers fp32"):
@@ -271,9 +262,13 @@ def ratios(engines: dict[str, Any], bounds: dict[str, Any]) -> dict[str, float]:
             if "tokens_per_second_8" in engines[peer]:
                 rate = ours["tokens_per_second_8"] / engines[peer]["tokens_per_second_8"]
                 found[f"{name} tokens/s at 8 ÷ {peer}"] = rate
-    fp16 = engines["triptych fp16"]["tpot_ms"] / 1e3
+    ours = engines["triptych fp16"]
+    found["prefill and encode: time of F.linear alone ÷ time taken"] = limited["request_linear_ms"] / (
+        ours["encode_ms"] + ours["prefill_ms"]
+    )
+    fp16 = ours["tpot_ms"] / 1e3
     found["fp16 weight bytes read per second ÷ read bandwidth"] = (
-        2 * bounds["decoder_elements"] / fp16 / 1e9 / bounds["read_gb_per_s"]
+        2 * limited["decoder_elements"] / fp16 / 1e9 / limited["read_gb_per_s"]
     )
     return {name: round(value, 3) for name, value in found.items()}
 
@@ -281,20 +276,31 @@ def ratios(engines: dict[str, Any], bounds: dict[str, Any]) -> dict[str, float]:
 async def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Fills in ``found``, part by part; each is saved as soon as it is there."""
     parts: dict[str, Callable[[argparse.Namespace], Awaitable[Any]]] = {
-        "limits": limits,
-        "engines": compare,
+        "limits": bounds,
+        "outside_the_model": outside_the_model,
         "while_a_long_prompt_prefills": while_a_long_prompt_prefills,
         "second_turn": second_turn,
         "growth": growth,
     }
     found["machine"] = machine()
-    found["options"] = {name: str(value) for name, value in vars(options).items() if name != "out"}
-    for name in options.parts or parts:
-        found[name] = await parts[name](options)
-        if "engines" in found and "limits" in found:
-            found["ratios"] = ratios(found["engines"], found["limits"])
-        if options.out:
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    found["options"] = {name: str(value) for name, value in vars(options).items() if name not in {"out", "plot"}}
+    for name in options.parts or [*parts, "engines"]:
+        if name in parts:
+            found[name] = await parts[name](options)
+            save(options, found)
+            continue
+        async for engines in compare(options):
+            found["engines"] = engines
+            save(options, found)
+
+
+def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    if "engines" in found and "limits" in found:
+        found["ratios"] = ratios(found["engines"], found["limits"])
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.plot and "growth" in found:
+        plot(found["growth"], options.plot)
 
 
 def main() -> None:
@@ -306,6 +312,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="an environment that has vLLM's CPU build")
     parser.add_argument("--parts", nargs="+", help="some of the result's parts; all unless given")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
+    parser.add_argument("--plot", type=Path, help="where to draw growth; needs matplotlib")
     options = parser.parse_args()
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     asyncio.run(measure(options, found))

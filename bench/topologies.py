@@ -64,7 +64,7 @@ def weight_bytes(folder: Path) -> dict[str, float]:
     config = load_config(folder)
     stages = resolve(family_of(config).tower)(config).stage_bytes(read_folder(folder))
     return {
-        role.value: round((role.encodes * stages["tower"] + role.generates * stages["decoder"]) / MIB, 1)
+        role.value: round((role.encodes * stages["tower"] + role.has_decoder * stages["decoder"]) / MIB, 1)
         for role in Role
     }
 

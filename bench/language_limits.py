@@ -1,0 +1,96 @@
+"""What bounds the language engine on this machine: how fast it reads memory, and how fast it multiplies matrices of a
+model's own shapes."""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from bench.serve import Load
+from triptych.families.registry import family_of, resolve
+from triptych.models.config_files import load_config
+from triptych.models.decoder_config import DecoderConfig
+from triptych.models.safetensors_header import read_folder
+
+READ_BYTES = 2**30
+
+
+def limits(folder: Path, load: Load, prompt_tokens: int, threads: int) -> dict[str, Any]:
+    """Bytes per second read, the milliseconds that F.linear in float32 takes for all products of encoding and
+    prefilling one such request, and the rate that this is. Attention isn't counted."""
+    torch.set_num_threads(threads)
+    memory = torch.ones(READ_BYTES // 4)
+    read = best_of(memory.sum, 7)
+    products = request_products(folder, load, prompt_tokens)
+    flop = sum(2 * rows * out * inner * count for (rows, out, inner), count in products.items())
+    seconds = sum(count * _linear(*shape) for shape, count in products.items())
+    return {
+        "read_gb_per_s": round(READ_BYTES / read / 1e9, 2),
+        "linear_gflop_per_s": round(flop / seconds / 1e9, 1),
+        "request_linear_ms": round(1e3 * seconds, 1),
+        "request_gflop": round(flop / 1e9, 1),
+        "decoder_elements": decoder_elements(folder),
+    }
+
+
+def request_products(folder: Path, load: Load, prompt_tokens: int) -> Counter[tuple[int, int, int]]:
+    """How often there is a product of (rows, outputs, inputs) in encoding a request's pictures and prefilling it. What
+    a decoder reads together (queries, keys and values; gate and up) is one product, as in ``models/layers.py``."""
+    config: dict[str, Any] = load_config(folder)
+    vision = config["vision_config"]
+    patches = load.images * (load.height // vision["patch_size"]) * (load.width // vision["patch_size"])
+    products: Counter[tuple[int, int, int]] = Counter()
+    for name, info in read_folder(folder).items():
+        if ".visual." in name and name.endswith(".weight") and len(info.shape) > 1 and "pos_embed" not in name:
+            out, inner = info.shape[0], torch.Size(info.shape[1:]).numel()
+            rows = patches // vision["spatial_merge_size"] ** 2 if "merger" in name else patches
+            products[rows, out, inner] += 1
+    decoder = _decoder(folder)
+    for out, inner in _shapes(decoder).values():
+        products[prompt_tokens, out, inner] += decoder.num_layers
+    products[1, decoder.vocab_size, decoder.hidden_size] += 1
+    return products
+
+
+def decoder_elements(folder: Path) -> int:
+    """Elements of all the weights that a token's step reads."""
+    decoder = _decoder(folder)
+    layer = sum(rows * columns for rows, columns in _shapes(decoder).values())
+    return layer * decoder.num_layers + decoder.vocab_size * decoder.hidden_size
+
+
+def best_of(work: Callable[[], Any], times: int) -> float:
+    """Seconds, the median of so many runs after the first."""
+    work()
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def _linear(rows: int, out: int, inner: int) -> float:
+    weight, tokens = torch.randn(out, inner), torch.randn(rows, inner)
+    return best_of(lambda: F.linear(tokens, weight), 5)
+
+
+def _decoder(folder: Path) -> DecoderConfig:
+    config = load_config(folder)
+    decoder: DecoderConfig = resolve(family_of(config).tower)(config).decoder_config
+    return decoder
+
+
+def _shapes(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
+    heads = decoder.num_heads + 2 * decoder.num_kv_heads
+    return {
+        "qkv": (heads * decoder.head_dim, decoder.hidden_size),
+        "o": (decoder.hidden_size, decoder.num_heads * decoder.head_dim),
+        "gate_up": (2 * decoder.intermediate_size, decoder.hidden_size),
+        "down": (decoder.hidden_size, decoder.intermediate_size),
+    }
