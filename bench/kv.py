@@ -4,6 +4,8 @@ prefill is over, beside a service that sends it whole at the end.
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.kv /tmp/mid --out bench/results/kv-mid.json
 
+A copy within one process is the limit that throughput is compared with; the KV is copied twice on its way, into the
+receive buffer and from there into pages. ``decode_waits_ms`` is how much later than later ones the second token comes.
 For each fabric two services of a prefill and a decode instance each, with one thread per instance, are asked in turns
 for text alone; the one that isn't asked sleeps. Sending at the end is a switch of this bench: the product has none.
 """
@@ -13,11 +15,13 @@ import asyncio
 import json
 import multiprocessing
 import statistics
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from bench.serve import Load, Sample, ask, request_body
 from triptych.bench.transfer import machine
@@ -90,12 +94,12 @@ def _ends(sample: Sample, stage: str) -> float:
     return max(float(row["end_ms"]) for row in sample.timeline if row["stage"] == stage)
 
 
-async def of_fabric(options: argparse.Namespace, fabric: str) -> dict[str, Any]:
+async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> dict[str, Any]:
     engine = EngineConfig(
         threads=1,
         max_num_batched_tokens=options.max_num_batched_tokens,
         dtype=options.dtype,
-        kv_cache_tokens=CACHED_PROMPTS * (options.tokens + 64),
+        kv_cache_tokens=CACHED_PROMPTS * (length + 64),
     )
     config = ServeConfig(
         model=options.model,
@@ -108,10 +112,10 @@ async def of_fabric(options: argparse.Namespace, fabric: str) -> dict[str, Any]:
         clients = {name: await start(stack, config, at_end=name == "at the end") for name in samples}
         for number in range(CACHED_PROMPTS + 1):  # memory is slow to write to for the first time, in a new process
             for client in clients.values():
-                await ask(client, text(options.tokens, seed=10**7 + number))
+                await ask(client, text(length, seed=10**7 + number))
         for number in range(options.rounds):
             for name, client in clients.items():
-                sample = await ask(client, text(options.tokens, seed=number))
+                sample = await ask(client, text(length, seed=number))
                 if sample.error:
                     raise SystemExit(sample.error)
                 samples[name].append(sample)
@@ -126,12 +130,27 @@ async def of_fabric(options: argparse.Namespace, fabric: str) -> dict[str, Any]:
         "mib": round(num_bytes / 2**20, 1),
         "whole_transfer_ms": round(whole, 1),
         "gb_per_s": round(num_bytes / whole / 1e6, 2),
+        "of_memcpy": round(memcpy_ms(num_bytes) / whole, 3),
         "left_after_prefill_ms": {name: round(ms, 1) for name, ms in left.items()},
         "hidden": round(1 - left["by layer"] / whole, 3),
         "ttft_ms": {name: _median(s.ttft for s in found) for name, found in samples.items()},
         "first_to_second_token_ms": {name: _median(s.gaps[0] for s in found) for name, found in samples.items()},
+        "decode_waits_ms": {
+            name: _median(s.gaps[0] - statistics.median(s.gaps[1:]) for s in found) for name, found in samples.items()
+        },
         "time_per_token_ms": {name: _median(s.tpot for s in found) for name, found in samples.items()},
     }
+
+
+def memcpy_ms(num_bytes: int) -> float:
+    """A copy of so many bytes within this process, to memory that has been used before."""
+    source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
+    times = []
+    for _ in range(7):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times)
 
 
 def _median(seconds: Any) -> float:
@@ -141,20 +160,22 @@ def _median(seconds: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a checkpoint folder")
-    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1000])
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fabric", nargs="+", default=FABRICS, choices=FABRICS)
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
-    result = {"machine": machine(), "options": {n: str(v) for n, v in vars(options).items() if n != "out"}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "options": {n: str(v) for n, v in vars(options).items() if n != "out"},
+    }
     for fabric in options.fabric:
-        result[fabric] = asyncio.run(of_fabric(options, fabric))
-    shown = json.dumps(result, indent=1)
-    print(shown)
-    if options.out:
-        options.out.write_text(shown + "\n")
+        result[fabric] = [asyncio.run(of_fabric(options, fabric, length)) for length in options.tokens]
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
