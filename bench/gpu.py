@@ -28,7 +28,8 @@ from triptych.families.base import TowerInput
 from triptych.families.qwen3_vl.tower import DECODER_KEYS, Qwen3VL
 from triptych.language.buckets import bucket_sizes
 from triptych.language.decode_graphs import DecodeGraphs, record_graphs
-from triptych.language.gpu_runner import GpuRunner, on_device
+from triptych.language.gpu_forward import GpuForward, on_device
+from triptych.language.gpu_runner import GpuRunner
 from triptych.language.runner import MediaRows
 from triptych.language.scheduler import Chunk
 from triptych.models.attention.base import KVTensors
@@ -94,7 +95,7 @@ class Bench:
         floor = (weights + history) / bandwidth
         rows = []
         for graphs in (None, self._graphs(cache, batch, context + 1)):
-            runner = GpuRunner(self.decoder, cache, PAGE_SIZE, self.device, graphs)
+            runner = GpuRunner(GpuForward(self.decoder, self.device, graphs), cache, PAGE_SIZE, self.device)
             inputs = runner.batch(chunks, self._no_media())
             with torch.inference_mode():
                 gpu = self.on_gpu(self._forward(inputs, cache, graphs))
@@ -118,7 +119,7 @@ class Bench:
         pages = -(-(past + num_tokens) // PAGE_SIZE)
         cache = self._cache(pages)
         sequence = made_up(0, past + num_tokens, range(pages))
-        runner = GpuRunner(self.decoder, cache, PAGE_SIZE, self.device, None)
+        runner = GpuRunner(GpuForward(self.decoder, self.device, None), cache, PAGE_SIZE, self.device)
         inputs = runner.batch([Chunk(sequence, past, num_tokens)], self._no_media())
         with torch.inference_mode():
             seconds = self.on_gpu(self._forward(inputs, cache, None))

@@ -10,6 +10,7 @@ import torch
 from tests.models.generating import PAGE_SIZE, Generating, prompts
 from triptych.families.qwen3_vl.tower import Qwen3VL
 from triptych.language.decode_graphs import record_graphs
+from triptych.language.gpu_forward import GpuForward
 from triptych.language.gpu_runner import GpuRunner
 from triptych.language.runner import Runner
 from triptych.messages.work import Sampling
@@ -40,7 +41,7 @@ def cache_of(decoder: Decoder, device: torch.device) -> KVTensors:
 def answers(decoder: Decoder, device: torch.device, with_graphs: bool) -> list[list[int]]:
     cache = cache_of(decoder, device)
     graphs = record_graphs(decoder, cache, 5, 64) if with_graphs else None
-    runner = GpuRunner(decoder, cache, PAGE_SIZE, device, graphs)
+    runner = GpuRunner(GpuForward(decoder, device, graphs), cache, PAGE_SIZE, device)
     return Generating(runner, decoder, POOL).answers(prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS)
 
 
@@ -76,7 +77,7 @@ def test_a_replayed_step_has_the_logits_of_a_launched_one(
     for with_graphs in logits:
         cache = cache_of(decoder, gpu)
         graphs = record_graphs(decoder, cache, 5, 64) if with_graphs else None
-        runner = _Keeping(decoder, cache, PAGE_SIZE, gpu, graphs)
+        runner = _Keeping(GpuForward(decoder, gpu, graphs), cache, PAGE_SIZE, gpu)
         # greedy and of one length, so that both make the same steps as long as their logits are about the same
         greedy = [Sampling(max_tokens=4, temperature=0, logit_bias={3: 1000.0})] * 3
         Generating(runner, decoder, POOL).answers(prompts(decoder.config.vocab_size, [5, 3, 4]), greedy)
@@ -104,7 +105,7 @@ def test_a_step_waits_for_nothing_but_its_tokens(checkpoint_folder: Callable[...
     """The forward pass of a mixed step, and of a replayed one, is launched while the GPU does something else."""
     decoder = load(checkpoint_folder(), CUDA_FORMATS["float32"], gpu)
     cache = cache_of(decoder, gpu)
-    runner = GpuRunner(decoder, cache, PAGE_SIZE, gpu, record_graphs(decoder, cache, 5, 64))
+    runner = GpuRunner(GpuForward(decoder, gpu, record_graphs(decoder, cache, 5, 64)), cache, PAGE_SIZE, gpu)
     generating = Generating(runner, decoder, POOL)
     inputs = prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS
     generating.answers(*inputs)  # compiles

@@ -26,12 +26,15 @@ def written_out(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_packed_sequences(cache_dtype: torch.dtype, compiled: bool) -> None:
-    """A whole prompt, a chunk in the middle of one, and single tokens; pages consecutive, scattered and reversed."""
+@pytest.mark.parametrize("heads", [slice(0, KV_HEADS), slice(KV_HEADS, 2 * KV_HEADS)])
+def test_packed_sequences(cache_dtype: torch.dtype, compiled: bool, heads: slice) -> None:
+    """A whole prompt, a chunk in the middle of one, and single tokens; pages consecutive, scattered and reversed. The
+    cache has other heads beside ours."""
     torch.manual_seed(0)
     query_lens, kv_lens = [5, 3, 1, 1], [5, 11, 9, 1]
     tables = [torch.tensor(pages) for pages in ([3, 4], [9, 1, 6], [12, 11, 10], [0, 7, 7])]
-    caches = torch.full((2, 14, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.nan, dtype=cache_dtype)
+    everybodys = torch.full((2, 14, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM), torch.nan, dtype=cache_dtype)
+    caches = everybodys[..., heads, :]
     query = torch.randn(sum(query_lens), HEADS, HEAD_DIM)
     slots, expected, new = [], [], []
     for q, query_len, kv_len, table in zip(query.split(query_lens), query_lens, kv_lens, tables, strict=True):
@@ -49,6 +52,8 @@ def test_packed_sequences(cache_dtype: torch.dtype, compiled: bool) -> None:
         pytest.skip("there is no C compiler")
     output = CpuAttention(kernel)(query, key, value, caches[0], caches[1], batch)
     torch.testing.assert_close(output, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    caches.fill_(torch.nan)
+    assert everybodys.isnan().all(), "nothing is written to heads that aren't ours"
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 4, 64), (16, 1, 256), (6, 2, 8)])

@@ -29,6 +29,7 @@ if torch.cuda.is_available():
 
 from triptych.families.qwen3_vl.tower import DECODER_KEYS, Qwen3VL
 from triptych.language.decode_graphs import DecodeGraphs
+from triptych.language.gpu_forward import GpuForward
 from triptych.language.gpu_runner import GpuRunner
 from triptych.models.attention.triton_backend import TritonAttention
 
@@ -89,7 +90,7 @@ def test_answers_are_those_of_the_cpu(
     cache = cache_of(decoder)
     with torch.inference_mode():
         graphs = DecodeGraphs(decoder, cache, bucket_sizes(5), 60, recorder) if with_graphs else None
-    generating = Generating(GpuRunner(decoder, cache, PAGE_SIZE, CPU, graphs), decoder, POOL)
+    generating = Generating(GpuRunner(GpuForward(decoder, CPU, graphs), cache, PAGE_SIZE, CPU), decoder, POOL)
     assert generating.answers(prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS) == expected
     assert generating.num_preemptions > 0
     assert len(generating.batches) > 2
@@ -143,7 +144,7 @@ def test_graphs_only_suit_steps_that_fit(plain: Decoder) -> None:
 
 
 def test_what_is_prepared_is_used_while_it_holds(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = GpuRunner(plain, cache_of(plain), PAGE_SIZE, CPU, None)
+    runner = GpuRunner(plain, cache_of(plain), PAGE_SIZE, CPU)
     one = sequence("0", [1, 2, 3, 4, 5], SAMPLINGS[0])
     one.pages = [3, 7]
     runner.prepare([Chunk(one, 2, 3)])

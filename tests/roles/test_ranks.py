@@ -28,6 +28,7 @@ from tests.models.driving import (
 from triptych.config import EngineConfig, LeaseConfig, TransferConfig
 from triptych.errors import CheckpointError, ConfigError, StartError
 from triptych.families.qwen3_vl.tower import Qwen3VL
+from triptych.language.group import CacheSize, agree_on_size, gather_memory
 from triptych.messages.channel import Channel
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config
@@ -67,10 +68,11 @@ def shared(folder: Path, engine: EngineConfig, failures: list[StartError] | None
         group = ranks.connect(CPU)
         decoder = load(folder, group, engine)
         with ranks.together():
-            group.all_reduce(torch.tensor(0))
-            group.broadcast(torch.tensor(NUM_PAGES))
+            gather_memory(group, CPU)
+            agree_on_size(group, CacheSize(NUM_PAGES, 0))
         pool = Pool(decoder, NUM_PAGES, decoder.dtype)
-        pool.decoder = ranks.lead(decoder, group)
+        pool.cache = Model(Checkpoint(folder), engine).make_cache(group, NUM_PAGES, ranks.cache).own
+        pool.decoder = ranks.lead(decoder, group, decoder.dtype)
         yield pool
     finally:
         ranks.close()
@@ -213,7 +215,7 @@ def test_a_checkpoint_that_a_rank_refuses(tmp_path: Path, capfd: pytest.CaptureF
         group = ranks.connect(CPU)
         load(folder, group)
         with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\) ended with exit code 1"), ranks.together():
-            group.all_reduce(torch.tensor(0))
+            gather_memory(group, CPU)
     said = capfd.readouterr().err
     assert "triptych: rank 1: " in said
     assert "language_model.norm.weight' is missing" in said

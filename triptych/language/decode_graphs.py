@@ -41,7 +41,7 @@ class DecodeGraphs:
         self._device = cache.keys[0].device
         largest = self._inputs(sizes[-1])
         self._buffer = torch.zeros(len(packed(largest)), dtype=torch.uint8, device=self._device)
-        self._logits = torch.empty(sizes[-1], decoder.config.vocab_size, device=self._device)
+        self._logits = torch.empty(sizes[-1], decoder.num_logits, device=self._device)
         # the largest first: the others then find room in the memory that it has freed
         self._replays = {size: record(self._step(size)) for size in reversed(sizes)}
 
@@ -142,7 +142,7 @@ def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context
 
 def _recorder() -> Record:
     """Records into one pool of memory, since only one graph runs at a time, and on one stream, since cuBLAS keeps a
-    workspace for each."""
+    workspace for each. Other threads may go on using the GPU meanwhile: NCCL's looks after the steps before."""
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -153,7 +153,7 @@ def _recorder() -> Record:
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             step()
         return graph.replay
 

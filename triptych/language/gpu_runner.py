@@ -1,20 +1,16 @@
-"""Steps on a GPU: inputs go there in one pinned copy, steps that only decode are replayed as CUDA graphs, and what the
-next step needs is prepared while one runs."""
+"""Steps on a GPU: what the next step needs is prepared while one runs."""
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from triptych.language.decode_graphs import DecodeGraphs
-from triptych.language.runner import ChunkInputs, Runner
+from triptych.language.runner import ChunkInputs, Forward, Runner
 from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
 from triptych.models.attention.base import KVTensors
-from triptych.models.decoder import AfterLayer, Decoder, ForwardBatch
-from triptych.models.pinned import to_device
+from triptych.models.decoder import AfterLayer, ForwardBatch
 
 
 @dataclass(frozen=True)
@@ -31,13 +27,10 @@ class GpuRunner(Runner):
     """``Runner`` for a decoder on ``device``. ``run`` launches the forward pass without waiting for it and prepares
     sampling meanwhile; it waits once, for the drawn tokens."""
 
-    def __init__(
-        self, decoder: Decoder, cache: KVTensors, page_size: int, device: torch.device, graphs: DecodeGraphs | None
-    ) -> None:
-        """``graphs`` None: every step is launched kernel by kernel."""
-        super().__init__(decoder, cache, page_size)
+    def __init__(self, forward: Forward, cache: KVTensors, page_size: int, device: torch.device) -> None:
+        """``forward`` as ``GpuForward``: it takes steps in host memory."""
+        super().__init__(forward, cache, page_size)
         self._device = device
-        self._graphs = graphs
         self._prepared: dict[int, _Prepared] = {}
 
     def prepare(self, chunks: Rows[Chunk]) -> None:
@@ -57,11 +50,6 @@ class GpuRunner(Runner):
         with torch.cuda.device(-1 if self._device.index is None else self._device.index):
             return super().run(batch, draws, after_layer)
 
-    def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
-        if self._graphs is not None and self._graphs.suits(batch):
-            return self._graphs.replay(batch)
-        return super()._logits(on_device(batch, self._device), after_layer)
-
     def _inputs(self, chunk: Chunk) -> ChunkInputs:
         sequence, prepared = chunk.sequence, self._prepared.get(id(chunk.sequence))
         if (
@@ -72,16 +60,3 @@ class GpuRunner(Runner):
         ):
             return prepared.inputs
         return super()._inputs(chunk)
-
-
-def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    """A step's tensors on a device, in one copy. Its page tables, which only the attention backend knows how to read,
-    follow with the first layer."""
-    attention = batch.attention
-    tokens, positions, media_index, media_rows, logits_index, slots = to_device(
-        [batch.tokens, batch.positions, batch.media_index, batch.media_rows, batch.logits_index, attention.slots],
-        device,
-    )
-    return ForwardBatch(
-        tokens, positions, media_index, media_rows, logits_index, attention=replace(attention, slots=slots)
-    )

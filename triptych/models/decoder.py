@@ -13,7 +13,7 @@ from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
 from triptych.models.devices import attention_for
 from triptych.models.layers import WeightFormat, frozen
-from triptych.models.parallel import SINGLE_RANK, Group
+from triptych.models.parallel import SINGLE_RANK, Dimension, Group
 from triptych.models.rope import InterleavedMRope
 from triptych.models.weights import HEAD, DecoderKeys, WeightReader
 
@@ -38,13 +38,15 @@ class ForwardBatch:
 
 
 AfterLayer = Callable[[int], object]
-"""Is told the number of each layer of a step once its keys and values are in the cache."""
+"""Is told the number of each layer of a step once its keys and values are in the cache: those of all ranks, because a
+rank has its part of the sums that end a layer only from ranks that have written theirs."""
 
 
 class Decoder(nn.Module):
     """Tokens and media rows in, logits out. Holds no state between steps: that is in the ``KVTensors``.
 
     ``config`` is this rank's shard, and so are all weights but the embedding, the norms and the routers.
+    ``num_logits`` is how many of a token's logits ``forward`` returns here: on rank 0 all of the vocabulary's.
     ``embedding`` [vocab, hidden] keeps the checkpoint's dtype, and on CPUs its memory mapping: a step needs few rows.
     """
 
@@ -60,6 +62,8 @@ class Decoder(nn.Module):
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
             reader.ignore(HEAD)  # some tied checkpoints store it all the same
+        part = Dimension(config.vocab_size).part(reader.group)
+        self.num_logits = config.vocab_size if reader.group.rank == 0 else part.stop - part.start
         self.head = reader.head(self.embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden))
 
     @classmethod
@@ -91,7 +95,7 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None = None) -> Tensor:
         """Runs one step, at the same time on all ranks; writes every layer's K and V of the T tokens. Returns logits,
-        float32 [L, vocab], on rank 0; on the others, whatever they computed of them.
+        float32 [L, vocab], on rank 0; on the others their part of them, [L, num_logits].
 
         Raises ValueError for media rows of the wrong width.
         """
@@ -107,7 +111,7 @@ class Decoder(nn.Module):
             if index < self.config.num_deepstack_layers:
                 hidden.index_add_(0, batch.media_index, media[1 + index])
         if batch.logits_index.shape[0] == 0:
-            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+            return hidden.new_empty((0, self.num_logits), dtype=torch.float32)
         return self.head(self.norm(hidden[batch.logits_index])).float()
 
     def _media_features(self, batch: ForwardBatch) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from triptych.models.attention.base import AttentionBackend
 from triptych.models.attention.cpu import CpuAttention
 from triptych.models.attention.native import paged_decode
 from triptych.models.layers import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
+from triptych.models.parallel import rank_device
 from triptych.models.safetensors_header import TensorInfo
 from triptych.observe.machine import available_bytes, resident_bytes
 
@@ -31,6 +32,15 @@ def find_device(name: str) -> torch.device:
     if index >= count:
         raise StartError(f"--device {name}: there are {count} GPUs, so the last one is cuda:{count - 1}")
     return torch.device("cuda", index)
+
+
+def check_ranks(device: torch.device, size: int) -> None:
+    """Raises StartError when there aren't GPUs for so many ranks, the first of them on ``device``."""
+    if device.type == "cuda" and (last := rank_device(device, size - 1)).index >= (count := torch.cuda.device_count()):
+        raise StartError(
+            f"--tensor-parallel-size {size} on {device} takes the GPUs {device} to {last}, a rank each, but there "
+            f"are {count} GPUs"
+        )
 
 
 def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:

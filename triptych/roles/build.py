@@ -14,9 +14,9 @@ from triptych.encode.jobs import EncodeQueue
 from triptych.errors import StartError
 from triptych.families.base import ModelConfig, Planner, TowerInput
 from triptych.families.registry import family_of, resolve
-from triptych.language.decode_graphs import record_graphs
 from triptych.language.gpu_runner import GpuRunner
 from triptych.language.grammar import GrammarCompiler
+from triptych.language.group import CacheSize, GroupCache, agree_on_size, gather_memory, make_cache, make_forward
 from triptych.language.kv_cache import PagePool
 from triptych.language.kv_rows import LAYER_ROWS, CacheRows
 from triptych.language.kv_size import gib, kv_size
@@ -28,7 +28,7 @@ from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config, load_preprocessor_config
 from triptych.models.decoder import Decoder
-from triptych.models.devices import find_device, free_bytes, used_bytes, weight_format
+from triptych.models.devices import check_ranks, find_device, weight_format
 from triptych.models.fingerprint import fingerprint
 from triptych.models.parallel import Group, rank_device
 from triptych.models.pinned import to_host
@@ -70,6 +70,7 @@ class Model:
         self.family: TowerFamily = resolve(self.files.tower)(self.config)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
+        self.page_size = engine.page_size
         self.fingerprint = fingerprint(checkpoint.folder)
 
     def num_bytes(self, role: Role) -> int:
@@ -82,6 +83,18 @@ class Model:
 
     def load_decoder(self, group: Group) -> Decoder:
         return self.family.load_decoder(self.checkpoint, self.weights, rank_device(self.device, group.rank), group)
+
+    def make_cache(self, group: Group, num_pages: int, path: str) -> GroupCache:
+        """See ``language.group.make_cache``."""
+        return make_cache(
+            self.family.decoder_config,
+            group,
+            num_pages=num_pages,
+            page_size=self.page_size,
+            dtype=self.weights.activations,
+            device=rank_device(self.device, group.rank),
+            path=path,
+        )
 
     @property
     def row_layout(self) -> RowLayout:
@@ -185,16 +198,7 @@ def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Insta
         raise StartError(f"{role.value} instances send KV caches from main memory so far, not from {model.device}")
     if processes_of(engine, has_decoder=role.has_decoder) == 1:
         return NoRanks()
-    if role.sends_kv or role.takes_kv:
-        raise StartError(
-            f"--tensor-parallel-size {engine.tensor_parallel_size} is for instances that prefill and decode, not for "
-            f"{role.value}: each rank's KV cache holds a part of each row that would be sent"
-        )
-    if model.device.type != "cpu":
-        raise StartError(
-            f"--tensor-parallel-size {engine.tensor_parallel_size} on {model.device}: ranks hand on steps in main "
-            "memory so far, and their graphs have never been recorded together; use --device cpu"
-        )
+    check_ranks(model.device, engine.tensor_parallel_size)
     model.family.decoder_config.shard(engine.tensor_parallel_size)
     level = logging.getLogger("triptych").getEffectiveLevel()
     return ChildRanks(str(model.checkpoint.folder), engine, level, instance.fail)
@@ -246,31 +250,32 @@ def _language_host(
     ranks: Ranks,
     group: Group,
 ) -> LanguageHost:
-    """The engine, and the host of the role's language stages. What all ranks do together here: count what they
-    have loaded, and share the number of pages."""
-    dtype, channel = model.weights.activations, instance.channel
-    config = decoder.config
+    """The engine, and the host of the role's language stages. What all ranks do together here: say what memory they
+    have, learn how large the KV cache is, and make it."""
+    dtype, channel, device = model.weights.activations, instance.channel, rank_device(model.device, 0)
+    config, whole = decoder.config, model.family.decoder_config
+    sharing = group.size if device.type == "cpu" else 1  # ranks that use the same memory
     with ranks.together():
-        used = int(group.all_reduce(torch.tensor(used_bytes(model.device))))
-    sharing = group.size if model.device.type == "cpu" else 1  # ranks whose caches come out of the same memory
+        memory = gather_memory(group, device)
     size = kv_size(
         engine,
-        token_bytes=sharing * config.kv_bytes(dtype.itemsize),
+        token_bytes=(whole if device.type == "cpu" else config).kv_bytes(dtype.itemsize),
         model_context=model.planner.context_length,
-        available=free_bytes(model.device),
+        available=memory.free,
     )
-    with ranks.together():
-        group.broadcast(torch.tensor(size.num_pages))
     largest_step = config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
     step, receiving = sharing * (FIRST_USE + largest_step), receiver.buffer.num_bytes
     log.info("%s", size)
     log.info(
         "memory: %s now, at most %s besides what encoding takes: with a full KV cache, a full receive buffer (%s) and "
         "a step of the largest size (%s)",
-        *map(gib, (used, used + size.num_bytes + receiving + step, receiving, step)),
+        *map(gib, (memory.used, memory.used + size.num_bytes + receiving + step, receiving, step)),
     )
-    # a page more than the pool hands out: where a CUDA graph's padding goes
-    cache = KVTensors.allocate(config, size.num_pages + 1, engine.page_size, dtype, rank_device(model.device, 0))
+    with ranks.together():
+        # a page more than the pool hands out: where a CUDA graph's padding goes
+        agreed = agree_on_size(group, CacheSize(size.num_pages + 1, size.context_length))
+        cache = model.make_cache(group, agreed.num_pages, ranks.cache)
+        forward = make_forward(decoder, cache.own, engine, size.context_length)
     pool = PagePool(size.num_pages, engine.page_size)
     parts = Engine(
         scheduler=Scheduler(
@@ -279,13 +284,13 @@ def _language_host(
             engine.max_num_batched_tokens,
             reuse_prefixes=engine.enable_prefix_caching,
         ),
-        runner=_runner(decoder, ranks.lead(decoder, group), cache, engine, size.context_length),
+        runner=_runner(ranks.lead(forward, group, dtype), cache.own, engine.page_size, device),
         compute=instance.compute,
         grammars=GrammarCompiler(model.checkpoint.folder, config.vocab_size, channel.wake),
         context_length=size.context_length,
         vocabulary=config.vocab_size,
     )
-    return _host_of_role(parts, model, instance, cache, receiver=receiver, sender=sender)
+    return _host_of_role(parts, model, instance, cache.whole, receiver=receiver, sender=sender)
 
 
 def _host_of_role(
@@ -305,13 +310,11 @@ def _host_of_role(
     return LanguageHost(parts, incoming, **place, send=send)
 
 
-def _runner(decoder: Decoder, forward: Forward, cache: KVTensors, engine: EngineConfig, context_length: int) -> Runner:
+def _runner(forward: Forward, cache: KVTensors, page_size: int, device: torch.device) -> Runner:
     """``forward`` is the decoder as all ranks run it."""
-    device = cache.keys[0].device
     if device.type == "cpu":
-        return Runner(forward, cache, engine.page_size)
-    graphs = record_graphs(decoder, cache, engine.max_num_seqs, context_length) if engine.cuda_graphs else None
-    return GpuRunner(decoder, cache, engine.page_size, device, graphs)
+        return Runner(forward, cache, page_size)
+    return GpuRunner(forward, cache, page_size, device)
 
 
 def _timed(what: str, load: Callable[[], T]) -> T:

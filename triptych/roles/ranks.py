@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from triptych.errors import StartError
 from triptych.language.runner import Forward
 from triptych.language.step_broadcast import send_step
 from triptych.models.attention.base import KVTensors
-from triptych.models.decoder import AfterLayer, Decoder, ForwardBatch
+from triptych.models.decoder import AfterLayer, ForwardBatch
 from triptych.models.parallel import SINGLE_RANK, Group, ProcessGroup, arrived, rendezvous
 from triptych.observe.machine import ending
 
@@ -35,8 +36,9 @@ NOTICE_WITHIN = 2.0
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What a rank other than 0 is told, on its command line. ``rendezvous`` is the path of a file that only processes
-    of this user can open; ``parent`` the process id of rank 0; ``log_level`` as Python's logging has it."""
+    """What a rank other than 0 is told, on its command line. ``rendezvous`` and ``cache`` are the paths of files that
+    only processes of this user can open: where the ranks meet, and where their KV cache lies if they share one.
+    ``parent`` is the process id of rank 0; ``log_level`` as Python's logging has it."""
 
     model: str
     engine: EngineConfig
@@ -44,11 +46,14 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     parent: int
     threads: int
     rendezvous: str
+    cache: str
     log_level: int
 
 
 class Ranks(Protocol):
-    """The other ranks of an instance."""
+    """The other ranks of an instance. ``cache`` is the path of the file for a KV cache that all of them share."""
+
+    cache: str
 
     def connect(self, device: torch.device) -> Group:
         """Rank 0's end of the group, once all ranks run. Raises StartError when one of them ends before."""
@@ -57,8 +62,10 @@ class Ranks(Protocol):
         """Around what all ranks do together. If it fails anywhere, the ranks no longer agree on where they are, so the
         instance has to end: raises StartError with the cause."""
 
-    def lead(self, decoder: Decoder, group: Group) -> Forward:
-        """Rank 0's decoder as its runner sees it: hands each step on before it computes its own part."""
+    def lead(self, forward: Forward, group: Group, row_dtype: torch.dtype) -> Forward:
+        """Rank 0's ``forward`` as its runner sees it: hands each step on, media rows in ``row_dtype``, before it
+        computes its own part. What was copied into a shared cache before is there for the others, who wait for the
+        step; and once it is over on rank 0, nobody reads or writes the cache any more."""
 
     def close(self) -> None:
         """Ends all of them."""
@@ -67,14 +74,16 @@ class Ranks(Protocol):
 class NoRanks:
     """An instance that is one process."""
 
+    cache = ""
+
     def connect(self, device: torch.device) -> Group:
         return SINGLE_RANK
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def lead(self, decoder: Decoder, group: Group) -> Forward:
-        return decoder
+    def lead(self, forward: Forward, group: Group, row_dtype: torch.dtype) -> Forward:
+        return forward
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -94,13 +103,16 @@ class ChildRanks:
         self._noticed = threading.Event()
         self._closing = False
         self._group: ProcessGroup | None = None
-        # Without a name in a file system, so that nothing is left behind however this process ends. Never closed: the
-        # store opens it once more when it is destroyed, and would look for it for minutes.
-        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('triptych-ranks')}"
+        # Files without a name in a file system, so that nothing is left behind however this process ends. The first is
+        # never closed: the store opens it once more when it is destroyed, and would look for it for minutes.
+        path = _path(os.memfd_create("triptych-ranks"))
+        cache = os.memfd_create("triptych-kv", os.MFD_CLOEXEC)
+        self.cache = _path(cache)
+        self._close_cache = weakref.finalize(self, os.close, cache)  # what is mapped of it stays
         threads = torch.get_num_threads()
         self._store = rendezvous(path, self._size)
         self._processes = [
-            _start(WorkerConfig(model, engine, rank, os.getpid(), threads, path, log_level))
+            _start(WorkerConfig(model, engine, rank, os.getpid(), threads, path, self.cache, log_level))
             for rank in range(1, self._size)
         ]
         for rank, process in enumerate(self._processes, start=1):
@@ -128,14 +140,13 @@ class ChildRanks:
             self._fail(StartError(f"tensor-parallel rank 0 of {self._size} failed: {error}"))
             raise self._failure or error from error
 
-    def lead(self, decoder: Decoder, group: Group) -> Forward:
-        def forward(batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None = None) -> Tensor:
+    def lead(self, forward: Forward, group: Group, row_dtype: torch.dtype) -> Forward:
+        def lead_forward(batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None = None) -> Tensor:
             with self.together():
-                send_step(batch, group, decoder.dtype)
-                logits: Tensor = decoder(batch, cache, after_layer)
-                return logits
+                send_step(batch, group, row_dtype)
+                return forward(batch, cache, after_layer)
 
-        return forward
+        return lead_forward
 
     def close(self) -> None:
         self._closing = True
@@ -143,6 +154,7 @@ class ChildRanks:
             process.kill()
         for process in self._processes:
             process.wait()
+        self._close_cache()
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
@@ -159,6 +171,11 @@ class ChildRanks:
                 self._noticed.set()
                 if self._group is not None:
                     self._group.abort()
+
+
+def _path(file: int) -> str:
+    """Of an open file of this process, for other processes of the same user."""
+    return f"/proc/{os.getpid()}/fd/{file}"
 
 
 def _start(config: WorkerConfig) -> "subprocess.Popen[bytes]":

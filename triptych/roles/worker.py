@@ -9,11 +9,11 @@ import msgspec
 import torch
 
 from triptych.errors import StartError
+from triptych.language.group import agree_on_size, gather_memory, make_forward
 from triptych.language.step_broadcast import receive_step
-from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.parallel import NO_TIMEOUT, ProcessGroup, arrived, rank_device, rendezvous
-from triptych.observe.machine import end_with_parent, resident_bytes
+from triptych.observe.machine import end_with_parent
 from triptych.roles.build import Model
 from triptych.roles.ranks import WorkerConfig
 
@@ -22,18 +22,20 @@ def run_worker(config: WorkerConfig) -> None:
     """Joins the group, loads this rank's shard and computes steps until rank 0 ends this process. Raises StartError for
     a checkpoint that can't be served, and RuntimeError when another rank is gone."""
     model = Model(Checkpoint(config.model), config.engine)
-    size, device = config.engine.tensor_parallel_size, rank_device(model.device, config.rank)
-    store = rendezvous(config.rendezvous, size)
+    num_ranks, device = config.engine.tensor_parallel_size, rank_device(model.device, config.rank)
+    store = rendezvous(config.rendezvous, num_ranks)
     store.set(arrived(config.rank), "")
     store.wait([arrived(0)], NO_TIMEOUT)
-    group = ProcessGroup(store, config.rank, size, device)
+    group = ProcessGroup(store, config.rank, num_ranks, device)
     decoder = model.load_decoder(group)
     # as rank 0 does in roles/build.py
-    group.all_reduce(torch.tensor(resident_bytes()))
-    num_pages = int(group.broadcast(torch.tensor(0)))
-    cache = KVTensors.allocate(decoder.config, num_pages, config.engine.page_size, decoder.dtype, device)
-    while True:
-        decoder(receive_step(group, model.family.row_width, decoder.dtype), cache)
+    gather_memory(group, device)
+    size = agree_on_size(group)
+    cache = model.make_cache(group, size.num_pages, config.cache).own
+    forward = make_forward(decoder, cache, config.engine, size.context_length)
+    with torch.inference_mode():
+        while True:
+            forward(receive_step(group, model.family.row_width, decoder.dtype), cache, None)
 
 
 def main(argument: str) -> None:

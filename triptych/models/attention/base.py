@@ -119,7 +119,8 @@ def leading_run(page_table: Tensor) -> PageRun:
 
 @dataclass(frozen=True)
 class KVTensors:
-    """The paged KV cache: one [pages, page_size, kv_heads, head_dim] tensor of keys and one of values per layer."""
+    """The paged KV cache: one [pages, page_size, kv_heads, head_dim] tensor of keys and one of values per layer. On
+    CPUs a token's heads may lie beside those of other ranks: then each token's are contiguous, but not the tensor."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -136,6 +137,12 @@ class KVTensors:
             keys=[torch.empty(shape, dtype=dtype, device=device) for _ in layers],
             values=[torch.empty(shape, dtype=dtype, device=device) for _ in layers],
         )
+
+    @classmethod
+    def within(cls, memory: Tensor, heads: slice) -> "KVTensors":
+        """Those kv heads of a cache [layers, 2, pages, page_size, kv_heads, head_dim]: views."""
+        keys, values = memory[..., heads, :].unbind(1)
+        return cls(list(keys), list(values))
 
 
 class AttentionBackend(Protocol):

@@ -33,7 +33,7 @@ class PagedDecode:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._function = library.paged_decode
-        self._function.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 5, ctypes.c_float]
+        self._function.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 6, ctypes.c_float]
         self._function.restype = None
 
     def suits(self, query: Tensor, cache: Tensor) -> bool:
@@ -43,14 +43,14 @@ class PagedDecode:
         return in_float32 and heads // cache.shape[2] <= MAX_GROUP and dim <= MAX_DIM
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, decodes: Decodes) -> Tensor:
-        """``query`` [D, heads, d], contiguous, the new tokens of ``decodes``; caches [pages, page_size, kv_heads, d].
-        Returns [D, heads, d]."""
+        """``query`` [D, heads, d], contiguous, the new tokens of ``decodes``; caches [pages, page_size, kv_heads, d],
+        of which a token's heads are contiguous. Returns [D, heads, d]."""
         output = torch.empty_like(query)
         operands = (query, keys, values, decodes.pages, decodes.offsets, decodes.kv_lens, output)
         sequences, heads, dim = query.shape
         _, page_size, kv_heads, _ = keys.shape
         pointers = [tensor.data_ptr() for tensor in operands]
-        self._function(*pointers, sequences, heads, kv_heads, dim, page_size, dim**-0.5)
+        self._function(*pointers, sequences, heads, kv_heads, dim, page_size, keys.stride(1), dim**-0.5)
         return output
 
 

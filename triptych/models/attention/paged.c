@@ -51,18 +51,18 @@ static void attend(const float *query, const float *keys, const float *values, c
         for (int i = 0; i < dim; i++) output[(int64_t)head * dim + i] = sums[head][i] / totals[head];
 }
 
-/* query, output: [sequences, heads, dim]; keys, values: [pages, page_size, kv_heads, dim]; pages: int64, the sequences'
- * tables one after the other, sequence s's at offsets[s]; lengths: tokens of each sequence, at least 1. heads is a
- * multiple of kv_heads, at most MAX_GROUP of it; dim is at most MAX_DIM. */
+/* query, output: [sequences, heads, dim]; keys, values: [pages, page_size, kv_heads, dim], stride floats from one token
+ * to the next; pages: int64, the sequences' tables one after the other, sequence s's at offsets[s]; lengths: tokens of
+ * each sequence, at least 1. heads is a multiple of kv_heads, at most MAX_GROUP of it; dim is at most MAX_DIM. */
 void paged_decode(const float *query, const float *keys, const float *values, const int64_t *pages,
                   const int64_t *offsets, const int64_t *lengths, float *output, int64_t sequences, int64_t heads,
-                  int64_t kv_heads, int64_t dim, int64_t page_size, float scale) {
+                  int64_t kv_heads, int64_t dim, int64_t page_size, int64_t stride, float scale) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t sequence = 0; sequence < sequences; sequence++)
         for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
             int64_t place = (sequence * heads + kv_head * group) * dim;
             attend(query + place, keys + kv_head * dim, values + kv_head * dim, pages + offsets[sequence],
-                   lengths[sequence], output + place, group, dim, page_size, kv_heads * dim, scale);
+                   lengths[sequence], output + place, group, dim, page_size, stride, scale);
         }
 }
