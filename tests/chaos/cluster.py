@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.api.serving import image, image_part, served, text_part
 from tests.cluster.processes import Command, triptych
-from triptych.transfer.memory import SHARED_NAME
 
 LEASE = 2.0
 HEARTBEAT = 0.5
@@ -98,13 +98,14 @@ def _free_port() -> int:
 
 @dataclass
 class Cluster:
-    """``roles`` are those of the instances, by name; ``parts`` the processes: ``door`` and the instances; ``ended``
-    those that a test has killed. ``reference`` is the URL of a service in this process, which nobody harms: it knows
-    the right answers."""
+    """``roles`` are those of the instances, by name; ``ranks`` how many processes an instance is, if several; ``parts``
+    the processes: ``door`` and the instances; ``ended`` those that a test has killed. ``reference`` is the URL of a
+    service in this process, which nobody harms: it knows the right answers."""
 
     folder: Path
     stack: ExitStack
     roles: dict[str, str]
+    ranks: dict[str, int] = field(default_factory=dict)
     control: int = field(default_factory=_free_port)
     parts: dict[str, Command] = field(default_factory=dict)
     ended: list[Command] = field(default_factory=list)
@@ -119,6 +120,7 @@ class Cluster:
             arguments += ("--port", "0", "--control-port", str(self.control), "--request-timeout", str(TIMEOUT))
         else:
             arguments += ("--join", f"127.0.0.1:{self.control}", "--name", name)
+            arguments += ("--tensor-parallel-size", str(self.ranks.get(name, 1)))
         self.parts[name] = self.stack.enter_context(triptych("serve", self.folder, *arguments))
         return self.parts[name]
 
@@ -127,6 +129,14 @@ class Cluster:
         command.send(signal.SIGKILL)
         self.ended.append(command)
         command.process.wait(5)
+
+    def kill_rank(self, name: str) -> None:
+        """Rank 1 of an instance, which then ends by itself, with all that it was."""
+        command = self.parts.pop(name)
+        command.descendants = psutil.Process(command.process.pid).children(recursive=True)
+        next(child for child in command.descendants if "triptych.roles.worker" in child.cmdline()).kill()
+        self.ended.append(command)
+        assert command.end(5) == 1
 
     def restore(self) -> None:
         """Starts what is missing, lets go on what is stopped, and waits until everybody has joined."""
@@ -175,7 +185,7 @@ class Cluster:
 
 
 def _held(pid: int) -> dict[str, int]:
-    maps = Path(f"/proc/{pid}/maps").read_text().count(SHARED_NAME)
+    maps = Path(f"/proc/{pid}/maps").read_text().count("/memfd:triptych-")
     return {"maps": maps, "files": len(os.listdir(f"/proc/{pid}/fd"))}
 
 
@@ -187,10 +197,10 @@ def wait_for(condition: Callable[[], object], seconds: float) -> None:
 
 
 @contextmanager
-def cluster(folder: Path, roles: dict[str, str] = TOGETHER) -> Iterator[Cluster]:
+def cluster(folder: Path, roles: dict[str, str] = TOGETHER, ranks: dict[str, int] | None = None) -> Iterator[Cluster]:
     """Started, warm, and with its baseline taken."""
     with ExitStack() as stack:
-        started = Cluster(folder, stack, roles)
+        started = Cluster(folder, stack, roles, ranks or {})
         started.reference = stack.enter_context(served(folder, "1EPD")).url
         started.restore()
         for _ in range(2):

@@ -8,7 +8,15 @@ import torch
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, StartError
 from triptych.models.attention.cpu import CpuAttention
-from triptych.models.devices import attention_for, find_device, free_bytes, stored_dtype, used_bytes, weight_format
+from triptych.models.devices import (
+    attention_for,
+    check_ranks,
+    find_device,
+    free_bytes,
+    stored_dtype,
+    used_bytes,
+    weight_format,
+)
 from triptych.models.layers import PackedFormat, PlainFormat
 from triptych.models.safetensors_header import TensorInfo
 
@@ -54,3 +62,12 @@ def test_a_cpu_has_attention_and_memory() -> None:
     assert isinstance(attention_for(CPU), CpuAttention)
     assert free_bytes(CPU) > 0
     assert used_bytes(CPU) > 0
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_ranks(CPU, 8)
+    check_ranks(GPU, 4)
+    check_ranks(torch.device("cuda", 2), 2)
+    with pytest.raises(StartError, match="--tensor-parallel-size 3 on cuda:2 takes the GPUs cuda:2 to cuda:4"):
+        check_ranks(torch.device("cuda", 2), 3)

@@ -1,7 +1,11 @@
 """The runner of GPUs on a CPU: kernels in Triton's interpreter, and graphs that launch their steps again instead of
 replaying them. ``tests/gpu`` does the same for real."""
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,44 +17,25 @@ from triptych.language.buckets import bucket_for, bucket_sizes
 from triptych.language.padding import only_decodes, padded
 from triptych.language.runner import MediaRows, Runner
 from triptych.language.scheduler import Chunk
+from triptych.language.step_broadcast import send_step
 from triptych.messages.work import Sampling
-from triptych.models.attention.base import AttentionBackend, KVTensors
+from triptych.models.attention.base import KVTensors
 from triptych.models.attention.cpu import CpuAttention
 from triptych.models.attention.native import paged_decode
-from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
-from triptych.models.decoder import Decoder, ForwardBatch
-from triptych.models.layers import WEIGHT_FORMATS
-from triptych.models.weights import DecoderKeys
+from triptych.models.decoder import AfterLayer, Decoder, ForwardBatch
+from triptych.models.parallel import Group
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: tests/gpu runs these on it", allow_module_level=True)
 
-from triptych.families.qwen3_vl.tower import DECODER_KEYS, Qwen3VL
+from tests.models.rehearsal import CPU, NUM_PAGES, Recorder, cache_of, forward_of, join, load, load_for_gpu
 from triptych.language.decode_graphs import DecodeGraphs
-from triptych.language.gpu_forward import GpuForward
 from triptych.language.gpu_runner import GpuRunner
-from triptych.models.attention.triton_backend import TritonAttention
 
-CPU = torch.device("cpu")
-NUM_PAGES, POOL = 20, 11
+POOL = 11
 LENGTHS = [7, 13, 1, 9, 20, 5, 2]
 SAMPLINGS = [Sampling(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))]
-
-
-def load(folder: Path, backend: AttentionBackend) -> Decoder:
-    checkpoint, family = Checkpoint(folder), Qwen3VL(load_config(folder))
-    keys = DecoderKeys(DECODER_KEYS.prefix, DECODER_KEYS.head)
-    return Decoder.load(family.decoder_config, checkpoint, keys, WEIGHT_FORMATS["float32"], CPU, backend=backend)
-
-
-def cache_of(decoder: Decoder) -> KVTensors:
-    """Filled with NaN, so that whatever reads what it shouldn't says so."""
-    cache = KVTensors.allocate(decoder.config, NUM_PAGES + 1, PAGE_SIZE, torch.float32, CPU)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.fill_(torch.nan)
-    return cache
 
 
 @pytest.fixture(scope="module")
@@ -64,38 +49,53 @@ def expected(plain: Decoder) -> list[list[int]]:
     return generating.answers(prompts(plain.config.vocab_size, LENGTHS), SAMPLINGS)
 
 
-class Recorder:
-    """Launches a recorded step again, and counts."""
-
-    def __init__(self) -> None:
-        self.num_recorded = self.num_replayed = 0
-
-    def __call__(self, step: Callable[[], object]) -> Callable[[], object]:
-        self.num_recorded += 1
-        step()
-
-        def replay() -> None:
-            self.num_replayed += 1
-            step()
-
-        return replay
-
-
 @pytest.mark.parametrize("with_graphs", [False, True])
 def test_answers_are_those_of_the_cpu(
     checkpoint_folder: Callable[..., Path], expected: list[list[int]], with_graphs: bool
 ) -> None:
     """Prompts in chunks beside decodes, media rows, preemptions, more requests than fit; batches of 1 to 5."""
-    decoder, recorder = load(checkpoint_folder(), TritonAttention(num_processors=2)), Recorder()
+    decoder, recorder = load_for_gpu(checkpoint_folder()), Recorder()
     cache = cache_of(decoder)
-    with torch.inference_mode():
-        graphs = DecodeGraphs(decoder, cache, bucket_sizes(5), 60, recorder) if with_graphs else None
-    generating = Generating(GpuRunner(GpuForward(decoder, CPU, graphs), cache, PAGE_SIZE, CPU), decoder, POOL)
+    forward = forward_of(decoder, cache, recorder if with_graphs else None)
+    generating = Generating(GpuRunner(forward, cache, PAGE_SIZE, CPU), decoder, POOL)
     assert generating.answers(prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS) == expected
     assert generating.num_preemptions > 0
     assert len(generating.batches) > 2
     assert recorder.num_recorded == (4 if with_graphs else 0)
     assert recorder.num_replayed == (sum(generating.batches.values()) if with_graphs else 0)
+
+
+def test_ranks_replay_the_same_steps(checkpoint_folder: Callable[..., Path], plain: Decoder) -> None:
+    """Two of them over gloo, each with its graphs; rank 0 samples."""
+    folder, recorder, few = checkpoint_folder(), Recorder(), 3
+    inputs = prompts(plain.config.vocab_size, LENGTHS[:few]), SAMPLINGS[:few]
+    expected = Generating(Runner(plain, cache_of(plain), PAGE_SIZE), plain, POOL).answers(*inputs)
+    with other_rank(folder) as group:
+        decoder = load_for_gpu(folder, group)
+        cache = cache_of(decoder)
+        forward = forward_of(decoder, cache, recorder)
+
+        def lead(batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None) -> Tensor:
+            send_step(batch, group, decoder.dtype)
+            return forward(batch, cache, after_layer)
+
+        generating = Generating(GpuRunner(lead, cache, PAGE_SIZE, CPU), decoder, POOL)
+        assert generating.answers(*inputs) == expected
+    assert len(generating.batches) > 1
+    assert recorder.num_replayed == sum(generating.batches.values()) > 0
+
+
+@contextmanager
+def other_rank(folder: Path) -> Iterator[Group]:
+    """Rank 0's end of a group of two, of which rank 1 is a process."""
+    path = f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
+    process = subprocess.Popen([sys.executable, "-m", "tests.models.rehearsal", path, str(folder), "1", "2"])
+    try:
+        yield join(path, 0, 2)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("num_rows", [3, 4, 8])

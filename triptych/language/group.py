@@ -19,7 +19,8 @@ from triptych.models.parallel import Dimension, Group
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """In bytes. ``used``: by all ranks together; ``free``: what can still be had, where there is the least of it."""
+    """In bytes. ``used``: by all ranks together, or by the one that uses most, where each has a GPU's to itself;
+    ``free``: what can still be had, where there is the least of it."""
 
     used: int
     free: int
@@ -46,7 +47,8 @@ def gather_memory(group: Group, device: torch.device) -> GroupMemory:
     """Called by all ranks, each for its device, once they have loaded their weights; only rank 0 hears of the
     others."""
     told = group.gather(torch.tensor([[used_bytes(device), free_bytes(device)]])).view(-1, 2)
-    return GroupMemory(int(told[:, 0].sum()), int(told[:, 1].min()))
+    used, free = told.unbind(1)
+    return GroupMemory(int(used.sum() if device.type == "cpu" else used.max()), int(free.min()))
 
 
 def agree_on_size(group: Group, size: CacheSize | None = None) -> CacheSize:
