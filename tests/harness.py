@@ -3,9 +3,9 @@ thread. What differs from ``triptych serve`` is only that nothing is started. No
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,10 @@ async def running(
     *,
     front_door: FrontDoorConfig | None = None,
     transfer: TransferConfig | None = None,
-    ranks: Mapping[Role, int] | None = None,
     prepare: Callable[[Instance], None] = lambda _: None,
 ) -> AsyncIterator[Running]:
     """Starts a service and stops it; on the way out every instance checks that blocks and pages are back.
-    ``ranks`` gives roles a tensor-parallel size of their own; ``prepare`` may change an instance before it runs."""
+    ``prepare`` may change an instance before it runs."""
     config = ServeConfig(
         model=folder,
         engine=engine,
@@ -75,9 +74,7 @@ async def running(
     async with FrontDoor(config, expects_encoders=any(role.encodes for role in roles)) as door:
         service = Running(door)
         for number, role in enumerate(roles):
-            size = (ranks or {}).get(role, engine.tensor_parallel_size)
-            own = replace(config, engine=replace(engine, tensor_parallel_size=size))
-            instance = _instance(own, role, f"{role.value.lower()}{number}", door.control)
+            instance = _instance(config, role, f"{role.value.lower()}{number}", door.control)
             prepare(instance)
             service.instances.append(instance)
             threads.append(threading.Thread(target=_run, args=[instance], daemon=True))

@@ -18,6 +18,7 @@ from triptych.config import (
     threads_per_process,
 )
 from triptych.errors import ConfigError
+from triptych.topology import Role
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_language_instances_divide_a_share_but_not_an_amount() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        EngineConfig(dtype="bfloat16", page_size=8),
+        EngineConfig(dtype="bfloat16", page_size=8, tensor_parallel_size="P=2,D=1"),
         FrontDoorConfig(host="::1", allowed_media_domains=("a.example", "b.example"), request_timeout=1.5),
         FrontDoorConfig(),
         LeaseConfig(heartbeat=0.25),
@@ -113,9 +114,25 @@ def test_threads_are_shared_out_and_never_none() -> None:
     assert threads_per_process(EngineConfig(), 10_000) == 1
 
 
-def test_only_instances_that_generate_are_several_processes() -> None:
-    engine = EngineConfig(tensor_parallel_size=3)
-    assert [processes_of(engine, has_decoder=has_decoder) for has_decoder in (True, False)] == [3, 1]
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("3", {"P": 3, "D": 3, "EP": 3, "PD": 3, "EPD": 3}),
+        ("P=2,D=4", {"P": 2, "D": 4}),
+        (" pd = 8 ", {"PD": 8}),
+    ],
+)
+def test_only_instances_that_have_a_decoder_are_several_processes(text: str, sizes: dict[str, int]) -> None:
+    engine = EngineConfig(tensor_parallel_size=text)
+    assert [processes_of(engine, role) for role in Role] == [sizes.get(role, 1) for role in Role]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "1.5", "99999", "E=2", "P=2,P=2", "P=0", "P=", "P", "D=2,", "2,D=1", "٣"]
+)
+def test_numbers_of_processes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size"):
+        EngineConfig(tensor_parallel_size=text)
 
 
 # ── the cluster's secret ─────────────────────────────────────────────────────────────────────────────────────

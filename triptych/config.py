@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.errors import ConfigError
+from triptych.topology import Role
 
 FABRICS = ("auto", "shm", "nixl", "mooncake")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -23,6 +24,7 @@ _UNITS = {"kb": 10**3, "kib": 2**10, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gi
 _MEMORY = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?(%|{'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
+_RANKS = re.compile(r"[1-9]\d{0,3}", re.ASCII)
 _CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 
 MIN_SECRET_BYTES = 16
@@ -52,8 +54,10 @@ class EngineConfig:
     quantization: str = setting(
         "none", "int8, on CPUs: the decoder's weights in int8, activations rounded as they come; its head stays in fp16"
     )
-    tensor_parallel_size: int = setting(
-        1, "processes on this machine that share the decoder of a language instance, its weights and its KV cache"
+    tensor_parallel_size: str = setting(
+        "1",
+        "processes on this machine that share the decoder of a language instance, its weights and its KV cache: a "
+        "number for all, or one for each role, as in P=2,D=1",
     )
     threads: int = setting(0, "threads that one process computes with; 0 shares the cores out evenly")
     cpus: str = setting(
@@ -90,6 +94,7 @@ class EngineConfig:
             raise ConfigError(f"--quantization {self.quantization} is not one of {', '.join(QUANTIZATIONS)}")
         if self.quantization != "none" and self.dtype != "auto":
             raise ConfigError(f"--quantization {self.quantization} and --dtype {self.dtype} exclude each other")
+        parse_ranks(self.tensor_parallel_size)
         parse_cpus(self.cpus)
         parse_memory(self.kv_memory, flag("kv_memory"))
         may_be_zero = ("threads", "max_model_len", "kv_cache_tokens", "encode_cache_mb")
@@ -282,9 +287,27 @@ def as_flags(*configs: Any) -> list[str]:
     return arguments
 
 
-def processes_of(engine: EngineConfig, *, has_decoder: bool) -> int:
+def processes_of(engine: EngineConfig, role: Role) -> int:
     """How many processes one instance is: its ranks, if it has a decoder."""
-    return engine.tensor_parallel_size if has_decoder else 1
+    return parse_ranks(engine.tensor_parallel_size).get(role, 1)
+
+
+def parse_ranks(text: str) -> dict[Role, int]:
+    """What ``--tensor-parallel-size`` says of the roles that have a decoder: of all, as in 2, or of some, as in
+    P=2,D=1. Raises ConfigError for anything else."""
+    if _RANKS.fullmatch(text):
+        return {role: int(text) for role in Role if role.has_decoder}
+    sizes: dict[Role, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        role = next((role for role in Role if role.has_decoder and role.value == name.upper()), None)
+        if role is None or role in sizes or not _RANKS.fullmatch(size):
+            raise ConfigError(
+                f"--tensor-parallel-size {text!r} is neither a number of processes nor one for each role that has a "
+                "decoder, as in P=2,D=1"
+            )
+        sizes[role] = int(size)
+    return sizes
 
 
 def threads_per_process(engine: EngineConfig, num_processes: int) -> int:

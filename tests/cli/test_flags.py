@@ -57,6 +57,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "device": "cuda:1",
         "dtype": "float32",
         "quantization": "none",
+        "tensor_parallel_size": "P=2,D=1",
         "kv_memory": "1GiB",
         "cpus": "0-1",
         "host": "::1",

@@ -46,6 +46,16 @@ def test_a_rank_that_is_killed_ends_the_service(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_each_role_has_its_own_number_of_ranks(folder: Path) -> None:
+    arguments = (*FAST, "--topology", "1EP1D", "--tensor-parallel-size", "EP=1,D=2")
+    with triptych("serve", folder, *arguments) as command:
+        url = command.wait_until_ready()
+        assert picture_answer(url, "tiny")
+        assert len(command.descendants) == 3
+        assert worker(command).parent() == command.child("d0")
+
+
+@pytest.mark.slow
 def test_an_idle_group_notices_a_rank_that_dies(folder: Path) -> None:
     with triptych("serve", folder, *TWO_RANKS) as command:
         command.wait_until_ready()

@@ -33,7 +33,7 @@ def test_tokens(checkpoint_folder: Callable[..., Path], cuda_graphs: bool, moe: 
         FLOAT32,
         device="cuda",
         cuda_graphs=cuda_graphs,
-        tensor_parallel_size=2,
+        tensor_parallel_size="2",
         max_num_batched_tokens=64,
         kv_cache_tokens=pages * FLOAT32.page_size,
     )

@@ -8,12 +8,12 @@ import pytest
 from tests.harness import FLOAT32, running
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from triptych.config import EngineConfig
 from triptych.language.scheduler import Scheduler
 from triptych.roles.split import DecodeHost
-from triptych.topology import Role
 
 REQUESTS = [case.messages for case in CASES]
-TWO_RANKS = replace(FLOAT32, tensor_parallel_size=2)
+TWO_RANKS = replace(FLOAT32, tensor_parallel_size="2")
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234}
 
 
@@ -55,18 +55,18 @@ def test_preemption_and_rows_from_another_instance(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "topology", "prefill", "decode"),
+    ("model", "topology", "sizes"),
     [
-        ("dense", "1E1P1D", 1, 2),
-        ("dense", "1EP1D", 2, 1),
-        ("moe", "1E1P1D", 2, 2),
+        ("dense", "1E1P1D", "P=1,D=2"),
+        ("dense", "1EP1D", "EP=2"),
+        ("moe", "1E1P1D", "2"),
         # the tiny model has 2 kv heads, so that ranks share them
-        pytest.param("dense", "1E1P1D", 4, 2, marks=pytest.mark.slow),
-        pytest.param("moe", "1E1P1D", 1, 4, marks=pytest.mark.slow),
+        pytest.param("dense", "1E1P1D", "P=4,D=2", marks=pytest.mark.slow),
+        pytest.param("moe", "1E1P1D", "D=4", marks=pytest.mark.slow),
     ],
     indirect=["model"],
 )
-def test_prefill_and_decode_of_different_sizes(model: Model, topology: str, prefill: int, decode: int) -> None:
+def test_prefill_and_decode_of_different_sizes(model: Model, topology: str, sizes: str) -> None:
     """Prefill in chunks, KV through a small pool, a decode instance that preempts; then with the caches warm, and
     sampled."""
     longest = max(len(prompt.tokens) for prompt in model.prompts) + 32
@@ -74,16 +74,15 @@ def test_prefill_and_decode_of_different_sizes(model: Model, topology: str, pref
     engine = replace(
         FLOAT32, kv_cache_tokens=pages * FLOAT32.page_size, kv_receive_blocks=16, max_num_batched_tokens=64
     )
-    ranks = {Role.P: prefill, Role.EP: prefill, Role.D: decode}
 
-    async def run(ranks: dict[Role, int]) -> tuple[list[list[list[int]]], Scheduler]:
-        async with running(model.folder, topology, engine, ranks=ranks) as service:
+    async def run(engine: EngineConfig) -> tuple[list[list[list[int]]], Scheduler]:
+        async with running(model.folder, topology, engine) as service:
             (decoding,) = [host for host in service.language_hosts() if isinstance(host, DecodeHost)]
             first, again = [await service.answers(REQUESTS) for _ in range(2)]
             return [first, again, await service.answers(REQUESTS, **SAMPLING)], decoding.scheduler
 
-    answers, scheduler = asyncio.run(run(ranks))
+    answers, scheduler = asyncio.run(run(replace(engine, tensor_parallel_size=sizes)))
     assert answers[:2] == [model.answers, model.answers]
     assert scheduler.num_preemptions > 0
-    assert answers[2] == asyncio.run(run({}))[0][2]
+    assert answers[2] == asyncio.run(run(engine))[0][2]
     assert answers[2] != model.answers

@@ -1,9 +1,10 @@
 """Decoders shared by real groups of processes, over gloo, against the whole decoder and against transformers."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,11 +60,13 @@ def load(folder: Path, group: Group = SINGLE_RANK, engine: EngineConfig = FP32) 
 
 
 @contextmanager
-def shared(folder: Path, engine: EngineConfig, failures: list[StartError] | None = None) -> Iterator[Pool]:
+def shared(
+    folder: Path, size: int = 2, engine: EngineConfig = FP32, failures: list[StartError] | None = None
+) -> Iterator[Pool]:
     """A pool whose decoder is rank 0's of a group that runs."""
     torch.set_num_threads(1)
     told: list[StartError] = [] if failures is None else failures
-    ranks = ChildRanks(str(folder), engine, logging.WARNING, told.append)
+    ranks = ChildRanks(str(folder), engine, size, logging.WARNING, told.append)
     try:
         group = ranks.connect(CPU)
         decoder = load(folder, group, engine)
@@ -76,6 +79,8 @@ def shared(folder: Path, engine: EngineConfig, failures: list[StartError] | None
         yield pool
     finally:
         ranks.close()
+    with suppress(FileNotFoundError):
+        assert "triptych-kv" not in os.readlink(ranks.cache), "the shared cache lives as long as its tensors"
     if failures is None:
         assert told == []
 
@@ -138,7 +143,7 @@ def with_biases(folder: Path) -> Path:
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, make: Callable[[Path], Path], size: int) -> None:
     case = Case.of(make(tmp_path))
-    with shared(case.folder, replace(FP32, tensor_parallel_size=size)) as pool:
+    with shared(case.folder, size) as pool:
         for logits, expected in zip(run(pool, case.prompts), case.expected, strict=True):
             assert_close(logits, expected, 1e-4)
 
@@ -157,7 +162,7 @@ def test_other_weight_formats(tmp_path: Path, changes: dict[str, str], tolerance
     case, engine = Case.of(make_checkpoint(tmp_path, moe=True)), replace(FP32, **changes)
     whole = load(case.folder, engine=engine)
     expected = run(Pool(whole, NUM_PAGES, whole.dtype), case.prompts)
-    with shared(case.folder, replace(engine, tensor_parallel_size=2)) as pool:
+    with shared(case.folder, engine=engine) as pool:
         for ours, theirs in zip(run(pool, case.prompts), expected, strict=True):
             error = (ours - theirs).abs().median()
             assert error <= tolerance, f"median error {error:.3g}"
@@ -165,7 +170,7 @@ def test_other_weight_formats(tmp_path: Path, changes: dict[str, str], tolerance
 
 def test_a_rank_that_fails_is_named_and_ends_the_group(tmp_path: Path) -> None:
     case, failures = Case.of(make_checkpoint(tmp_path)), []
-    with shared(case.folder, replace(FP32, tensor_parallel_size=2), failures) as pool:
+    with shared(case.folder, failures=failures) as pool:
         run(pool, case.prompts)
         beyond = Running(case.prompts[1], pages=[NUM_PAGES, NUM_PAGES + 1])  # no rank has such pages
         with pytest.raises(StartError, match=r"tensor-parallel rank [01] of 2 "):
@@ -176,7 +181,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_group(tmp_path: Path) -> None:
 @contextmanager
 def started(folder: Path, failures: list[StartError]) -> Iterator[ChildRanks]:
     """A rank beside this one, that is about to begin."""
-    ranks = ChildRanks(str(folder), replace(FP32, tensor_parallel_size=2), logging.WARNING, failures.append)
+    ranks = ChildRanks(str(folder), FP32, 2, logging.WARNING, failures.append)
     try:
         yield ranks
     finally:
@@ -304,7 +309,7 @@ def test_sizes_that_do_not_divide(tmp_path: Path, changes: dict[str, int], size:
 
 
 def test_an_instance_refuses_a_size_before_it_starts_anything(tmp_path: Path) -> None:
-    engine, channel = replace(FP32, tensor_parallel_size=3), Channel()
+    engine, channel = replace(FP32, tensor_parallel_size="3"), Channel()
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3 doesn't divide the model's query heads"):
         build_instance(
             model=Model(Checkpoint(make_checkpoint(tmp_path)), engine),

@@ -111,7 +111,7 @@ def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str |
             "reaches this instance at with --cluster-host"
         )
     # before torch is imported, which reads it once
-    threads = threads_per_process(config.engine, processes_of(config.engine, has_decoder=role.has_decoder))
+    threads = threads_per_process(config.engine, processes_of(config.engine, role))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from triptych.roles.main import run_instance
 

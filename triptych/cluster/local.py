@@ -66,7 +66,7 @@ class LocalCluster:
 
     async def _spawn(self, name: str, role: Role) -> _Child:
         engine = self._config.engine
-        num_processes = sum(processes_of(engine, has_decoder=role.has_decoder) for role in self._topology.roles)
+        num_processes = sum(processes_of(engine, role) for role in self._topology.roles)
         threads = threads_per_process(engine, num_processes)
         environment = os.environ | {
             SUPERVISOR_VARIABLE: str(os.getpid()),

@@ -196,12 +196,12 @@ def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Insta
     """Starts the processes that this one shares its decoder with, once it is clear that it can be shared so."""
     if model.device.type != "cpu" and (role.sends_kv or role.takes_kv):
         raise StartError(f"{role.value} instances send KV caches from main memory so far, not from {model.device}")
-    if processes_of(engine, has_decoder=role.has_decoder) == 1:
+    if (size := processes_of(engine, role)) == 1:
         return NoRanks()
-    check_ranks(model.device, engine.tensor_parallel_size)
-    model.family.decoder_config.shard(engine.tensor_parallel_size)
+    check_ranks(model.device, size)
+    model.family.decoder_config.shard(size)
     level = logging.getLogger("triptych").getEffectiveLevel()
-    return ChildRanks(str(model.checkpoint.folder), engine, level, instance.fail)
+    return ChildRanks(str(model.checkpoint.folder), engine, size, level, instance.fail)
 
 
 class TowerEncoder:

@@ -43,6 +43,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     model: str
     engine: EngineConfig
     rank: int
+    num_ranks: int
     parent: int
     threads: int
     rendezvous: str
@@ -93,10 +94,11 @@ class ChildRanks:
     """Ranks 1, 2, … as child processes. ``on_failure`` is told once, from any thread, why the group can't go on."""
 
     def __init__(
-        self, model: str, engine: EngineConfig, log_level: int, on_failure: Callable[[StartError], None]
+        self, model: str, engine: EngineConfig, size: int, log_level: int, on_failure: Callable[[StartError], None]
     ) -> None:
-        """Starts them. Call it on the main thread: the kernel ends them when the thread that started them ends."""
-        self._size = engine.tensor_parallel_size
+        """Starts them, so that with this process there are ``size`` ranks. Call it on the main thread: the kernel ends
+        them when the thread that started them ends."""
+        self._size = size
         self._on_failure = on_failure
         self._failure: StartError | None = None
         self._lock = threading.Lock()
@@ -112,8 +114,8 @@ class ChildRanks:
         threads = torch.get_num_threads()
         self._store = rendezvous(path, self._size)
         self._processes = [
-            _start(WorkerConfig(model, engine, rank, os.getpid(), threads, path, self.cache, log_level))
-            for rank in range(1, self._size)
+            _start(WorkerConfig(model, engine, rank, size, os.getpid(), threads, path, self.cache, log_level))
+            for rank in range(1, size)
         ]
         for rank, process in enumerate(self._processes, start=1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"watch-rank-{rank}", daemon=True).start()

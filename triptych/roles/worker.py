@@ -22,11 +22,11 @@ def run_worker(config: WorkerConfig) -> None:
     """Joins the group, loads this rank's shard and computes steps until rank 0 ends this process. Raises StartError for
     a checkpoint that can't be served, and RuntimeError when another rank is gone."""
     model = Model(Checkpoint(config.model), config.engine)
-    num_ranks, device = config.engine.tensor_parallel_size, rank_device(model.device, config.rank)
-    store = rendezvous(config.rendezvous, num_ranks)
+    device = rank_device(model.device, config.rank)
+    store = rendezvous(config.rendezvous, config.num_ranks)
     store.set(arrived(config.rank), "")
     store.wait([arrived(0)], NO_TIMEOUT)
-    group = ProcessGroup(store, config.rank, num_ranks, device)
+    group = ProcessGroup(store, config.rank, config.num_ranks, device)
     decoder = model.load_decoder(group)
     # as rank 0 does in roles/build.py
     gather_memory(group, device)
