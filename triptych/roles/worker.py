@@ -1,6 +1,7 @@
 """What runs in the process of a rank other than 0: the steps that rank 0 hands on, each on this rank's shard."""
 
 import logging
+import os
 import signal
 import sys
 import time
@@ -50,7 +51,8 @@ def main(argument: str) -> None:
     try:
         run_worker(config)
     except StartError as error:
-        sys.exit(f"triptych: rank {config.rank}: {error}")
+        print(f"triptych: rank {config.rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # the process is gone when its sockets are, so that rank 0 finds no other cause
     except RuntimeError:
         time.sleep(0.2)  # if rank 0 is gone, the kernel ends this process before it can complain
         raise
