@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("zmq", reason="a service's libraries aren't all installed")
 pytest.importorskip("fastapi", reason="a service's libraries aren't all installed")
+pytest.importorskip("httpx", reason="the tests' libraries aren't all installed")
+pytest.importorskip("psutil", reason="the tests' libraries aren't all installed")
 
 from tests.cluster.processes import stream_of, triptych
 from tests.cluster.test_ranks import worker

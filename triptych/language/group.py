@@ -46,6 +46,7 @@ class GroupCache:
 def gather_memory(group: Group, device: torch.device) -> GroupMemory:
     """Called by all ranks, each for its device, once they have loaded their weights; only rank 0 hears of the
     others."""
+    group.all_reduce(torch.zeros(1, device=device))  # connects GPUs: what that takes counts, and no step waits for it
     told = group.gather(torch.tensor([[used_bytes(device), free_bytes(device)]])).view(-1, 2)
     used, free = told.unbind(1)
     return GroupMemory(int(used.sum() if device.type == "cpu" else used.max()), int(free.min()))

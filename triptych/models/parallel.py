@@ -78,7 +78,6 @@ class ProcessGroup:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NO_TIMEOUT
             self._backends["cuda"] = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
-            self.all_reduce(torch.zeros(1, device=device))  # connects: now, rather than in the first step
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._backend(tensor).allreduce([tensor]).wait()
