@@ -19,7 +19,9 @@ from triptych.messages.work import (
     Cancel,
     Heartbeat,
     Leave,
+    Load,
     PeerLost,
+    Pool,
     Register,
     Rejected,
     Reregister,
@@ -47,6 +49,8 @@ class Recorder:
     num_advances: int = 0
     next_advance: float = float("inf")
     context_length: int = 0
+    idle: bool = True
+    load: Load = field(default_factory=lambda: Load(1, 2, [Pool("kv_pages", 8, 3)]))
 
     @property
     def handlers(self) -> Handlers:
@@ -164,7 +168,7 @@ def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., De
     address = desk.instance.channel.address
     assert (register.name, register.role, register.address, register.layouts) == ("pd0", Role.PD, address, [LAYOUT])
     _until(lambda: desk.count(Heartbeat, 0.05) >= 3)
-    assert Heartbeat(address) in desk.received
+    assert Heartbeat(address, desk.host.load) in desk.received
     desk.send(Stop())
     desk.end()
     desk.await_count(Leave, 1)

@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -189,18 +190,66 @@ def test_an_error_that_no_request_may_end_in_is_internal(name: str) -> None:
 
 
 def test_an_instance_that_falls_silent_takes_its_requests_along_and_the_others_are_told() -> None:
-    desk = Desk(E0, PD0, PD1)
-    lost, kept = desk.submit(), desk.submit()
-    desk.wait(10, E0, PD1)
-    assert desk.router.num_requests == 2
-    desk.wait(0.25, E0, PD1)
+    desk = Desk(E0, PD0)
+    lost = desk.submit()
+    desk.wait(10, E0)
+    assert desk.router.num_requests == 1
+    desk.wait(0.25, E0)
     with pytest.raises(InstanceLost):
         tokens_of(lost)
-    assert desk.of(PeerLost) == [(E0, PeerLost(PD0, [])), (PD1, PeerLost(PD0, []))]
-    assert desk.router.num_requests == 1
+    assert desk.of(PeerLost) == [(E0, PeerLost(PD0, []))]
+    assert desk.router.num_requests == 0
     desk.router.handle(Heartbeat(PD0))
     assert desk.of(Reregister) == [(PD0, Reregister())]
+    assert desk.outstanding() == 0
+
+
+def test_a_request_whose_instance_is_lost_goes_on_at_another_from_where_it_was() -> None:
+    desk = Desk(E0, PD0, PD1)
+    lost, kept = desk.submit(2.0), desk.submit()
+    (transfer,) = desk.need(lost, 0)
+    desk.router.handle(Tokens(lost.request, [5, 6]))
+    desk.router.handle(Leave(PD0))
+    (first, (to, second)) = [(to, message) for to, message in desk.of(Generate) if message.request != kept.request]
+    assert to == PD1
+    assert second == msgspec.structs.replace(first[1], request=second.request, generated=[5, 6])
+    assert desk.router._encodings == {}
+    assert desk.router.registry.get(E0).outstanding == 0
+    for message in (
+        Tokens(lost.request, [7], finish_reason="stop"),
+        Failed(lost.request, "InternalError", ""),
+        Need(lost.request, PD0, [NeededItem(0, transfer)]),
+    ):
+        desk.router.handle(message)  # what the lost one had still to say
+    assert len(desk.of(Encode)) == 1
+    desk.router.handle(Tokens(second.request, [8], finish_reason="length"))
+    assert tokens_of(lost) == [5, 6, 8]
     desk.router.cancel(kept.request)
+    assert desk.outstanding() == 0
+
+
+def test_a_request_is_cancelled_where_it_is_now() -> None:
+    desk = Desk(PD0, PD1)
+    stream = desk.submit()
+    desk.router.handle(Leave(PD0))
+    desk.sent.clear()
+    desk.router.cancel(stream.request)
+    assert desk.sent == [(PD1, Cancel(RequestId(f"{stream.request}.1")))]
+    assert desk.outstanding() == 0
+
+
+def test_a_request_that_loses_one_instance_after_the_other_fails_before_all_are_lost() -> None:
+    desk = Desk(PD0, PD1)
+    stream = desk.submit()
+    for address in (PD0, PD1):
+        desk.router.handle(Leave(address))
+        desk.register(address)
+        assert desk.router.num_requests == 1
+    desk.router.handle(Leave(PD0))
+    with pytest.raises(InstanceLost):
+        tokens_of(stream)
+    assert desk.of(Generate)[-1][0] == PD0
+    assert len(desk.of(Generate)) == 3
     assert desk.outstanding() == 0
 
 
@@ -229,7 +278,7 @@ def test_whoever_is_gone_is_forgotten_after_all_that_was_to_say_and_may_come_bac
     desk.submit(1.0)
     desk.router.handle(Leave(PD0))
     assert desk.forgotten == [(PD0, len(desk.sent))]
-    assert desk.sent[-1][0] == PD0
+    assert desk.of(Cancel)[-1][0] == PD0
     desk.register(PD0, pid=2)
     assert PD0 in {lease.address for lease in desk.router.registry}
     desk.wait(11)

@@ -21,7 +21,7 @@ from triptych.errors import StartError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
-from triptych.messages.work import PeerLost, Register, Welcome
+from triptych.messages.work import Load, PeerLost, Register, Welcome
 from triptych.roles.host import Handlers
 from triptych.roles.instance import Instance
 from triptych.topology import Role
@@ -143,6 +143,8 @@ class _End:
     """A host that does what it is told over a pipe, besides what messages and time ask of it."""
 
     context_length = 0
+    idle = True
+    load = Load()
 
     def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
         self.sent = 0

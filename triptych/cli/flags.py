@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from triptych.config import (
     ServeConfig,
     TransferConfig,
     flag,
+    is_loopback,
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
@@ -27,6 +29,8 @@ DEMO = "demo"
 
 C = TypeVar("C")
 
+_HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
+
 log = logging.getLogger(__name__)
 
 
@@ -34,11 +38,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"a checkpoint folder, or {DEMO!r} for the bundled model")
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """The flags of who may talk to a service's processes."""
+    _add_group(parser, "where processes meet and whom they trust", ClusterConfig)
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """One flag per setting of a service, in groups of ``--help``."""
     _add_group(parser, "how instances compute", EngineConfig)
     _add_group(parser, "how rows travel", TransferConfig)
-    _add_group(parser, "where processes meet and whom they trust", ClusterConfig)
+    add_trust(parser)
     _add_group(parser, "what the front door accepts", FrontDoorConfig)
     _add_group(parser, "how processes start, live and end", LeaseConfig)
     _add_group(parser, "what processes tell of themselves", ObserveConfig)
@@ -101,6 +110,18 @@ def model_folder(name: str) -> Path:
 def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
     """What requests call the model."""
     return config.front_door.served_model_name or (DEMO if arguments.model == DEMO else config.model.name)
+
+
+def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:
+    """Raises ConfigError for what isn't the HOST:PORT of a front door, or of one that couldn't answer."""
+    if not _HOST_PORT.fullmatch(address):
+        raise ConfigError(f"{given_as} {address!r} is not HOST:PORT")
+    host = address.rpartition(":")[0].strip("[]")
+    if is_loopback(cluster.cluster_host) and not is_loopback(host):
+        raise ConfigError(
+            f"{given_as} {address} may be another machine, which couldn't answer to {cluster.cluster_host}: give the "
+            "address that it reaches this one at with --cluster-host"
+        )
 
 
 def _from_environment(variable: str) -> str | None:

@@ -5,7 +5,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import re
 import shlex
 import signal
 from typing import Any
@@ -17,7 +16,6 @@ from triptych.config import (
     ClusterConfig,
     ServeConfig,
     as_flags,
-    is_loopback,
     parse_cpus,
     processes_of,
     threads_per_process,
@@ -28,7 +26,6 @@ from triptych.topology import Role, Topology
 
 SUMMARY = "serve a model: all processes of a topology, or one instance that joins a front door"
 FRONT_DOOR = "front-door"
-_HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +91,7 @@ def _announce(service: LocalService, config: ServeConfig, topology: Topology | N
     trust = as_flags(config.cluster) if config.cluster != ClusterConfig() else []
     join = ["triptych", "serve", str(config.model), "--role", "E", "--join", service.control, *trust]
     _show(f"instances can join with: {shlex.join(join)}")
+    _show(f"who is there, and doing what: {shlex.join(['triptych', 'status', '--control', service.control, *trust])}")
 
 
 def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str | None) -> int:
@@ -102,14 +100,7 @@ def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str |
         end_with_parent(int(supervisor))
     if join is None:
         raise ConfigError(f"--role {role} needs --join HOST:PORT")
-    if not _HOST_PORT.fullmatch(join):
-        raise ConfigError(f"--join {join!r} is not HOST:PORT")
-    host, cluster_host = join.rpartition(":")[0].strip("[]"), config.cluster.cluster_host
-    if is_loopback(cluster_host) and not is_loopback(host):
-        raise ConfigError(
-            f"--join {join} may be another machine, which couldn't answer to {cluster_host}: give the address that it "
-            "reaches this instance at with --cluster-host"
-        )
+    flags.check_control("--join", join, config.cluster)
     # before torch is imported, which reads it once
     threads = threads_per_process(config.engine, processes_of(config.engine, role))
     os.environ["OMP_NUM_THREADS"] = str(threads)

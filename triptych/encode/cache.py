@@ -13,7 +13,7 @@ class RowCache:
     (a 256-bit digest of bytes, plan and model), so an entry never has to be checked against its item."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._entries: OrderedDict[str, Rows] = OrderedDict()
         self.num_bytes = 0
         self.hits = 0
@@ -30,10 +30,10 @@ class RowCache:
 
     def put(self, key: str, rows: Rows) -> None:
         """Keeps rows that aren't here yet, unless they alone exceed the limit."""
-        if key in self._entries or rows.nbytes > self._max_bytes:
+        if key in self._entries or rows.nbytes > self.max_bytes:
             return
         self._entries[key] = rows
         self.num_bytes += rows.nbytes
-        while self.num_bytes > self._max_bytes:
+        while self.num_bytes > self.max_bytes:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.nbytes

@@ -29,6 +29,16 @@ class PagePool:
         """Pages that can be taken: those that hold nothing, and those that are only kept for their key."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def num_held(self) -> int:
+        """Pages that somebody holds."""
+        return len(self._holders)
+
+    @property
+    def num_kept(self) -> int:
+        """Pages that are only kept for their key."""
+        return len(self._idle)
+
     def pages_for(self, tokens: int) -> int:
         """How many pages hold that many tokens."""
         return -(-tokens // self.page_size)

@@ -10,6 +10,8 @@ from triptych.observe.timeline import Interval
 from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, Span, TransferId
 
+Seconds = Annotated[float, Meta(gt=0, le=10**9)]
+
 # ── registration: instance ⇄ front door ──────────────────────────────────────────────────────────────────────
 
 
@@ -28,7 +30,7 @@ class Register(Struct, frozen=True, tag=True):
 class Welcome(Struct, frozen=True, tag=True):
     """Front door → instance: registered; the lease runs out after ``expiry`` seconds without a heartbeat."""
 
-    expiry: Annotated[float, Meta(gt=0, le=10**9)]
+    expiry: Seconds
 
 
 class Rejected(Struct, frozen=True, tag=True):
@@ -39,10 +41,30 @@ class Rejected(Struct, frozen=True, tag=True):
     reason: str
 
 
+class Pool(Struct, frozen=True):
+    """How much of something that is bounded is in use, and how much is ``kept``, which is there for who asks for it but
+    gives way when room is needed. In pages, blocks or bytes, as the name says."""
+
+    name: str
+    size: Count
+    used: Count
+    kept: Count = 0
+
+
+class Load(Struct, frozen=True):
+    """What an instance has in hand: requests or items it works on, those that wait for their turn, and its pools."""
+
+    running: Count = 0
+    waiting: Count = 0
+    pools: list[Pool] = []
+
+
 class Heartbeat(Struct, frozen=True, tag=True):
-    """Instance → front door: alive. An instance the front door doesn't know is asked to register again."""
+    """Instance → front door: alive, and what it has in hand. An instance the front door doesn't know is asked to
+    register again."""
 
     address: Address
+    load: Load = Load()
 
 
 class Reregister(Struct, frozen=True, tag=True):
@@ -65,6 +87,80 @@ class PeerLost(Struct, frozen=True, tag=True):
 
 class Stop(Struct, frozen=True, tag=True):
     """Front door → instance: end now."""
+
+
+class ChangeRole(Struct, frozen=True, tag=True):
+    """Front door → instance: nothing new comes; once what there is has ended, register again with this role. An
+    instance that isn't idle within ``timeout`` seconds, or can't have the role, answers RoleKept."""
+
+    role: Role
+    timeout: Seconds
+
+
+class RoleKept(Struct, frozen=True, tag=True):
+    """Instance → front door: it goes on in the role that it has, for this reason."""
+
+    address: Address
+    reason: str
+
+
+# ── operators: triptych status ⇄ front door ──────────────────────────────────────────────────────────────────
+
+
+class AskStatus(Struct, frozen=True, tag=True):
+    """Operator → front door: who is there, doing what?"""
+
+    reply_to: Address
+
+
+class InstanceStatus(Struct, frozen=True):
+    """An instance as the front door sees it. ``outstanding`` is the cost of the work it has been given and not done
+    yet, as ``router/registry.py`` has it. ``next_role`` is the one it is about to have,
+    ``silent`` how many seconds ago it was heard."""
+
+    name: str
+    role: Role
+    address: Address
+    pid: int
+    outstanding: float
+    silent: float
+    load: Load
+    next_role: Role | None = None
+
+
+class Status(Struct, frozen=True, tag=True):
+    """Front door → operator. ``requests`` are admitted and not ended."""
+
+    ready: bool
+    draining: bool
+    requests: Count
+    instances: list[InstanceStatus]
+
+
+class SetRole(Struct, frozen=True, tag=True):
+    """Operator → front door: give the instance of that name another role, once what it works on has ended, for which it
+    has ``timeout`` seconds. ``force``: even if the service answers less, or nothing, meanwhile or afterwards."""
+
+    reply_to: Address
+    instance: str
+    role: Role
+    timeout: Seconds
+    force: bool = False
+
+
+class RoleSet(Struct, frozen=True, tag=True):
+    """Front door → operator: the instance has that role now."""
+
+    instance: str
+    role: Role
+
+
+class RoleRefused(Struct, frozen=True, tag=True):
+    """Front door → operator: the instance keeps the role that it has, if it is there at all."""
+
+    instance: str
+    role: Role
+    reason: str
 
 
 # ── work: front door ⇄ instances ─────────────────────────────────────────────────────────────────────────────
@@ -118,7 +214,8 @@ class ItemSpan(Struct, frozen=True):
 
 
 class Generate(Struct, frozen=True, tag=True):
-    """Front door → language instance: prefill this prompt and decode.
+    """Front door → language instance: prefill this prompt and decode. The answer begins with the tokens ``generated``,
+    which another instance told before it was lost.
 
     ``positions`` is the little-endian int64 bytes of an array of shape (3, len(tokens)). Requests share what the KV
     cache knows of their prefixes only with those of the same ``cache_salt``.
@@ -132,6 +229,7 @@ class Generate(Struct, frozen=True, tag=True):
     sampling: Sampling
     eos_token_ids: list[int]
     cache_salt: str = ""
+    generated: list[int] = []
 
 
 class NeedPrefill(Struct, frozen=True, tag=True):
@@ -246,6 +344,7 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 WorkMessage = (
-    Register | Welcome | Rejected | Heartbeat | Reregister | Leave | PeerLost | Stop
+    Register | Welcome | Rejected | Heartbeat | Reregister | Leave | PeerLost | Stop | ChangeRole | RoleKept
+    | AskStatus | Status | SetRole | RoleSet | RoleRefused
     | Generate | NeedPrefill | Prefill | Prefilled | Need | Encode | Encoded | EncodeFailed | Tokens | Failed | Cancel
 )  # fmt: skip

@@ -18,12 +18,11 @@ from triptych.language.gpu_runner import GpuRunner
 from triptych.language.grammar import GrammarCompiler
 from triptych.language.group import CacheSize, GroupCache, agree_on_size, gather_memory, make_cache, make_forward
 from triptych.language.kv_cache import PagePool
-from triptych.language.kv_rows import LAYER_ROWS, CacheRows
 from triptych.language.kv_size import gib, kv_size
-from triptych.language.runner import Forward, MediaRows, Runner
+from triptych.language.runner import Forward, Runner
 from triptych.language.scheduler import Scheduler
 from triptych.messages.channel import Channel
-from triptych.messages.rows import End, RowKind, RowLayout
+from triptych.messages.rows import RowKind, RowLayout
 from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config, load_preprocessor_config
@@ -34,20 +33,13 @@ from triptych.models.parallel import Group, rank_device
 from triptych.models.pinned import to_host
 from triptych.models.towers import Tower, TowerFamily
 from triptych.roles.encode import EncodeHost
-from triptych.roles.incoming_kv import IncomingKV
-from triptych.roles.incoming_media import IncomingMedia
 from triptych.roles.instance import Instance
-from triptych.roles.language import Engine, LanguageHost
+from triptych.roles.language import Engine
 from triptych.roles.loading import Loading
-from triptych.roles.outgoing_kv import OutgoingKV
+from triptych.roles.parts import LanguageParts, Parts, layouts
 from triptych.roles.ranks import ChildRanks, NoRanks, Ranks
-from triptych.roles.sending import SendingHost
-from triptych.roles.split import DecodeHost, PrefillHost
 from triptych.topology import Role
-from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.opening import open_fabrics
-from triptych.transfer.memory import SharedMemory
-from triptych.transfer.receiver import Receiver
 from triptych.transfer.sender import Sender
 from triptych.types import Address
 
@@ -110,11 +102,6 @@ class Model:
         name = str(dtype).removeprefix("torch.")
         return RowLayout(self.fingerprint, name, width, width * dtype.itemsize, RowKind.KV)
 
-    def layouts(self, role: Role) -> list[RowLayout]:
-        """What rows an instance of that role makes or takes."""
-        media = [self.row_layout] if role.encodes or role.prefills else []
-        return media + ([self.kv_layout] if role.sends_kv or role.takes_kv else [])
-
 
 def build_instance(
     *,
@@ -132,21 +119,27 @@ def build_instance(
     Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit it. Call it
     on the process's main thread when an instance has several ranks."""
     instance = Instance(
-        name=name, role=role, layouts=model.layouts(role), channel=channel, front_door=front_door, lease=lease
+        name=name,
+        role=role,
+        layouts=layouts(role, model.row_layout, model.kv_layout),
+        channel=channel,
+        front_door=front_door,
+        lease=lease,
     )
     ranks = _start_ranks(model, role, engine, instance)
     instance.at_end(ranks.close)
     try:
-        _add_hosts(
+        instance.composer = _load(
             instance, model=model, role=role, engine=engine, transfer=transfer, cluster_host=cluster_host, ranks=ranks
         )
+        instance.become(role)
     except BaseException:
         ranks.close()
         raise
     return instance
 
 
-def _add_hosts(
+def _load(
     instance: Instance,
     *,
     model: Model,
@@ -155,8 +148,7 @@ def _add_hosts(
     transfer: TransferConfig,
     cluster_host: str,
     ranks: Ranks,
-) -> None:
-    channel = instance.channel
+) -> Parts:
     fabrics = open_fabrics(transfer, cluster_host)
     for fabric in fabrics:
         instance.at_end(fabric.close)
@@ -165,37 +157,45 @@ def _add_hosts(
         tower = _timed("vision tower", model.load_tower) if role.encodes else None
         group = ranks.connect(rank_device(model.device, 0))
         decoder = _timed("decoder", lambda: model.load_decoder(group)) if role.has_decoder else None
-    sender = Sender({fabric.name: fabric for fabric in fabrics}, channel.address, instance.send)
-    if tower is not None:
-        instance.add(_encode_host(model, tower, instance, engine, sender))
-    if role.encodes or role.sends_kv:
-        # before the language host: when all is given up, transfers end without a word, and nobody is told twice
-        instance.add(SendingHost(sender), far_end=End.CONSUMER)
+    sender = Sender({fabric.name: fabric for fabric in fabrics}, instance.channel.address, instance.send)
+    language = None
     if decoder is not None:
-        layout, num_blocks, grant_rows = model.row_layout, engine.receive_blocks, 0
-        if role.takes_kv:
-            layout, num_blocks, grant_rows = model.kv_layout, engine.kv_receive_blocks, LAYER_ROWS
-        buffer = RowBuffer(layout, num_blocks, engine.receive_block_rows, fabrics, allocate=SharedMemory)
-        instance.at_end(buffer.close)
-        checked = transfer.checksum == "always"
-        receiver = Receiver(buffer, channel.address, instance.send, grant_rows=grant_rows, check_always=checked)
-        host = _language_host(
+        blocks = {RowKind.MEDIA: engine.receive_blocks, RowKind.KV: engine.kv_receive_blocks}
+        layout = model.kv_layout if role.takes_kv else model.row_layout
+        receiving = blocks[layout.kind] * engine.receive_block_rows * layout.row_bytes
+        parts, cache = _engine(
             model=model,
             decoder=decoder,
             instance=instance,
             engine=engine,
-            receiver=receiver,
-            sender=sender,
             ranks=ranks,
             group=group,
+            receiving=receiving,
         )
-        instance.add(host, far_end=End.PRODUCER)
+        dtype, width = model.weights.activations, model.family.row_width
+        always = transfer.checksum == "always"
+        language = LanguageParts(parts, cache, dtype, width, blocks, engine.receive_block_rows, always)
+    return Parts(
+        instance=instance,
+        check_role=lambda role: check_role(model, role),
+        media_layout=model.row_layout,
+        kv_layout=model.kv_layout,
+        fabrics=fabrics,
+        sender=sender,
+        make_encode_host=_encoding(model, tower, instance, engine, sender) if tower is not None else None,
+        language=language,
+    )
+
+
+def check_role(model: Model, role: Role) -> None:
+    """Raises StartError for a role that an instance can't have on its device, whatever it has loaded."""
+    if model.device.type != "cpu" and (role.sends_kv or role.takes_kv):
+        raise StartError(f"{role.value} instances send KV caches from main memory so far, not from {model.device}")
 
 
 def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Instance) -> Ranks:
     """Starts the processes that this one shares its decoder with, once it is clear that it can be shared so."""
-    if model.device.type != "cpu" and (role.sends_kv or role.takes_kv):
-        raise StartError(f"{role.value} instances send KV caches from main memory so far, not from {model.device}")
+    check_role(model, role)
     if (size := processes_of(engine, role)) == 1:
         return NoRanks()
     check_ranks(model.device, size)
@@ -223,35 +223,39 @@ def _as_bytes(rows: torch.Tensor) -> Rows:
     return np.array(as_bytes)
 
 
-def _encode_host(model: Model, tower: Tower, instance: Instance, engine: EngineConfig, sender: Sender) -> EncodeHost:
-    dtype, channel = model.weights.activations, instance.channel
-    return EncodeHost(
-        preprocessor=resolve(model.files.preprocessor)(model.config, load_preprocessor_config(model.checkpoint.folder)),
-        encoder=TowerEncoder(tower, dtype),
+def _encoding(
+    model: Model, tower: Tower, instance: Instance, engine: EngineConfig, sender: Sender
+) -> Callable[[], EncodeHost]:
+    """Makes encode hosts, one after the other; what one has encoded, the next knows too."""
+    preprocessor = resolve(model.files.preprocessor)(model.config, load_preprocessor_config(model.checkpoint.folder))
+    cache = RowCache(engine.encode_cache_mb * 2**20)
+    return lambda: EncodeHost(
+        preprocessor=preprocessor,
+        encoder=TowerEncoder(tower, model.weights.activations),
         queue=EncodeQueue(engine.encode_batch_patches),
-        cache=RowCache(engine.encode_cache_mb * 2**20),
+        cache=cache,
         sender=sender,
         layout=model.row_layout,
         compute=instance.compute,
-        wake=channel.wake,
+        wake=instance.channel.wake,
         front_door=instance.front_door,
         send=instance.send,
     )
 
 
-def _language_host(
+def _engine(
     *,
     model: Model,
     decoder: Decoder,
     instance: Instance,
     engine: EngineConfig,
-    receiver: Receiver,
-    sender: Sender,
     ranks: Ranks,
     group: Group,
-) -> LanguageHost:
-    """The engine, and the host of the role's language stages. What all ranks do together here: say what memory they
-    have, learn how large the KV cache is, and make it."""
+    receiving: int,
+) -> tuple[Engine, KVTensors]:
+    """What generates, and its KV cache, that of all ranks if they share one. What all ranks do together here: say what
+    memory they have, learn how large the KV cache is, and make it. ``receiving`` is what the receive buffer will take,
+    in bytes."""
     dtype, channel, device = model.weights.activations, instance.channel, rank_device(model.device, 0)
     config, whole = decoder.config, model.family.decoder_config
     sharing = group.size if device.type == "cpu" else 1  # ranks that use the same memory
@@ -264,7 +268,7 @@ def _language_host(
         available=memory.free,
     )
     largest_step = config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
-    step, receiving = sharing * (FIRST_USE + largest_step), receiver.buffer.num_bytes
+    step = sharing * (FIRST_USE + largest_step)
     log.info("%s", size)
     log.info(
         "memory: %s now, at most %s besides what encoding takes: with a full KV cache, a full receive buffer (%s) and "
@@ -277,6 +281,8 @@ def _language_host(
         cache = model.make_cache(group, agreed.num_pages, ranks.cache)
         forward = make_forward(decoder, cache.own, engine, size.context_length)
     pool = PagePool(size.num_pages, engine.page_size)
+    grammars = GrammarCompiler(model.checkpoint.folder, config.vocab_size, channel.wake)
+    instance.at_end(grammars.close)
     parts = Engine(
         scheduler=Scheduler(
             pool,
@@ -286,28 +292,11 @@ def _language_host(
         ),
         runner=_runner(ranks.lead(forward, group, dtype), cache.own, engine.page_size, device),
         compute=instance.compute,
-        grammars=GrammarCompiler(model.checkpoint.folder, config.vocab_size, channel.wake),
+        grammars=grammars,
         context_length=size.context_length,
         vocabulary=config.vocab_size,
     )
-    return _host_of_role(parts, model, instance, cache.whole, receiver=receiver, sender=sender)
-
-
-def _host_of_role(
-    parts: Engine, model: Model, instance: Instance, cache: KVTensors, *, receiver: Receiver, sender: Sender
-) -> LanguageHost:
-    """The engine behind prefill and decode, or behind one of them."""
-    address, send = instance.channel.address, instance.send
-    place = {"address": address, "front_door": instance.front_door}
-    dtype, width = model.weights.activations, model.family.row_width
-    if instance.role.takes_kv:
-        arriving = IncomingKV(receiver, CacheRows(cache), instance.name, address, no_rows=MediaRows.none(width, dtype))
-        return DecodeHost(parts, arriving, **place, send=send)
-    incoming = IncomingMedia(receiver, instance.name, address, dtype, width)
-    if instance.role.sends_kv:
-        outgoing = OutgoingKV(sender, CacheRows(cache), parts.scheduler.pool, model.kv_layout)
-        return PrefillHost(parts, incoming, outgoing, wake=instance.channel.wake, **place, send=send)
-    return LanguageHost(parts, incoming, **place, send=send)
+    return parts, cache.whole
 
 
 def _runner(forward: Forward, cache: KVTensors, page_size: int, device: torch.device) -> Runner:

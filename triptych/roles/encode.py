@@ -12,7 +12,7 @@ from triptych.errors import PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import Encode, Encoded, EncodeFailed, PeerLost
+from triptych.messages.work import Encode, Encoded, EncodeFailed, Load, PeerLost, Pool
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Handlers
@@ -83,6 +83,16 @@ class EncodeHost:
 
     def check_idle(self) -> None:
         """Nothing here is handed out in pieces."""
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs and not self._preprocessing and self._batch is None
+
+    @property
+    def load(self) -> Load:
+        running = len(self._batch[0]) if self._batch else 0
+        cache = Pool("encode_cache_bytes", self._cache.max_bytes, 0, self._cache.num_bytes)
+        return Load(running, max(0, len(self._jobs) - running), [cache])
 
     def close(self) -> None:
         self._workers.shutdown(wait=True, cancel_futures=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from triptych.messages.work import PeerLost
+from triptych.messages.work import Load, PeerLost
 
 Handlers = Mapping[type[Any], Callable[[Any], object]]
 """Message type → what to do with it."""
@@ -35,4 +35,14 @@ class Host(Protocol):
     def check_idle(self) -> None:
         """Raises when the host is idle and something wasn't given back."""
 
-    def close(self) -> None: ...
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way, nothing that has been said is still to be acted on, and nothing is in anybody
+        else's hands: the host could be closed, and nobody would miss it."""
+
+    @property
+    def load(self) -> Load:
+        """What it has in hand. Cheap: asked for at every heartbeat."""
+
+    def close(self) -> None:
+        """Lets go of what is its own. What others may make a host of again (weights, caches) stays."""

@@ -11,6 +11,7 @@ from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, Offer, Wrote
+from triptych.messages.work import Pool
 from triptych.observe.timeline import Interval
 from triptych.roles.host import Handlers
 from triptych.transfer.receiver import Failure, Receiver
@@ -79,6 +80,21 @@ class Incoming(ABC):
     def check_idle(self) -> None:
         """As ``Receiver.check_idle``."""
         self._receiver.check_idle()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return self._receiver.idle
+
+    @property
+    def blocks(self) -> Pool:
+        """The receive buffer's."""
+        buffer = self._receiver.buffer
+        return Pool(f"{buffer.layout.kind}_blocks", buffer.num_blocks, buffer.num_blocks - buffer.pool.num_free)
+
+    def close(self) -> None:
+        """Takes the receive buffer back from peers."""
+        self._receiver.buffer.close()
 
     def __str__(self) -> str:
         return str(self._receiver.counters)

@@ -9,14 +9,27 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, End, RowLayout
-from triptych.messages.work import Heartbeat, Leave, PeerLost, Register, Rejected, Reregister, Stop, Welcome
+from triptych.messages.work import (
+    ChangeRole,
+    Heartbeat,
+    Leave,
+    Load,
+    PeerLost,
+    Register,
+    Rejected,
+    Reregister,
+    RoleKept,
+    Stop,
+    Welcome,
+)
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Host
 from triptych.topology import Role
@@ -34,8 +47,38 @@ FAILURE_WINDOW = 60.0
 request's, and an instance that is idle because it fails at everything would be given every new request."""
 
 
+class Composition(NamedTuple):
+    """The hosts of a role, each with who it talks to in transfers, as ``Instance.add`` takes them; and how rows look
+    that they make or take."""
+
+    hosts: list[tuple[Host, End | None]]
+    layouts: list[RowLayout]
+
+
+class Composer(Protocol):
+    """Makes hosts for a role of what is loaded."""
+
+    def check(self, role: Role) -> None:
+        """Raises StartError, saying why, for a role that can't be had."""
+
+    def compose(self, role: Role) -> Composition:
+        """The role's hosts. Raises as ``check`` does, OSError, MemoryError, and any TriptychError; then nothing has
+        changed."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Another role, once all is done in the present one. Times are those of ``time.monotonic``."""
+
+    role: Role
+    began: float
+    deadline: float
+
+
 class Instance:
-    """Runs a role's hosts until it is told to stop."""
+    """Runs a role's hosts until it is told to stop, or, with a ``composer``, to go on in another role."""
+
+    composer: Composer | None = None
 
     def __init__(
         self,
@@ -62,7 +105,10 @@ class Instance:
             (Reregister, None): lambda _: self._on_forgotten(),
             (PeerLost, None): self._on_peer_lost,
             (Stop, None): lambda _: self.stop(),
+            (ChangeRole, None): self._on_change_role,
         }
+        self._host_handlers: dict[tuple[type[Any], End | None], Callable[[Any], object]] = {}
+        self._change: _Change | None = None
         self._registered = False
         self._stopping = False
         self._failure: StartError | None = None
@@ -76,7 +122,19 @@ class Instance:
         is the producer and one the consumer, and what either end says goes to the other."""
         self.hosts.append(host)
         for kind, handler in host.handlers.items():
-            self._handlers[kind, far_end if kind in (Done, Abort) else None] = handler
+            self._host_handlers[kind, far_end if kind in (Done, Abort) else None] = handler
+
+    def become(self, role: Role) -> None:
+        """Exchanges the hosts for those of that role. Raises what the composer raises; then all is as it was."""
+        assert self.composer is not None
+        composition = self.composer.compose(role)
+        for host in self.hosts:
+            host.close()
+        self.hosts.clear()
+        self._host_handlers.clear()
+        self.role, self._layouts = role, composition.layouts
+        for host, far_end in composition.hosts:
+            self.add(host, far_end)
 
     def at_end(self, close: Callable[[], object]) -> None:
         """What to call when ``run`` ends, after the hosts are closed; the last one first."""
@@ -126,10 +184,11 @@ class Instance:
         for message in messages:
             self._handle(message)
         self._advance()
+        self._change_role()
         if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
             self._notice_lapse()
             self._last_heartbeat = time.monotonic()
-            self.send(self.front_door, Heartbeat(self.channel.address))
+            self.send(self.front_door, Heartbeat(self.channel.address, self._load()))
             self._check_idle()
 
     def _advance(self) -> None:
@@ -160,8 +219,45 @@ class Instance:
         for host in self.hosts:
             host.lapse()
         self._registered = False
+        self._change = None  # whoever asked for it is told that this instance has left
         self.send(self.front_door, Leave(self.channel.address))
         self._register()
+
+    def _change_role(self) -> None:
+        """Takes on the role that it was told to, as soon as nothing is under way. It registers anew, and the front door
+        tells the others to let go of what they shared with it, as of any that comes back."""
+        if (change := self._change) is None:
+            return
+        if self.channel.pending or not all(host.idle for host in self.hosts):
+            if time.monotonic() > change.deadline:
+                self._keep_role(f"it was not done with its work within {change.deadline - change.began:g} s")
+            return
+        before, began = self.role, time.monotonic()
+        try:
+            self.become(change.role)
+        except (TriptychError, OSError, MemoryError) as error:
+            self._keep_role(str(error))
+            return
+        now = time.monotonic()
+        log.info(
+            "%s now, was %s; drained in %.3f s, changed in %.3f s", self.role, before, began - change.began, now - began
+        )
+        self._change = None
+        self._registered = False
+        self._register()
+
+    def _keep_role(self, reason: str) -> None:
+        log.warning("it remains %s: %s", self.role, reason)
+        self._change = None
+        self.send(self.front_door, RoleKept(self.channel.address, reason))
+
+    def _load(self) -> Load:
+        loads = [host.load for host in self.hosts]
+        return Load(
+            sum(load.running for load in loads),
+            sum(load.waiting for load in loads),
+            [pool for load in loads for pool in load.pools],
+        )
 
     def _check_idle(self) -> None:
         try:
@@ -173,7 +269,8 @@ class Instance:
     def _handle(self, message: Message) -> None:
         """One message. One that can't be served must not harm the others: messages come from outside."""
         end = message.by if isinstance(message, Done | Abort) else None
-        handler = self._handlers.get((type(message), end))
+        key = (type(message), end)
+        handler = self._handlers.get(key) or self._host_handlers.get(key)
         if handler is None:
             log.warning("%s is not for a %s instance", type(message).__name__, self.role)
             return
@@ -224,6 +321,18 @@ class Instance:
     def _on_rejected(self, message: Rejected) -> None:
         if (message.name, message.pid) == (self.name, os.getpid()):  # somebody else may have claimed its address
             raise StartError(f"the front door refuses this instance: {message.reason}")
+
+    def _on_change_role(self, message: ChangeRole) -> None:
+        try:
+            if self.composer is None:
+                raise StartError("it can't change its role")
+            self.composer.check(message.role)
+        except StartError as error:
+            self._keep_role(str(error))
+            return
+        now = time.monotonic()
+        self._change = _Change(message.role, now, now + message.timeout)
+        log.info("to become %s once it is done with its work", message.role)
 
     def _on_peer_lost(self, message: PeerLost) -> None:
         for host in self.hosts:

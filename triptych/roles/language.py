@@ -15,7 +15,7 @@ from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk, Scheduler, Step
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Send
-from triptych.messages.work import Cancel, Failed, Generate, PeerLost, TokenLogprob, Tokens
+from triptych.messages.work import Cancel, Failed, Generate, Load, PeerLost, Pool, TokenLogprob, Tokens
 from triptych.models.decoder import ForwardBatch
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
@@ -130,16 +130,26 @@ class LanguageHost:
             self.scheduler.pool.check_all_free()
             self._incoming.check_idle()
 
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler and self._running is None and not self._untold and self._incoming.idle
+
+    @property
+    def load(self) -> Load:
+        running, pool = sum(sequence.running for sequence in self.scheduler), self.scheduler.pool
+        pages = Pool("kv_pages", pool.num_pages, pool.num_held, pool.num_kept)
+        return Load(running, len(self.scheduler) - running, [pages, self._incoming.blocks])
+
     def close(self) -> None:
-        self._compiler.close()
         log.info("received: %s", self._incoming)
+        self._incoming.close()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_generate(self, message: Generate) -> None:
         if self.scheduler.get(message.request):
             raise InvalidRequest("a request of that id is running")
-        self._begin(message, [])
+        self._begin(message, message.generated)
 
     def _begin(self, message: Generate, generated: list[int]) -> Sequence | None:
         """Takes in a request whose answer begins with the tokens ``generated``; None for one that can't be."""
@@ -150,7 +160,7 @@ class LanguageHost:
             return None
         sequence.prefilled_here, sequence.decoded_here = self.prefills, self.decodes
         self.scheduler.add(sequence)
-        self._times[sequence.request] = _Times(received=time.time(), reused=sequence.num_reused)
+        self._times[sequence.request] = _Times(time.time(), reused=min(sequence.num_reused, sequence.num_prompt))
         if (grammar := sequence.sampling.grammar) is not None:
             # an end token is how a grammar ends, even for those who ignore it elsewhere
             end_tokens = sequence.end_token_ids | sequence.eos_token_ids

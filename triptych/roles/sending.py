@@ -3,7 +3,7 @@
 import logging
 
 from triptych.messages.rows import Abort, Done, Grant
-from triptych.messages.work import PeerLost
+from triptych.messages.work import Load, PeerLost
 from triptych.roles.host import Handlers
 from triptych.transfer.sender import Sender
 
@@ -40,6 +40,15 @@ class SendingHost:
 
     def check_idle(self) -> None:
         """Nothing here is handed out in pieces; the sender keeps rows only while a transfer is under way."""
+
+    @property
+    def idle(self) -> bool:
+        return self._sender.idle
+
+    @property
+    def load(self) -> Load:
+        """What is being sent counts where it is received."""
+        return Load()
 
     def close(self) -> None:
         log.info("sent: %s", self._sender.counters)

@@ -65,6 +65,10 @@ class PrefillHost(LanguageHost):
         if self._outgoing.idle:
             super().check_idle()
 
+    @property
+    def idle(self) -> bool:
+        return self._outgoing.idle and super().idle
+
     def _on_prefill(self, message: Prefill) -> None:
         request = message.generate.request
         self._remove(request)  # the decode instance may have lost its pages, or what was sent to it

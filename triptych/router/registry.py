@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import Register
+from triptych.messages.work import Load, Register
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -12,7 +12,8 @@ from triptych.types import Address
 @dataclass(eq=False)
 class InstanceLease:
     """An instance as the router sees it. ``outstanding`` is the cost of the work it has been given and not yet done:
-    patch-multiplications for an encode instance, tokens for a language instance."""
+    patch-multiplications for an encode instance, tokens for a language instance. ``next_role`` is what it will be once
+    it has done what it has been given; until then it is given nothing that begins."""
 
     name: str
     role: Role
@@ -22,6 +23,8 @@ class InstanceLease:
     context_length: int
     last_seen: float
     outstanding: float = 0.0
+    load: Load = field(default_factory=Load)
+    next_role: Role | None = None
 
 
 @dataclass
@@ -35,7 +38,7 @@ class Registry:
         """A new lease. A process that holds one already (it may be asked to register twice) keeps it, and what it
         was given with it."""
         held = self._leases.get(message.address)
-        if held is not None and (held.name, held.pid) == (message.name, message.pid):
+        if held is not None and is_same(held, message):
             held.last_seen = now
             return held
         lease = InstanceLease(
@@ -44,10 +47,10 @@ class Registry:
         self._leases[lease.address] = lease
         return lease
 
-    def refresh(self, address: Address, now: float) -> bool:
+    def refresh(self, address: Address, now: float, load: Load) -> bool:
         """Takes note of a heartbeat. False when no such instance is registered."""
         if lease := self._leases.get(address):
-            lease.last_seen = now
+            lease.last_seen, lease.load = now, load
         return lease is not None
 
     def remove(self, address: Address) -> InstanceLease | None:
@@ -74,16 +77,21 @@ class Registry:
     def get(self, address: Address) -> InstanceLease | None:
         return self._leases.get(address)
 
-    def encoders(self) -> list[InstanceLease]:
-        return [lease for lease in self if lease.role.encodes]
+    def named(self, name: str) -> list[InstanceLease]:
+        """Those of that name: nobody keeps operators from giving it to several."""
+        return [lease for lease in self if lease.name == name]
+
+    def encoders(self, *, begun: bool = False) -> list[InstanceLease]:
+        """Those that items are given to. ``begun``: items of requests that have begun, which may need them anew."""
+        return _taking_work([lease for lease in self if lease.role.encodes], begun=begun)
 
     def generators(self) -> list[InstanceLease]:
         """Those that requests are given to."""
-        return [lease for lease in self if lease.role.decodes]
+        return _taking_work([lease for lease in self if lease.role.decodes], begun=False)
 
-    def prefillers(self) -> list[InstanceLease]:
-        """Those that prefill for others."""
-        return [lease for lease in self if lease.role.sends_kv]
+    def prefillers(self, *, begun: bool = False) -> list[InstanceLease]:
+        """Those that prefill for others. ``begun`` as for encoders."""
+        return _taking_work([lease for lease in self if lease.role.sends_kv], begun=begun)
 
     def context_length(self) -> int | None:
         """The longest sequence, in tokens, that every instance with a decoder can hold; None while there is none."""
@@ -94,3 +102,15 @@ class Registry:
 
     def __len__(self) -> int:
         return len(self._leases)
+
+
+def is_same(lease: InstanceLease, message: Register) -> bool:
+    """Whether a registration at a lease's address is that instance's, in the role that it has."""
+    return (lease.name, lease.pid, lease.role) == (message.name, message.pid, message.role)
+
+
+def _taking_work(leases: list[InstanceLease], *, begun: bool) -> list[InstanceLease]:
+    """Those that stay as they are; for requests that have begun, if there is none, those that drain: rather they drain
+    for longer than that a request is lost."""
+    staying = [lease for lease in leases if lease.next_role is None]
+    return staying or leases if begun else staying

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from triptych import errors
 from triptych.config import FrontDoorConfig, LeaseConfig
 from triptych.errors import (
@@ -20,6 +22,7 @@ from triptych.errors import (
 )
 from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
+    AskStatus,
     Cancel,
     Encode,
     Encoded,
@@ -27,6 +30,7 @@ from triptych.messages.work import (
     Failed,
     Generate,
     Heartbeat,
+    InstanceStatus,
     ItemSpan,
     Leave,
     Need,
@@ -36,17 +40,25 @@ from triptych.messages.work import (
     Register,
     Rejected,
     Reregister,
+    RoleKept,
+    RoleRefused,
     Sampling,
+    SetRole,
+    Status,
     Tokens,
     Welcome,
 )
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.placement import least_outstanding
-from triptych.router.registry import InstanceLease, Registry
+from triptych.router.registry import InstanceLease, Registry, is_same
+from triptych.router.role_changes import RoleChanges
 from triptych.types import Address, RequestId, TransferId
 
 log = logging.getLogger(__name__)
+
+MAX_PLACEMENTS = 3
+"""How many language instances a request may be given to, one after the other. Not more: it may be what ends them."""
 
 
 class TokenStream:
@@ -74,12 +86,17 @@ class TokenStream:
 
 @dataclass(eq=False)
 class _Request:
+    """``generate`` is what its generator was told, under a name of its own if it isn't the first: what an earlier one
+    still says is nobody's. ``generated`` are the tokens that have come."""
+
     prompt: PlannedPrompt
     stream: TokenStream
     generator: InstanceLease
     cost: float
     deadline: float
     generate: Generate
+    num_placements: int = 1
+    generated: list[int] = field(default_factory=list)
     prefilling: "_Prefilling | None" = None
     transfers: dict[TransferId, "_Encoding"] = field(default_factory=dict)
 
@@ -131,6 +148,7 @@ class Router:
         self._ticked = clock()
         self._requests: dict[RequestId, _Request] = {}
         self._encodings: dict[TransferId, _Encoding] = {}
+        self._role_changes = RoleChanges(self.registry, tell=self._tell, answer=self._answer)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Register: self._on_register,
             Heartbeat: self._on_heartbeat,
@@ -141,6 +159,9 @@ class Router:
             EncodeFailed: self._on_encode_failed,
             Tokens: self._on_tokens,
             Failed: self._on_failed,
+            RoleKept: self._role_changes.kept,
+            SetRole: self._on_set_role,
+            AskStatus: self._on_ask_status,
         }
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,7 +210,7 @@ class Router:
     def cancel(self, request: RequestId) -> None:
         """Nobody waits for the request any more. Does nothing for one that has ended."""
         if entry := self._end(request):
-            self._tell(entry.generator.address, Cancel(request))
+            self._tell(entry.generator.address, Cancel(entry.generate.request))
 
     @property
     def num_requests(self) -> int:
@@ -215,19 +236,46 @@ class Router:
         """Forgets a request and takes its work off the books."""
         if (entry := self._requests.pop(request, None)) is None:
             return None
+        self._take_off_the_books(entry)
+        return entry
+
+    def _take_off_the_books(self, entry: _Request) -> None:
         entry.generator.outstanding -= entry.cost
         if entry.prefilling is not None:
-            self._tell(entry.prefilling.prefiller.address, Cancel(request))
+            self._tell(entry.prefilling.prefiller.address, Cancel(entry.generate.request))
             self._settle_prefill(entry)
         for transfer, encoding in entry.transfers.items():
             self._settle(encoding)
             del self._encodings[transfer]
-        return entry
+        entry.transfers.clear()
 
     def _fail(self, request: RequestId, error: TriptychError) -> None:
         if entry := self._end(request):
             entry.stream.put(error)
-            self._tell(entry.generator.address, Cancel(request))
+            self._tell(entry.generator.address, Cancel(entry.generate.request))
+
+    def _place_again(self, entry: _Request, error: TriptychError) -> None:
+        """Another language instance goes on from the tokens that have come: which ones follow is the same wherever
+        they are drawn. The request fails with ``error`` where there is no other."""
+        request = entry.stream.request
+        generator = least_outstanding(self._generators())
+        if generator is None or entry.num_placements >= MAX_PLACEMENTS:
+            self._fail(request, error)
+            return
+        self._take_off_the_books(entry)
+        self._tell(entry.generator.address, Cancel(entry.generate.request))
+        log.info("request %s goes on at %s after %d tokens: %s", request, generator.name, len(entry.generated), error)
+        name = RequestId(f"{request}.{entry.num_placements}")
+        entry.num_placements += 1
+        entry.generator = generator
+        entry.generate = msgspec.structs.replace(entry.generate, request=name, generated=list(entry.generated))
+        generator.outstanding += entry.cost
+        self._tell(generator.address, entry.generate)
+
+    def _under_way(self, name: RequestId) -> _Request | None:
+        """The request that its present generator knows by that name."""
+        entry = self._requests.get(RequestId(name.partition(".")[0]))
+        return entry if entry is not None and entry.generate.request == name else None
 
     def _supersede(self, entry: _Request, item: int) -> None:
         """After a preemption an item is needed anew: its earlier transfers are off the books."""
@@ -258,14 +306,14 @@ class Router:
 
     def _on_need_prefill(self, message: NeedPrefill) -> None:
         """A decode instance has pages for a request: its prompt goes to the prefill instance with the least to do."""
-        entry = self._requests.get(message.request)
+        entry = self._under_way(message.request)
         if entry is None or message.consumer != entry.generator.address:
             return
         self._settle_prefill(entry)
         for item in {encoding.item for encoding in entry.transfers.values()}:
             self._supersede(entry, item)  # they were for the former one
-        if (prefiller := least_outstanding(self.registry.prefillers())) is None:
-            self._fail(message.request, Unavailable("no prefill instance is ready"))
+        if (prefiller := least_outstanding(self.registry.prefillers(begun=True))) is None:
+            self._place_again(entry, Unavailable("no prefill instance is ready"))
             return
         cost = float(max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token))
         prefiller.outstanding += cost
@@ -275,19 +323,19 @@ class Router:
 
     def _on_need(self, message: Need) -> None:
         """A language instance lacks these items' rows: each goes to the encode instance with the least to do."""
-        if (entry := self._requests.get(message.request)) is None:
+        if (entry := self._under_way(message.request)) is None:
             return
         for needed in message.items:
             if needed.item >= len(entry.prompt.items):
                 log.error("request %s has no item %d", message.request, needed.item)
                 continue
-            encoder = least_outstanding(self.registry.encoders())
+            encoder = least_outstanding(self.registry.encoders(begun=True))
             if encoder is None:
-                self._fail(message.request, Unavailable("no encode instance is ready"))
+                self._fail(entry.stream.request, Unavailable("no encode instance is ready"))
                 return
             self._supersede(entry, needed.item)
             item = entry.prompt.items[needed.item]
-            encoding = _Encoding(message.request, needed.item, encoder, item.plan.cost)
+            encoding = _Encoding(entry.stream.request, needed.item, encoder, item.plan.cost)
             encoder.outstanding += encoding.cost
             entry.transfers[needed.transfer] = self._encodings[needed.transfer] = encoding
             self._tell(encoder.address, Encode(needed.transfer, message.consumer, item.key, item.plan, item.data))
@@ -306,23 +354,57 @@ class Router:
             self._fail(encoding.request, errors.from_wire(message.error, message.message, param))
 
     def _on_tokens(self, message: Tokens) -> None:
-        if (entry := self._requests.get(message.request)) is None:
+        if (entry := self._under_way(message.request)) is None:
             return
         self._settle_prefill(entry)
+        entry.generated += message.tokens
         if message.finish_reason is not None:
             entry.stream.intervals += message.intervals
-            self._end(message.request)
+            self._end(entry.stream.request)
         entry.stream.put(message)
 
     def _on_failed(self, message: Failed) -> None:
-        self._fail(message.request, errors.from_wire(message.error, message.message))
+        if entry := self._under_way(message.request):
+            self._fail(entry.stream.request, errors.from_wire(message.error, message.message))
+
+    # ── operators ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_ask_status(self, message: AskStatus) -> None:
+        now = self._clock()
+        instances = [
+            InstanceStatus(
+                name=lease.name,
+                role=lease.role,
+                address=lease.address,
+                pid=lease.pid,
+                outstanding=lease.outstanding,
+                silent=max(0.0, now - lease.last_seen),
+                load=lease.load,
+                next_role=lease.next_role,
+            )
+            for lease in self.registry
+        ]
+        status = Status(self.can_serve and not self.draining, self.draining, self.num_requests, instances)
+        self._answer(message.reply_to, status)
+
+    def _answer(self, operator: Address, message: Message) -> None:
+        """Operators are gone as soon as they know."""
+        self._tell(operator, message)
+        self._forget(operator)
+
+    def _on_set_role(self, message: SetRole) -> None:
+        if self.draining:
+            self._answer(message.reply_to, RoleRefused(message.instance, message.role, "the service is shutting down"))
+        else:
+            self._role_changes.ask(message)
 
     # ── membership and time ──────────────────────────────────────────────────────────────────────────────────
 
     def _on_register(self, message: Register) -> None:
         held = self.registry.get(message.address)
-        if held is not None and (held.name, held.pid) != (message.name, message.pid):
-            self._lose(held, "was replaced by another at its address")
+        if held is not None and not is_same(held, message):
+            self._role_changes.registered(message)
+            self._lose(held, "was replaced by another at its address, or has another role now")
         if misfit := self._misfit(message):
             log.warning("refused %s: %s", message.name, misfit)
             self._tell(message.address, Rejected(message.name, message.pid, misfit))
@@ -343,7 +425,7 @@ class Router:
         return "" if message.layouts else "it doesn't say how its rows look"
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        if not self.registry.refresh(message.address, self._clock()):
+        if not self.registry.refresh(message.address, self._clock(), message.load):
             self._tell(message.address, Reregister())
             self._forget(message.address)  # it may have been refused, and be gone by now
 
@@ -367,20 +449,22 @@ class Router:
             self._fail(request, DeadlineExceeded(f"not done within {self._config.request_timeout:g} s"))
 
     def _lose(self, lease: InstanceLease, why: str) -> None:
-        """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but haven't all
-        been read are missed by their consumer, which says so; one that it was to prefill for turns to another."""
+        """An instance is gone, and the others let go of it. What it generated goes on elsewhere. Rows that were encoded
+        but haven't all been read are missed by their consumer, which says so; one that it was to prefill for turns to
+        another."""
         self.registry.remove(lease.address)
+        self._role_changes.lost(lease, why)
         offering = [transfer for transfer, encoding in self._encodings.items() if encoding.encoder is lease]
         prefilling = (entry.prefilling for entry in self._requests.values() if entry.prefilling)
         offering += [prefill.transfer for prefill in prefilling if prefill.prefiller is lease]
         for other in self.registry:
             self._tell(other.address, PeerLost(lease.address, offering))
-        lost = {entry.stream.request for entry in self._requests.values() if entry.generator is lease}
-        lost |= {
-            encoding.request for encoding in self._encodings.values() if encoding.encoder is lease and not encoding.done
-        }
-        for request in lost:
-            self._fail(request, InstanceLost(f"an instance that worked on this request {why}"))
+        error = InstanceLost(f"an instance that worked on this request {why}")
+        for entry in [entry for entry in self._requests.values() if entry.generator is lease]:
+            self._place_again(entry, error)
+        encodings = self._encodings.values()
+        for request in {encoding.request for encoding in encodings if encoding.encoder is lease and not encoding.done}:
+            self._fail(request, error)
         self._forget(lease.address)
 
     def _tell(self, to: Address, message: Message) -> None:

@@ -1,0 +1,270 @@
+"""Instances that change their role: who may, what the others do meanwhile, and what their operator hears."""
+
+import itertools
+
+import pytest
+
+from tests.router.test_router import prompt
+from triptych.config import FrontDoorConfig, LeaseConfig
+from triptych.errors import InstanceLost, TopologyError, Unavailable
+from triptych.messages.codec import Message
+from triptych.messages.rows import RowLayout
+from triptych.messages.work import (
+    AskStatus,
+    ChangeRole,
+    Generate,
+    Heartbeat,
+    InstanceStatus,
+    Leave,
+    Load,
+    NeedPrefill,
+    PeerLost,
+    Pool,
+    Prefill,
+    Register,
+    RoleKept,
+    RoleRefused,
+    RoleSet,
+    Sampling,
+    SetRole,
+    Status,
+    Tokens,
+    Welcome,
+)
+from triptych.router.role_changes import harm
+from triptych.router.router import Router, TokenStream
+from triptych.topology import Role, Topology
+from triptych.types import Address, RequestId, TransferId
+
+ME = Address("operator")
+LAYOUT = RowLayout("model", "float32", 4, 16)
+
+
+class Desk:
+    """A router and instances that are named by their roles: ``p0``, ``d0``."""
+
+    def __init__(self, *names: str) -> None:
+        self.now = 100.0
+        self.sent: list[tuple[Address, Message]] = []
+        self.router = Router(
+            send=lambda to, message: self.sent.append((to, message)),
+            forget=lambda _: None,
+            fingerprint="model",
+            front_door=FrontDoorConfig(request_timeout=60.0),
+            lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
+            expects_encoders=any(name.startswith("e") for name in names),
+            clock=lambda: self.now,
+        )
+        for name in names:
+            self.register(name, Role(name.rstrip("0123456789").upper()))
+
+    def register(self, name: str, role: Role) -> None:
+        self.router.handle(Register(name, role, Address(name), [LAYOUT], 1, context_length=100))
+
+    def set_role(self, name: str, role: Role, *, force: bool = False) -> list[Message]:
+        """What the operator and the instance hear of it."""
+        before = len(self.sent)
+        self.router.handle(SetRole(ME, name, role, 30.0, force))
+        return [message for _, message in self.sent[before:]]
+
+    def answers(self) -> list[Message]:
+        return [message for to, message in self.sent if to == ME]
+
+    def of(self, kind: type) -> list[tuple[Address, Message]]:
+        return [(to, message) for to, message in self.sent if isinstance(message, kind)]
+
+    def submit(self) -> TokenStream:
+        return self.router.submit(prompt(), Sampling(max_tokens=4), [])
+
+    def need_prefill(self, stream: TokenStream, name: str = "d0", generated: tuple[int, ...] = ()) -> None:
+        transfer = TransferId(f"{stream.request}/{len(self.sent)}")
+        self.router.handle(NeedPrefill(stream.request, Address(name), transfer, 0, list(generated)))
+
+
+def test_an_idle_instance_is_told_and_its_operator_hears_when_it_has_changed() -> None:
+    desk = Desk("p0", "p1", "d0")
+    assert desk.set_role("p0", Role.D) == [ChangeRole(Role.D, 30.0)]
+    assert desk.answers() == []
+    desk.register("p0", Role.D)
+    assert desk.answers() == [RoleSet("p0", Role.D)]
+    assert {to for to, message in desk.of(PeerLost) if message == PeerLost(Address("p0"), [])} == {"p1", "d0"}
+    assert desk.of(Welcome)[-1][0] == "p0"
+    assert {lease.name for lease in desk.router.registry.generators()} == {"p0", "d0"}
+    assert [lease.name for lease in desk.router.registry.prefillers()] == ["p1"]
+
+
+def test_what_has_the_role_already_is_not_asked() -> None:
+    desk = Desk("pd0")
+    assert desk.set_role("pd0", Role.PD) == [RoleSet("pd0", Role.PD)]
+
+
+def test_a_draining_instance_gets_nothing_new_but_ends_what_it_has() -> None:
+    desk = Desk("pd0", "pd1", "p0", "d0")
+    first = desk.submit()
+    assert desk.of(Generate)[-1][0] == "pd0"
+    desk.set_role("pd0", Role.P)
+    others = {desk.of(Generate)[-1][0] for _ in range(5) if desk.submit()}
+    assert others == {"pd1", "d0"}
+    desk.router.handle(Tokens(first.request, [1], finish_reason="stop"))
+    assert desk.router.registry.get(Address("pd0")).outstanding == 0  # type: ignore[union-attr]
+
+
+def test_the_last_that_prefills_goes_on_for_requests_that_have_begun() -> None:
+    """With --force: nobody new is let in, and nobody who is in is lost."""
+    desk = Desk("p0", "d0")
+    stream = desk.submit()
+    desk.set_role("p0", Role.PD, force=True)
+    assert not desk.router.can_serve
+    with pytest.raises(Unavailable, match="prefill"):
+        desk.submit()
+    desk.need_prefill(stream)
+    assert desk.of(Prefill)[-1][0] == "p0"
+    desk.register("p0", Role.PD)
+    assert desk.router.can_serve
+    desk.router.handle(Tokens(stream.request, [3]))
+    desk.need_prefill(stream, generated=(3,))  # it lost its pages, and nobody is there any more to prefill for it
+    to, again = desk.of(Generate)[-1]
+    assert (to, again.generated) == ("p0", [3])  # type: ignore[attr-defined]
+
+
+def test_an_instance_that_keeps_its_role_is_given_work_again() -> None:
+    desk = Desk("pd0", "pd1")
+    desk.set_role("pd0", Role.P, force=True)
+    desk.submit()
+    assert desk.of(Generate)[-1][0] == "pd1"
+    desk.router.handle(RoleKept(Address("pd0"), "it was busy"))
+    assert desk.answers() == [RoleRefused("pd0", Role.P, "it was busy")]
+    desk.submit()
+    assert desk.of(Generate)[-1][0] == "pd0"
+    assert desk.set_role("pd0", Role.P, force=True) == [ChangeRole(Role.P, 30.0)]
+
+
+@pytest.mark.parametrize("how", ["leaves", "falls silent"])
+def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
+    desk = Desk("pd0", "pd1", "pd2")
+    stream = desk.submit()
+    desk.set_role("pd0", Role.P, force=True)
+    if how == "leaves":
+        desk.router.handle(Leave(Address("pd0")))
+    else:
+        for _ in range(44):
+            desk.now += 0.25
+            for name in ("pd1", "pd2"):
+                desk.router.handle(Heartbeat(Address(name)))
+            desk.router.tick()
+    (answer,) = desk.answers()
+    assert isinstance(answer, RoleRefused)
+    assert "has left" in answer.reason or "silent" in answer.reason
+    assert desk.of(Generate)[-1][0] == "pd1", "its request goes on"
+    desk.register("pd0", Role.PD)
+    desk.router.cancel(stream.request)
+    assert desk.set_role("pd0", Role.P, force=True)[-1] == ChangeRole(Role.P, 30.0)
+
+
+def test_a_request_that_an_instance_still_has_when_it_changes_goes_on_elsewhere() -> None:
+    """It can't have any; but if it does, the request isn't lost."""
+    desk = Desk("pd0", "pd1")
+    stream = desk.submit()
+    desk.set_role("pd0", Role.P, force=True)
+    desk.register("pd0", Role.P)
+    assert desk.of(Generate)[-1] == (
+        "pd1",
+        Generate(RequestId(f"{stream.request}.1"), **_rest(desk.of(Generate)[0][1])),
+    )
+
+
+def _rest(message: Message) -> dict[str, object]:
+    return {name: getattr(message, name) for name in message.__struct_fields__ if name != "request"}
+
+
+def test_without_another_generator_it_fails() -> None:
+    desk = Desk("pd0")
+    stream = desk.submit()
+    desk.set_role("pd0", Role.P, force=True)
+    desk.register("pd0", Role.P)
+    with pytest.raises(InstanceLost):
+        raise stream._queue.get_nowait()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("names", "change", "reason"),
+    [
+        (["pd0"], ("nobody", Role.P), "no instance of that name"),
+        (["p0", "d0"], ("p0", Role.D), "nobody else prefills, so requests would be refused until it has changed"),
+        (["p0", "d0"], ("d0", Role.P), "nobody else decodes"),
+        (["pd0"], ("pd0", Role.P), "nobody else prefills or decodes"),
+        (["pd0", "pd1"], ("pd0", Role.D), "afterwards nobody would prefill for instances that only decode"),
+        (["pd0", "pd1"], ("pd0", Role.P), "afterwards instances that only prefill would have nobody to prefill for"),
+        (["epd0", "p0", "d0"], ("epd0", Role.PD), "nobody else encodes"),
+    ],
+)
+def test_refusals(names: list[str], change: tuple[str, Role], reason: str) -> None:
+    desk = Desk(*names)
+    (answer,) = desk.set_role(*change)
+    assert isinstance(answer, RoleRefused)
+    assert answer.reason.startswith(reason)
+    assert desk.of(ChangeRole) == []
+    if "instance of that name" not in reason:
+        assert "force it" in answer.reason
+        assert desk.set_role(*change, force=True) == [ChangeRole(change[1], 30.0)]
+
+
+def test_a_second_change_waits_for_the_first() -> None:
+    desk = Desk("pd0", "pd1", "pd2")
+    desk.set_role("pd0", Role.P, force=True)
+    (answer,) = desk.set_role("pd0", Role.D, force=True)
+    assert answer == RoleRefused("pd0", Role.D, "it is about to become P already")
+    (other,) = desk.set_role("pd1", Role.D)
+    assert isinstance(other, RoleRefused), "what one is about to become doesn't count before it is"
+
+
+def test_a_name_that_two_have_is_nobodys() -> None:
+    desk = Desk("pd0")
+    desk.router.handle(Register("pd0", Role.PD, Address("another"), [LAYOUT], 2, context_length=100))
+    (answer,) = desk.set_role("pd0", Role.P)
+    assert answer == RoleRefused("pd0", Role.P, "2 instances of that name")
+
+
+def test_nobody_changes_while_the_service_ends() -> None:
+    desk = Desk("p0", "p1", "d0")
+    desk.router.draining = True
+    assert desk.set_role("p0", Role.D) == [RoleRefused("p0", Role.D, "the service is shutting down")]
+
+
+def test_status_says_who_is_there_and_what_they_have_in_hand() -> None:
+    desk = Desk("p0", "d0", "d1", "epd0")
+    load = Load(2, 1, [Pool("kv_pages", 8, 3, 1)])
+    desk.router.handle(Heartbeat(Address("d0"), load))
+    desk.submit()
+    desk.set_role("d1", Role.P)
+    desk.now += 1.5
+    desk.router.handle(AskStatus(ME))
+    (status,) = desk.answers()
+    assert isinstance(status, Status)
+    assert (status.ready, status.draining, status.requests) == (True, False, 1)
+    assert status.instances[1] == InstanceStatus("d0", Role.D, Address("d0"), 1, 5.0, 1.5, load)
+    assert [(one.name, one.next_role) for one in status.instances if one.next_role] == [("d1", Role.P)]
+
+
+def test_a_change_does_no_harm_exactly_where_the_topologies_on_the_way_can_be_served() -> None:
+    """Of services that could be started as they are: those of up to three instances that prefill and decode."""
+    roles = (Role.P, Role.D, Role.PD)
+    for count in (1, 2, 3):
+        for others in itertools.product(roles, repeat=count - 1):
+            for now, then in itertools.permutations(roles, 2):
+                if not _is_whole([*others, now]):
+                    continue
+                harmless = _is_whole([*others, then]) and _can_serve([*others])
+                assert (harm(others, now, then) == "") == harmless, (others, now, then)
+
+
+def _can_serve(roles: list[Role]) -> bool:
+    return Role.PD in roles or {Role.P, Role.D} <= set(roles)
+
+
+def _is_whole(roles: list[Role]) -> bool:
+    try:
+        Topology.parse("".join(f"{roles.count(role)}{role}" for role in dict.fromkeys(roles)))
+    except TopologyError:
+        return False
+    return True

@@ -1,0 +1,112 @@
+"""``triptych status``: who is there in a running service, and doing what; and another role for one of them."""
+
+import argparse
+import math
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from triptych.cli import flags
+from triptych.cluster.operator import Operator
+from triptych.config import ClusterConfig
+from triptych.errors import ConfigError
+from triptych.messages.work import InstanceStatus, Pool, Status
+from triptych.topology import Role
+
+SUMMARY = "show a running service's instances, or give one of them another role"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--control", metavar="HOST:PORT", required=True, help="the front door's control address; it says it when ready"
+    )
+    parser.add_argument("--json", action="store_true", help="say it in JSON")
+    group = parser.add_argument_group("changing roles")
+    group.add_argument(
+        "--set-role",
+        metavar="INSTANCE=ROLE",
+        action="append",
+        default=[],
+        help="let that instance finish its work and go on in that role, with the weights it has; again for another, "
+        "one after the other",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        metavar="SECONDS",
+        default="30",
+        help="how long it may take to finish; if it takes longer, nothing changes (default: 30)",
+    )
+    group.add_argument(
+        "--force", action="store_true", help="even if requests are refused meanwhile, or an instance has nothing to do"
+    )
+    flags.add_trust(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    cluster = flags.settings(ClusterConfig, arguments)
+    flags.check_control("--control", arguments.control, cluster)
+    changes = [_change(text) for text in arguments.set_role]
+    timeout = _seconds(arguments.drain_timeout)
+    with Operator(arguments.control, cluster) as operator:
+        for instance, role in changes:
+            operator.set_role(instance, role, timeout, force=arguments.force)
+        status = operator.status()
+    if arguments.json:
+        sys.stdout.write(msgspec.json.encode(status).decode() + "\n")
+    else:
+        console = Console()
+        console.print(_summary(status), markup=False)
+        console.print(_table(status))
+    return 0
+
+
+def _change(text: str) -> tuple[str, Role]:
+    instance, _, role = text.rpartition("=")
+    if not instance or role.upper() not in list(Role):
+        raise ConfigError(f"--set-role {text!r} is not INSTANCE=ROLE, where roles are {', '.join(Role)}")
+    return instance, Role(role.upper())
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 10**6:
+        raise ConfigError(f"--drain-timeout {text!r} is not a number of seconds")
+    return seconds
+
+
+def _summary(status: Status) -> str:
+    state = "draining" if status.draining else "ready" if status.ready else "not ready"
+    return f"{state}, {status.requests} requests"
+
+
+def _table(status: Status) -> Table:
+    table = Table("instance", "role", "process", "heard", "running", "waiting", "outstanding", "pools")
+    for column in table.columns[2:7]:
+        column.justify = "right"
+    for one in status.instances:
+        load = one.load
+        table.add_row(
+            one.name,
+            _role(one),
+            str(one.pid),
+            f"{one.silent:.1f} s ago",
+            str(load.running),
+            str(load.waiting),
+            f"{one.outstanding:.0f}",
+            "\n".join(map(_pool, load.pools)),
+        )
+    return table
+
+
+def _role(one: InstanceStatus) -> str:
+    return f"{one.role} → {one.next_role}" if one.next_role else str(one.role)
+
+
+def _pool(pool: Pool) -> str:
+    kept = f", {pool.kept:,} kept" if pool.kept else ""
+    return f"{pool.name} {pool.used:,} of {pool.size:,}{kept}"
