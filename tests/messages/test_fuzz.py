@@ -1,7 +1,7 @@
 """Hostile frames on every internal socket: nothing crashes, nothing grows, and the service goes on answering rightly.
 
-One kind of message is left out where it does what it says: ``Stop`` ends an instance. Whoever may send that may send
-anything, which is what the cluster secret decides (docs/decisions/0010-trust.md).
+Kinds of messages are left out where they do what they say: ``Stop`` ends an instance, ``ChangeRole`` gives it another
+role. Whoever may send them may send anything, which is what the cluster secret decides (docs/decisions/0010-trust.md).
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from triptych.messages.codec import BadMessage, Message, decode, encode
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowMessage, Wrote
 from triptych.messages.work import (
     Cancel,
+    ChangeRole,
     Encode,
     Generate,
     Heartbeat,
@@ -38,6 +39,7 @@ from triptych.messages.work import (
     Prefill,
     Register,
     Reregister,
+    SetRole,
     Stop,
     Tokens,
     Welcome,
@@ -55,7 +57,7 @@ from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 
 KINDS: list[type[Any]] = [*get_args(RowMessage), *get_args(WorkMessage)]
-ENDING: list[type[Any]] = [Stop]
+ENDING: list[type[Any]] = [Stop, ChangeRole, SetRole]
 RESETTING: list[type[Any]] = [Welcome, Reregister]
 """After these an instance may begin anew (``Welcome`` says how long a lease is). They are rare, so that other messages
 find something to disturb."""
@@ -74,7 +76,7 @@ SETTLING = 60.0
 NUM_FRAMES = [2_000, pytest.param(100_000, marks=pytest.mark.slow)]
 
 IDS = [f"fuzz/{number}" for number in range(4)]
-ID_FIELDS, ADDRESS_FIELDS = ("transfer", "request", "key"), ("address", "consumer", "producer", "sender")
+ID_FIELDS, ADDRESS_FIELDS = ("transfer", "request", "key"), ("address", "consumer", "producer", "sender", "reply_to")
 NAMES = (*ID_FIELDS, *ADDRESS_FIELDS)
 FOREIGN = [f"tcp://127.66.{number}.1:9" for number in range(16)]  # loopback, where nobody listens
 NO_ADDRESSES = ["", "nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "inproc://zeromq.zap.01", "ipc:///tmp/x", "\0"]

@@ -18,6 +18,10 @@ from triptych.topology import Role
 SUMMARY = "show a running service's instances, or give one of them another role"
 
 
+NOT_A_TERMINAL = 160
+"""Columns when nothing says how many there are: room for each instance's pools in one line each."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--control", metavar="HOST:PORT", required=True, help="the front door's control address; it says it when ready"
@@ -56,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(msgspec.json.encode(status).decode() + "\n")
     else:
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else NOT_A_TERMINAL)
         console.print(_summary(status), markup=False)
         console.print(_table(status))
     return 0
@@ -85,21 +89,11 @@ def _summary(status: Status) -> str:
 
 
 def _table(status: Status) -> Table:
-    table = Table("instance", "role", "process", "heard", "running", "waiting", "outstanding", "pools")
-    for column in table.columns[2:7]:
-        column.justify = "right"
+    table = Table("instance", "role", "process", "heard", "work", "pools")
     for one in status.instances:
-        load = one.load
-        table.add_row(
-            one.name,
-            _role(one),
-            str(one.pid),
-            f"{one.silent:.1f} s ago",
-            str(load.running),
-            str(load.waiting),
-            f"{one.outstanding:.0f}",
-            "\n".join(map(_pool, load.pools)),
-        )
+        heard = f"{one.silent:.1f} s ago"
+        work = f"{one.load.running} running, {one.load.waiting} waiting"
+        table.add_row(one.name, _role(one), str(one.pid), heard, work, "\n".join(map(_pool, one.load.pools)))
     return table
 
 
@@ -109,4 +103,4 @@ def _role(one: InstanceStatus) -> str:
 
 def _pool(pool: Pool) -> str:
     kept = f", {pool.kept:,} kept" if pool.kept else ""
-    return f"{pool.name} {pool.used:,} of {pool.size:,}{kept}"
+    return f"{pool.used:,} of {pool.size:,} {pool.name}{kept}"

@@ -15,32 +15,6 @@ Seconds = Annotated[float, Meta(gt=0, le=10**9)]
 # ── registration: instance ⇄ front door ──────────────────────────────────────────────────────────────────────
 
 
-class Register(Struct, frozen=True, tag=True):
-    """Instance → front door, once its model is loaded. ``layouts`` is how rows look that it makes or takes, one for
-    each kind; ``context_length`` the longest sequence that it can hold, in tokens: 0 without a decoder."""
-
-    name: str
-    role: Role
-    address: Address
-    layouts: list[RowLayout]
-    pid: int
-    context_length: Count
-
-
-class Welcome(Struct, frozen=True, tag=True):
-    """Front door → instance: registered; the lease runs out after ``expiry`` seconds without a heartbeat."""
-
-    expiry: Seconds
-
-
-class Rejected(Struct, frozen=True, tag=True):
-    """Front door → instance: the one of that name and process id isn't registered, for this reason; it ends."""
-
-    name: str
-    pid: int
-    reason: str
-
-
 class Pool(Struct, frozen=True):
     """How much of something that is bounded is in use, and how much is ``kept``, which is there for who asks for it but
     gives way when room is needed. In pages, blocks or bytes, as the name says."""
@@ -57,6 +31,34 @@ class Load(Struct, frozen=True):
     running: Count = 0
     waiting: Count = 0
     pools: list[Pool] = []
+
+
+class Register(Struct, frozen=True, tag=True):
+    """Instance → front door, once its model is loaded. ``layouts`` is how rows look that it makes or takes, one for
+    each kind; ``context_length`` the longest sequence that it can hold, in tokens: 0 without a decoder; ``load`` what
+    it has in hand, as in each Heartbeat."""
+
+    name: str
+    role: Role
+    address: Address
+    layouts: list[RowLayout]
+    pid: int
+    context_length: Count
+    load: Load = Load()
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """Front door → instance: registered; the lease runs out after ``expiry`` seconds without a heartbeat."""
+
+    expiry: Seconds
+
+
+class Rejected(Struct, frozen=True, tag=True):
+    """Front door → instance: the one of that name and process id isn't registered, for this reason; it ends."""
+
+    name: str
+    pid: int
+    reason: str
 
 
 class Heartbeat(Struct, frozen=True, tag=True):

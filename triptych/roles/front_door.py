@@ -12,7 +12,7 @@ import uvicorn
 from triptych.api.app import create_app
 from triptych.api.service import GenerationDefaults, Service
 from triptych.config import ServeConfig
-from triptych.errors import StartError, TriptychError
+from triptych.errors import InstanceLost, StartError, TriptychError
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
 from triptych.prompt.media import MediaLimits
@@ -101,10 +101,11 @@ class FrontDoor:
         ticking, serving = self._tasks
         self.router.draining = self._server.should_exit = True
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
+        # whoever still waits for an answer gets an error, not a stream that breaks off
+        self.router.end_all(InstanceLost("the service has ended"))
         for lease in self.router.registry:
             with contextlib.suppress(TriptychError):  # one that can't be told must not keep the others running
                 self.channel.send(lease.address, Stop())
-            # it goes on no more: whoever still waits for it gets an error, not a stream that breaks off
             self.router.handle(Leave(lease.address))
         ticking.cancel()
         await asyncio.gather(ticking, serving, return_exceptions=True)

@@ -289,7 +289,15 @@ class Instance:
         self._remind_at = self._asked + REMIND_EVERY
         log.info("joining the front door at %s", self.front_door.removeprefix("tcp://"))
         context_length = max((host.context_length for host in self.hosts), default=0)
-        register = Register(self.name, self.role, self.channel.address, self._layouts, os.getpid(), context_length)
+        register = Register(
+            name=self.name,
+            role=self.role,
+            address=self.channel.address,
+            layouts=self._layouts,
+            pid=os.getpid(),
+            context_length=context_length,
+            load=self._load(),
+        )
         self.send(self.front_door, register)
 
     def _expect_answer(self) -> None:

@@ -42,7 +42,14 @@ class Registry:
             held.last_seen = now
             return held
         lease = InstanceLease(
-            message.name, message.role, message.address, message.pid, message.layouts, message.context_length, now
+            name=message.name,
+            role=message.role,
+            address=message.address,
+            pid=message.pid,
+            layouts=message.layouts,
+            context_length=message.context_length,
+            last_seen=now,
+            load=message.load,
         )
         self._leases[lease.address] = lease
         return lease

@@ -212,6 +212,11 @@ class Router:
         if entry := self._end(request):
             self._tell(entry.generator.address, Cancel(entry.generate.request))
 
+    def end_all(self, error: TriptychError) -> None:
+        """Every request fails with ``error``, wherever it is."""
+        for request in list(self._requests):
+            self._fail(request, error)
+
     @property
     def num_requests(self) -> int:
         """Requests admitted and not ended."""
