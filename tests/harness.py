@@ -33,6 +33,15 @@ class Running:
 
     front_door: FrontDoor
     instances: list[Instance] = field(default_factory=list)
+    threads: dict[str, threading.Thread] = field(default_factory=dict)
+    """The loops that haven't been ended, by their instances' names."""
+
+    async def end(self, name: str) -> None:
+        """Ends one instance, whatever it works on."""
+        next(instance for instance in self.instances if instance.name == name).stop()
+        thread = self.threads.pop(name)
+        await asyncio.to_thread(thread.join, 30)
+        assert not thread.is_alive(), "an instance didn't stop"
 
     async def answer(self, messages: Messages, cache_salt: str = "", **sampling: Any) -> list[int]:
         """The tokens of one answer."""
@@ -69,7 +78,6 @@ async def running(
         front_door=front_door or FrontDoorConfig(port=0),
         lease=LeaseConfig(lease_expiry=60.0),
     )
-    threads: list[threading.Thread] = []
     roles = Topology.parse(topology).roles
     async with FrontDoor(config, expects_encoders=any(role.encodes for role in roles)) as door:
         service = Running(door)
@@ -77,17 +85,14 @@ async def running(
             instance = _instance(config, role, f"{role.value.lower()}{number}", door.control)
             prepare(instance)
             service.instances.append(instance)
-            threads.append(threading.Thread(target=_run, args=[instance], daemon=True))
-            threads[-1].start()
+            service.threads[instance.name] = threading.Thread(target=_run, args=[instance], daemon=True)
+            service.threads[instance.name].start()
         async with asyncio.timeout(30):
             while len(door.router.registry) < len(service.instances):
                 await asyncio.sleep(0.005)
         yield service
-        for instance in service.instances:
-            instance.stop()
-        for thread in threads:
-            await asyncio.to_thread(thread.join, 30)
-            assert not thread.is_alive(), "an instance didn't stop"
+        for name in list(service.threads):
+            await service.end(name)
         for instance in service.instances:
             for host in instance.hosts:
                 host.check_idle()

@@ -1,5 +1,6 @@
 """A front door and instances, each a process of its own, that tests kill, stop and start again. Not a test."""
 
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,9 @@ import psutil
 
 from tests.api.serving import image, image_part, served, text_part
 from tests.cluster.processes import Command, triptych
+from triptych.cluster.operator import Operator
+from triptych.config import ClusterConfig
+from triptych.messages.work import InstanceStatus
 
 LEASE = 2.0
 HEARTBEAT = 0.5
@@ -38,6 +42,7 @@ SETTINGS = (
 )
 TOGETHER = {"e": "E", "pd": "PD"}
 SPLIT = {"e": "E", "p0": "P", "p1": "P", "d": "D"}
+DECODERS = {"e": "E", "p": "P", "d0": "D", "d1": "D"}
 
 
 @dataclass
@@ -58,11 +63,12 @@ class Answer:
 class Asking:
     """A request under way in a thread."""
 
-    def __init__(self, url: str, content: Any) -> None:
+    def __init__(self, url: str, content: Any, **settings: Any) -> None:
         self.answer = Answer()
         messages = [{"role": "user", "content": content}]
         self.content = content
-        self._body = {"model": "tiny", "messages": messages, "max_tokens": 8, "ignore_eos": True}
+        self.settings = settings
+        self._body = {"model": "tiny", "messages": messages, "max_tokens": 8, "ignore_eos": True} | settings
         self._thread = threading.Thread(target=self._ask, args=[url], daemon=True)
         self._thread.start()
 
@@ -88,6 +94,30 @@ class Asking:
             answer.text = body["choices"][0]["message"]["content"]
         else:
             answer.code = body["error"]["code"]
+
+
+class Streaming(Asking):
+    """The same, answered bit by bit: ``num_chunks`` so far. An error in the stream is the answer's ``code``."""
+
+    num_chunks = 0
+
+    def _ask(self, url: str) -> None:
+        with (
+            httpx.Client(base_url=url, trust_env=False, timeout=60) as client,
+            client.stream("POST", "/v1/chat/completions", json=self._body | {"stream": True}) as response,
+        ):
+            self.answer.status = response.status_code
+            for line in response.iter_lines():
+                if line and line != "data: [DONE]":
+                    self._take(json.loads(line.removeprefix("data: ")))
+        self.answer.ended = time.monotonic()
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.answer.code = chunk["error"]["code"]
+            return
+        self.num_chunks += 1
+        self.answer.text += chunk["choices"][0]["delta"].get("content", "")
 
 
 def _free_port() -> int:
@@ -145,9 +175,17 @@ class Cluster:
                 self.start(name)
             self.parts[name].send(signal.SIGCONT)
         self.url = self.parts["door"].wait_until_ready()
-        for name in self.roles:
-            self.parts[name].wait_for_line("INFO ready")
-        wait_for(self.is_ready, 60)
+        wait_for(lambda: set(self.instances()) == set(self.roles), 60)
+        assert self.is_ready()
+
+    def instances(self) -> dict[str, InstanceStatus]:
+        """Those that have joined, by name."""
+        with Operator(f"127.0.0.1:{self.control}", ClusterConfig()) as operator:
+            return {one.name: one for one in operator.status().instances}
+
+    def has_its_pages(self, name: str) -> bool:
+        """Whether an instance holds no page of its KV cache and no block of its receive buffer."""
+        return not any(pool.used for pool in self.instances()[name].load.pools)
 
     def is_ready(self) -> bool:
         return httpx.get(f"{self.url}/ready", trust_env=False).status_code == 200
@@ -162,7 +200,7 @@ class Cluster:
 
     def is_right(self, asking: Asking) -> bool:
         """Whether it is answered, and as it should be."""
-        answer, right = asking.result(), Asking(self.reference, asking.content).result()
+        answer, right = asking.result(), Asking(self.reference, asking.content, **asking.settings).result()
         assert right.status == 200, right
         return (answer.status, answer.text) == (200, right.text)
 

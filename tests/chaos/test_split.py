@@ -6,7 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.cluster import DETECTION, HEARTBEAT, LEASE, SOON, SPLIT, WRITE, Asking, Cluster, cluster, wait_for
+from tests.chaos.cluster import (
+    DETECTION,
+    HEARTBEAT,
+    LEASE,
+    SOON,
+    SPLIT,
+    WRITE,
+    Asking,
+    Cluster,
+    Streaming,
+    cluster,
+    wait_for,
+)
 from tests.checkpoints import make_checkpoint
 
 slow = pytest.mark.slow
@@ -63,6 +75,17 @@ def test_a_lost_prefill_is_anothers_work(whole: Cluster, state: str, how: signal
     assert whole.is_right(whole.ask())
 
 
+def test_a_prefill_that_is_lost_once_all_is_written_is_not_missed(whole: Cluster) -> None:
+    been = whole.has_been("success", "d")
+    works = {name: whole.has_been("bootstrapping", name) for name in ("p0", "p1")}
+    asking = Streaming(whole.url, "Once upon a time", max_tokens=400)
+    wait_for(lambda: whole.has_been("success", "d") > been, 10)
+    (victim,) = [name for name in works if whole.has_been("bootstrapping", name) > works[name]]
+    whole.kill(victim)
+    assert asking.under_way
+    assert whole.is_right(asking), asking.answer
+
+
 def test_without_a_prefill_instance_there_is_an_answer_too(whole: Cluster) -> None:
     _, asking = reach(whole, "transferring")
     for name in ("p0", "p1"):
@@ -83,5 +106,25 @@ def test_a_lost_decode_instance_costs_its_requests_and_no_page(whole: Cluster, s
     answer = asking.result()
     assert answer.code in {"instance_lost", "unavailable"}
     assert answer.ended - lost < LEASE + DETECTION
+    wait_for(lambda: whole.has_its_pages("p0") and whole.has_its_pages("p1"), SOON + 2 * HEARTBEAT)
     if how is signal.SIGSTOP:
         whole.parts["d"].send(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=slow)])
+def test_a_stream_whose_decode_instance_is_lost_ends_in_an_error_with_a_name(
+    whole: Cluster, how: signal.Signals
+) -> None:
+    """Where there is another that decodes it would go on: ``test_decoders.py``."""
+    asking = Streaming(whole.url, "Tell me a story", max_tokens=600)
+    wait_for(lambda: asking.num_chunks > 10, 10)
+    lost = time.monotonic()
+    if how is signal.SIGKILL:
+        whole.kill("d")
+    else:
+        whole.parts["d"].send(how)
+    answer = asking.result()
+    assert (answer.status, answer.code) == (200, "instance_lost")
+    assert answer.ended - lost < LEASE + DETECTION
+    wait_for(lambda: whole.has_its_pages("p0") and whole.has_its_pages("p1"), SOON + 2 * HEARTBEAT)
+    assert whole.ask().result().code == "unavailable"

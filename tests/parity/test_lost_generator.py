@@ -1,0 +1,100 @@
+"""An instance that generates is lost in the middle of answers: others go on with them, with the very same tokens."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.harness import Running, running
+from tests.parity.cases import CASES
+from tests.parity.conftest import Model
+from triptych.errors import InstanceLost
+from triptych.messages.work import GrammarKind, GrammarSpec, Sampling
+
+REQUESTS = [case.messages for case in CASES]
+REGEX = GrammarSpec(GrammarKind.REGEX, "[a-z]{3,9}( [a-z]{3,9}){2,40}")
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+    {"grammar": REGEX, "temperature": 0.7, "seed": 5},
+]
+
+
+async def answer_and_lose(
+    service: Running, messages: Any, settings: dict[str, Any], got: list[int], lose: asyncio.Event
+) -> list[int]:
+    """The tokens of an answer; sets the event once all answers together have enough of them."""
+    front = service.front_door.service
+    prompt = front.prompt_builder.build(messages)
+    sampling = Sampling(**({"max_tokens": 32, "ignore_eos": True} | settings))
+    stream = front.router.submit(prompt, sampling, sorted(front.tokenizer.eos_token_ids))
+    tokens = []
+    async for report in stream:
+        tokens += report.tokens
+        got += report.tokens
+        if len(got) >= 6 * len(REQUESTS):
+            lose.set()
+    return tokens
+
+
+async def answers_with_a_loss(service: Running, victim: str, settings: dict[str, Any]) -> list[list[int]]:
+    got: list[int] = []
+    lose = asyncio.Event()
+    asked = [asyncio.create_task(answer_and_lose(service, one, settings, got, lose)) for one in REQUESTS]
+    await lose.wait()
+    at_stake = [entry for entry in service.front_door.router._requests.values() if entry.generator.name == victim]
+    assert any(entry.generated for entry in at_stake), "it is in the middle of answers"
+    await service.end(victim)
+    found = await asyncio.gather(*asked)
+    assert victim not in {lease.name for lease in service.front_door.router.registry}
+    return found
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "seeded", "structured"])
+@pytest.mark.parametrize(
+    ("topology", "victim"),
+    [
+        ("1E1P2D", "d2"),
+        pytest.param("1E2PD", "pd1", marks=pytest.mark.slow),
+        pytest.param("1E1PD1P1D", "d3", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_go_on_where_others_generate(
+    model: Model, topology: str, victim: str, settings: dict[str, Any]
+) -> None:
+    async def run() -> tuple[list[list[int]], list[list[int]]]:
+        async with running(model.folder, "1EPD") as whole:
+            expected = await whole.answers(REQUESTS, **settings)
+        async with running(model.folder, topology) as service:
+            return expected, await answers_with_a_loss(service, victim, settings)
+
+    expected, found = asyncio.run(run())
+    assert found == expected
+    if not settings:
+        assert found == model.answers
+
+
+def test_the_last_prefill_instance_is_lost_and_others_do_both(model: Model) -> None:
+    """What only decodes can't go on alone with what it hasn't begun: that goes to who can."""
+
+    async def run() -> list[list[int]]:
+        async with running(model.folder, "1E1PD1P1D") as service:
+            asked = [asyncio.create_task(service.answer(messages)) for messages in REQUESTS]
+            await asyncio.sleep(0.02)
+            await service.end("p2")
+            return await asyncio.gather(*asked)
+
+    assert asyncio.run(run()) == model.answers
+
+
+def test_without_another_there_is_an_error_with_a_name_and_every_page_is_back(model: Model) -> None:
+    async def run() -> None:
+        async with running(model.folder, "1E1P1D") as service:
+            with pytest.raises(InstanceLost):
+                await answers_with_a_loss(service, "d2", {"max_tokens": 64})
+            async with asyncio.timeout(5):
+                while not service.language_hosts()[0].idle:
+                    await asyncio.sleep(0.01)
+            service.language_hosts()[0].scheduler.pool.check_all_free()
+
+    asyncio.run(run())
