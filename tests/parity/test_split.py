@@ -61,6 +61,24 @@ def test_fabrics_that_cross_hosts(model: Model, fabric: str) -> None:
     assert answered(model, "1E1P1D", fabric=fabric) == model.answers
 
 
+BROKEN = "drop=0.04,corrupt=0.04,half=0.04,delay=0.05,duplicate=0.05,reorder=0.1,seconds=0.02"
+
+
+def test_writes_that_break_are_mended(model: Model) -> None:
+    """Lost, garbled, half done, late, twice, in any order: each row is checked, and comes again until it is right."""
+
+    async def run() -> tuple[list[list[int]], int]:
+        small = replace(FLOAT32, kv_receive_blocks=8, receive_blocks=8, receive_block_rows=8)
+        async with running(model.folder, "1E1P1D", small, transfer=TransferConfig(inject_faults=BROKEN)) as service:
+            answers = await service.answers(REQUESTS, max_tokens=8)
+            receivers = [host._incoming._receiver for host in decode_hosts(service)]
+            return answers, sum(receiver.counters.resent for receiver in receivers)
+
+    answers, resent = asyncio.run(run())
+    assert resent > 0
+    assert answers == [answer[:8] for answer in model.answers]
+
+
 def test_without_prefix_caches(model: Model) -> None:
     assert answered(model, "1E1P1D", replace(FLOAT32, enable_prefix_caching=False)) == model.answers
 
