@@ -17,6 +17,7 @@ from triptych.messages.codec import Message
 from triptych.messages.rows import End, RowLayout
 from triptych.messages.work import (
     Cancel,
+    ChangeRole,
     Heartbeat,
     Leave,
     Load,
@@ -25,16 +26,18 @@ from triptych.messages.work import (
     Register,
     Rejected,
     Reregister,
+    RoleKept,
     Stop,
     Welcome,
 )
 from triptych.roles import instance as instances
 from triptych.roles.host import Handlers
-from triptych.roles.instance import Instance
+from triptych.roles.instance import Composition, Instance
 from triptych.topology import Role
 from triptych.types import Address, RequestId, TransferId
 
 LAYOUT = RowLayout("model", "float32", 4, 16)
+OTHER_LAYOUT = RowLayout("model", "float32", 8, 32)
 FAST = LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=30.0)
 
 
@@ -75,6 +78,24 @@ class Recorder:
 
     def close(self) -> None:
         self.told.append("close")
+
+
+@dataclass
+class Composing:
+    """A composer whose hosts are recorders; ``refusal`` is what it raises, if anything, when it comes to it."""
+
+    refusal: BaseException | None = None
+    composed: list[Recorder] = field(default_factory=list)
+
+    def check(self, role: Role) -> None:
+        if role.encodes:
+            raise StartError("no tower")
+
+    def compose(self, role: Role) -> Composition:
+        if self.refusal is not None:
+            raise self.refusal
+        self.composed.append(Recorder())
+        return Composition([(self.composed[-1], End.CONSUMER)], [OTHER_LAYOUT])
 
 
 class Desk:
@@ -329,6 +350,80 @@ def test_failures_far_apart_end_nothing(start: Callable[..., Desk], monkeypatch:
         desk.await_count(Register, number + 2)
         desk.send(Welcome(30.0))
     assert desk.error is None
+
+
+def test_it_changes_its_role_once_all_is_done(start: Callable[..., Desk]) -> None:
+    desk, composer = start(host=Recorder(idle=False)), Composing()
+    desk.instance.composer = composer
+    desk.join()
+    desk.send(ChangeRole(Role.P, 30.0), cancel("still here"))
+    _until(lambda: cancel("still here") in desk.host.told)
+    assert composer.composed == []
+    desk.host.idle = True
+    desk.instance.channel.wake()
+    desk.await_count(Register, 2)
+    register = desk.received[_last(desk.received, Register)]
+    assert isinstance(register, Register)
+    assert (register.role, register.layouts) == (Role.P, [OTHER_LAYOUT])
+    assert desk.count(Leave) == 0, "the front door tells the others when it hears of the role"
+    assert desk.host.told == [cancel("still here"), "close"]
+    desk.send(Welcome(30.0), cancel("for the new host"))
+    (host,) = composer.composed
+    _until(lambda: host.told == [cancel("for the new host")])
+
+
+@pytest.mark.parametrize(
+    ("role", "refusal", "reason"),
+    [
+        (Role.EP, None, "no tower"),
+        (Role.P, OSError("no memory"), "no memory"),
+        (Role.P, BlockError("a bug"), "a bug"),
+    ],
+)
+def test_a_change_that_cannot_be_leaves_all_as_it_was(
+    start: Callable[..., Desk], role: Role, refusal: BaseException | None, reason: str
+) -> None:
+    desk = start()
+    desk.instance.composer = Composing(refusal)
+    desk.join()
+    desk.send(ChangeRole(role, 30.0))
+    desk.await_count(RoleKept, 1)
+    assert RoleKept(desk.instance.channel.address, reason) in desk.received
+    desk.send(cancel("after"))
+    _until(lambda: desk.host.told == [cancel("after")])
+    assert desk.count(Register) == 1
+
+
+def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., Desk]) -> None:
+    desk = start(host=Recorder(idle=False))
+    desk.instance.composer = Composing()
+    desk.join()
+    desk.send(ChangeRole(Role.P, 0.1))
+    desk.await_count(RoleKept, 1)
+    desk.host.idle = True
+    desk.send(cancel("after"))
+    _until(lambda: desk.host.told == [cancel("after")])
+    assert desk.count(Register) == 1
+
+
+def test_starting_over_forgets_the_change(start: Callable[..., Desk]) -> None:
+    desk, composer = start(host=Recorder(idle=False)), Composing()
+    desk.instance.composer = composer
+    desk.join()
+    desk.send(ChangeRole(Role.P, 30.0), Reregister())
+    desk.await_count(Register, 2)
+    desk.host.idle = True
+    desk.send(Welcome(30.0), cancel("after"))
+    _until(lambda: cancel("after") in desk.host.told)
+    assert composer.composed == []
+    assert desk.instance.role is Role.PD
+
+
+def test_one_without_other_hosts_keeps_its_role(start: Callable[..., Desk]) -> None:
+    desk = start()
+    desk.join()
+    desk.send(ChangeRole(Role.P, 30.0))
+    desk.await_count(RoleKept, 1)
 
 
 def _last(messages: list[Message], kind: type) -> int:
