@@ -25,7 +25,11 @@ from triptych.topology import Role
 
 REQUESTS = [case.messages for case in CASES if case.name != "large image"]
 TEXT: Messages = [{"role": "user", "content": "word " * 30}]
-HOSTS: dict[Role, type] = {Role.P: PrefillHost, Role.D: DecodeHost, Role.PD: LanguageHost, Role.EPD: LanguageHost}
+HOSTS: dict[Role, type] = {
+    **dict.fromkeys((Role.P, Role.EP), PrefillHost),
+    **dict.fromkeys((Role.PD, Role.EPD), LanguageHost),
+    Role.D: DecodeHost,
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +85,7 @@ def what_is_loaded(service: Running, name: str) -> list[object]:
         ("1P1D", ["p0=D", "d1=P", "p0=PD", "d1=PD", "d1=D", "p0=P"]),
         ("1E2P1D", ["p1=D", "p2=PD", "d3=P"]),
         ("1E1P2D", ["d2=PD", "d3=P", "p1=D"]),
+        ("1EP1D", ["d1=PD", "ep0=EPD", "d1=D", "ep0=EP"]),
     ],
 )
 def test_every_change_leaves_the_answers_as_they_were(

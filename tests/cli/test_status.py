@@ -1,0 +1,145 @@
+"""``triptych status``: what it refuses before it asks anybody, who gets an answer, and what it shows."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from triptych.cli import main
+from triptych.messages.channel import Channel
+from triptych.messages.codec import Message
+from triptych.messages.work import (
+    AskStatus,
+    InstanceStatus,
+    Load,
+    Pool,
+    RoleRefused,
+    RoleSet,
+    SetRole,
+    Status,
+)
+from triptych.topology import Role
+from triptych.types import Address
+
+SECRET = b"sixteen bytes at least"
+LOAD = Load(2, 1, [Pool("kv_pages", 4096, 17, 300), Pool("media_blocks", 64, 0)])
+STATUS = Status(
+    ready=True,
+    draining=False,
+    requests=3,
+    instances=[
+        InstanceStatus("pd0", Role.PD, Address("tcp://127.0.0.1:7"), 123, 40.0, 0.25, LOAD, next_role=Role.P),
+        InstanceStatus("e0", Role.E, Address("tcp://127.0.0.1:8"), 124, 0.0, 0.5, Load()),
+    ],
+)
+
+
+def answer(message: Message) -> Message:
+    if isinstance(message, SetRole):
+        if message.force:
+            return RoleSet(message.instance, message.role)
+        return RoleRefused(message.instance, message.role, "it would hurt")
+    return STATUS
+
+
+@contextmanager
+def front_door(secret: bytes | None = None) -> Iterator[tuple[str, list[Message]]]:
+    """Its control address, and what it has been asked; the answers are above."""
+    channel, asked, over = Channel(secret=secret), list[Message](), threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            for message in channel.receive(0.05):
+                assert isinstance(message, AskStatus | SetRole)
+                asked.append(message)
+                channel.send(message.reply_to, answer(message))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield channel.address.removeprefix("tcp://"), asked
+    finally:
+        over.set()
+        thread.join(10)
+        channel.close(linger=0)
+
+
+@pytest.fixture
+def status(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["status", *arguments])
+        code = ended.value.code
+        assert isinstance(code, int)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--control", "nowhere"], "--control 'nowhere' is not HOST:PORT"),
+        (["--control", "10.9.9.9:1"], "give the address that it reaches this one at with --cluster-host"),
+        (["--control", "127.0.0.1:1", "--set-role", "pd0"], "--set-role 'pd0' is not INSTANCE=ROLE"),
+        (["--control", "127.0.0.1:1", "--set-role", "=P"], "--set-role '=P' is not INSTANCE=ROLE"),
+        (["--control", "127.0.0.1:1", "--set-role", "pd0=X"], "where roles are E, P, D, EP, PD, EPD"),
+        (["--control", "127.0.0.1:1", "--drain-timeout", "nan"], "--drain-timeout 'nan' is not a number of seconds"),
+        (["--control", "127.0.0.1:1", "--drain-timeout", "0"], "--drain-timeout '0' is not a number of seconds"),
+        (["--control", "127.0.0.1:1", "--cluster-secret-file", "/no/such"], "can't be read"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    status: Callable[..., tuple[int, str, str]], arguments: list[str], says: str
+) -> None:
+    code, _, errors = status(*arguments)
+    assert code == 1
+    assert says in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_it_shows_who_is_there(status: Callable[..., tuple[int, str, str]]) -> None:
+    with front_door() as (control, _):
+        code, text, _ = status("--control", control)
+        assert code == 0
+        assert text.startswith("ready, 3 requests")
+        for words in ("PD → P", "2 running, 1 waiting", "17 of 4,096 kv_pages, 300 kept", "0 of 64 media_blocks"):
+            assert words in text
+        code, text, _ = status("--control", control, "--json")
+        assert code == 0
+        assert [one["next_role"] for one in json.loads(text)["instances"]] == ["P", None]
+
+
+def test_changes_are_asked_for_one_by_one_until_one_is_refused(status: Callable[..., tuple[int, str, str]]) -> None:
+    changes = ("--set-role", "pd0=p", "--set-role", "a=b=D", "--drain-timeout", "7")
+    with front_door() as (control, asked):
+        code, text, errors = status("--control", control, *changes)
+        assert (code, text) == (1, "")
+        assert errors == "triptych: pd0 does not become P: it would hurt\n"
+        assert status("--control", control, *changes, "--force")[0] == 0
+    seen = [(one.instance, one.role, one.timeout, one.force) for one in asked if isinstance(one, SetRole)]
+    assert seen == [("pd0", Role.P, 7.0, False), ("pd0", Role.P, 7.0, True), ("a=b", Role.D, 7.0, True)]
+
+
+def test_only_who_has_the_secret_is_heard(
+    status: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.cluster.operator.ANSWERS_WITHIN", 0.5)
+    files = {}
+    for name, secret in (("right", SECRET), ("wrong", SECRET + b"!")):
+        files[name] = tmp_path / name
+        files[name].write_bytes(secret)
+        files[name].chmod(0o600)
+    change = ("--set-role", "pd0=P", "--force", "--drain-timeout", "0.1")
+    with front_door(SECRET) as (control, asked):
+        for trust in ([], ["--cluster-secret-file", str(files["wrong"])]):
+            code, _, errors = status("--control", control, *change, *trust)
+            assert code == 1
+            assert "no answer from the front door" in errors
+        assert asked == []
+        monkeypatch.undo()
+        assert status("--control", control, *change, "--cluster-secret-file", str(files["right"]))[0] == 0
+        assert len(asked) == 2
