@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Messages, Running, running
 from tests.parity.cases import CASES
 from triptych.cluster.operator import Operator
-from triptych.config import ClusterConfig, EngineConfig
+from triptych.config import ClusterConfig
 from triptych.errors import StartError
 from triptych.messages.work import InstanceStatus
 from triptych.roles.instance import Instance
@@ -281,14 +281,16 @@ def test_nobody_answers_where_no_front_door_is(folder: Path, monkeypatch: pytest
         operator.status()
 
 
-def test_ranks_that_share_a_decoder_keep_their_role(folder: Path) -> None:
-    """What each has of the KV cache can't be sent yet."""
-    engine: EngineConfig = replace(FLOAT32, tensor_parallel_size=2)
-    from triptych.models.checkpoint import Checkpoint
-    from triptych.roles.build import Model, check_role
+@pytest.mark.parametrize("sizes", ["2", pytest.param("P=2", marks=pytest.mark.slow)])
+def test_ranks_that_share_a_decoder_go_along(folder: Path, answers: list[list[int]], sizes: str) -> None:
+    """An instance keeps as many of them as it was started with."""
 
-    model = Model(Checkpoint(folder), engine)
-    check_role(model, Role.PD, engine)
-    for role in (Role.P, Role.D, Role.EP):
-        with pytest.raises(StartError, match="tensor-parallel-size 2 is for instances that prefill and decode"):
-            check_role(model, role, engine)
+    async def run() -> None:
+        engine = replace(FLOAT32, tensor_parallel_size=sizes)
+        async with running(folder, "1E1P1D", engine) as service:
+            for change in ("p1=PD", "d2=P", "p1=D", "d2=PD"):
+                name, role = change.split("=")
+                await set_role(service, name, Role(role), force=True)
+                assert await service.answers(REQUESTS, max_tokens=12) == answers, change
+
+    asyncio.run(run())
