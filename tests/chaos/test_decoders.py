@@ -66,7 +66,7 @@ def status(whole: Cluster, *arguments: str) -> contextlib.AbstractContextManager
     [
         (signal.SIGKILL, SEEDED, "success"),
         (signal.SIGSTOP, GREEDY, "success"),
-        (signal.SIGKILL, GREEDY, "transferring"),
+        pytest.param(signal.SIGKILL, GREEDY, "transferring", marks=slow),
         pytest.param(signal.SIGKILL, GREEDY, "success", marks=slow),
         pytest.param(signal.SIGSTOP, SEEDED, "success", marks=slow),
         pytest.param(signal.SIGSTOP, GREEDY, "transferring", marks=slow),
