@@ -1,0 +1,27 @@
+"""Reads settings from a checkpoint's configuration files, with errors that name file and key."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from triptych.errors import CheckpointError
+
+T = TypeVar("T")
+
+_WANTED = {int: "a positive integer", float: "a number"}
+
+
+def setting(
+    config: Mapping[str, Any], path: str, kind: type[T], default: T | None = None, file: str = "config.json"
+) -> T:
+    """The value at a dotted ``path``: of type ``kind``, and positive if that is int. One that is absent or null becomes
+    ``default``, where there is one. Raises CheckpointError, naming ``file`` and path, for any other value."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if value is None and default is not None:
+        return default
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
+        raise CheckpointError(f"{file}: {path} must be {_WANTED.get(kind, f'a {kind.__name__}')}, not {value!r}")
+    return value
