@@ -25,7 +25,8 @@ from bench.make_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
 from triptych.errors import StartError
 from triptych.families.base import TowerInput
-from triptych.families.qwen3_vl.tower import DECODER_KEYS, Qwen3VL
+from triptych.families.qwen3_vl.tower import Qwen3VL
+from triptych.families.shared.decoder import decoder_keys
 from triptych.language.buckets import bucket_sizes
 from triptych.language.decode_graphs import DecodeGraphs, record_graphs
 from triptych.language.gpu_forward import GpuForward, on_device
@@ -56,7 +57,8 @@ class Bench:
 
             backend = TritonAttention(num_processors=4)
         weights = CUDA_FORMATS[dtype]
-        self.decoder = Decoder.load(family.decoder_config, checkpoint, DECODER_KEYS, weights, device, backend=backend)
+        keys = decoder_keys(family.decoder_config, checkpoint, "model.language_model.", "lm_head.weight")
+        self.decoder = Decoder.load(family.decoder_config, checkpoint, keys, weights, device, backend=backend)
         self.tower = family.load_tower(checkpoint, self.dtype, device)
         self.budget = budget
         self.linears = [module for module in self.decoder.modules() if isinstance(module, PlainLinear)]

@@ -27,6 +27,9 @@ from bench.make_checkpoint import (
     write_tokenizer,
     write_weights,
 )
+from triptych.families.registry import family_of, resolve
+from triptych.models.config_files import load_config
+from triptych.models.towers import TowerFamily
 
 Layout = Literal["saved", "published"]
 """``saved``: what ``save_pretrained`` of transformers writes; ``published``: what the Hub folders hold."""
@@ -86,6 +89,13 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
     is_moe = json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_vl_moe"
     model_class = Qwen3VLMoeForConditionalGeneration if is_moe else Qwen3VLForConditionalGeneration
     return model_class.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+
+
+def load_family(folder: Path) -> TowerFamily:
+    """The folder's family, as instances find it."""
+    config = load_config(folder)
+    family: TowerFamily = resolve(family_of(config).tower)(config)
+    return family
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -2,7 +2,7 @@
 process loads only the files of its own stage."""
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triptych.errors import CheckpointError
@@ -24,7 +24,10 @@ QWEN3_VL = Family(
     tower="triptych.families.qwen3_vl.tower:Qwen3VL",
 )
 
-FAMILIES = {"qwen3_vl": QWEN3_VL, "qwen3_vl_moe": QWEN3_VL}
+FAMILIES = {
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": replace(QWEN3_VL, tower="triptych.families.qwen3_vl.tower:Qwen3VLMoe"),
+}
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -1,6 +1,6 @@
 """The parts of a decoder layer. Each builds itself from a ``WeightReader``; ``prefix`` is its place in the decoder.
 
-The reference is ``Qwen3VLTextDecoderLayer`` and ``Qwen3VLMoeTextSparseMoeBlock`` in transformers.
+The reference is ``Qwen2DecoderLayer``, ``Qwen3DecoderLayer`` and ``Qwen3MoeSparseMoeBlock`` in transformers.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class LayerContext:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normalised queries and keys, over the paged cache."""
+    """Grouped-query attention over the paged cache."""
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, prefix: str, backend: AttentionBackend) -> None:
         super().__init__()
@@ -40,15 +40,17 @@ class Attention(nn.Module):
         self.qkv = reader.column_parallel(
             {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys},
             config.hidden_size,
-            bias=config.attention_bias,
+            bias=config.qkv_bias,
         )
         self.output = reader.all_reduced(
-            reader.row_parallel(f"{prefix}.o_proj", config.hidden_size, queries, bias=config.attention_bias)
+            reader.row_parallel(f"{prefix}.o_proj", config.hidden_size, queries, bias=config.output_bias)
         )
-        # Queries and keys lie side by side, so one norm, with a weight per head, serves both.
-        q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
-        k_weight = reader.vector(f"{prefix}.k_norm", head_dim).expand(kv_heads, -1)
-        self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
+        self.qk_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            # Queries and keys lie side by side, so one norm, with a weight per head, serves both.
+            q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
+            k_weight = reader.vector(f"{prefix}.k_norm", head_dim).expand(kv_heads, -1)
+            self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
         """``hidden`` [T, hidden] → [T, hidden]; writes the new tokens' K and V to the layer's ``keys``, ``values``."""
@@ -119,8 +121,8 @@ def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, pr
     """A routed layer's router, and this rank's part of each expert. The router stays unpacked: rounding it could change
     which experts run."""
     hidden, intermediate = config.hidden_size, Dimension(moe.moe_intermediate_size)
-    gate_ups = reader.expert_gate_ups(f"{prefix}.experts.gate_up_proj", moe.num_experts, intermediate, hidden)
-    downs = reader.expert_downs(f"{prefix}.experts.down_proj", moe.num_experts, hidden, intermediate)
+    gate_ups = reader.expert_gate_ups(f"{prefix}.experts", moe.num_experts, intermediate, hidden)
+    downs = reader.expert_downs(f"{prefix}.experts", moe.num_experts, hidden, intermediate)
     experts = [GatedMLP(gate_up, down) for gate_up, down in zip(gate_ups, downs, strict=True)]
     return MixtureOfExperts(moe, reader.plain_linear(f"{prefix}.gate", moe.num_experts, hidden), experts)
 

@@ -21,12 +21,22 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. ``mrope_section`` counts the frequencies that take their position from the temporal,
+    height and width axis, which take turns (``interleaved``) or follow each other; None: all take the first."""
+
+    theta: float
+    mrope_section: tuple[int, int, int] | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The parameters of ``Decoder``.
 
-    ``mrope_section`` counts the rotary frequencies that take their position from the temporal, height and width axis.
-    ``num_deepstack_layers`` is how many of the first layers add deepstack features after them. ``moe`` is None for a
-    decoder whose layers are all dense.
+    ``qkv_bias`` and ``output_bias`` are those of the attention's projections; ``qk_norm`` normalises each head's query
+    and key. ``num_deepstack_layers`` is how many of the first layers add deepstack features after them. ``moe`` is None
+    for a decoder whose layers are all dense.
     """
 
     vocab_size: int
@@ -37,11 +47,12 @@ class DecoderConfig:
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
-    rope_theta: float
-    mrope_section: tuple[int, int, int]
+    rope: RopeConfig
     tie_embeddings: bool
-    num_deepstack_layers: int
-    attention_bias: bool = False
+    num_deepstack_layers: int = 0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = True
     moe: MoEConfig | None = None
 
     def shard(self, size: int) -> "DecoderConfig":

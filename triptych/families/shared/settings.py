@@ -22,6 +22,10 @@ def setting(
         return default
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
+    if not isinstance(value, kind) or (isinstance(value, int) and kind is not bool and _is_no_count(value)):
         raise CheckpointError(f"{file}: {path} must be {_WANTED.get(kind, f'a {kind.__name__}')}, not {value!r}")
     return value
+
+
+def _is_no_count(value: int) -> bool:
+    return isinstance(value, bool) or value < 1
