@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from transformers import (
     PreTrainedModel,
     Qwen3VLConfig,
@@ -86,8 +87,7 @@ def make_checkpoint(
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The folder's model as transformers loads it, for inference."""
-    is_moe = json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_vl_moe"
-    model_class = Qwen3VLMoeForConditionalGeneration if is_moe else Qwen3VLForConditionalGeneration
+    model_class = getattr(transformers, load_config(folder)["architectures"][0])
     return model_class.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
 
 

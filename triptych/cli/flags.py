@@ -20,7 +20,13 @@ from triptych.config import (
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
+from triptych.families.registry import family_of
+from triptych.models.config_files import load_config
 from triptych.models.safetensors_header import read_folder
+from triptych.topology import Topology
+
+TEXT_ALONE = "1PD"
+"""The topology for a model that has nothing to encode, unless another is asked for."""
 
 DEMO = "demo"
 """The bundled model's name, wherever a MODEL is asked for."""
@@ -101,6 +107,14 @@ def model_folder(name: str) -> Path:
 def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
     """What requests call the model."""
     return config.front_door.served_model_name or (DEMO if arguments.model == DEMO else config.model.name)
+
+
+def topology(arguments: argparse.Namespace, config: ServeConfig, default: str) -> Topology:
+    """The topology asked for, or ``default``, or that without its encoders for a model of text alone. Raises
+    TopologyError and CheckpointError."""
+    if arguments.topology is None and not family_of(load_config(config.model)).takes_media:
+        return Topology.parse(TEXT_ALONE)
+    return Topology.parse(arguments.topology or default)
 
 
 def _from_environment(variable: str) -> str | None:

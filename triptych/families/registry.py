@@ -11,20 +11,45 @@ from triptych.families.base import ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """Import strings (``module:attribute``) of a family's three files."""
+    """Import strings (``module:attribute``) of a family's files, and what its requests may be made of."""
 
     planner: str
-    preprocessor: str
     tower: str
+    preprocessor: str | None = None
+    modalities: tuple[str, ...] = ("text",)
+
+    @property
+    def takes_media(self) -> bool:
+        """Whether there is anything to encode."""
+        return len(self.modalities) > 1
 
 
+QWEN2 = Family(planner="triptych.families.text.plan:TextPlanner", tower="triptych.families.text.decoder:Qwen2")
+
+QWEN2_VL = Family(
+    planner="triptych.families.qwen2_vl.plan:Qwen2VLPlanner",
+    preprocessor="triptych.families.shared.patches:PatchPreprocessor",
+    tower="triptych.families.qwen2_vl.tower:Qwen2VL",
+    modalities=("text", "image"),
+)
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    planner="triptych.families.qwen2_5_vl.plan:Qwen25VLPlanner",
+    tower="triptych.families.qwen2_5_vl.tower:Qwen25VL",
+)
 QWEN3_VL = Family(
     planner="triptych.families.qwen3_vl.plan:Qwen3VLPlanner",
     preprocessor="triptych.families.qwen3_vl.preprocess:Qwen3VLPreprocessor",
     tower="triptych.families.qwen3_vl.tower:Qwen3VL",
+    modalities=("text", "image"),
 )
 
 FAMILIES = {
+    "qwen2": QWEN2,
+    "qwen3": replace(QWEN2, tower="triptych.families.text.decoder:Qwen3"),
+    "qwen3_moe": replace(QWEN2, tower="triptych.families.text.decoder:Qwen3Moe"),
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": replace(QWEN3_VL, tower="triptych.families.qwen3_vl.tower:Qwen3VLMoe"),
 }

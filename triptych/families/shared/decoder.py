@@ -1,9 +1,10 @@
 """From the text part of a checkpoint's config to the decoder's parameters, and the names of its tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from triptych.errors import CheckpointError
-from triptych.families.base import ModelConfig
 from triptych.families.shared.settings import setting
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder_config import DecoderConfig, MoEConfig, RopeConfig
@@ -35,7 +36,7 @@ QWEN3 = Backbone(qkv_bias=None, qk_norm=True, rope=RopeConfig(10_000.0), head_di
 
 
 def decoder_config(
-    text: ModelConfig, backbone: Backbone, *, tie_embeddings: bool, num_deepstack_layers: int = 0
+    text: Mapping[str, Any], backbone: Backbone, *, tie_embeddings: bool, num_deepstack_layers: int = 0
 ) -> DecoderConfig:
     """The decoder's parameters. Raises CheckpointError for a setting that is missing, wrong or not served."""
     if (activation := text.get("hidden_act", "silu")) != "silu":
@@ -61,7 +62,7 @@ def decoder_config(
     )
 
 
-def _moe_config(text: ModelConfig, backbone: Backbone) -> MoEConfig:
+def _moe_config(text: Mapping[str, Any], backbone: Backbone) -> MoEConfig:
     """The experts' parameters. Files that transformers saved call ``num_experts`` ``num_local_experts``."""
     layers = range(setting(text, "num_hidden_layers", int))
     sparse_step = setting(text, "decoder_sparse_step", int, default=1)

@@ -27,5 +27,11 @@ def setting(
     return value
 
 
+def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the language model: in a section of their own, or, in older files, at the top level."""
+    section = config.get("text_config")
+    return section if isinstance(section, dict) else config
+
+
 def _is_no_count(value: int) -> bool:
     return isinstance(value, bool) or value < 1

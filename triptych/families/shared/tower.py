@@ -101,7 +101,7 @@ class PatchTowerFamily:
         self._check_vision(deepstack)
         self.row_width = self.decoder_config.hidden_size * (1 + len(deepstack))
 
-    def text_config(self, config: ModelConfig) -> ModelConfig:
+    def text_config(self, config: ModelConfig) -> Mapping[str, Any]:
         """The part of the config that describes the language model."""
         return setting(config, "text_config", dict)
 
