@@ -7,7 +7,7 @@ switched on.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,9 +147,12 @@ TINY = {
 }
 
 
-def make_tiny(folder: Path, family: str, layout: Layout = "published", seed: int = 1) -> Path:
-    """Writes a checkpoint folder and returns it. The same ``seed`` gives the same model in all layouts."""
-    tiny = TINY[family]
+def make_tiny(
+    folder: Path, family: str, layout: Layout = "published", seed: int = 1, config: dict[str, Any] | None = None
+) -> Path:
+    """Writes a checkpoint folder and returns it. The same ``seed`` gives the same model in all layouts. ``config``
+    overrides top-level settings."""
+    tiny = replace(TINY[family], config=TINY[family].config | (config or {}))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", tiny.config)
     end = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]

@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_config, load_family, load_reference
 from tests.models.driving import Pool, Prompt, Running, assert_close, make_prompt, random_input, reference_logits, step
 from tests.tiny import TINY, make_tiny
-from triptych.errors import CheckpointError
+from triptych.errors import CheckpointError, ConfigError
 from triptych.families.registry import FAMILIES
+from triptych.models.attention.cpu import CpuAttention
 from triptych.models.checkpoint import Checkpoint
+from triptych.models.decoder import Decoder
 from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.models.weights import DecoderKeys
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -140,11 +143,46 @@ def test_models_of_text_alone_have_one_half(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("qwen2", {}, [None] * 4),
+        ("qwen2", {"use_sliding_window": True}, [None, None, 16, 16]),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            [16, None] * 2,
+        ),
+        ("qwen3_moe", {"use_sliding_window": True}, [16] * 6),
+        ("qwen2_vl", {"use_sliding_window": True, "max_window_layers": 0}, [16] * 4),
+    ],
+)
+def test_which_layers_have_windows(
+    tmp_path: Path, name: str, changes: dict[str, object], windows: list[int | None]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY[name].config))
+    edit_config(tmp_path, **changes)
+    config = load_family(tmp_path).decoder_config
+    assert [config.window_of(layer) for layer in range(config.num_layers)] == windows
+
+
+def test_windows_need_a_backend_that_has_them(tiny: Tiny, tmp_path: Path) -> None:
+    class Without(CpuAttention):
+        takes_windows = False
+
+    folder = make_tiny(tmp_path, "qwen2", config={"use_sliding_window": True})
+    keys, config = DecoderKeys("model.", "lm_head.weight"), load_family(folder).decoder_config
+    with pytest.raises(ConfigError, match="sliding windows"):
+        Decoder.load(config, Checkpoint(folder), keys, FP32, CPU, backend=Without(None))
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("qwen3", {"head_dim": 0}, "head_dim must be a positive integer"),
         ("qwen2", {"hidden_act": "gelu"}, "'gelu' is not served"),
         ("qwen3_moe", {"num_experts_per_tok": None}, "num_experts_per_tok must be"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": "two"}, "max_window_layers must be a number"),
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
         ("qwen2_vl", {"rope_scaling": {"type": "yarn"}}, "'yarn' is not served"),
         ("qwen2_vl", {"rope_scaling": {"mrope_interleaved": True}}, "only M-RoPE that is not interleaved"),
         ("qwen2_vl", {"vision_config": {"hidden_size": 32}}, "hidden_size 32 isn't the hidden size 64"),

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,18 @@ def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], fa
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_two_ranks(models: dict[str, Model], family: str) -> None:
     assert answered(models[family], "1PD", replace(FLOAT32, tensor_parallel_size="2")) == models[family].answers
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "qwen2_vl"])
+def test_sliding_windows(models: dict[str, Model], tmp_path: Path, family: str) -> None:
+    """Of 16 tokens, in the upper layers (of the mixture, in all): prompts, chunks and answers are longer."""
+    folder = make_tiny(tmp_path, family, config={"use_sliding_window": True})
+    model = Model(folder, models[family].cases)
+    assert model.answers != models[family].answers
+    topology = "1PD" if family in TEXT_ALONE else "1EPD"
+    assert answered(model, topology) == model.answers
+    for chunk in (7, 40):
+        assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == model.answers
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych.errors import ConfigError
 from triptych.models.attention.base import AttentionBackend, AttentionBatch
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
 from triptych.models.layers import Linear, RMSNorm
@@ -29,13 +30,17 @@ class LayerContext:
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: DecoderConfig, reader: WeightReader, prefix: str, backend: AttentionBackend) -> None:
+    def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
         super().__init__()
+        prefix = f"layers.{index}.self_attn"
         shard, head_dim = config.shard(reader.group.size), config.head_dim
         heads, kv_heads = shard.num_heads, shard.num_kv_heads
         self.head_counts = [heads, kv_heads, kv_heads]
         self.head_dim = head_dim
         self.backend = backend
+        self.window = config.window_of(index)
+        if self.window is not None and not backend.takes_windows:
+            raise ConfigError("layers with sliding windows are served on CPUs only so far")
         queries, keys = Dimension(config.num_heads, head_dim), Dimension(config.num_kv_heads, head_dim)
         self.qkv = reader.column_parallel(
             {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys},
@@ -58,7 +63,7 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
         qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
         query, key = rotate(self.qk_norm(qk), context.cos, context.sin).split((heads, kv_heads), dim=1)
-        attended = self.backend(query, key, value, keys, values, context.attention)  # [T, heads, head_dim]
+        attended = self.backend(query, key, value, keys, values, context.attention, self.window)  # [T, heads, head_dim]
         return self.output(attended.flatten(1))
 
 
@@ -134,7 +139,7 @@ class Layer(nn.Module):
         super().__init__()
         prefix = f"layers.{index}"
         self.attention_norm = reader.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, reader, f"{prefix}.self_attn", backend)
+        self.attention = Attention(config, reader, index, backend)
         self.mlp_norm = reader.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         mlp: nn.Module
         if config.moe is not None and config.is_moe_layer(index):

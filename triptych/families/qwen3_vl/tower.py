@@ -25,10 +25,10 @@ class Qwen3VL(PatchTowerFamily):
         width="out_hidden_size",
         deepstack="deepstack_visual_indexes",
     )
-    backbone = replace(QWEN3, rope=ROPE)
+    backbone = replace(QWEN3, rope=ROPE, windows="none")
 
 
 class Qwen3VLMoe(Qwen3VL):
     """``TowerFamily`` for model type ``qwen3_vl_moe``: the same tower, and experts in the decoder."""
 
-    backbone = replace(QWEN3, rope=ROPE, head_dim=None, experts=True)
+    backbone = replace(QWEN3, rope=ROPE, head_dim=None, experts=True, windows="none")

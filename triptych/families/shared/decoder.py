@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from triptych.errors import CheckpointError
 from triptych.families.shared.settings import setting
@@ -19,7 +19,8 @@ class Backbone:
 
     ``qkv_bias`` of None leaves the biases of all four projections to the config's ``attention_bias``. ``head_dim`` of
     None is the hidden size by the number of heads. ``experts``: layers are mixtures, but for those that the config
-    makes dense.
+    makes dense. ``windows`` says which layers have a sliding window where the config asks for one: those from
+    ``max_window_layers`` on (``upper``, unless ``layer_types`` lists them), or all.
     """
 
     qkv_bias: bool | None
@@ -29,10 +30,11 @@ class Backbone:
     head_dim: int | None = None
     experts: bool = False
     norm_topk_prob: bool = True
+    windows: Literal["none", "upper", "all"] = "none"
 
 
-QWEN2 = Backbone(qkv_bias=True, qk_norm=False, rope=RopeConfig(10_000.0))
-QWEN3 = Backbone(qkv_bias=None, qk_norm=True, rope=RopeConfig(10_000.0), head_dim=128)
+QWEN2 = Backbone(qkv_bias=True, qk_norm=False, rope=RopeConfig(10_000.0), windows="upper")
+QWEN3 = Backbone(qkv_bias=None, qk_norm=True, rope=RopeConfig(10_000.0), head_dim=128, windows="upper")
 
 
 def decoder_config(
@@ -42,6 +44,7 @@ def decoder_config(
     if (activation := text.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"config.json: hidden_act {activation!r} is not served; only 'silu' is")
     num_heads, hidden_size = setting(text, "num_attention_heads", int), setting(text, "hidden_size", int)
+    window, windowed_layers = _windows(text, backbone)
     has_bias = bool(text.get("attention_bias", False))
     return DecoderConfig(
         vocab_size=setting(text, "vocab_size", int),
@@ -59,7 +62,28 @@ def decoder_config(
         output_bias=has_bias and backbone.qkv_bias is None,
         qk_norm=backbone.qk_norm,
         moe=_moe_config(text, backbone) if backbone.experts else None,
+        window=window,
+        windowed_layers=windowed_layers,
     )
+
+
+def _windows(text: Mapping[str, Any], backbone: Backbone) -> tuple[int | None, frozenset[int]]:
+    """The sliding window and the layers that have it."""
+    # saved files say null where there is none
+    if backbone.windows == "none" or not text.get("use_sliding_window") or text.get("sliding_window", 0) is None:
+        return None, frozenset()
+    window, num_layers = setting(text, "sliding_window", int, default=4096), setting(text, "num_hidden_layers", int)
+    types = setting(text, "layer_types", list, default=[])
+    if backbone.windows == "all":
+        return window, frozenset(range(num_layers))
+    if not types:
+        first = text.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise CheckpointError(f"config.json: max_window_layers must be a number of layers, not {first!r}")
+        return window, frozenset(range(first, num_layers))
+    if len(types) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in types):
+        raise CheckpointError(f"config.json: layer_types {types} doesn't say of each layer: full or sliding_attention")
+    return window, frozenset(index for index, kind in enumerate(types) if kind == "sliding_attention")
 
 
 def _moe_config(text: Mapping[str, Any], backbone: Backbone) -> MoEConfig:

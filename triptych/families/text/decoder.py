@@ -78,4 +78,4 @@ class Qwen3(TextFamily):
 class Qwen3Moe(TextFamily):
     """Model type ``qwen3_moe``."""
 
-    backbone = replace(QWEN3, head_dim=None, experts=True, norm_topk_prob=False)
+    backbone = replace(QWEN3, head_dim=None, experts=True, norm_topk_prob=False, windows="all")
