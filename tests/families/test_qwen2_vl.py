@@ -18,6 +18,7 @@ from triptych.families.shared.planner import TowerWork
 from triptych.prompt.probe import probe_image
 from triptych.types import ImageHeader
 
+FAMILIES = ["qwen2_vl", "qwen2_5_vl"]
 BOUNDS = {"min_pixels": 4 * 28 * 28, "max_pixels": 40 * 28 * 28}
 
 
@@ -28,7 +29,7 @@ def planner(family: str, processor: dict[str, Any], **vision: Any) -> Planner:
     return made
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("processor", [PREPROCESSOR, PREPROCESSOR | BOUNDS])
 def test_as_the_reference(family: str, processor: dict[str, Any]) -> None:
     source = random.Random(0)

@@ -26,6 +26,8 @@ TEXTS = [
 ]
 TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
 WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
+TWO_RANKS = ["qwen2", "qwen3_moe"]
+WITH_WINDOWS = ["qwen2", "qwen3_moe", "qwen2_vl"]
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +66,12 @@ def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], fa
     assert answered(models[family], "1E1PD", engine) == models[family].answers
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", TWO_RANKS)
 def test_two_ranks(models: dict[str, Model], family: str) -> None:
     assert answered(models[family], "1PD", replace(FLOAT32, tensor_parallel_size="2")) == models[family].answers
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "qwen2_vl"])
+@pytest.mark.parametrize("family", WITH_WINDOWS)
 def test_sliding_windows(models: dict[str, Model], tmp_path: Path, family: str) -> None:
     """Of 16 tokens, in the upper layers (of the mixture, in all): prompts, chunks and answers are longer."""
     folder = make_tiny(tmp_path, family, config={"use_sliding_window": True})

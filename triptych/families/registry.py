@@ -11,8 +11,10 @@ from triptych.families.base import ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """Import strings (``module:attribute``) of a family's files, and what its requests may be made of."""
+    """``name`` is what people call its models. Then the import strings (``module:attribute``) of its files, and what
+    requests may be made of."""
 
+    name: str
     planner: str
     tower: str
     preprocessor: str | None = None
@@ -24,9 +26,14 @@ class Family:
         return len(self.modalities) > 1
 
 
-QWEN2 = Family(planner="triptych.families.text.plan:TextPlanner", tower="triptych.families.text.decoder:Qwen2")
+QWEN2 = Family(
+    name="Qwen2, Qwen2.5",
+    planner="triptych.families.text.plan:TextPlanner",
+    tower="triptych.families.text.decoder:Qwen2",
+)
 
 QWEN2_VL = Family(
+    name="Qwen2-VL",
     planner="triptych.families.qwen2_vl.plan:Qwen2VLPlanner",
     preprocessor="triptych.families.shared.patches:PatchPreprocessor",
     tower="triptych.families.qwen2_vl.tower:Qwen2VL",
@@ -34,10 +41,12 @@ QWEN2_VL = Family(
 )
 QWEN2_5_VL = replace(
     QWEN2_VL,
+    name="Qwen2.5-VL",
     planner="triptych.families.qwen2_5_vl.plan:Qwen25VLPlanner",
     tower="triptych.families.qwen2_5_vl.tower:Qwen25VL",
 )
 QWEN3_VL = Family(
+    name="Qwen3-VL",
     planner="triptych.families.qwen3_vl.plan:Qwen3VLPlanner",
     preprocessor="triptych.families.qwen3_vl.preprocess:Qwen3VLPreprocessor",
     tower="triptych.families.qwen3_vl.tower:Qwen3VL",
@@ -46,12 +55,12 @@ QWEN3_VL = Family(
 
 FAMILIES = {
     "qwen2": QWEN2,
-    "qwen3": replace(QWEN2, tower="triptych.families.text.decoder:Qwen3"),
-    "qwen3_moe": replace(QWEN2, tower="triptych.families.text.decoder:Qwen3Moe"),
+    "qwen3": replace(QWEN2, name="Qwen3", tower="triptych.families.text.decoder:Qwen3"),
+    "qwen3_moe": replace(QWEN2, name="Qwen3-MoE", tower="triptych.families.text.decoder:Qwen3Moe"),
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
-    "qwen3_vl_moe": replace(QWEN3_VL, tower="triptych.families.qwen3_vl.tower:Qwen3VLMoe"),
+    "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", tower="triptych.families.qwen3_vl.tower:Qwen3VLMoe"),
 }
 
 

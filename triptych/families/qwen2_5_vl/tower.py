@@ -8,7 +8,6 @@ class Qwen25VL(Qwen2VL):
     """``TowerFamily`` for model type ``qwen2_5_vl``."""
 
     spec = TowerSpec(
-        name="Qwen2.5-VL",
         module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
         config="transformers.models.qwen2_5_vl.configuration_qwen2_5_vl:Qwen2_5_VLVisionConfig",
         width="out_hidden_size",

@@ -20,7 +20,6 @@ class Qwen2VL(PatchTowerFamily):
     """``TowerFamily`` for model type ``qwen2_vl``."""
 
     spec = TowerSpec(
-        name="Qwen2-VL",
         module="transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel",
         config="transformers.models.qwen2_vl.configuration_qwen2_vl:Qwen2VLVisionConfig",
         width="hidden_size",

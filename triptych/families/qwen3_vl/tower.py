@@ -19,7 +19,6 @@ class Qwen3VL(PatchTowerFamily):
     """``TowerFamily`` for model type ``qwen3_vl``."""
 
     spec = TowerSpec(
-        name="Qwen3-VL",
         module="transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
         config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
         width="out_hidden_size",

@@ -31,7 +31,6 @@ class TowerSpec:
     the setting of the vision config that says how wide an embedding is, ``deepstack`` the one that lists the layers
     whose features follow it, if any."""
 
-    name: str
     module: str
     config: str
     width: str
@@ -158,7 +157,7 @@ class PatchTowerFamily:
             elif key.startswith(halves.decoder) or key == halves.head:
                 decoder.append(key)
             else:
-                raise CheckpointError(f"tensor {key!r} belongs to no half of a {self.spec.name} checkpoint")
+                raise CheckpointError(f"tensor {key!r} is neither in {halves.tower}… nor in {halves.decoder}…")
         return tower, decoder
 
     def _transformers_config(self) -> Any:
