@@ -18,6 +18,8 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from bench.make_checkpoint import (
     Sizes,
@@ -87,7 +89,13 @@ def make_checkpoint(
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The folder's model as transformers loads it, for inference."""
-    model_class = getattr(transformers, load_config(folder)["architectures"][0])
+    config = load_config(folder)
+    if (thinker := config.get("thinker_config")) is not None:
+        loaded = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(
+            folder, config=Qwen3OmniMoeThinkerConfig(**thinker), dtype=dtype
+        )
+        return loaded.eval().requires_grad_(False)
+    model_class = getattr(transformers, config["architectures"][0])
     return model_class.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
 
 

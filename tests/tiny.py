@@ -64,12 +64,19 @@ class Tiny:
 
     config: dict[str, Any]
     published: Callable[[str], str] = str
+    model: str = ""
+    """The class of transformers that is saved, and whose config is the section ``thinker_config``; that of the whole
+    config unless given."""
     preprocessor: dict[str, Any] | None = None
     split_experts: bool = False
 
 
 def _as_qwen2_vl(name: str) -> str:
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+def _as_qwen3_omni(name: str) -> str:
+    return f"thinker.{_as_qwen2_vl(name)}".replace("model.audio_tower.", "audio_tower.")
 
 
 def _mrope(section: list[int]) -> dict[str, Any]:
@@ -144,6 +151,45 @@ TINY = {
         published=_as_qwen2_vl,
         preprocessor=PREPROCESSOR,
     ),
+    "qwen3_omni_moe": Tiny(
+        {
+            "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+            "model_type": "qwen3_omni_moe",
+            "thinker_config": MEDIA_TOKENS
+            | {
+                "audio_token_id": IDS["<|vision_pad|>"],
+                "audio_start_token_id": IDS["<|endoftext|>"],
+                "text_config": TEXT
+                | {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+                | {"rope_theta": 1e6, "sliding_window": None}
+                | {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]}},
+                "vision_config": {
+                    "depth": 3,
+                    "hidden_size": 32,
+                    "intermediate_size": 48,
+                    "num_heads": 2,
+                    "out_hidden_size": 64,
+                    "patch_size": 14,
+                    "spatial_merge_size": 2,
+                    "temporal_patch_size": 2,
+                    "num_position_embeddings": 64,
+                    "deepstack_visual_indexes": [0, 1],
+                },
+                "audio_config": {
+                    "d_model": 32,
+                    "encoder_layers": 1,
+                    "encoder_attention_heads": 2,
+                    "encoder_ffn_dim": 32,
+                    "output_dim": 64,
+                    "downsample_hidden_size": 8,
+                },
+            },
+        },
+        published=_as_qwen3_omni,
+        model="Qwen3OmniMoeThinkerForConditionalGeneration",
+        preprocessor=PREPROCESSOR,
+        split_experts=True,
+    ),
 }
 
 
@@ -165,7 +211,7 @@ def make_tiny(
         model.save_pretrained(folder)
         return folder
     weights = dict(model.state_dict())
-    if tiny.config["tie_word_embeddings"]:
+    if tiny.config.get("tie_word_embeddings"):
         del weights["lm_head.weight"]
     if layout == "published" and tiny.split_experts:
         weights = _split_experts(weights)
@@ -175,13 +221,14 @@ def make_tiny(
 
 
 def _random_model(tiny: Tiny, seed: int) -> PreTrainedModel:
-    model_class = getattr(transformers, tiny.config["architectures"][0])
-    config = model_class.config_class(**json.loads(json.dumps(tiny.config)))
+    model_class = getattr(transformers, tiny.model or tiny.config["architectures"][0])
+    settings = tiny.config["thinker_config"] if tiny.model else tiny.config
+    config = model_class.config_class(**json.loads(json.dumps(settings)))
     model: PreTrainedModel = model_class(config).float()
     weights = {
         name: random_weight(name, tuple(weight.shape), Sizes(), seed, torch.float32)
         for name, weight in model.state_dict().items()
-        if name != "lm_head.weight" or not tiny.config["tie_word_embeddings"]
+        if name != "lm_head.weight" or not tiny.config.get("tie_word_embeddings")
     }
     model.load_state_dict(weights, strict=False)
     return model.eval().requires_grad_(False)

@@ -73,7 +73,8 @@ def test_tower_rows(tiny: Tiny, name: str) -> None:
         )
     rows = tower.encode(IMAGES)
     assert [len(part) for part in rows] == [6, 1, 45]
-    assert_close(torch.cat(rows), expected.pooler_output, 1e-5)
+    features = getattr(expected, "deepstack_features", None) or []
+    assert_close(torch.cat(rows), torch.cat((expected.pooler_output, *features), dim=1), 1e-5)
     for item, part in zip(IMAGES, rows, strict=True):
         assert_close(part, tower.encode([item])[0], 1e-5)
 
@@ -83,15 +84,12 @@ def test_keys_as_the_newer_families_have_them(tiny: Tiny, name: str, tmp_path: P
     """``model.visual.…`` and ``model.language_model.…``, as the modules of transformers are called."""
     folder = tiny(name, "published")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    save_file(
-        {_as_the_modules(key): w for key, w in load_file(folder / "model.safetensors").items()},
-        tmp_path / "model.safetensors",
-    )
+    weights = load_file(folder / "model.safetensors")
+    save_file({_as_the_modules(key): weight for key, weight in weights.items()}, tmp_path / "model.safetensors")
     for path in (folder, tmp_path):
-        family, checkpoint = load_family(path), Checkpoint(path)
-        assert sorted(family.tower_keys(checkpoint.tensors) + family.decoder_keys(checkpoint.tensors)) == sorted(
-            checkpoint.tensors
-        )
+        family, keys = load_family(path), Checkpoint(path).tensors
+        served = sorted(key for key in keys if "audio_tower." not in key)
+        assert sorted(family.tower_keys(keys) + family.decoder_keys(keys)) == served
     expected = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
     decoder = load_family(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
     for ours, other in zip(decoder.parameters(), expected.parameters(), strict=True):
@@ -101,7 +99,8 @@ def test_keys_as_the_newer_families_have_them(tiny: Tiny, name: str, tmp_path: P
 
 
 def _as_the_modules(key: str) -> str:
-    if key.startswith("visual."):
+    key = key.removeprefix("thinker.")
+    if key.startswith(("visual.", "audio_tower.")):
         return f"model.{key}"
     return key.replace("model.", "model.language_model.", 1)
 
@@ -119,6 +118,21 @@ def test_packed_experts(tiny: Tiny, weights: object) -> None:
     exact = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
     error = (logits[0] - step(Pool(exact), [(Running(prompt), len(prompt.tokens))])).abs().median()
     assert 0 < error < 0.5
+
+
+def test_what_hears_and_speaks_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
+    """And nothing else."""
+    folder = tiny("qwen3_omni_moe", "published")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    spoken = {"talker.model.norm.weight": torch.zeros(3), "code2wav.decoder.0.weight": torch.zeros(3)}
+    save_file(weights | spoken, tmp_path / "model.safetensors")
+    sizes = load_family(tmp_path).stage_bytes(Checkpoint(tmp_path).tensors)
+    heard = sum(weight.nbytes for key, weight in weights.items() if "audio_tower." in key)
+    assert heard > 0
+    assert sum(sizes.values()) == sum(weight.nbytes for weight in weights.values()) - heard
+    with pytest.raises(CheckpointError, match=r"'thinker\.mouth\.x' is neither in thinker\.visual"):
+        load_family(folder).tower_keys([*weights, "thinker.mouth.x"])
 
 
 def test_a_missing_expert_is_named(tiny: Tiny, tmp_path: Path) -> None:

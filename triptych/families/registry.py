@@ -53,6 +53,14 @@ QWEN3_VL = Family(
     modalities=("text", "image"),
 )
 
+QWEN3_OMNI = Family(
+    name="Qwen3-Omni-MoE (thinker)",
+    planner="triptych.families.qwen3_omni.plan:Qwen3OmniPlanner",
+    preprocessor="triptych.families.qwen3_omni.preprocess:Qwen3OmniPreprocessor",
+    tower="triptych.families.qwen3_omni.tower:Qwen3Omni",
+    modalities=("text", "image"),
+)
+
 FAMILIES = {
     "qwen2": QWEN2,
     "qwen3": replace(QWEN2, name="Qwen3", tower="triptych.families.text.decoder:Qwen3"),
@@ -61,6 +69,8 @@ FAMILIES = {
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", tower="triptych.families.qwen3_vl.tower:Qwen3VLMoe"),
+    "qwen3_omni_moe": QWEN3_OMNI,
+    "qwen3_omni_moe_thinker": QWEN3_OMNI,
 }
 
 

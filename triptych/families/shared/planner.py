@@ -14,6 +14,7 @@ from triptych.types import ImageHeader, ItemPlan, Span
 
 MAX_ASPECT_RATIO = 200
 MAX_SOURCE_PIXELS = 50_000_000
+VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,12 @@ class PatchPlanner:
         *,
         context_length: int,
         work: TowerWork,
+        media_tokens: Sequence[str] = VISION_TOKENS,
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
+        """``media_tokens`` names the settings that say which tokens may only come from the template."""
         self.image_token_id = setting(config, "image_token_id", int)
-        self.media_token_ids = frozenset(
-            setting(config, key, int)
-            for key in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        )
+        self.media_token_ids = frozenset(setting(config, key, int) for key in media_tokens)
         self.context_length = context_length
         self._geometry = ImageGeometry.from_configs(config, preprocessor_config)
         self._max_source_pixels = max_source_pixels

@@ -39,11 +39,13 @@ class TowerSpec:
 
 @dataclass(frozen=True)
 class Halves:
-    """How a checkpoint names its tensors: the prefixes of the tower's and the decoder's, and the output projection."""
+    """How a checkpoint names its tensors: the prefixes of the tower's and the decoder's, the output projection, and the
+    prefixes of ``others``, which aren't served."""
 
     tower: str
     decoder: str
     head: str = "lm_head.weight"
+    others: tuple[str, ...] = ()
 
 
 # In files older than transformers 4.52, and in those that it saves for such families, the decoder has the names of a
@@ -156,7 +158,7 @@ class PatchTowerFamily:
                 tower.append(key)
             elif key.startswith(halves.decoder) or key == halves.head:
                 decoder.append(key)
-            else:
+            elif not key.startswith(halves.others):
                 raise CheckpointError(f"tensor {key!r} is neither in {halves.tower}… nor in {halves.decoder}…")
         return tower, decoder
 

@@ -1,4 +1,4 @@
-"""Plans and patches of Qwen2-VL and Qwen2.5-VL, whose patches are of 14 pixels, as the reference processor's."""
+"""Plans and patches as the reference processor's, of families other than Qwen3-VL."""
 
 import io
 import random
@@ -18,13 +18,13 @@ from triptych.families.shared.planner import TowerWork
 from triptych.prompt.probe import probe_image
 from triptych.types import ImageHeader
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
 BOUNDS = {"min_pixels": 4 * 28 * 28, "max_pixels": 40 * 28 * 28}
 
 
 def planner(family: str, processor: dict[str, Any], **vision: Any) -> Planner:
     config = deepcopy(TINY[family].config)
-    config["vision_config"] |= vision
+    config.get("thinker_config", config)["vision_config"] |= vision
     made: Planner = resolve(family_of(config).planner)(config, processor)
     return made
 
