@@ -25,7 +25,7 @@ from bench.make_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
 from triptych.errors import StartError
 from triptych.families.base import TowerInput
-from triptych.families.qwen3_vl.tower import Qwen3VL
+from triptych.families.registry import family_of, resolve
 from triptych.families.shared.decoder import decoder_keys
 from triptych.language.buckets import bucket_sizes
 from triptych.language.decode_graphs import DecodeGraphs, record_graphs
@@ -50,7 +50,8 @@ class Bench:
         self.device, self.repeats, self.sizes = device, repeats, sizes
         self.dtype = getattr(torch, dtype)
         checkpoint = RandomCheckpoint(sizes, self.dtype, device)
-        family = Qwen3VL(model_config(sizes))
+        config = model_config(sizes)
+        family = resolve(family_of(config).tower)(config)
         backend = None
         if device.type == "cpu":
             from triptych.models.attention.triton_backend import TritonAttention
