@@ -25,7 +25,8 @@ from bench.make_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
 from triptych.errors import StartError
 from triptych.families.base import TowerInput
-from triptych.families.qwen3_vl.tower import DECODER_KEYS, Qwen3VL
+from triptych.families.registry import family_of, resolve
+from triptych.families.shared.decoder import decoder_keys
 from triptych.language.buckets import bucket_sizes
 from triptych.language.decode_graphs import DecodeGraphs, record_graphs
 from triptych.language.gpu_forward import GpuForward, on_device
@@ -49,14 +50,16 @@ class Bench:
         self.device, self.repeats, self.sizes = device, repeats, sizes
         self.dtype = getattr(torch, dtype)
         checkpoint = RandomCheckpoint(sizes, self.dtype, device)
-        family = Qwen3VL(model_config(sizes))
+        config = model_config(sizes)
+        family = resolve(family_of(config).tower)(config)
         backend = None
         if device.type == "cpu":
             from triptych.models.attention.triton_backend import TritonAttention
 
             backend = TritonAttention(num_processors=4)
         weights = CUDA_FORMATS[dtype]
-        self.decoder = Decoder.load(family.decoder_config, checkpoint, DECODER_KEYS, weights, device, backend=backend)
+        keys = decoder_keys(family.decoder_config, checkpoint, "model.language_model.", "lm_head.weight")
+        self.decoder = Decoder.load(family.decoder_config, checkpoint, keys, weights, device, backend=backend)
         self.tower = family.load_tower(checkpoint, self.dtype, device)
         self.budget = budget
         self.linears = [module for module in self.decoder.modules() if isinstance(module, PlainLinear)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from transformers import (
     PreTrainedModel,
     Qwen3VLConfig,
@@ -17,6 +18,8 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from bench.make_checkpoint import (
     Sizes,
@@ -27,6 +30,9 @@ from bench.make_checkpoint import (
     write_tokenizer,
     write_weights,
 )
+from triptych.families.registry import family_of, resolve
+from triptych.models.config_files import load_config
+from triptych.models.towers import TowerFamily
 
 Layout = Literal["saved", "published"]
 """``saved``: what ``save_pretrained`` of transformers writes; ``published``: what the Hub folders hold."""
@@ -83,9 +89,21 @@ def make_checkpoint(
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The folder's model as transformers loads it, for inference."""
-    is_moe = json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_vl_moe"
-    model_class = Qwen3VLMoeForConditionalGeneration if is_moe else Qwen3VLForConditionalGeneration
+    config = load_config(folder)
+    if (thinker := config.get("thinker_config")) is not None:
+        loaded = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(
+            folder, config=Qwen3OmniMoeThinkerConfig(**thinker), dtype=dtype
+        )
+        return loaded.eval().requires_grad_(False)
+    model_class = getattr(transformers, config["architectures"][0])
     return model_class.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+
+
+def load_family(folder: Path) -> TowerFamily:
+    """The folder's family, as instances find it."""
+    config = load_config(folder)
+    family: TowerFamily = resolve(family_of(config).tower)(config)
+    return family
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.tiny import make_tiny
 from triptych.cli import flags, main, serve
 from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, as_flags
 from triptych.errors import ConfigError
@@ -173,3 +174,12 @@ def test_commands_without_sense_show_the_usage(capsys: pytest.CaptureFixture[str
             main(arguments)
         assert ended.value.code == 2
         assert "usage: triptych" in capsys.readouterr().err
+
+
+def test_the_default_topology_is_the_models(folder: Path, tmp_path: Path) -> None:
+    text = make_tiny(tmp_path / "text", "qwen2")
+    for model, expected in ((folder, "1E1PD"), (text, "1PD")):
+        arguments = parsed(model)
+        assert str(flags.topology(arguments, flags.serve_config(arguments), "1E1PD")) == expected
+    asked = parsed(text, "--topology", "1P1D")
+    assert str(flags.topology(asked, flags.serve_config(asked), "1E1PD")) == "1P1D"

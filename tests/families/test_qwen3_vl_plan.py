@@ -15,7 +15,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch
-from triptych.families.qwen3_vl.plan import ImageGeometry, Qwen3VLPlanner
+from triptych.families.qwen3_vl.plan import Qwen3VLPlanner
+from triptych.families.shared.geometry import ImageGeometry
 from triptych.types import ImageHeader, ItemPlan, Span
 
 IMAGE = 7

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import load_family
 from tests.models.generating import PAGE_SIZE, Generating, prompts
-from triptych.families.qwen3_vl.tower import Qwen3VL
 from triptych.language.decode_graphs import record_graphs
 from triptych.language.gpu_forward import GpuForward
 from triptych.language.gpu_runner import GpuRunner
@@ -16,7 +16,6 @@ from triptych.language.runner import Runner
 from triptych.messages.work import Sampling
 from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
 from triptych.models.decoder import AfterLayer, Decoder, ForwardBatch
 from triptych.models.layers import CUDA_FORMATS, WEIGHT_FORMATS, WeightFormat
 
@@ -27,7 +26,7 @@ SAMPLINGS = [Sampling(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=in
 
 
 def load(folder: Path, weights: WeightFormat, device: torch.device) -> Decoder:
-    return Qwen3VL(load_config(folder)).load_decoder(Checkpoint(folder), weights, device)
+    return load_family(folder).load_decoder(Checkpoint(folder), weights, device)
 
 
 def cache_of(decoder: Decoder, device: torch.device) -> KVTensors:

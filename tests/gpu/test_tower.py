@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import load_family
 from tests.models.driving import random_input
-from triptych.families.qwen3_vl.tower import Qwen3VL
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
 
 IMAGES = [random_input((1, 4, 6), 1), random_input((1, 2, 2), 2), random_input((1, 8, 4), 3)]
 
@@ -21,7 +20,7 @@ IMAGES = [random_input((1, 4, 6), 1), random_input((1, 2, 2), 2), random_input((
 def test_rows(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: torch.dtype, tolerance: float) -> None:
     build = pytest.importorskip("triptych.roles.build", reason="an instance's libraries aren't all installed")
     folder = checkpoint_folder()
-    family, checkpoint = Qwen3VL(load_config(folder)), Checkpoint(folder)
+    family, checkpoint = load_family(folder), Checkpoint(folder)
     expected = family.load_tower(checkpoint, torch.float32, torch.device("cpu")).encode(IMAGES)
     encoder = build.TowerEncoder(family.load_tower(checkpoint, dtype, gpu), dtype)
     for found, rows in zip(encoder(IMAGES), expected, strict=True):

@@ -12,7 +12,7 @@ import torch
 from triptych.language.group import GroupCache, make_cache
 from triptych.language.kv_rows import CacheRows
 from triptych.models.attention.base import KVTensors
-from triptych.models.decoder_config import DecoderConfig
+from triptych.models.decoder_config import DecoderConfig, RopeConfig
 from triptych.models.parallel import SINGLE_RANK, Dimension, Group, SingleRank
 
 LAYERS, PAGES, PAGE_SIZE, DIM = 3, 5, 4, 8
@@ -25,8 +25,7 @@ CONFIG = DecoderConfig(
     head_dim=DIM,
     intermediate_size=8,
     rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    mrope_section=(2, 1, 1),
+    rope=RopeConfig(1e4),
     tie_embeddings=True,
     num_deepstack_layers=0,
 )

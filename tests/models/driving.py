@@ -47,7 +47,12 @@ def make_prompt(
     ids = torch.tensor(tokens)
     is_media = ids == config.image_token_id
     grids = torch.tensor([item.grid for item in inputs]) if inputs else None
-    positions, _ = reference.model.get_rope_index(ids[None], is_media[None].int(), image_grid_thw=grids)
+    positions, _ = reference.model.get_rope_index(
+        input_ids=ids[None],
+        image_grid_thw=grids,
+        attention_mask=torch.ones_like(ids[None]),
+        **media_types(reference, is_media[None]),
+    )
     media_rows = torch.cat(list(rows)) if rows else torch.zeros(0, width)
     return Prompt(ids, positions[:, 0], is_media.nonzero()[:, 0], media_rows)
 
@@ -61,8 +66,15 @@ def reference_logits(reference: PreTrainedModel, prompt: Prompt, inputs: Sequenc
             "pixel_values": torch.cat([torch.from_numpy(item.patches) for item in inputs]),
             "image_grid_thw": torch.tensor([item.grid for item in inputs]),
         }
-    is_media = (prompt.tokens == reference.config.image_token_id)[None].int()
-    return reference(input_ids=prompt.tokens[None], mm_token_type_ids=is_media, **media).logits[0].float()
+    is_media = (prompt.tokens == reference.config.image_token_id)[None]
+    mask = torch.ones_like(prompt.tokens[None])
+    inputs = {"input_ids": prompt.tokens[None], "attention_mask": mask} | media_types(reference, is_media)
+    return reference(**inputs, **media).logits[0].float()
+
+
+def media_types(reference: PreTrainedModel, is_image: Tensor) -> dict[str, Tensor]:
+    """What tells most models which tokens are an image's; Omni finds out by itself."""
+    return {} if "Omni" in type(reference).__name__ else {"mm_token_type_ids": is_image.int()}
 
 
 @dataclass

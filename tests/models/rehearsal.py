@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.models.generating import PAGE_SIZE
-from triptych.families.qwen3_vl.tower import DECODER_KEYS, Qwen3VL
+from triptych.families.registry import family_of, resolve
 from triptych.language.buckets import bucket_sizes
 from triptych.language.decode_graphs import DecodeGraphs
 from triptych.language.gpu_forward import GpuForward
@@ -28,8 +28,9 @@ MAX_NUM_SEQS, MAX_PAGES = 5, 60
 
 
 def load(folder: Path, backend: AttentionBackend, group: Group = SINGLE_RANK) -> Decoder:
-    checkpoint, family = Checkpoint(folder), Qwen3VL(load_config(folder))
-    keys = DecoderKeys(DECODER_KEYS.prefix, DECODER_KEYS.head)
+    checkpoint, config = Checkpoint(folder), load_config(folder)
+    family = resolve(family_of(config).tower)(config)
+    keys = DecoderKeys("model.language_model.", "lm_head.weight")
     weights = WEIGHT_FORMATS["float32"]
     return Decoder.load(family.decoder_config, checkpoint, keys, weights, CPU, backend=backend, group=group)
 

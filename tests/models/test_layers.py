@@ -5,6 +5,10 @@ from dataclasses import fields
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLTextRMSNorm,
@@ -14,6 +18,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 
 from triptych.config import DTYPES, QUANTIZATIONS, EngineConfig
 from triptych.errors import CheckpointError, ConfigError
+from triptych.models.decoder_config import RopeConfig
 from triptych.models.layers import (
     QUANTIZED_FORMATS,
     WEIGHT_FORMATS,
@@ -22,9 +27,11 @@ from triptych.models.layers import (
     PlainLinear,
     RMSNorm,
 )
-from triptych.models.rope import InterleavedMRope, rope_settings, rotate
+from triptych.models.rope import Rope, rope_settings, rotate
 
 CPU = torch.device("cpu")
+INTERLEAVED = RopeConfig(5e5, (24, 20, 20), interleaved=True)
+CHUNKED = RopeConfig(1e6, (16, 24, 24))
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -95,15 +102,23 @@ def test_norm_equals_transformers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("head_dim", "section"), [(16, (4, 2, 2)), (128, (24, 20, 20)), (16, (2, 3, 3))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rope_equals_transformers(head_dim: int, section: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_equals_transformers(
+    head_dim: int, section: tuple[int, int, int], dtype: torch.dtype, interleaved: bool
+) -> None:
     torch.manual_seed(0)
-    parameters = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(section), "mrope_interleaved": True}
-    config = Qwen3VLTextConfig(head_dim=head_dim, rope_parameters=parameters)
+    parameters = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(section)}
+    if interleaved:
+        config = Qwen3VLTextConfig(head_dim=head_dim, rope_parameters=parameters | {"mrope_interleaved": True})
+        reference = Qwen3VLTextRotaryEmbedding(config)
+    else:
+        config = Qwen2VLTextConfig(hidden_size=2 * head_dim, num_attention_heads=2, rope_parameters=parameters)
+        reference = Qwen2VLRotaryEmbedding(config)
     positions = torch.randint(0, 100_000, (3, 9))
     query = torch.randn(1, 3, 9, head_dim, dtype=dtype)  # [1, heads, T, head_dim]
-    reference_cos, reference_sin = Qwen3VLTextRotaryEmbedding(config)(query, positions[:, None])
+    reference_cos, reference_sin = reference(query, positions[:, None])
     expected, _ = apply_rotary_pos_emb(query, query, reference_cos, reference_sin)
-    cos, sin = InterleavedMRope(head_dim, 5e6, section, CPU)(positions, dtype)
+    cos, sin = Rope(head_dim, RopeConfig(5e6, section, interleaved), CPU)(positions, dtype)
     assert torch.equal(cos[:, 0], reference_cos[0])
     assert torch.equal(sin[:, 0], reference_sin[0])
     assert torch.equal(rotate(query[0].transpose(0, 1), cos, sin), expected[0].transpose(0, 1))
@@ -111,10 +126,28 @@ def test_rope_equals_transformers(head_dim: int, section: tuple[int, int, int], 
 
 def test_rope_settings_in_both_spellings() -> None:
     scaling = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    published = rope_settings({"rope_theta": 1e6, "rope_scaling": scaling})
-    assert published == rope_settings({"rope_parameters": scaling | {"rope_theta": 1e6}})
-    assert (published.theta, published.mrope_section) == (1e6, (4, 2, 2))
-    assert rope_settings({"rope_scaling": None}).mrope_section == (24, 20, 20)
+    published = rope_settings({"rope_theta": 1e6, "rope_scaling": scaling}, INTERLEAVED)
+    assert published == rope_settings({"rope_parameters": scaling | {"rope_theta": 1e6}}, INTERLEAVED)
+    assert published == RopeConfig(1e6, (4, 2, 2), interleaved=True)
+    assert rope_settings({"rope_scaling": None}, INTERLEAVED) == INTERLEAVED
+
+
+def test_rope_settings_of_older_files() -> None:
+    scaling = {"type": "mrope", "mrope_section": [4, 2, 2]}
+    assert rope_settings({"rope_theta": 1e5, "rope_scaling": scaling}, CHUNKED) == RopeConfig(1e5, (4, 2, 2))
+    with pytest.raises(CheckpointError, match="'mrope' is not served"):
+        rope_settings({"rope_scaling": scaling}, RopeConfig(1e6))
+
+
+def test_text_alone_has_one_axis() -> None:
+    assert rope_settings({"rope_theta": 1e5, "rope_scaling": None}, RopeConfig(1e6)) == RopeConfig(1e5)
+    positions = torch.randint(0, 100_000, (1, 9))
+    query = torch.randn(1, 3, 9, 16)
+    expected = Qwen2RotaryEmbedding(Qwen2Config(hidden_size=64, num_attention_heads=4))(query, positions)
+    for ours, theirs in zip(
+        Rope(16, RopeConfig(1e4), CPU)(positions.expand(3, -1), torch.float32), expected, strict=True
+    ):
+        assert torch.equal(ours[:, 0], theirs[0])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +155,7 @@ def test_rope_settings_in_both_spellings() -> None:
     [
         ({"rope_type": "yarn"}, "'yarn' is not served"),
         ({"type": "linear"}, "'linear' is not served"),
-        ({"mrope_interleaved": False}, "only interleaved"),
+        ({"mrope_interleaved": False}, "only M-RoPE that is interleaved"),
         ({"mrope_section": [4, 4]}, "three positive counts"),
         ({"mrope_section": [4, "2", 2]}, "three positive counts"),
         ({"mrope_section": 8}, "three positive counts"),
@@ -132,9 +165,9 @@ def test_rope_settings_in_both_spellings() -> None:
 )
 def test_rope_settings_that_are_not_served(rope: object, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        rope_settings({"rope_scaling": rope})
+        rope_settings({"rope_scaling": rope}, INTERLEAVED)
 
 
 def test_sections_must_fill_the_head() -> None:
     with pytest.raises(CheckpointError, match="adds up to 7"):
-        InterleavedMRope(16, 1e6, (3, 2, 2), CPU)
+        Rope(16, RopeConfig(1e6, (3, 2, 2)), CPU)

@@ -14,12 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from tests.checkpoints import DENSE, MOE, edit_config, load_reference, make_checkpoint
+from tests.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.families.base import TowerInput
-from triptych.families.qwen3_vl.tower import Qwen3VL
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
 from triptych.models.decoder import Decoder
 from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear
 
@@ -28,16 +26,12 @@ REPOSITORY = Path(__file__).parents[2]
 FP32 = WEIGHT_FORMATS["float32"]
 
 
-def family(folder: Path) -> Qwen3VL:
-    return Qwen3VL(load_config(folder))
-
-
 def load_decoder(folder: Path, weights: str = "float32") -> Decoder:
-    return family(folder).load_decoder(Checkpoint(folder), WEIGHT_FORMATS[weights], CPU)
+    return load_family(folder).load_decoder(Checkpoint(folder), WEIGHT_FORMATS[weights], CPU)
 
 
 def load_both(folder: Path) -> None:
-    family(folder).load_tower(Checkpoint(folder), torch.float32, CPU)
+    load_family(folder).load_tower(Checkpoint(folder), torch.float32, CPU)
     load_decoder(folder)
 
 
@@ -69,7 +63,7 @@ def is_mapped(tensor: Tensor, file: Path) -> bool:
 def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, layout: str) -> None:
     """Every key is in exactly one half, and each half holds its own parameters and no others."""
     folder = checkpoint_folder(moe=moe, tied=tied, layout=layout)
-    model, checkpoint = family(folder), Checkpoint(folder)
+    model, checkpoint = load_family(folder), Checkpoint(folder)
     tower_keys, decoder_keys = model.tower_keys(checkpoint.tensors), model.decoder_keys(checkpoint.tensors)
     assert sorted(tower_keys + decoder_keys) == sorted(checkpoint.tensors)
     assert all(key.startswith("model.visual.") for key in tower_keys)
@@ -108,7 +102,7 @@ def test_weights_that_need_no_change_stay_in_the_file(checkpoint_folder: Callabl
     assert is_mapped(decoder.head.weight, file)
     assert is_mapped(decoder.layers[0].mlp.experts[3].gate_up.weight, file)
     assert not is_mapped(decoder.layers[0].attention.qkv.weight, file)
-    tower = family(folder).load_tower(Checkpoint(folder), torch.float32, CPU)
+    tower = load_family(folder).load_tower(Checkpoint(folder), torch.float32, CPU)
     assert all(is_mapped(parameter, file) for parameter in tower.module.parameters())
 
 
@@ -240,7 +234,7 @@ def test_configs_that_are_not_served(tmp_path: Path, changes: dict[str, Any], me
     (tmp_path / "config.json").write_text((make_checkpoint(tmp_path) / "config.json").read_text())
     edit_config(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
-        family(tmp_path)
+        load_family(tmp_path)
 
 
 def test_vision_config_that_transformers_refuses(tmp_path: Path) -> None:
@@ -275,7 +269,7 @@ def test_a_config_of_another_size(tmp_path: Path) -> None:
 
 def test_patches_that_do_not_fill_their_grid(checkpoint_folder: Callable[..., Path]) -> None:
     folder = checkpoint_folder()
-    tower = family(folder).load_tower(Checkpoint(folder), torch.float32, CPU)
+    tower = load_family(folder).load_tower(Checkpoint(folder), torch.float32, CPU)
     with pytest.raises(PlanMismatch, match="7 patches"):
         tower.encode([TowerInput(torch.zeros(7, 1536).numpy(), (1, 2, 4))])
 

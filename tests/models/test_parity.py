@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.checkpoints import load_reference, make_checkpoint
+from tests.checkpoints import load_family, load_reference, make_checkpoint
 from tests.models.driving import (
     Pool,
     Prompt,
@@ -22,9 +22,7 @@ from tests.models.driving import (
     step,
 )
 from triptych.families.base import TowerInput
-from triptych.families.qwen3_vl.tower import Qwen3VL, Qwen3VLTower
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
 from triptych.models.decoder import Decoder
 from triptych.models.layers import WEIGHT_FORMATS
 
@@ -38,10 +36,10 @@ class Model:
     """A checkpoint's tower, and decoders in any weight format, beside the reference."""
 
     def __init__(self, folder: Path) -> None:
-        self.family = Qwen3VL(load_config(folder))
+        self.family = load_family(folder)
         self.checkpoint = Checkpoint(folder)
         self.reference: PreTrainedModel = load_reference(folder)
-        self.tower: Qwen3VLTower = self.family.load_tower(self.checkpoint, torch.float32, CPU)
+        self.tower = self.family.load_tower(self.checkpoint, torch.float32, CPU)
 
     @cache  # noqa: B019 (lives as long as the module's fixture)
     def decoder(self, weights: str = "float32") -> Decoder:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel
 
 from tests.checkpoints import load_reference
+from tests.models.driving import media_types
 from triptych.prompt.prompt import PlannedPrompt
 
 
@@ -45,8 +46,9 @@ class Reference:
 
     def _inputs(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         tokens = torch.tensor([prompt.tokens])
-        is_image = tokens == self.model.config.image_token_id
-        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": is_image.int()}
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if (image := getattr(self.model.config, "image_token_id", None)) is not None:
+            inputs |= media_types(self.model, tokens == image)
         if images:
             processor = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
             processed = processor([np.asarray(image.convert("RGB")) for image in images], return_tensors="pt")

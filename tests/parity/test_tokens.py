@@ -93,7 +93,7 @@ def test_first_token_logits(model: Model) -> None:
     def record(instance: Instance) -> None:
         if instance.role.has_decoder:
             runner = language_host(instance).runner
-            runner.decoder = _Recording(runner.decoder, recorded)
+            runner.decoder = Recording(runner.decoder, recorded)
 
     async def ask(service: Running) -> None:
         for messages in REQUESTS:
@@ -125,7 +125,7 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(model: Model) -> None:
     assert batch != other
 
 
-class _Recording:
+class Recording:
     """A decoder that keeps the logits it returns."""
 
     def __init__(self, decoder: Decoder, recorded: list[Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints import DENSE, MOE, edit_config, load_reference, make_checkpoint
+from tests.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
 from tests.models.driving import (
     PAGE_SIZE,
     Pool,
@@ -28,11 +28,9 @@ from tests.models.driving import (
 )
 from triptych.config import EngineConfig, LeaseConfig, TransferConfig
 from triptych.errors import CheckpointError, ConfigError, StartError
-from triptych.families.qwen3_vl.tower import Qwen3VL
 from triptych.language.group import CacheSize, agree_on_size, gather_memory
 from triptych.messages.channel import Channel
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
 from triptych.models.decoder import Decoder
 from triptych.models.layers import PackedHalfLinear, PlainLinear
 from triptych.models.parallel import SINGLE_RANK, Dimension, Group, SingleRank
@@ -95,7 +93,7 @@ class Case:
 
     @classmethod
     def of(cls, folder: Path) -> "Case":
-        family, reference = Qwen3VL(load_config(folder)), load_reference(folder)
+        family, reference = load_family(folder), load_reference(folder)
         rows = family.load_tower(Checkpoint(folder), torch.float32, CPU).encode(IMAGES)
         prompts = [
             make_prompt(reference, list(b"look here"), IMAGES, rows, family.row_width),

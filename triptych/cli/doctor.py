@@ -22,20 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     folder = flags.model_folder(arguments.model)
     config = load_config(folder)
-    family = resolve(family_of(config).tower)(config)
+    files = family_of(config)
+    family = resolve(files.tower)(config)
     stages = family.stage_bytes(read_folder(folder))
     console = Console()
     console.print(f"{arguments.model}: {config['model_type']}, rows of {family.row_width} values", markup=False)
     console.print(f"this machine: {len(os.sched_getaffinity(0))} cores")
-    console.print(_table(stages))
+    console.print(_table(stages, [role for role in Role if files.takes_media or not role.encodes]))
     return 0
 
 
-def _table(stages: dict[str, int]) -> Table:
+def _table(stages: dict[str, int], roles: list[Role]) -> Table:
     table = Table("role", "vision tower", "decoder", "bytes", title="bytes each role loads from the checkpoint")
     for column in table.columns[1:]:
         column.justify = "right"
-    for role in Role:
+    for role in roles:
         tower = stages["tower"] if role.encodes else 0
         decoder = stages["decoder"] if role.has_decoder else 0
         table.add_row(role.value, f"{tower:,}", f"{decoder:,}", f"{tower + decoder:,}")

@@ -22,7 +22,13 @@ from triptych.config import (
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
+from triptych.families.registry import family_of
+from triptych.models.config_files import load_config
 from triptych.models.safetensors_header import read_folder
+from triptych.topology import Topology
+
+TEXT_ALONE = "1PD"
+"""The topology for a model that has nothing to encode, unless another is asked for."""
 
 DEMO = "demo"
 """The bundled model's name, wherever a MODEL is asked for."""
@@ -122,6 +128,14 @@ def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:
             f"{given_as} {address} may be another machine, which couldn't answer to {cluster.cluster_host}: give the "
             "address that it reaches this one at with --cluster-host"
         )
+
+
+def topology(arguments: argparse.Namespace, config: ServeConfig, default: str) -> Topology:
+    """The topology asked for, or ``default``, or that without its encoders for a model of text alone. Raises
+    TopologyError and CheckpointError."""
+    if arguments.topology is None and not family_of(load_config(config.model)).takes_media:
+        return Topology.parse(TEXT_ALONE)
+    return Topology.parse(arguments.topology or default)
 
 
 def _from_environment(variable: str) -> str | None:

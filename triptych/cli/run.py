@@ -21,7 +21,7 @@ SUMMARY = "ask one question about pictures, on the terminal"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     parser.add_argument("inputs", nargs="+", metavar="PICTURE|QUESTION", help="picture files, then the question")
-    parser.add_argument("--topology", default="1EPD", help="instances to start for it (default: 1EPD)")
+    parser.add_argument("--topology", help="instances to start for it (default: 1EPD; for text alone: 1PD)")
     parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the checkpoint's own)")
     parser.add_argument("--verbose", action="store_true", help="show what the instances say")
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     settings = {name: value for name, value in given.items() if value is not None}
     body = request_body(front_door.served_model_name, pictures, question, **settings)
-    return asyncio.run(_run(config, Topology.parse(arguments.topology), body, arguments.verbose))
+    return asyncio.run(_run(config, flags.topology(arguments, config, "1EPD"), body, arguments.verbose))
 
 
 async def _run(config: ServeConfig, topology: Topology, body: dict[str, Any], verbose: bool) -> int:

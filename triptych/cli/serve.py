@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--topology", default="1E1PD", help="instances to start, such as 1EPD, 1E1PD, 1E1P1D, 2E1P3D (default: 1E1PD)"
+        "--topology",
+        help="instances to start, such as 1EPD, 1E1PD, 1E1P1D, 2E1P3D (default: 1E1PD; for text alone: 1PD)",
     )
     what.add_argument("--role", help=f"run one part alone: {', '.join(Role)}, or {FRONT_DOOR}")
     parser.add_argument(
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.role is None or arguments.role == FRONT_DOOR:
         if arguments.join is not None:
             raise ConfigError("--join is for --role and an instance, such as --role E")
-        topology = Topology.parse(arguments.topology) if arguments.role is None else None
+        topology = flags.topology(arguments, config, "1E1PD") if arguments.role is None else None
         return asyncio.run(_serve(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 

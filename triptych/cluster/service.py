@@ -2,13 +2,27 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from triptych.cluster.local import LocalCluster, Print, wait_until_ready
 from triptych.config import ServeConfig
+from triptych.errors import TopologyError
+from triptych.families.registry import family_of
+from triptych.models.config_files import load_config
 from triptych.roles.front_door import FrontDoor
 from triptych.topology import Topology
+
+
+def check_roles(model: Path, topology: Topology) -> None:
+    """Raises TopologyError for instances that encode when the model is one of text alone."""
+    encoding = [role for role in topology.roles if role.encodes]
+    if encoding and not family_of(load_config(model)).takes_media:
+        raise TopologyError(
+            f"topology {topology} has instances that encode ({encoding[0]}), and {model} is a model of text alone: "
+            "try 1PD or 1P1D"
+        )
 
 
 class LocalService:
@@ -18,6 +32,8 @@ class LocalService:
     def __init__(self, config: ServeConfig, topology: Topology | None, show: Print) -> None:
         self._config = config
         self._topology = topology
+        if topology is not None:
+            check_roles(config.model, topology)
         encodes = topology is None or any(role.encodes for role in topology.roles)
         self._front_door = FrontDoor(config, expects_encoders=encodes)
         self._cluster = LocalCluster(config, topology, self._front_door.control, show) if topology else None

@@ -28,8 +28,9 @@ class Positions(msgspec.Struct, frozen=True):
 class Planner(Protocol):
     """Plans items and prompts of one model. Pure: holds configuration only."""
 
-    image_token_id: int
-    """The placeholder: stands once per image in the rendered template and once per row in the final prompt."""
+    image_token_id: int | None
+    """The placeholder: stands once per image in the rendered template and once per row in the final prompt. None for a
+    model that takes no images."""
     media_token_ids: frozenset[int]
     """Every token that may only come from the template, never from a user's text."""
     context_length: int

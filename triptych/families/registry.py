@@ -2,7 +2,7 @@
 process loads only the files of its own stage."""
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triptych.errors import CheckpointError
@@ -11,20 +11,67 @@ from triptych.families.base import ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """Import strings (``module:attribute``) of a family's three files."""
+    """``name`` is what people call its models. Then the import strings (``module:attribute``) of its files, and what
+    requests may be made of."""
 
+    name: str
     planner: str
-    preprocessor: str
     tower: str
+    preprocessor: str | None = None
+    modalities: tuple[str, ...] = ("text",)
+
+    @property
+    def takes_media(self) -> bool:
+        """Whether there is anything to encode."""
+        return len(self.modalities) > 1
 
 
+QWEN2 = Family(
+    name="Qwen2, Qwen2.5",
+    planner="triptych.families.text.plan:TextPlanner",
+    tower="triptych.families.text.decoder:Qwen2",
+)
+
+QWEN2_VL = Family(
+    name="Qwen2-VL",
+    planner="triptych.families.qwen2_vl.plan:Qwen2VLPlanner",
+    preprocessor="triptych.families.shared.patches:PatchPreprocessor",
+    tower="triptych.families.qwen2_vl.tower:Qwen2VL",
+    modalities=("text", "image"),
+)
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    name="Qwen2.5-VL",
+    planner="triptych.families.qwen2_5_vl.plan:Qwen25VLPlanner",
+    tower="triptych.families.qwen2_5_vl.tower:Qwen25VL",
+)
 QWEN3_VL = Family(
+    name="Qwen3-VL",
     planner="triptych.families.qwen3_vl.plan:Qwen3VLPlanner",
     preprocessor="triptych.families.qwen3_vl.preprocess:Qwen3VLPreprocessor",
     tower="triptych.families.qwen3_vl.tower:Qwen3VL",
+    modalities=("text", "image"),
 )
 
-FAMILIES = {"qwen3_vl": QWEN3_VL, "qwen3_vl_moe": QWEN3_VL}
+QWEN3_OMNI = Family(
+    name="Qwen3-Omni-MoE (thinker)",
+    planner="triptych.families.qwen3_omni.plan:Qwen3OmniPlanner",
+    preprocessor="triptych.families.qwen3_omni.preprocess:Qwen3OmniPreprocessor",
+    tower="triptych.families.qwen3_omni.tower:Qwen3Omni",
+    modalities=("text", "image"),
+)
+
+FAMILIES = {
+    "qwen2": QWEN2,
+    "qwen3": replace(QWEN2, name="Qwen3", tower="triptych.families.text.decoder:Qwen3"),
+    "qwen3_moe": replace(QWEN2, name="Qwen3-MoE", tower="triptych.families.text.decoder:Qwen3Moe"),
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", tower="triptych.families.qwen3_vl.tower:Qwen3VLMoe"),
+    "qwen3_omni_moe": QWEN3_OMNI,
+    "qwen3_omni_moe_thinker": QWEN3_OMNI,
+}
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -1,6 +1,6 @@
 """The parts of a decoder layer. Each builds itself from a ``WeightReader``; ``prefix`` is its place in the decoder.
 
-The reference is ``Qwen3VLTextDecoderLayer`` and ``Qwen3VLMoeTextSparseMoeBlock`` in transformers.
+The reference is ``Qwen2DecoderLayer``, ``Qwen3DecoderLayer`` and ``Qwen3MoeSparseMoeBlock`` in transformers.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych.errors import ConfigError
 from triptych.models.attention.base import AttentionBackend, AttentionBatch
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
 from triptych.models.layers import Linear, RMSNorm
@@ -27,28 +28,34 @@ class LayerContext:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normalised queries and keys, over the paged cache."""
+    """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: DecoderConfig, reader: WeightReader, prefix: str, backend: AttentionBackend) -> None:
+    def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
         super().__init__()
+        prefix = f"layers.{index}.self_attn"
         shard, head_dim = config.shard(reader.group.size), config.head_dim
         heads, kv_heads = shard.num_heads, shard.num_kv_heads
         self.head_counts = [heads, kv_heads, kv_heads]
         self.head_dim = head_dim
         self.backend = backend
+        self.window = config.window_of(index)
+        if self.window is not None and not backend.takes_windows:
+            raise ConfigError("layers with sliding windows are served on CPUs only so far")
         queries, keys = Dimension(config.num_heads, head_dim), Dimension(config.num_kv_heads, head_dim)
         self.qkv = reader.column_parallel(
             {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys},
             config.hidden_size,
-            bias=config.attention_bias,
+            bias=config.qkv_bias,
         )
         self.output = reader.all_reduced(
-            reader.row_parallel(f"{prefix}.o_proj", config.hidden_size, queries, bias=config.attention_bias)
+            reader.row_parallel(f"{prefix}.o_proj", config.hidden_size, queries, bias=config.output_bias)
         )
-        # Queries and keys lie side by side, so one norm, with a weight per head, serves both.
-        q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
-        k_weight = reader.vector(f"{prefix}.k_norm", head_dim).expand(kv_heads, -1)
-        self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
+        self.qk_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            # Queries and keys lie side by side, so one norm, with a weight per head, serves both.
+            q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
+            k_weight = reader.vector(f"{prefix}.k_norm", head_dim).expand(kv_heads, -1)
+            self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
         """``hidden`` [T, hidden] → [T, hidden]; writes the new tokens' K and V to the layer's ``keys``, ``values``."""
@@ -56,7 +63,7 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
         qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
         query, key = rotate(self.qk_norm(qk), context.cos, context.sin).split((heads, kv_heads), dim=1)
-        attended = self.backend(query, key, value, keys, values, context.attention)  # [T, heads, head_dim]
+        attended = self.backend(query, key, value, keys, values, context.attention, self.window)  # [T, heads, head_dim]
         return self.output(attended.flatten(1))
 
 
@@ -119,8 +126,8 @@ def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, pr
     """A routed layer's router, and this rank's part of each expert. The router stays unpacked: rounding it could change
     which experts run."""
     hidden, intermediate = config.hidden_size, Dimension(moe.moe_intermediate_size)
-    gate_ups = reader.expert_gate_ups(f"{prefix}.experts.gate_up_proj", moe.num_experts, intermediate, hidden)
-    downs = reader.expert_downs(f"{prefix}.experts.down_proj", moe.num_experts, hidden, intermediate)
+    gate_ups = reader.expert_gate_ups(f"{prefix}.experts", moe.num_experts, intermediate, hidden)
+    downs = reader.expert_downs(f"{prefix}.experts", moe.num_experts, hidden, intermediate)
     experts = [GatedMLP(gate_up, down) for gate_up, down in zip(gate_ups, downs, strict=True)]
     return MixtureOfExperts(moe, reader.plain_linear(f"{prefix}.gate", moe.num_experts, hidden), experts)
 
@@ -132,7 +139,7 @@ class Layer(nn.Module):
         super().__init__()
         prefix = f"layers.{index}"
         self.attention_norm = reader.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, reader, f"{prefix}.self_attn", backend)
+        self.attention = Attention(config, reader, index, backend)
         self.mlp_norm = reader.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         mlp: nn.Module
         if config.moe is not None and config.is_moe_layer(index):

@@ -14,7 +14,7 @@ from triptych.models.decoder_config import DecoderConfig, MoEConfig
 from triptych.models.devices import attention_for
 from triptych.models.layers import WeightFormat, frozen
 from triptych.models.parallel import SINGLE_RANK, Dimension, Group
-from triptych.models.rope import InterleavedMRope
+from triptych.models.rope import Rope
 from triptych.models.weights import HEAD, DecoderKeys, WeightReader
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch", "MoEConfig"]
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         vocab_and_hidden = (config.vocab_size, config.hidden_size)
         embedding = reader.tensor("embed_tokens.weight", vocab_and_hidden)
         self.embedding = frozen(embedding.to(reader.device))
-        self.rope = InterleavedMRope(config.head_dim, config.rope_theta, config.mrope_section, reader.device)
+        self.rope = Rope(config.head_dim, config.rope, reader.device)
         self.layers = nn.ModuleList(Layer(config, reader, index, backend) for index in range(config.num_layers))
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:

@@ -21,12 +21,23 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. ``mrope_section`` counts the frequencies that take their position from the temporal,
+    height and width axis, which take turns (``interleaved``) or follow each other; None: all take the first."""
+
+    theta: float
+    mrope_section: tuple[int, int, int] | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The parameters of ``Decoder``.
 
-    ``mrope_section`` counts the rotary frequencies that take their position from the temporal, height and width axis.
-    ``num_deepstack_layers`` is how many of the first layers add deepstack features after them. ``moe`` is None for a
-    decoder whose layers are all dense.
+    ``qkv_bias`` and ``output_bias`` are those of the attention's projections; ``qk_norm`` normalises each head's query
+    and key. ``num_deepstack_layers`` is how many of the first layers add deepstack features after them. ``moe`` is None
+    for a decoder whose layers are all dense. In ``windowed_layers``, a token sees the last ``window`` alone, itself
+    included.
     """
 
     vocab_size: int
@@ -37,12 +48,15 @@ class DecoderConfig:
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
-    rope_theta: float
-    mrope_section: tuple[int, int, int]
+    rope: RopeConfig
     tie_embeddings: bool
-    num_deepstack_layers: int
-    attention_bias: bool = False
+    num_deepstack_layers: int = 0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = True
     moe: MoEConfig | None = None
+    window: int | None = None
+    windowed_layers: frozenset[int] = frozenset()
 
     def shard(self, size: int) -> "DecoderConfig":
         """What one of ``size`` ranks computes: its heads and its part of each MLP. The residual stream, the vocabulary
@@ -81,6 +95,10 @@ class DecoderConfig:
         mlp = 4 * tokens * self.intermediate_size
         logits = 4 * sequences * self.vocab_size
         return 4 * (stream + max(attention, mlp, logits))
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens each of a layer's tokens sees at most; None for all."""
+        return self.window if layer in self.windowed_layers else None
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` routes its tokens to experts."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +16,26 @@ HEAD = "head.weight"
 """The decoder's own name of the output projection."""
 
 
+class ExpertLayout(Enum):
+    """How a checkpoint holds the weights of a layer's experts: a stack [experts, out, in], a stack [experts, in, out],
+    or each expert's matrices by themselves; stacks have gate and up in one."""
+
+    STACKED = "stacked"
+    TRANSPOSED = "transposed"
+    SEPARATE = "separate"
+
+
 @dataclass(frozen=True)
 class DecoderKeys:
     """How a checkpoint names a decoder's tensors.
 
     The decoder's own names are those of transformers' text models (``layers.0.self_attn.q_proj.weight``): the
     checkpoint's are ``prefix`` and that name, except for the output projection, which is ``head``.
-    ``experts_transposed`` says that stacked expert weights are [experts, in, out] rather than [experts, out, in].
     """
 
     prefix: str
     head: str
-    experts_transposed: bool = False
+    experts: ExpertLayout = ExpertLayout.STACKED
 
     def key(self, name: str) -> str:
         """The checkpoint's name of the decoder's tensor ``name``."""
@@ -90,20 +99,27 @@ class WeightReader:
         return PlainFormat(self.weights.activations).linear(weight, None, self.device)
 
     def expert_gate_ups(self, name: str, num_experts: int, intermediate: Dimension, in_features: int) -> list[Linear]:
-        """One column-parallel layer per expert, gate and up fused, from the stacked weights called ``name``."""
+        """One column-parallel layer per expert, gate and up fused; ``name`` is the experts' place."""
+        if self._keys.experts is ExpertLayout.SEPARATE:
+            pairs = [(f"{name}.{expert}.gate_proj", f"{name}.{expert}.up_proj") for expert in range(num_experts)]
+            return [self.column_parallel(dict.fromkeys(pair, intermediate), in_features) for pair in pairs]
         part = intermediate.part(self.group)
-        stacked = self._stacked(name, num_experts, 2 * intermediate.size, in_features)
+        stacked = self._stacked(f"{name}.gate_up_proj", num_experts, 2 * intermediate.size, in_features)
         fused = [weight.unflatten(0, (2, -1))[:, part].flatten(0, 1) for weight in stacked]
         return [self.weights.linear(weight, None, self.device) for weight in fused]
 
     def expert_downs(self, name: str, num_experts: int, out_features: int, intermediate: Dimension) -> list[Linear]:
-        """One row-parallel layer per expert from the stacked weights called ``name``."""
-        stacked = self._stacked(name, num_experts, out_features, intermediate.size)[:, :, intermediate.part(self.group)]
+        """One row-parallel layer per expert; ``name`` is the experts' place."""
+        if self._keys.experts is ExpertLayout.SEPARATE:
+            names = [f"{name}.{expert}.down_proj" for expert in range(num_experts)]
+            return [self.row_parallel(down, out_features, intermediate) for down in names]
+        stacked = self._stacked(f"{name}.down_proj", num_experts, out_features, intermediate.size)
+        stacked = stacked[:, :, intermediate.part(self.group)]
         return [self.weights.linear(weight, None, self.device) for weight in stacked]
 
     def _stacked(self, name: str, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """[experts, out, in]"""
-        if self._keys.experts_transposed:
+        if self._keys.experts is ExpertLayout.TRANSPOSED:
             return self.tensor(name, (num_experts, in_features, out_features)).transpose(1, 2)
         return self.tensor(name, (num_experts, out_features, in_features))
 

@@ -59,7 +59,8 @@ class PromptBuilder:
     def __init__(self, folder: Path, context_length: int | None = None) -> None:
         folder = Path(folder)
         config = load_config(folder)
-        self.planner: Planner = resolve(family_of(config).planner)(config, load_preprocessor_config(folder))
+        self._family = family_of(config)
+        self.planner: Planner = resolve(self._family.planner)(config, load_preprocessor_config(folder))
         self.template = ChatTemplate(folder)
         self.tokenizer = Tokenizer(folder)
         self.fingerprint = fingerprint(folder)
@@ -82,12 +83,13 @@ class PromptBuilder:
         for name, value in template_variables.items():
             self._refuse_media_tokens(value, name)
         media = list(self._plan_media(messages))
-        text = self.template.render([_without_data(message) for message in messages], **template_variables)
+        shown = _without_data if self._family.takes_media else _as_text
+        text = self.template.render([shown(message) for message in messages], **template_variables)
         # megabytes of text would take seconds to tokenize, only to be refused then
         longest = min(self.context_length, context_length or self.context_length)
         _check_length(self.tokenizer.fewest_tokens(text), longest, "at least ")
         rendered = self.tokenizer.encode(text)
-        placed = rendered.count(self.planner.image_token_id)
+        placed = rendered.count(self.planner.image_token_id) if self.planner.image_token_id is not None else 0
         if placed != len(media):
             raise InternalError(f"the chat template placed {placed} images of {len(media)}")
         plans = [plan for _, plan, _ in media]
@@ -114,7 +116,7 @@ class PromptBuilder:
 
         Templates put texts side by side, so a token that is split between texts counts too.
         """
-        longest = max(map(len, self._media_tokens))
+        longest = max(map(len, self._media_tokens), default=0)
         before = ""
         for param, text, is_alone in _texts(value, path):
             try:
@@ -126,7 +128,7 @@ class PromptBuilder:
                 if token in joined:
                     raise InvalidRequest(f"the text may not contain {token}, which stands for media", param)
             if not is_alone:
-                before = joined[-longest:]
+                before = joined[-longest:] if longest else ""
 
     def _plan_media(self, messages: Sequence[Message]) -> Iterator[tuple[bytes, ItemPlan, str]]:
         for i, message in enumerate(messages):
@@ -146,7 +148,8 @@ class PromptBuilder:
 
     def _expand(self, rendered: list[int], plans: Sequence[ItemPlan]) -> tuple[list[int], list[Span]]:
         """Each placeholder becomes as many as its item has rows."""
-        image = self.planner.image_token_id
+        if (image := self.planner.image_token_id) is None:
+            return rendered, []
         tokens: list[int] = []
         spans: list[Span] = []
         copied = 0
@@ -187,6 +190,14 @@ def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str,
     elif isinstance(value, list | tuple):
         for i, member in enumerate(value):
             yield from _texts(member, f"{path}[{i}]")
+
+
+def _as_text(message: Message) -> dict[str, Any]:
+    """The message as templates of text models know it: parts joined to one text, a line each."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def _without_data(message: Message) -> dict[str, Any]:

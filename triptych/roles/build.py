@@ -12,7 +12,7 @@ from triptych.config import EngineConfig, LeaseConfig, TransferConfig, processes
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeQueue
 from triptych.errors import StartError
-from triptych.families.base import ModelConfig, Planner, TowerInput
+from triptych.families.base import ModelConfig, Planner, Preprocessor, TowerInput
 from triptych.families.registry import family_of, resolve
 from triptych.language.gpu_runner import GpuRunner
 from triptych.language.grammar import GrammarCompiler
@@ -70,6 +70,13 @@ class Model:
         stages = self.family.stage_bytes(self.checkpoint.tensors)
         return stages["tower"] * role.encodes + stages["decoder"] * role.has_decoder
 
+    def preprocessor(self) -> Preprocessor:
+        """Of a model that takes media."""
+        made: Preprocessor = resolve(self.files.preprocessor or "")(
+            self.config, load_preprocessor_config(self.checkpoint.folder)
+        )
+        return made
+
     def load_tower(self) -> Tower:
         return self.family.load_tower(self.checkpoint, self.weights.activations, self.device)
 
@@ -118,6 +125,8 @@ def build_instance(
     """Loads what the role needs, and nothing else, and wires it up. Takes as long as reading the weights takes.
     Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit it. Call it
     on the process's main thread when an instance has several ranks."""
+    if role.encodes and not model.files.takes_media:
+        raise StartError(f"{role.value} instances encode, and {model.checkpoint.folder} is a model of text alone")
     instance = Instance(
         name=name,
         role=role,
@@ -227,7 +236,7 @@ def _encoding(
     model: Model, tower: Tower, instance: Instance, engine: EngineConfig, sender: Sender
 ) -> Callable[[], EncodeHost]:
     """Makes encode hosts, one after the other; what one has encoded, the next knows too."""
-    preprocessor = resolve(model.files.preprocessor)(model.config, load_preprocessor_config(model.checkpoint.folder))
+    preprocessor = model.preprocessor()
     cache = RowCache(engine.encode_cache_mb * 2**20)
     return lambda: EncodeHost(
         preprocessor=preprocessor,

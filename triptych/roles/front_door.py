@@ -13,8 +13,10 @@ from triptych.api.app import create_app
 from triptych.api.service import GenerationDefaults, Service
 from triptych.config import ServeConfig
 from triptych.errors import InstanceLost, StartError, TriptychError
+from triptych.families.registry import family_of
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
+from triptych.models.config_files import load_config
 from triptych.prompt.media import MediaLimits
 from triptych.prompt.prompt import PromptBuilder
 from triptych.router.router import Router
@@ -40,9 +42,11 @@ class FrontDoor:
     requests are served as soon as instances have joined at ``control``."""
 
     def __init__(self, config: ServeConfig, *, expects_encoders: bool = True) -> None:
-        """``expects_encoders`` as the router takes it. Reads the checkpoint's small files and binds both ports.
+        """``expects_encoders`` as the router takes it, for a model that takes media. Reads the checkpoint's small files
+        and binds both ports.
         Raises StartError when that fails."""
         self._config = config
+        takes_media = family_of(load_config(config.model)).takes_media
         builder = PromptBuilder(config.model, config.engine.max_model_len or None)
         secret = config.cluster.secret()
         self._socket = _listen(config.front_door.host, config.front_door.port)
@@ -57,7 +61,7 @@ class FrontDoor:
             fingerprint=builder.fingerprint,
             front_door=config.front_door,
             lease=config.lease,
-            expects_encoders=expects_encoders,
+            expects_encoders=expects_encoders and takes_media,
         )
         self.service = Service(
             model_name=config.front_door.served_model_name or config.model.name,

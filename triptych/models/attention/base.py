@@ -53,7 +53,7 @@ class AttentionBatch:
     """int64 [T]: where each new token's K and V go, as ``page * page_size + offset in the page``."""
     tables: PagedTables | None = None
     """The same for kernels, where they are on the device already; otherwise ``paged`` uploads them."""
-    _masks: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _paged: dict[int, PagedTables] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,16 +81,24 @@ class AttentionBatch:
             kv_lens=torch.tensor([self.kv_lens[index] for index in chosen]),
         )
 
-    def mask(self, index: int, dtype: torch.dtype) -> Tensor | None:
-        """What a sequence's new tokens may see, made once per step rather than once per layer: [q, kv], 0 or -inf. None
-        where upper left and lower right are the same: for one new token, and for a prompt's first chunk."""
+    def first_seen(self, index: int, window: int | None) -> int:
+        """The first of a sequence's tokens that one of its new ones sees."""
+        return 0 if window is None else max(0, self.kv_lens[index] - self.query_lens[index] + 1 - window)
+
+    def mask(self, index: int, dtype: torch.dtype, window: int | None = None) -> Tensor | None:
+        """Which tokens from ``first_seen`` on a sequence's new tokens may see, made once per step rather than once per
+        layer: [q, kv - first], 0 or -inf. None where upper left and lower right are the same, and no window begins in
+        between: for one new token, and for a prompt's first chunk."""
         query_len, kv_len = self.query_lens[index], self.kv_lens[index]
-        if query_len in (1, kv_len):
+        if query_len == 1 or (query_len == kv_len and (window is None or kv_len <= window)):
             return None
-        if index not in self._masks:
-            everything = torch.full((query_len, kv_len), -torch.inf, dtype=dtype, device=self.slots.device)
-            self._masks[index] = everything.triu_(kv_len - query_len + 1)
-        return self._masks[index]
+        if (index, window) not in self._masks:
+            first = self.first_seen(index, window)
+            before = kv_len - query_len - first
+            hidden = torch.full((query_len, kv_len - first), -torch.inf, dtype=dtype, device=self.slots.device)
+            mask = hidden.triu(before + 1)
+            self._masks[index, window] = mask if window is None else mask + hidden.tril_(before - window)
+        return self._masks[index, window]
 
     def paged(self, tile: int) -> PagedTables:
         """The lengths and page tables on the device of ``slots``, uploaded once per step rather than once per layer;
@@ -148,13 +156,24 @@ class KVTensors:
 class AttentionBackend(Protocol):
     """Writes a step's new keys and values into a layer's cache, then attends from its new tokens."""
 
+    takes_windows: bool
+    """Whether layers may have a ``window``."""
+
     def __call__(  # noqa: PLR0917 (a kernel's operands)
-        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        window: int | None = None,
     ) -> Tensor:
         """Causal attention of each new token to its own sequence up to itself, scaled by ``head_dim ** -0.5``.
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
-        [pages, page_size, kv_heads, head_dim]. Query head h reads kv head ``h * kv_heads // heads``.
+        [pages, page_size, kv_heads, head_dim]. Query head h reads kv head ``h * kv_heads // heads``. With a ``window``,
+        each token sees the last so many alone, itself included.
         Returns [T, heads, head_dim] in the query's dtype.
         """
 

@@ -28,14 +28,23 @@ class TritonAttention:
     launch for the whole step.
     """
 
+    takes_windows = False
+
     def __init__(self, num_processors: int) -> None:
         """``num_processors``: the device's multiprocessors, by which decode splits contexts."""
         self._num_processors = num_processors
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
-        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        window: int | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend``."""
+        """See ``AttentionBackend``; ``window`` must be None."""
         num_tokens, heads, dim = query.shape
         _, page_size, kv_heads, _ = key_cache.shape
         query, key, value = map(_dense_rows, (query, key, value))

@@ -1,0 +1,106 @@
+"""A model of text alone: no encoder anywhere, pictures refused, parts of text joined."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.serving import Served, image, image_part, served, text_part
+from tests.api.test_bad_input import the_error
+from tests.harness import FLOAT32
+from tests.tiny import make_tiny
+from triptych.cli import main
+from triptych.config import LeaseConfig, TransferConfig
+from triptych.errors import InvalidRequest, MediaNotServed, StartError
+from triptych.messages.channel import Channel
+from triptych.models.checkpoint import Checkpoint
+from triptych.prompt.prompt import PromptBuilder
+from triptych.roles.build import Model, build_instance
+from triptych.topology import Role
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("text") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[Served]:
+    with served(folder, "1PD") as made:
+        yield made
+
+
+def test_ready_and_says_what_it_takes(service: Served) -> None:
+    with service.client() as client:
+        assert client.get("/ready").json() == {"ready": True}
+        (model,) = client.get("/v1/models").json()["data"]
+    assert model["input_modalities"] == ["text"]
+    assert model["max_model_len"] == 4096
+
+
+def test_pictures_are_refused(service: Served) -> None:
+    before = service.text()
+    the_error(service.post([text_part("What is it?"), image_part()]), 400, None, "media_not_served")
+    assert service.text() == before
+
+
+def test_parts_are_lines_of_one_text(service: Served) -> None:
+    assert service.text([text_part("First."), text_part("Then.")]) == service.text("First.\nThen.")
+    assert service.text([text_part("First.")]) == service.text("First.")
+
+
+def test_what_stands_for_media_elsewhere_is_text_here(service: Served) -> None:
+    assert service.text("a token called <|image_pad|>")
+
+
+def test_prompts_by_themselves(folder: Path) -> None:
+    builder = PromptBuilder(folder)
+    prompt = builder.build([{"role": "user", "content": "x" * 10}])
+    assert prompt.items == ()
+    assert prompt.positions.prompt.tolist() == [list(range(len(prompt.tokens)))] * 3
+    assert prompt.positions.next_position == len(prompt.tokens)
+    with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+        builder.build([{"role": "user", "content": "\ud800"}])
+    picture = [{"type": "image", "data": image()}]
+    with pytest.raises(MediaNotServed, match="text alone"):
+        builder.build([{"role": "user", "content": picture}])
+
+
+@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1EP1D"])
+def test_topologies_that_encode_are_refused_at_start(
+    folder: Path, topology: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(folder), "--topology", topology, "--port", "0"])
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"triptych: topology {topology} has instances that encode .* text alone: try 1PD or 1P1D", line)
+
+
+def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
+    """One that joins a front door by itself."""
+
+    channel = Channel()
+    try:
+        with pytest.raises(StartError, match=r"E instances encode, and .* is a model of text alone"):
+            build_instance(
+                model=Model(Checkpoint(folder), FLOAT32),
+                name="e0",
+                role=Role.E,
+                channel=channel,
+                front_door=channel.address,
+                engine=FLOAT32,
+                transfer=TransferConfig(),
+                cluster_host="127.0.0.1",
+                lease=LeaseConfig(),
+            )
+    finally:
+        channel.close()
+
+
+def test_doctor_shows_the_roles_that_there_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", str(folder)])
+    roles = [match[1] for line in capsys.readouterr().out.splitlines() if (match := re.match(r"│ (\w+) ", line))]
+    assert roles == ["P", "D", "PD"]

@@ -1,0 +1,105 @@
+"""Every family answers as transformers does, in every kind of topology; the Qwen3-VL ones are in the other files."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import FLOAT32, running
+from tests.parity.cases import CASES, Case
+from tests.parity.conftest import Model
+from tests.parity.test_tokens import Recording, language_host
+from tests.tiny import TINY, make_tiny
+from triptych.config import EngineConfig
+from triptych.families.registry import FAMILIES
+from triptych.roles.instance import Instance
+
+TEXTS = [
+    *[case for case in CASES if not case.images],
+    Case("one word", ("Why?",)),
+    Case("digits", ("31415926535897932384626433832795",)),
+    Case("several parts", ("First this.", "Then that, in a part of its own.")),
+    Case("long", ("The quick brown fox jumps over the lazy dog. " * 5,)),
+]
+TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
+WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
+TWO_RANKS = ["qwen2", "qwen3_moe"]
+WITH_WINDOWS = ["qwen2", "qwen3_moe", "qwen2_vl"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    torch.set_num_threads(1)
+    return {
+        name: Model(make_tiny(tmp_path_factory.mktemp(name), name), TEXTS if name in TEXT_ALONE else CASES)
+        for name in TINY
+    }
+
+
+def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
+    async def run() -> list[list[int]]:
+        async with running(model.folder, topology, engine) as service:
+            return await service.answers([case.messages for case in model.cases])
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", ["1PD", "1P1D"])
+@pytest.mark.parametrize("family", TEXT_ALONE)
+def test_text_alone(models: dict[str, Model], family: str, topology: str) -> None:
+    assert answered(models[family], topology) == models[family].answers
+    assert answered(models[family], topology, replace(FLOAT32, max_num_batched_tokens=7)) == models[family].answers
+
+
+@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_images(models: dict[str, Model], family: str, topology: str) -> None:
+    assert answered(models[family], topology) == models[family].answers
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], family: str) -> None:
+    engine = replace(FLOAT32, max_num_batched_tokens=7, receive_blocks=1, receive_block_rows=8)
+    assert answered(models[family], "1E1PD", engine) == models[family].answers
+
+
+@pytest.mark.parametrize("family", TWO_RANKS)
+def test_two_ranks(models: dict[str, Model], family: str) -> None:
+    assert answered(models[family], "1PD", replace(FLOAT32, tensor_parallel_size="2")) == models[family].answers
+
+
+@pytest.mark.parametrize("family", WITH_WINDOWS)
+def test_sliding_windows(models: dict[str, Model], tmp_path: Path, family: str) -> None:
+    """Of 16 tokens, in the upper layers (of the mixture, in all): prompts, chunks and answers are longer."""
+    folder = make_tiny(tmp_path, family, config={"use_sliding_window": True})
+    model = Model(folder, models[family].cases)
+    assert model.answers != models[family].answers
+    topology = "1PD" if family in TEXT_ALONE else "1EPD"
+    assert answered(model, topology) == model.answers
+    for chunk in (7, 40):
+        assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == model.answers
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_first_token_logits(models: dict[str, Model], family: str) -> None:
+    """Within 1e-4 in float32, through the transfer of E to PD where there is one."""
+    model, recorded = models[family], list[Tensor]()
+
+    def record(instance: Instance) -> None:
+        if instance.role.has_decoder:
+            runner = language_host(instance).runner
+            runner.decoder = Recording(runner.decoder, recorded)
+
+    async def run() -> None:
+        topology = "1PD" if family in TEXT_ALONE else "1E1PD"
+        async with running(model.folder, topology, prepare=record) as service:
+            for case in model.cases:
+                await service.answer(case.messages, max_tokens=1)
+
+    asyncio.run(run())
+    assert len(recorded) == len(model.cases)
+    for case, prompt, logits in zip(model.cases, model.prompts, recorded, strict=True):
+        assert (logits - model.reference.first_logits(prompt, case.images)).abs().max() < 1e-4, case.name

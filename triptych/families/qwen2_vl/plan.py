@@ -1,0 +1,23 @@
+"""Plans Qwen2-VL's images and prompts. Front door; numpy only.
+
+The reference is ``Qwen2VLImageProcessor`` and ``Qwen2VLModel.get_rope_index`` in transformers.
+"""
+
+from typing import Any
+
+from triptych.families.base import ModelConfig
+from triptych.families.shared.planner import PatchPlanner, TowerWork
+from triptych.families.shared.settings import setting, text_section
+
+
+class Qwen2VLPlanner(PatchPlanner):
+    """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
+
+    def __init__(self, config: ModelConfig, preprocessor_config: dict[str, Any]) -> None:
+        hidden_size = setting(config, "vision_config.embed_dim", int)
+        super().__init__(
+            config,
+            preprocessor_config,
+            context_length=setting(text_section(config), "max_position_embeddings", int),
+            work=TowerWork(hidden_size, hidden_size * setting(config, "vision_config.mlp_ratio", int, default=4)),
+        )

@@ -1,0 +1,14 @@
+"""Turns an image's bytes into patches for Qwen3-Omni's tower, as planned. Encode workers; numpy and Pillow only."""
+
+from typing import Any
+
+from triptych.families.base import ModelConfig
+from triptych.families.qwen3_omni.plan import thinker_config
+from triptych.families.shared.patches import PatchPreprocessor
+
+
+class Qwen3OmniPreprocessor(PatchPreprocessor):
+    """Satisfies ``families.base.Preprocessor``. Raises CheckpointError for a setting that can't be honoured."""
+
+    def __init__(self, config: ModelConfig, preprocessor_config: dict[str, Any]) -> None:
+        super().__init__(thinker_config(config), preprocessor_config)

@@ -1,0 +1,88 @@
+"""How towers that take any grid of patches see images: resized to whole patches, within bounds of area.
+
+The arithmetic is that of ``Qwen2VLImageProcessor`` in transformers, which the Qwen-VL families share; tests hold it
+equal.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from triptych.errors import CheckpointError
+from triptych.families.base import ModelConfig
+from triptych.families.shared.settings import setting
+
+PREPROCESSOR_FILE = "preprocessor_config.json"
+
+# What the reference processor assumes where preprocessor_config.json says nothing.
+_DEFAULT_MIN_PIXELS = 56 * 56
+_DEFAULT_MAX_PIXELS = 28 * 28 * 1280
+
+
+@dataclass(frozen=True)
+class ImageGeometry:
+    """How images become patches. Sides are in pixels; ``min_pixels`` and ``max_pixels`` bound the resized area."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def from_configs(cls, config: ModelConfig, preprocessor_config: dict[str, Any]) -> "ImageGeometry":
+        """Raises CheckpointError for a bad value, and where the processor's patches aren't the tower's."""
+        min_pixels, max_pixels = _pixel_bounds(preprocessor_config)
+        return cls(
+            patch_size=_patch_setting(config, preprocessor_config, "patch_size", "patch_size"),
+            merge_size=_patch_setting(config, preprocessor_config, "merge_size", "spatial_merge_size"),
+            temporal_patch_size=_patch_setting(
+                config, preprocessor_config, "temporal_patch_size", "temporal_patch_size"
+            ),
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+        )
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) after resizing: multiples of patch * merge, area within bounds, aspect ratio nearly kept.
+
+        The reference calls this ``smart_resize``; its rounding is Python's, half to even.
+        """
+        factor = self.patch_size * self.merge_size
+        new_height = round(height / factor) * factor
+        new_width = round(width / factor) * factor
+        if new_height * new_width > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            new_height = max(factor, math.floor(height / shrink / factor) * factor)
+            new_width = max(factor, math.floor(width / shrink / factor) * factor)
+        elif new_height * new_width < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            new_height = math.ceil(height * grow / factor) * factor
+            new_width = math.ceil(width * grow / factor) * factor
+        return new_height, new_width
+
+
+def _pixel_bounds(preprocessor_config: dict[str, Any]) -> tuple[int, int]:
+    size = preprocessor_config.get("size")
+    if size is None:
+        size = {"shortest_edge": _DEFAULT_MIN_PIXELS, "longest_edge": _DEFAULT_MAX_PIXELS}
+    if not isinstance(size, dict):
+        raise CheckpointError(f"{PREPROCESSOR_FILE}: size must be an object, not {size!r}")
+    bounds = []
+    # The older keys come first where a file has both, as in the reference.
+    for older, newer in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if preprocessor_config.get(older) is not None:
+            bounds.append(setting(preprocessor_config, older, int, file=PREPROCESSOR_FILE))
+        else:
+            bounds.append(setting({"size": size}, f"size.{newer}", int, file=PREPROCESSOR_FILE))
+    return bounds[0], bounds[1]
+
+
+def _patch_setting(config: ModelConfig, preprocessor_config: dict[str, Any], key: str, tower_key: str) -> int:
+    of_tower = setting(config, f"vision_config.{tower_key}", int)
+    of_processor = setting(preprocessor_config, key, int, default=of_tower, file=PREPROCESSOR_FILE)
+    if of_processor != of_tower:
+        raise CheckpointError(
+            f"{PREPROCESSOR_FILE}: {key} is {of_processor}, but vision_config.{tower_key} of config.json is {of_tower}"
+        )
+    return of_processor

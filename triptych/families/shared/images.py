@@ -1,0 +1,78 @@
+"""Turns an image's bytes into pixels, as planned. Encode workers; Pillow only."""
+
+import io
+import struct
+import warnings
+
+from PIL import Image, ImageOps
+
+from triptych.errors import PlanMismatch, TruncatedMedia, UnsupportedMedia
+from triptych.types import ItemPlan
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+
+# Everything that Pillow's readers of the formats above let out for damaged files; OSError includes its own errors.
+_PILLOW_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    struct.error,
+)
+
+# The plan bounds the pixels (``max_source_pixels``) and the opened file's size is compared with it before any pixel is
+# decoded, so Pillow's own limit could only contradict the operator's.
+Image.MAX_IMAGE_PIXELS = None
+
+
+def decode_image(data: bytes, plan: ItemPlan) -> Image.Image:
+    """The first frame, upright, as RGB."""
+    name = plan.header.format
+    planned = plan.header.width, plan.header.height
+    with warnings.catch_warnings():
+        # Pillow warns of odd metadata, which doesn't matter for the pixels. Filters are the process's; at worst, two
+        # threads leave this one behind.
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        try:
+            image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        except _PILLOW_ERRORS as error:
+            raise UnsupportedMedia(f"the {name} image is damaged and can't be opened") from error
+        # Sides may still be exchanged by the orientation, which Pillow applies only to decoded pixels.
+        if sorted(image.size) != sorted(planned):
+            raise _size_mismatch(image.size, planned)
+        try:
+            image.load()
+            _turn_upright(image)
+            image = _as_rgb(image)
+        except _PILLOW_ERRORS as error:
+            if "truncated" in str(error):
+                raise TruncatedMedia(f"the {name} image ends within its pixels") from error
+            raise UnsupportedMedia(f"the {name} image is damaged and can't be decoded") from error
+    if image.size != planned:
+        raise _size_mismatch(image.size, planned)
+    return image
+
+
+def _turn_upright(image: Image.Image) -> None:
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except _PILLOW_ERRORS:
+        # Unreadable metadata counts as upright, here as in the probe.
+        return
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """Like the reference, shows what is transparent on white."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _size_mismatch(decoded: tuple[int, int], planned: tuple[int, int]) -> PlanMismatch:
+    return PlanMismatch(f"an image has {decoded[0]} by {decoded[1]} pixels; its plan says {planned[0]} by {planned[1]}")

@@ -1,0 +1,62 @@
+"""Rope positions in three axes (M-RoPE, arXiv:2409.12191, section 2.1): temporal, height and width. Numpy only.
+
+Text counts up by one on all three. A media item has positions of its own shape, counted from the position where it
+starts; what follows it goes on a given distance after that. The reference is ``get_rope_index`` of each family in
+transformers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.errors import PlanMismatch
+from triptych.families.base import Positions
+from triptych.types import Span
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The positions of a run of media tokens, int64 of shape (3, tokens), counted from its start, and how far after
+    its start the next token is."""
+
+    offsets: NDArray[np.int64]
+    advance: int
+
+
+def grid_shape(frames: int, height: int, width: int, interval: float = 1.0) -> Shape:
+    """A grid of so many frames, rows and columns of tokens, in that order. Frames are ``interval`` positions apart,
+    rounded down; like the reference, what follows doesn't count them, only the longer side."""
+    offsets = np.empty((3, frames, height, width), dtype=np.int64)
+    # in float32, as the reference
+    times = np.arange(frames, dtype=np.float32) * np.float32(interval)
+    offsets[0] = times.astype(np.int64)[:, None, None]
+    offsets[1] = np.arange(height)[:, None]
+    offsets[2] = np.arange(width)
+    return Shape(offsets.reshape(3, -1), max(height, width))
+
+
+def mrope_positions(num_tokens: int, spans: Sequence[Span], shapes: Sequence[Shape]) -> Positions:
+    """Positions of a prompt of ``num_tokens`` tokens in which ``shapes[i]`` occupies ``spans[i]``, in order.
+
+    Generated tokens go on after the highest position of all. Raises PlanMismatch where a span's length isn't its
+    shape's, or spans overlap or leave the prompt.
+    """
+    prompt = np.empty((3, num_tokens), dtype=np.int64)
+    token = position = 0
+    for span, shape in zip(spans, shapes, strict=True):
+        rows = shape.offsets.shape[1]
+        if span.length != rows or span.start < token or span.end > num_tokens:
+            raise PlanMismatch(
+                f"an item of {rows} rows can't be at tokens {span.start} to {span.end} "
+                f"of a prompt of {num_tokens} whose first {token} are taken"
+            )
+        text = span.start - token
+        prompt[:, token : span.start] = np.arange(position, position + text)
+        position += text
+        prompt[:, span.start : span.end] = shape.offsets + position
+        position += shape.advance
+        token = span.end
+    prompt[:, token:] = np.arange(position, position + num_tokens - token)
+    return Positions(prompt=prompt, next_position=int(prompt.max(initial=-1)) + 1)
