@@ -5,6 +5,7 @@ import ipaddress
 import os
 import re
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,16 @@ def parse_ranks(text: str) -> dict[Role, int]:
             )
         sizes[role] = int(size)
     return sizes
+
+
+def check_ranks(engine: EngineConfig, roles: Collection[Role]) -> None:
+    """Raises ConfigError when ``--tensor-parallel-size`` names a role that is none of these."""
+    for role in parse_ranks(engine.tensor_parallel_size):
+        if "=" in engine.tensor_parallel_size and role not in roles:
+            raise ConfigError(
+                f"--tensor-parallel-size {engine.tensor_parallel_size} names {role}, but the topology has "
+                f"{', '.join(sorted(set(roles)))}"
+            )
 
 
 def threads_per_process(engine: EngineConfig, num_processes: int) -> int:

@@ -183,3 +183,8 @@ def test_the_default_topology_is_the_models(folder: Path, tmp_path: Path) -> Non
         assert str(flags.topology(arguments, flags.serve_config(arguments), "1E1PD")) == expected
     asked = parsed(text, "--topology", "1P1D")
     assert str(flags.topology(asked, flags.serve_config(asked), "1E1PD")) == "1P1D"
+
+
+def test_ranks_for_a_role_that_nobody_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "serve", "demo", "--topology", "1E1PD", "--tensor-parallel-size", "P=2")
+    assert "names P, but the topology has E, PD" in said

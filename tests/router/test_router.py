@@ -23,7 +23,9 @@ from triptych.messages.work import (
     Leave,
     Need,
     NeededItem,
+    NeedPrefill,
     PeerLost,
+    Prefill,
     Register,
     Rejected,
     Reregister,
@@ -37,8 +39,8 @@ from triptych.router.router import Router, TokenStream
 from triptych.topology import Role
 from triptych.types import Address, ImageHeader, ItemPlan, RequestId, Span, TransferId
 
-E0, E1, PD0, PD1 = (Address(name) for name in ("e0", "e1", "pd0", "pd1"))
-ROLES = {E0: Role.E, E1: Role.E, PD0: Role.PD, PD1: Role.PD}
+E0, E1, PD0, PD1, P0, P1, D0 = (Address(name) for name in ("e0", "e1", "pd0", "pd1", "p0", "p1", "d0"))
+ROLES = {E0: Role.E, E1: Role.E, PD0: Role.PD, PD1: Role.PD, P0: Role.P, P1: Role.P, D0: Role.D}
 
 
 def prompt(*costs: float) -> PlannedPrompt:
@@ -184,7 +186,7 @@ def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_faul
 def test_an_error_that_no_request_may_end_in_is_internal(name: str) -> None:
     desk = Desk(E0, PD0)
     stream = desk.submit()
-    desk.router.handle(Failed(stream.request, name, "so it goes"))
+    desk.router.handle(Failed(stream.request, PD0, name, "so it goes"))
     with pytest.raises(InternalError, match="so it goes"):
         tokens_of(stream)
 
@@ -217,7 +219,7 @@ def test_a_request_whose_instance_is_lost_goes_on_at_another_from_where_it_was()
     assert desk.router.registry.get(E0).outstanding == 0
     for message in (
         Tokens(lost.request, [7], finish_reason="stop"),
-        Failed(lost.request, "InternalError", ""),
+        Failed(lost.request, PD0, "InternalError", ""),
         Need(lost.request, PD0, [NeededItem(0, transfer)]),
     ):
         desk.router.handle(message)  # what the lost one had still to say
@@ -357,13 +359,29 @@ def test_another_process_at_the_same_address_takes_over_nothing() -> None:
     assert len(desk.router.registry) == 1
 
 
+def test_a_prefill_that_another_takes_over_is_ended_and_has_no_say_any_more() -> None:
+    desk = Desk(P0, P1, D0)
+    stream = desk.submit()
+    for number in range(2):
+        desk.router.handle(NeedPrefill(stream.request, D0, TransferId(f"d/{number}"), 0, []))
+        desk.router.registry.get(desk.of(Prefill)[0][0]).outstanding += 100.0
+    (first, _), (second, _) = desk.of(Prefill)
+    assert {first, second} == {P0, P1}
+    assert desk.of(Cancel) == [(first, Cancel(stream.request))]
+    desk.router.handle(Failed(stream.request, first, "InternalError", ""))
+    assert desk.router.num_requests == 1
+    desk.router.handle(Failed(stream.request, second, "InternalError", ""))
+    with pytest.raises(InternalError):
+        tokens_of(stream)
+
+
 def test_messages_about_what_nobody_knows_change_nothing() -> None:
     desk = Desk(E0, PD0)
     desk.sent.clear()
     unknown, transfer = RequestId("unknown"), TransferId("unknown")
     for message in (
         Tokens(unknown, [1], finish_reason="stop"),
-        Failed(unknown, "InternalError", ""),
+        Failed(unknown, PD0, "InternalError", ""),
         Need(unknown, PD0, [NeededItem(0, transfer)]),
         Encoded(transfer, False, []),
         EncodeFailed(transfer, "InternalError", ""),
@@ -401,7 +419,7 @@ def test_a_peer_that_cannot_be_reached_harms_nobody_else() -> None:
 ENDINGS: list[Callable[[Desk, TokenStream], None]] = [
     lambda desk, stream: desk.router.cancel(stream.request),
     lambda desk, stream: desk.router.handle(Tokens(stream.request, [1], finish_reason="length")),
-    lambda desk, stream: desk.router.handle(Failed(stream.request, "InternalError", "")),
+    lambda desk, stream: desk.router.handle(Failed(stream.request, PD0, "InternalError", "")),
     lambda desk, stream: desk.router.handle(EncodeFailed(TransferId(f"{stream.request}/0"), "MediaError", "")),
     lambda desk, stream: desk.router.handle(Leave(E1)),
 ]

@@ -471,6 +471,34 @@ def test_grants_of_a_few_rows_each_land_one_by_one(fabric: str) -> None:
         assert sender.counters.grants == 2
 
 
+def test_grants_that_overlap_end_their_transfer(fabric: str) -> None:
+    with wire(fabric, 4, 2) as w:
+        item = w.expect(8, (0, 0))
+        w.offer(item)
+        w.deliver_all()
+        w.receiver.grant()
+        region = w.buffer.handle(w.fabrics[0])
+        sender = w.senders[item.producer]
+        w.deliver_all()
+        sender.on_grant(Grant(item.transfer, 2, [Extent(2, 1)], region, False))
+        assert item.transfer not in sender
+        w.deliver_all()
+        w.finish()
+
+
+def test_what_has_failed_cannot_be_offered_again(fabric: str) -> None:
+    with wire(fabric, 4, 2) as w:
+        item = w.expect(8, (0, 0))
+        w.offer(item)
+        w.deliver_all()
+        offer = next(message for message in w.sent if isinstance(message, Offer))
+        w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, item.producer, "x"))
+        w.receiver.on_offer(offer)
+        assert isinstance(w.sent[-1], Abort)
+        w.senders[item.producer].abort(item.transfer, "x")
+        w.finish()
+
+
 def test_more_rows_than_were_offered_are_refused(fabric: str) -> None:
     with wire(fabric, 4, 2) as w:
         item = w.expect(8, (0, 0))

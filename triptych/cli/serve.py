@@ -16,6 +16,7 @@ from triptych.config import (
     ClusterConfig,
     ServeConfig,
     as_flags,
+    check_ranks,
     parse_cpus,
     processes_of,
     threads_per_process,
@@ -55,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.join is not None:
             raise ConfigError("--join is for --role and an instance, such as --role E")
         topology = flags.topology(arguments, config, "1E1PD") if arguments.role is None else None
+        if topology is not None:
+            check_ranks(config.engine, topology.roles)
         return asyncio.run(_serve(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 

@@ -332,9 +332,11 @@ class Tokens(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """Language instance → front door: this request ended in an error that names a class in triptych.errors."""
+    """Language instance → front door: this request ended in an error that names a class in triptych.errors. One that
+    doesn't work on it any more has nothing to say."""
 
     request: RequestId
+    sender: Address
     error: str
     message: str
 

@@ -156,7 +156,7 @@ class LanguageHost:
         try:
             sequence = _sequence(message, generated, self.context_length, self._vocabulary)
         except TriptychError as error:
-            self._send(self._front_door, Failed(message.request, type(error).__name__, str(error)))
+            self._send(self._front_door, Failed(message.request, self._address, type(error).__name__, str(error)))
             return None
         sequence.prefilled_here, sequence.decoded_here = self.prefills, self.decodes
         self.scheduler.add(sequence)
@@ -183,7 +183,8 @@ class LanguageHost:
             grammar.cancel()
 
     def _fail(self, request: RequestId, error: str, message: str) -> None:
-        self._send(self._front_door, Failed(request, error, message))  # before others, whom it ends for, say less
+        # before others, whom it ends for, say less
+        self._send(self._front_door, Failed(request, self._address, error, message))
         self._remove(request)
 
     # ── grammars ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,10 +1,11 @@
 """How what prefill leaves in the KV cache gets to the instance that decodes: layer by layer, while it is computed."""
 
 import functools
+import logging
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from triptych.errors import TransferError
+from triptych.errors import BlockError, TransferError
 from triptych.language.kv_cache import PagePool
 from triptych.language.kv_rows import CacheRows, KVRows
 from triptych.language.scheduler import Chunk
@@ -12,6 +13,8 @@ from triptych.messages.rows import RowLayout
 from triptych.messages.work import Prefill
 from triptych.transfer.sender import Sender
 from triptych.types import Address, RequestId, TransferId
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -37,7 +40,7 @@ class OutgoingKV:
         self._layout = layout
         self._leaving: dict[RequestId, _Leaving] = {}
         self._holding: set[_Leaving] = set()
-        self._unwanted: list[RequestId] = []
+        self._unwanted: list[_Leaving] = []
 
     def expect(self, prefill: Prefill, num_tokens: int) -> None:
         """The KV of so many tokens will go. Raises TransferError for a transfer that is under way."""
@@ -52,15 +55,7 @@ class OutgoingKV:
         the cache knows of it goes."""
         for chunk in chunks:
             leaving = self._leaving.get(chunk.sequence.request)
-            if leaving is not None and not leaving.pages:
-                self._hold(leaving, chunk.sequence.pages)
-                self._sender.offer(
-                    leaving.transfer,
-                    leaving.consumer,
-                    leaving.rows.num_rows,
-                    self._layout,
-                    on_end=functools.partial(self._over, leaving),
-                )
+            if leaving is not None and not leaving.pages and self._offer(leaving, chunk.sequence.pages):
                 for layer in range(self._cache.num_layers):
                     self._provide(leaving, layer, leaving.first_token, chunk.start)
 
@@ -84,7 +79,16 @@ class OutgoingKV:
     def take_unwanted(self) -> list[RequestId]:
         """The sequences whose KV nobody waits for any more, though they aren't done."""
         unwanted, self._unwanted = self._unwanted, []
-        return [request for request in unwanted if request in self._leaving]
+        return [leaving.request for leaving in unwanted if self._leaving.get(leaving.request) is leaving]
+
+    def of_consumer(self, consumer: Address) -> list[RequestId]:
+        """The sequences whose KV isn't all there yet, and goes to that instance."""
+        return [leaving.request for leaving in self._leaving.values() if leaving.consumer == consumer]
+
+    def check_idle(self) -> None:
+        """Raises BlockError when pages are held for transfers that are over."""
+        if self._sender.idle and self._holding:
+            raise BlockError(f"pages of {len(self._holding)} transfers are held while nothing is being sent")
 
     @property
     def idle(self) -> bool:
@@ -99,14 +103,22 @@ class OutgoingKV:
                 self._sender.provide(leaving.transfer, views, row)
                 row += len(views)
 
-    def _hold(self, leaving: _Leaving, pages: list[int]) -> None:
+    def _offer(self, leaving: _Leaving, pages: list[int]) -> bool:
         leaving.pages = list(pages)
         self._pool.hold(leaving.pages)
         self._holding.add(leaving)
+        over = functools.partial(self._over, leaving)
+        try:
+            self._sender.offer(leaving.transfer, leaving.consumer, leaving.rows.num_rows, self._layout, over)
+        except TransferError as error:  # an instance that encodes, too, may have been given the name twice
+            log.error("%s", error)
+            over(complete=False)
+            return False
+        return True
 
     def _over(self, leaving: _Leaving, complete: bool) -> None:
         self._holding.remove(leaving)
         self._pool.free(leaving.pages)
         # all its rows may be there before the token after them is
         if self._leaving.get(leaving.request) is leaving and not complete:
-            self._unwanted.append(leaving.request)
+            self._unwanted.append(leaving)

@@ -12,7 +12,7 @@ from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Send
-from triptych.messages.work import Generate, Prefill, Prefilled
+from triptych.messages.work import Generate, PeerLost, Prefill, Prefilled
 from triptych.models.decoder import ForwardBatch
 from triptych.roles.host import Handlers
 from triptych.roles.incoming_kv import IncomingKV
@@ -61,7 +61,13 @@ class PrefillHost(LanguageHost):
             self._remove(request)
         super().advance()
 
+    def peer_lost(self, lost: PeerLost) -> None:
+        super().peer_lost(lost)
+        for request in self._outgoing.of_consumer(lost.address):
+            self._remove(request)
+
     def check_idle(self) -> None:
+        self._outgoing.check_idle()
         if self._outgoing.idle:
             super().check_idle()
 

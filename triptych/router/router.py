@@ -100,6 +100,11 @@ class _Request:
     prefilling: "_Prefilling | None" = None
     transfers: dict[TransferId, "_Encoding"] = field(default_factory=dict)
 
+    @property
+    def workers(self) -> set[Address]:
+        """The language instances that work on it."""
+        return {self.generator.address} | ({self.prefilling.prefiller.address} if self.prefilling else set())
+
 
 @dataclass(frozen=True)
 class _Prefilling:
@@ -246,9 +251,7 @@ class Router:
 
     def _take_off_the_books(self, entry: _Request) -> None:
         entry.generator.outstanding -= entry.cost
-        if entry.prefilling is not None:
-            self._tell(entry.prefilling.prefiller.address, Cancel(entry.generate.request))
-            self._settle_prefill(entry)
+        self._end_prefill(entry)
         for transfer, encoding in entry.transfers.items():
             self._settle(encoding)
             del self._encodings[transfer]
@@ -288,6 +291,12 @@ class Router:
             self._settle(entry.transfers.pop(transfer))
             del self._encodings[transfer]
 
+    def _end_prefill(self, entry: _Request) -> None:
+        """What it has not sent yet won't be waited for."""
+        if entry.prefilling is not None and self.registry.get(entry.prefilling.prefiller.address):
+            self._tell(entry.prefilling.prefiller.address, Cancel(entry.generate.request))
+        self._settle_prefill(entry)
+
     @staticmethod
     def _settle_prefill(entry: _Request) -> None:
         if entry.prefilling is not None:
@@ -314,7 +323,7 @@ class Router:
         entry = self._under_way(message.request)
         if entry is None or message.consumer != entry.generator.address:
             return
-        self._settle_prefill(entry)
+        self._end_prefill(entry)
         for item in {encoding.item for encoding in entry.transfers.values()}:
             self._supersede(entry, item)  # they were for the former one
         if (prefiller := least_outstanding(self.registry.prefillers(begun=True))) is None:
@@ -369,7 +378,8 @@ class Router:
         entry.stream.put(message)
 
     def _on_failed(self, message: Failed) -> None:
-        if entry := self._under_way(message.request):
+        entry = self._under_way(message.request)
+        if entry is not None and message.sender in entry.workers:
             self._fail(entry.stream.request, errors.from_wire(message.error, message.message))
 
     # ── operators ────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,9 +1,10 @@
 """The consumer's end of the protocol: grants blocks, sees rows land, hands them on, takes the blocks back.
 
-Grants go out in line order (first come first served, then prompt order). The head of the line, the first transfer
-that isn't wholly granted, always gets a block: one is kept back for it, and if rows that landed for a later
-transfer hold the last ones, those rows are given up and granted again later (the producer keeps them until Done).
-So any pool, even of one block, finishes transfers of any length, whatever order they are offered in.
+Grants go out in line order: by place (first come first served, then prompt order), or, without places, as they are
+offered. The head of the line, the first transfer that isn't wholly granted, always gets a block: one is kept back for
+one whose place is known before it is offered, and if rows that landed for a later transfer hold the last ones, those
+rows are given up and granted again later (the producer keeps them until Done). So any pool, even of one block, finishes
+transfers of any length, whatever order they are offered in.
 
 Rows that arrive garbled are granted again. A producer that is lost while it may still be writing can't be stopped (it
 may be a process that stands still in the middle of a copy), so the buffer moves away from under it.
@@ -86,6 +87,7 @@ class _Incoming:
     segments: list[Segment] = field(default_factory=list)
     flights: list[_Flight] = field(default_factory=list)
     waiting: bool = False
+    failed: bool = False
 
     @property
     def closing(self) -> bool:
@@ -212,7 +214,7 @@ class Receiver:
     def on_offer(self, offer: Offer) -> None:
         """Takes note of who has the rows. The transfer fails when the two ends don't fit together."""
         incoming = self._transfers.get(offer.transfer)
-        if incoming is None or incoming.closing:
+        if incoming is None or incoming.closing or incoming.failed:
             self._send(offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "not wanted any more"))
             return
         if incoming.producer is not None:
@@ -376,6 +378,7 @@ class Receiver:
 
     def _fail(self, incoming: _Incoming, error: str, reason: str) -> None:
         log.error("transfer %s: %s", incoming.transfer, reason)
+        incoming.failed = True
         self._failures.append(Failure(incoming.transfer, error, reason))
 
     def _part_all(self, incomings: Collection[_Incoming], error: str, reason: str) -> None:

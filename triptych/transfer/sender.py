@@ -208,7 +208,9 @@ class Sender:
         """Permission to write. One that doesn't make sense ends its transfer and nothing else."""
         if (outgoing := self._transfers.get(grant.transfer)) is None:
             return
-        if not grant.rows or grant.first_row + grant.rows > outgoing.rows or grant.region.fabric not in self._fabrics:
+        taken = [*_within(outgoing.waiting, grant.first_row, grant.end_row), *outgoing.writings]
+        overlaps = any(_overlap(writing, grant) for writing in taken)
+        if not grant.rows or grant.end_row > outgoing.rows or overlaps or grant.region.fabric not in self._fabrics:
             log.error("transfer %s: refused a grant of rows %d+%d", grant.transfer, grant.first_row, grant.rows)
             self.abort(grant.transfer, "a grant that doesn't fit the offer")
             return
@@ -263,7 +265,7 @@ class Sender:
         if outgoing.over:
             return
         try:
-            if self._written(writing):
+            if self._written(outgoing, writing):
                 outgoing.writings.remove(writing)
                 self._announce(outgoing, writing)
                 self._release_left()
@@ -271,8 +273,10 @@ class Sender:
             log.error("transfer %s: %s", outgoing.transfer, error)
             self.abort(outgoing.transfer, str(error))
 
-    def _written(self, writing: _Writing) -> bool:
+    def _written(self, outgoing: _Outgoing, writing: _Writing) -> bool:
         """Raises TransferError when it can't be."""
+        if writing.attempts and not writing.write and any(other.write for other in outgoing.writings):
+            return False  # a fabric opens what it has lost anew once nothing is being written there any more
         try:
             if writing.write is None:
                 self._begin(writing)
@@ -312,8 +316,9 @@ class Sender:
         outgoing.progress.enter(state, self._clock())
         outgoing.farewell = farewell
         outgoing.waiting.clear()
+        deadline = self._clock() + self._deadlines.write
         for writing in outgoing.writings:
-            writing.deadline = self._clock() + self._deadlines.write
+            writing.deadline = deadline
             if writing.write:
                 writing.write.cancel()
         self._ending.append(outgoing)
@@ -321,7 +326,8 @@ class Sender:
 
     def _let_go(self, outgoing: _Outgoing) -> None:
         """Forgets an ended transfer once nothing of it is being written."""
-        outgoing.writings = [writing for writing in outgoing.writings if self._still_writing(outgoing, writing)]
+        now = self._clock()  # one for all: they are given up together
+        outgoing.writings = [writing for writing in outgoing.writings if self._still_writing(outgoing, writing, now)]
         if outgoing.writings:
             return
         self._ending.remove(outgoing)
@@ -331,13 +337,13 @@ class Sender:
             self._send(outgoing.consumer, outgoing.farewell)
         outgoing.on_end(outgoing.progress.state is TransferState.SUCCESS)
 
-    def _still_writing(self, outgoing: _Outgoing, writing: _Writing) -> bool:
+    def _still_writing(self, outgoing: _Outgoing, writing: _Writing, now: float) -> bool:
         try:
             if writing.write is None or writing.write.done():
                 return False
         except TransferError:
             return False
-        if self._clock() < writing.deadline:
+        if now < writing.deadline:
             return True
         log.error("transfer %s: a write that was given up hasn't ended", outgoing.transfer)
         if outgoing.farewell is not None:

@@ -5,9 +5,9 @@
                     sender                                   receiver
     BOOTSTRAPPING       Offer sent, nothing granted              nothing offered yet
          ▼ Grant                                  ▼ Offer
-    WAITING_FOR_INPUT   granted, rows not encoded yet            offered, no block granted yet
+    WAITING_FOR_INPUT   granted, rows don't exist yet            offered, no block granted yet
          ▼ rows exist                             ▼ Grant sent   ▲ rows taken back for the head of the line
-    TRANSFERRING        rows are being written, grant by grant   rows land and are consumed, grant by grant
+    TRANSFERRING        rows are being written, in grants        rows land and are consumed, in grants
          ▼ Done received                          ▼ last row consumed, Done sent
     SUCCESS             rows are let go                          blocks are back in the pool
 
