@@ -171,8 +171,8 @@ class Bench:
         values = 3 * 2 * self.sizes.patch**2
         random = np.random.default_rng(0)
         inputs = [
-            TowerInput(random.standard_normal((grid * grid, values), dtype=np.float32), (1, grid, grid))
-            for _ in range(images)
+            TowerInput(random.standard_normal((grid * grid, values), dtype=np.float32), (1, grid, grid), str(index))
+            for index in range(images)
         ]
         patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])
         upload = self.on_host(lambda: (to_device([patches], self.device), self._wait()))

@@ -92,6 +92,8 @@ class Sizes:
     merge: int = 2
     min_pixels: int = 65536
     max_pixels: int = 16777216
+    min_video_pixels: int = 4096
+    max_video_pixels: int = 25165824
     gain: float = 1.5
 
 
@@ -280,7 +282,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def write_settings(folder: Path, sizes: Sizes) -> None:
-    """``config.json``, ``generation_config.json`` and ``preprocessor_config.json``."""
+    """``config.json``, ``generation_config.json`` and the two preprocessors' configurations."""
     ids = token_ids(sizes.vocabulary)
     generation = {
         "do_sample": False,
@@ -299,6 +301,9 @@ def write_settings(folder: Path, sizes: Sizes) -> None:
     write_json(folder / "config.json", model_config(sizes))
     write_json(folder / "generation_config.json", generation)
     write_json(folder / "preprocessor_config.json", preprocessor)
+    video = {"shortest_edge": sizes.min_video_pixels, "longest_edge": sizes.max_video_pixels}
+    processor = {"video_processor_type": "Qwen3VLVideoProcessor", "size": video}
+    write_json(folder / "video_preprocessor_config.json", preprocessor | processor)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

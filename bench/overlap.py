@@ -1,8 +1,10 @@
 """What it gives that prefill runs over the rows that have landed while the rest is still being encoded: the time to
-the first token of one request with several images, beside the same service whose prefill waits for every row.
+the first token of one request with several images or a video, beside the same service whose prefill waits for every
+row.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.overlap /tmp/mid --out bench/results/overlap-mid.json
+    python -m bench.overlap /tmp/mid --video-seconds 30 --out bench/results/overlap-video-mid.json
 
 Two services of an encode and a language instance each, with one thread per instance, are asked in turns; the one that
 isn't asked sleeps. Waiting is a switch of this bench: the product has none.
@@ -10,9 +12,11 @@ isn't asked sleeps. Waiting is a switch of this bench: the product has none.
 
 import argparse
 import asyncio
+import base64
 import json
 import multiprocessing
 import statistics
+import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -22,6 +26,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from bench.preprocess import make_video
 from bench.serve import Load, Sample, ask, request_body
 from triptych.bench.transfer import machine
 from triptych.cli.waterfall import waterfall
@@ -57,8 +62,8 @@ class Setup:
     client: httpx.AsyncClient
     processes: list[BaseProcess]
 
-    async def ask(self, load: Load, seed: int) -> Sample:
-        sample = await ask(self.client, request_body(MODEL, load, seed))
+    async def ask(self, body: dict[str, Any]) -> Sample:
+        sample = await ask(self.client, body)
         if sample.error:
             raise SystemExit(sample.error)
         return sample
@@ -84,6 +89,19 @@ async def start(stack: AsyncExitStack, config: ServeConfig, *, waits: bool) -> S
     return Setup(service, client, processes)
 
 
+def body_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """A request of images, or of a video, that no other seed has."""
+    if not options.video_seconds:
+        load = Load(options.images, options.size, options.size, options.text_length, output_tokens=2)
+        return request_body(MODEL, load, seed)
+    body = request_body(MODEL, Load(0, text_length=options.text_length, output_tokens=2), seed)
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        make_video(Path(file.name), 30 * options.video_seconds, options.size, options.size, seed)
+        url = f"data:video/mp4;base64,{base64.b64encode(file.read()).decode()}"
+    body["messages"][0]["content"].insert(0, {"type": "video_url", "video_url": {"url": url}})
+    return body
+
+
 def overlap_ms(timeline: list[dict[str, Any]]) -> float:
     """For how long prefill ran before the last item was encoded."""
     encoded = max(row["end_ms"] for row in timeline if row["stage"] == "encode")
@@ -96,16 +114,16 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = ServeConfig(
         model=options.model, engine=engine, front_door=FrontDoorConfig(port=0, served_model_name=MODEL)
     )
-    load = Load(options.images, options.size, options.size, options.text_length, output_tokens=2)
     samples: dict[str, list[Sample]] = {"overlap": [], "waits": []}
     async with AsyncExitStack() as stack:
         setups = {name: await start(stack, config, waits=name == "waits") for name in samples}
         for setup in setups.values():
-            await setup.ask(Load(1, options.size, options.size, 16, output_tokens=2), seed=10**6)
+            await setup.ask(request_body(MODEL, Load(1, options.size, options.size, 16, output_tokens=2), 10**6))
         for number in range(options.rounds):
+            body = body_of(options, seed=number)
             for name, setup in setups.items():
-                # pictures that neither service has seen, so that no cache helps
-                samples[name].append(await setup.ask(load, seed=number))
+                # what neither service has seen, so that no cache helps
+                samples[name].append(await setup.ask(body))
     medians = {name: statistics.median(sample.ttft for sample in found) for name, found in samples.items()}
     return {
         "machine": machine(),
@@ -125,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a checkpoint folder")
     parser.add_argument("--images", type=int, default=8)
+    parser.add_argument("--video-seconds", type=int, default=0, help="a video of this length instead of images")
     parser.add_argument("--size", type=int, default=448)
     parser.add_argument("--text-length", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 
 from bench.serve import Load, request_body
 from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config, load_preprocessor_config
+from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.prompt.prompt import PromptBuilder
 
 
@@ -29,14 +29,16 @@ def inputs(folder: Path, builder: PromptBuilder, seed: int) -> dict[str, torch.T
     content = [{"type": "image", "data": data}, {"type": "text", "text": text["text"]}]
     prompt = builder.build([{"role": "user", "content": content}])
     config = load_config(folder)
-    preprocess = resolve(family_of(config).preprocessor)(config, load_preprocessor_config(folder))
+    preprocess = resolve(family_of(config).preprocessor)(
+        config, load_preprocessor_config(folder), load_video_config(folder)
+    )
     (item,) = prompt.items
-    made = preprocess(item.data, item.plan)
+    (made,) = preprocess(item.data, item.plan)
     tokens = torch.tensor([prompt.tokens])
     return {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
-        "mm_token_type_ids": (tokens == builder.planner.image_token_id).int(),
+        "mm_token_type_ids": (tokens == builder.planner.placeholder_ids["image"]).int(),
         "pixel_values": torch.from_numpy(made.patches),
         "image_grid_thw": torch.tensor([made.grid]),
     }

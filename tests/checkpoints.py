@@ -55,6 +55,7 @@ DENSE = Sizes(
     deepstack=(0, 2),
     min_pixels=64 * 64,
     max_pixels=256 * 256,
+    max_video_pixels=8 * 128 * 128,
 )
 """Images become 4 to 64 rows: patches of 16 pixels, merged two by two, so a row per 32 × 32 pixels."""
 

@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("none", "int8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_MESSAGE_BYTES = 256 * 2**20
-"""The largest message between processes; an image travels in one, beside less than 1 MiB about it."""
+"""The largest message between processes; an item travels in one, beside less than 1 MiB about it."""
 
 
 _UNITS = {"kb": 10**3, "kib": 2**10, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": 2**30, "tb": 10**12, "tib": 2**40}
@@ -143,23 +143,39 @@ class FrontDoorConfig:
     max_body_mb: int = setting(64, "largest request body, in MiB")
     max_image_mb: int = setting(32, "largest image file, in MiB")
     max_images: int = setting(64, "images in one request")
-    allowed_media_domains: tuple[str, ...] = setting((), "hosts that images may be fetched from; none unless given")
+    max_video_mb: int = setting(64, "largest video file, in MiB")
+    max_videos: int = setting(4, "videos in one request")
+    max_video_seconds: float = setting(3600.0, "longest video")
+    max_video_gigapixels: float = setting(
+        100.0, "pixels (10^9) of all of a video's frames, seen or not: what decoding it may take"
+    )
+    allowed_media_domains: tuple[str, ...] = setting((), "hosts that media may be fetched from; none unless given")
     request_timeout: float = setting(600.0, "seconds after which a request that isn't done fails")
 
     def __post_init__(self) -> None:
         for name in ("port", "control_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is not a port number")
-        for name in ("max_queue", "max_body_mb", "max_image_mb", "request_timeout"):
+        for name in (
+            "max_queue",
+            "max_body_mb",
+            "max_image_mb",
+            "max_video_mb",
+            "max_video_seconds",
+            "max_video_gigapixels",
+            "request_timeout",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
-        if self.max_images < 0:
-            raise ConfigError(f"--max-images {self.max_images} is too small")
-        if (self.max_image_mb + 1) * 2**20 > MAX_MESSAGE_BYTES:
-            raise ConfigError(
-                f"--max-image-mb {self.max_image_mb} is too large: a message between processes carries images of at "
-                f"most {MAX_MESSAGE_BYTES // 2**20 - 1} MiB"
-            )
+        for name in ("max_images", "max_videos"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
+        for name in ("max_image_mb", "max_video_mb"):
+            if (getattr(self, name) + 1) * 2**20 > MAX_MESSAGE_BYTES:
+                raise ConfigError(
+                    f"{flag(name)} {getattr(self, name)} is too large: a message between processes carries files of at "
+                    f"most {MAX_MESSAGE_BYTES // 2**20 - 1} MiB"
+                )
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@
     │   ├── UnknownModel
     │   ├── PayloadTooLarge
     │   └── MediaError              an item that can't be used
-    │       ├── UnsupportedMedia    not an image of a known format
+    │       ├── UnsupportedMedia    not an image or a video of a known format
     │       ├── TruncatedMedia      the bytes end before the header or the pixels do
     │       ├── MediaTooLarge       refused at planning, before any pixel is decoded
+    │       ├── MediaMismatch       not what its header says
     │       ├── BadMediaSize        zero sides, or a shape the model can't take
     │       ├── MediaNotAllowed     a URL whose host isn't allowed
     │       └── MediaNotServed      the topology has no encoder
@@ -80,6 +81,10 @@ class TruncatedMedia(MediaError):
 
 class MediaTooLarge(MediaError):
     """The item exceeds a limit on pixels, bytes or tokens."""
+
+
+class MediaMismatch(MediaError):
+    """What was decoded isn't what the item's header says."""
 
 
 class BadMediaSize(MediaError):

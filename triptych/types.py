@@ -1,8 +1,14 @@
 """Small value types shared by every package. Nothing here imports anything heavy."""
 
-from typing import NewType
+import bisect
+from collections.abc import Iterator
+from typing import Annotated, NewType
 
 import msgspec
+
+# What messages from other processes are held to when they are decoded.
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 RequestId = NewType("RequestId", str)
 """Names one sequence of a request, for as long as it lives; made by the router."""
@@ -14,7 +20,7 @@ Address = NewType("Address", str)
 """Where a process receives messages: a ZeroMQ endpoint."""
 
 
-class ImageHeader(msgspec.Struct, frozen=True):
+class ImageHeader(msgspec.Struct, frozen=True, tag="image"):
     """What an image file's header says, before any pixel is decoded.
 
     ``width`` and ``height`` are in pixels and as displayed: EXIF orientation is applied.
@@ -25,29 +31,154 @@ class ImageHeader(msgspec.Struct, frozen=True):
     height: int
 
 
-class ItemPlan(msgspec.Struct, frozen=True):
-    """What a media item will become: a pure function of its header and the model's configuration.
+class VideoHeader(msgspec.Struct, frozen=True, tag="video"):
+    """What a video file's header says, before any frame is decoded.
 
-    ``resized_height`` and ``resized_width`` are in pixels; ``grid`` counts patches (frames, rows, columns);
+    ``width`` and ``height`` are in pixels and as displayed, once frames are turned by ``rotation`` degrees clockwise
+    (0, 90, 180 or 270). ``rate`` is in frames per second, on average. Where ``counted``, the header knows each frame,
+    and ``frames`` is their number in the file; elsewhere it is what duration and rate come to. Where they were
+    ``chosen``, by the client, all of them are seen.
+    """
+
+    format: str
+    width: int
+    height: int
+    frames: Positive
+    rate: Annotated[float, msgspec.Meta(gt=0)]
+    rotation: int = 0
+    counted: bool = True
+    chosen: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.frames / self.rate
+
+
+class AudioHeader(msgspec.Struct, frozen=True, tag="audio"):
+    """What an audio file's header says, before any of it is decoded: ``samples`` for each of ``channels``, ``rate`` of
+    them a second."""
+
+    format: str
+    rate: Positive
+    channels: Positive
+    samples: Positive
+
+    @property
+    def seconds(self) -> float:
+        return self.samples / self.rate
+
+    def resampled(self, rate: int) -> int:
+        """How many samples there are at another rate."""
+        return -(-self.samples * rate // self.rate)
+
+
+MediaHeader = ImageHeader | VideoHeader
+
+
+class PixelBounds(msgspec.Struct, frozen=True):
+    """Bounds of the area, in pixels, that an image is resized to, or of that of all frames of a video together; 0 where
+    the model's own holds."""
+
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+
+MODEL_BOUNDS = PixelBounds()
+"""Those that hold unless a request has its own."""
+
+
+class FrameSampling(msgspec.Struct, frozen=True):
+    """Which frames of a video are seen: ``fps`` a second, or ``num_frames`` of all; 0 where the model's own holds."""
+
+    fps: float = 0.0
+    num_frames: int = 0
+
+
+MODEL_SAMPLING = FrameSampling()
+"""That which holds unless a request has its own."""
+
+
+class ItemPlan(msgspec.Struct, frozen=True):
+    """What a media item will become: a pure function of its header, the options and the model's configuration.
+
+    ``resized_height`` and ``resized_width`` are in pixels; ``grid`` counts patches (in time, rows, columns);
     ``rows`` counts the tokens, hence embedding rows, that stand for the item in the prompt;
-    ``cost`` is the work of encoding it, in patch-multiplications (linear in patches plus the attention's square).
+    ``cost`` is the work of encoding it, in patch-multiplications (linear in patches plus the attention's square);
+    ``bounds`` are those that the request asked for; ``frames`` are the numbers of a video's frames that are seen, in
+    the order of display, from 0 on.
     """
 
     modality: str
-    header: ImageHeader
+    header: MediaHeader
     resized_height: int
     resized_width: int
-    grid: tuple[int, int, int]
-    rows: int
+    grid: tuple[Positive, Positive, Positive]
+    rows: Positive
     cost: float
+    bounds: PixelBounds = MODEL_BOUNDS
+    frames: tuple[int, ...] = ()
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts the item is cut for encoding: a patch in time each."""
+        return self.grid[0]
+
+    @property
+    def rows_per_part(self) -> int:
+        return self.rows // self.grid[0]
 
 
 class Span(msgspec.Struct, frozen=True):
-    """The run of prompt tokens ``[start, start + length)`` that stands for one item."""
+    """A run of prompt tokens ``[start, start + length)`` that stands for one item, or for part of it."""
 
-    start: int
-    length: int
+    start: Count
+    length: Positive
 
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where an item's rows belong in the prompt: at the tokens of its spans, in order. An image has one span; a video
+    may have one for each patch in time, with timestamps between them. Neither overlapping nor empty."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def start(self) -> int:
+        return self.spans[0].start
+
+    @property
+    def end(self) -> int:
+        return self.spans[-1].end
+
+    @property
+    def rows(self) -> int:
+        return sum(span.length for span in self.spans)
+
+    def rows_before(self, token: int) -> int:
+        """How many of the item's rows stand before a token."""
+        rows = 0
+        for span in self.spans:
+            if token <= span.start:
+                break
+            rows += min(token - span.start, span.length)
+        return rows
+
+    def token_of(self, row: int) -> int:
+        """The token at which a row stands."""
+        for span in self.spans:
+            if row < span.length:
+                return span.start + row
+            row -= span.length
+        raise IndexError("the item has fewer rows")
+
+    def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """(first token, first row, length) of each run of the item's tokens within ``[start, end)``."""
+        row = 0
+        for span in self.spans[: bisect.bisect_left(self.spans, end, key=lambda span: span.start)]:
+            low, high = max(start, span.start), min(end, span.end)
+            if low < high:
+                yield low, row + low - span.start, high - low
+            row += span.length

@@ -48,3 +48,19 @@ def test_a_limit_of_zero_keeps_nothing() -> None:
     cache.put("a", rows(1))
     assert cache.get("a") is None
     assert cache.num_bytes == 0
+
+
+def test_an_item_is_here_while_all_its_parts_are() -> None:
+    cache = RowCache(30)
+    parts = {name: rows(1) for name in "abc"}
+    for name, one in parts.items():
+        cache.put(name, one)
+    assert cache.get_item("item") is None
+    cache.put_item("item", ("a", "b", "a"))
+    found = cache.get_item("item")
+    assert found is not None
+    assert [id(one) for one in found] == [id(parts[name]) for name in "aba"]
+    cache.put("d", rows(1))
+    assert cache.get("c") is None, "the item's parts were used last"
+    cache.put("e", rows(2))
+    assert cache.get_item("item") is None

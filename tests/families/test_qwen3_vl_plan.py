@@ -17,9 +17,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch
 from triptych.families.qwen3_vl.plan import Qwen3VLPlanner
 from triptych.families.shared.geometry import ImageGeometry
-from triptych.types import ImageHeader, ItemPlan, Span
+from triptych.types import ImageHeader, ItemPlan, Placement, Span, VideoHeader
 
-IMAGE = 7
+IMAGE, VIDEO = 7, 8
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_vl",
     "image_token_id": IMAGE,
@@ -169,32 +169,50 @@ def reference() -> Qwen3VLModel:
 
 def test_positions_as_the_reference(reference: Qwen3VLModel) -> None:
     random_source = random.Random(0)
-    planner = Qwen3VLPlanner(CONFIG, PROCESSOR | {"size": {"shortest_edge": 1024, "longest_edge": 65536}})
-    for _ in range(300):
-        plans, spans, tokens = random_prompt(planner, random_source)
+    small = {"size": {"shortest_edge": 1024, "longest_edge": 65536}}
+    planner = Qwen3VLPlanner(CONFIG, PROCESSOR | small, small)
+    for _ in range(1000):
+        plans, placements, tokens = random_prompt(planner, random_source)
         ids = torch.tensor([tokens])
-        grids = torch.tensor([plan.grid for plan in plans]) if plans else None
-        expected, delta = reference.get_rope_index(ids, (ids == IMAGE).int(), image_grid_thw=grids)
-        positions = planner.positions(len(tokens), spans, plans)
+        expected, delta = reference.get_rope_index(
+            ids,
+            (ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
+            image_grid_thw=grids(plans, "image"),
+            video_grid_thw=grids(plans, "video"),
+        )
+        positions = planner.positions(len(tokens), placements, plans)
         assert positions.prompt.dtype == np.int64
         np.testing.assert_array_equal(positions.prompt, expected[:, 0].numpy())
         assert positions.next_position == len(tokens) + delta.item()
 
 
+def grids(plans: list[ItemPlan], modality: str) -> torch.Tensor | None:
+    found = [plan.grid for plan in plans if plan.modality == modality]
+    return torch.tensor(found) if found else None
+
+
 def random_prompt(
     planner: Qwen3VLPlanner, random_source: random.Random
-) -> tuple[list[ItemPlan], list[Span], list[int]]:
-    """Text, images, text, …; the ends may be bare, but two images always have text between them, as in templates."""
-    plans, spans = [], []
+) -> tuple[list[ItemPlan], list[Placement], list[int]]:
+    """Text, images, videos, text, …; the ends may be bare, but two runs of rows always have text between them, as in
+    templates."""
+    plans, placements = [], []
     tokens = [1] * random_source.choice([0, 1, 20])
     for _ in range(random_source.randrange(5)):
-        header = ImageHeader("PNG", random_source.randrange(4, 400), random_source.randrange(4, 400))
-        plans.append(planner.plan(header))
-        spans.append(Span(len(tokens), plans[-1].rows))
-        tokens += [IMAGE] * plans[-1].rows + [1] * random_source.choice([1, 2, 30])
-    if spans and random_source.random() < 0.3:
-        tokens = tokens[: spans[-1].end]
-    return plans, spans, tokens or [1]
+        width, height = random_source.randrange(4, 400), random_source.randrange(4, 400)
+        if random_source.random() < 0.5:
+            plans.append(planner.plan(ImageHeader("PNG", width, height)))
+        else:
+            frames, rate = random_source.randrange(1, 500), random_source.choice([1.0, 24.0, 29.97])
+            plans.append(planner.plan(VideoHeader("MP4", width, height, frames, rate)))
+        spans = []
+        for length in planner.runs(plans[-1]):
+            spans.append(Span(len(tokens), length))
+            tokens += [planner.placeholder_ids[plans[-1].modality]] * length + [1] * random_source.choice([1, 2, 30])
+        placements.append(Placement(tuple(spans)))
+    if placements and random_source.random() < 0.3:
+        tokens = tokens[: placements[-1].end]
+    return plans, placements, tokens or [1]
 
 
 def test_positions_of_nothing() -> None:
@@ -206,8 +224,8 @@ def test_positions_of_nothing() -> None:
 @pytest.mark.parametrize("span", [Span(0, 299), Span(1, 300)])
 def test_spans_that_are_not_as_planned(span: Span) -> None:
     planner = Qwen3VLPlanner(CONFIG, PROCESSOR)
-    with pytest.raises(PlanMismatch, match="300 rows"):
-        planner.positions(300, [span], [planner.plan(ImageHeader("PNG", 640, 480))])
+    with pytest.raises(PlanMismatch, match="300"):
+        planner.positions(300, [Placement((span,))], [planner.plan(ImageHeader("PNG", 640, 480))])
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:

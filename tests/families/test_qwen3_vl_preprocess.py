@@ -90,7 +90,13 @@ def plan_of(data: bytes, processor: dict[str, Any] = SMALL) -> ItemPlan:
 
 
 def preprocessed(data: bytes, processor: dict[str, Any] = SMALL) -> TowerInput:
-    return Qwen3VLPreprocessor(CONFIG, processor)(data, plan_of(data, processor))
+    return made(Qwen3VLPreprocessor(CONFIG, processor), data, plan_of(data, processor))
+
+
+def made(preprocessor: Qwen3VLPreprocessor, data: bytes, plan: ItemPlan) -> TowerInput:
+    """An image's only part."""
+    (part,) = preprocessor(data, plan)
+    return part
 
 
 def assert_as_reference(data: bytes, result: TowerInput, processor: Qwen2VLImageProcessorPil) -> None:
@@ -115,7 +121,7 @@ def test_every_plan_is_kept() -> None:
         with Image.open(io.BytesIO(data)) as image:
             assert (header.width, header.height) == ImageOps.exif_transpose(image).size
         plan = planner.plan(header)
-        result = preprocessor(data, plan)
+        result = made(preprocessor, data, plan)
         assert result.grid == plan.grid
         assert result.patches.shape == (plan.rows * 4, 3 * 2 * 16 * 16)
         if i % 4 == 0:
@@ -158,7 +164,7 @@ def test_cut_within_the_pixels(name: str) -> None:
     plan = plan_of(data)
     cut = data[: len(data) // 2]
     with pytest.raises((TruncatedMedia, UnsupportedMedia)) as caught:
-        Qwen3VLPreprocessor(CONFIG, SMALL)(cut, plan)
+        made(Qwen3VLPreprocessor(CONFIG, SMALL), cut, plan)
     assert "0x" not in str(caught.value)
     if name == "WEBP":
         with pytest.raises(TruncatedMedia):
@@ -177,7 +183,7 @@ def test_damaged_pixels() -> None:
 def test_format_outside_the_list() -> None:
     plan = plan_of(encoded(noise(), "PNG"))
     with pytest.raises(UnsupportedMedia):
-        Qwen3VLPreprocessor(CONFIG, SMALL)(encoded(noise().convert("RGB"), "TIFF"), plan)
+        made(Qwen3VLPreprocessor(CONFIG, SMALL), encoded(noise().convert("RGB"), "TIFF"), plan)
 
 
 def test_unreadable_exif_counts_as_upright() -> None:
@@ -189,7 +195,7 @@ def test_unreadable_exif_counts_as_upright() -> None:
 def test_other_bytes_than_planned() -> None:
     small, large = (encoded(noise().convert("RGB").resize(size), "PNG") for size in ((64, 64), (96, 64)))
     with pytest.raises(PlanMismatch, match="96 by 64 pixels; its plan says 64 by 64"):
-        Qwen3VLPreprocessor(CONFIG, SMALL)(large, plan_of(small))
+        made(Qwen3VLPreprocessor(CONFIG, SMALL), large, plan_of(small))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +208,7 @@ def test_other_bytes_than_planned() -> None:
 def test_other_plan_than_ours(change: dict[str, Any], message: str) -> None:
     data = encoded(noise().convert("RGB").resize((64, 64)), "PNG")
     with pytest.raises(PlanMismatch, match=message):
-        Qwen3VLPreprocessor(CONFIG, SMALL)(data, msgspec.structs.replace(plan_of(data), **change))
+        made(Qwen3VLPreprocessor(CONFIG, SMALL), data, msgspec.structs.replace(plan_of(data), **change))
 
 
 def test_pictures_above_pillows_own_limit_are_the_plans_to_refuse() -> None:
@@ -215,7 +221,7 @@ def test_pictures_above_pillows_own_limit_are_the_plans_to_refuse() -> None:
     plan = Qwen3VLPlanner(CONFIG, SMALL, max_source_pixels=10**9).plan(probe_image(data))
     with pytest.raises(PlanMismatch):
         other = msgspec.structs.replace(plan, header=msgspec.structs.replace(plan.header, width=1))
-        Qwen3VLPreprocessor(CONFIG, SMALL)(data, other)
+        made(Qwen3VLPreprocessor(CONFIG, SMALL), data, other)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -232,7 +238,7 @@ def test_mutated_files_raise_only_typed_errors(seed: int) -> None:
         data = bytes(mutated)
         try:
             plan = planner.plan(probe_image(data))
-            assert preprocessor(data, plan).grid == plan.grid
+            assert made(preprocessor, data, plan).grid == plan.grid
         except MediaError:
             continue
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from triptych.language.kv_cache import PagePool
 from triptych.language.scheduler import Scheduler, Step
 from triptych.language.sequence import Sequence
-from triptych.messages.work import ItemSpan, Sampling
-from triptych.types import RequestId, Span
+from triptych.messages.work import PlacedItem, Sampling
+from triptych.types import Placement, RequestId, Span
 
 
 def sequence(name: str, prompt: int, max_tokens: int, first_token: int = 1) -> Sequence:
@@ -213,7 +213,7 @@ def test_a_prefix_is_named_by_its_media_and_by_what_stands_before_them() -> None
 
     def picture(name: str, key: str, start: int = 2) -> Sequence:
         one = sequence(name, 15, 1)
-        one.items = [ItemSpan(key, Span(start, 8))]
+        one.items = [PlacedItem(key, Placement((Span(start, 8),)), 8)]
         return one
 
     assert finish(scheduler, picture("first", "a" * 64)) == 15

@@ -14,7 +14,7 @@ from triptych.types import Address
 KINDS = [*get_args(RowMessage), *get_args(WorkMessage)]
 
 
-def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911 - one return per kind of type
+def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911, PLR0912 - one per kind
     """Any value of a type, within its constraints."""
     match kind:
         case msgspec.inspect.IntType(ge=low, le=high):
@@ -33,6 +33,8 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR09
             return st.sampled_from(cls)
         case msgspec.inspect.ListType(item_type=item):
             return st.lists(values(item), max_size=3)
+        case msgspec.inspect.VarTupleType(item_type=item):
+            return st.lists(values(item), max_size=3).map(tuple)
         case msgspec.inspect.DictType(key_type=key, value_type=value):
             return st.dictionaries(values(key), values(value), max_size=3)
         case msgspec.inspect.TupleType(item_types=items):

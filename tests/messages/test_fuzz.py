@@ -202,6 +202,8 @@ class Nonsense:
                 return draw.choice(list(cls))
             case msgspec.inspect.ListType(item_type=item):
                 return [self._value(item) for _ in range(draw.choice([0, 1, 2, 100]))]
+            case msgspec.inspect.VarTupleType(item_type=item):
+                return tuple(self._value(item) for _ in range(draw.choice([0, 1, 2, 100])))
             case msgspec.inspect.DictType(key_type=key, value_type=value):
                 return {self._value(key): self._value(value) for _ in range(draw.randrange(3))}
             case msgspec.inspect.TupleType(item_types=items):

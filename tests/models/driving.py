@@ -20,7 +20,7 @@ PAGE_SIZE = 4
 def random_input(grid: tuple[int, int, int], seed: int = 0, patch_values: int = 1536) -> TowerInput:
     """An item of random patches of the given grid."""
     patches = np.random.default_rng(seed).standard_normal((int(np.prod(grid)), patch_values), dtype=np.float32)
-    return TowerInput(patches, grid)
+    return TowerInput(patches, grid, name=f"{seed} {grid}")
 
 
 @dataclass

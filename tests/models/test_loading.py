@@ -271,7 +271,7 @@ def test_patches_that_do_not_fill_their_grid(checkpoint_folder: Callable[..., Pa
     folder = checkpoint_folder()
     tower = load_family(folder).load_tower(Checkpoint(folder), torch.float32, CPU)
     with pytest.raises(PlanMismatch, match="7 patches"):
-        tower.encode([TowerInput(torch.zeros(7, 1536).numpy(), (1, 2, 4))])
+        tower.encode([TowerInput(torch.zeros(7, 1536).numpy(), (1, 2, 4), "name")])
 
 
 def test_the_rest_of_a_made_folder(checkpoint_folder: Callable[..., Path]) -> None:

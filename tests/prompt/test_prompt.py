@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.media.clips import clip
 from triptych.errors import (
     BadMediaSize,
     CheckpointError,
@@ -20,6 +21,7 @@ from triptych.errors import (
     UnsupportedMedia,
 )
 from triptych.prompt.prompt import PromptBuilder
+from triptych.types import FrameSampling
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +59,15 @@ def test_text_only(builder: PromptBuilder) -> None:
 def test_placeholders_are_expanded_in_order(builder: PromptBuilder) -> None:
     first, second = png(64, 32), png(40, 40)
     prompt = builder.build([user(text_part("a"), image_part(first), text_part("b")), user(image_part(second))])
-    image = builder.planner.image_token_id
+    image = builder.planner.placeholder_ids["image"]
     assert [item.data for item in prompt.items] == [first, second]
     assert prompt.tokens.count(image) == sum(item.plan.rows for item in prompt.items)
     for item in prompt.items:
-        assert item.span.length == item.plan.rows
-        assert set(prompt.tokens[item.span.start : item.span.end]) == {image}
-        assert builder.tokenizer.token_of(prompt.tokens[item.span.start - 1]) == "<|vision_start|>"
-        assert builder.tokenizer.token_of(prompt.tokens[item.span.end]) == "<|vision_end|>"
+        (span,) = item.placement.spans
+        assert span.length == item.plan.rows
+        assert set(prompt.tokens[span.start : span.end]) == {image}
+        assert builder.tokenizer.token_of(prompt.tokens[span.start - 1]) == "<|vision_start|>"
+        assert builder.tokenizer.token_of(prompt.tokens[span.end]) == "<|vision_end|>"
     assert prompt.positions.prompt.shape == (3, len(prompt.tokens))
 
 
@@ -145,10 +148,45 @@ def test_a_text_that_is_far_too_long_is_not_even_tokenized(
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("template", ["no image", "<|image_pad|><|image_pad|>"])
+def test_media_that_the_template_has_no_place_for(folder: Path) -> None:
+    gif = clip("gif", frames=3)
+    with pytest.raises(UnsupportedMedia, match="takes no videos") as caught:
+        PromptBuilder(folder).build([user(text_part("a"), {"type": "video", "data": gif})])
+    assert caught.value.param == "messages[0].content[1].video_url.url"
+    (folder / "chat_template.jinja").write_text("no image")
+    with pytest.raises(UnsupportedMedia, match="takes no images"):
+        PromptBuilder(folder).build([user(image_part(png(64, 32)))])
+
+
+def test_timestamps_stand_between_a_videos_frames(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    text = template.read_text().replace("item.type == 'image' or 'image' in item", "item.type in ('image', 'video')")
+    template.write_text(text.replace("<|image_pad|>", "<|' + item.type + '_pad|>"))
+    builder = PromptBuilder(folder)
+    video = clip("mp4", frames=30, width=64, height=32)
+    parts = text_part("a"), {"type": "video", "data": video}, image_part(png(64, 32)), text_part("b")
+    prompt = builder.build([user(*parts)])
+    moving, still = prompt.items
+    assert len(moving.placement.spans) == moving.plan.num_parts == 3
+    assert len(still.placement.spans) == 1
+    tokens = [builder.tokenizer.token_of(token) for token in prompt.tokens]
+    for span in moving.placement.spans:
+        assert set(tokens[span.start : span.end]) == {"<|video_pad|>"}
+        assert span.length == moving.plan.rows_per_part
+        assert tokens[span.start - 1] == "<|vision_start|>"
+        assert tokens[span.end] == "<|vision_end|>"
+    first, second = moving.placement.spans[:2]
+    between = builder.tokenizer.decode(prompt.tokens[first.end + 1 : second.start - 1])
+    assert between == "<1.4 seconds>"
+    moved = builder.build([user({"type": "video", "data": video, "sampling": FrameSampling(num_frames=4)})])
+    assert moved.items[0].plan.frames == (0, 10, 19, 29)
+    assert moved.items[0].key != moving.key
+
+
+@pytest.mark.parametrize("template", ["<|image_pad|><|image_pad|>"])
 def test_template_that_misplaces_images(folder: Path, template: str) -> None:
     (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(InternalError, match=r"placed \d images of 1"):
+    with pytest.raises(InternalError, match=r"placed \d items of 1"):
         PromptBuilder(folder).build([user(image_part(png(32, 32)))])
 
 

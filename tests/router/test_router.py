@@ -37,7 +37,7 @@ from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.router import Router, TokenStream
 from triptych.topology import Role
-from triptych.types import Address, ImageHeader, ItemPlan, RequestId, Span, TransferId
+from triptych.types import Address, ImageHeader, ItemPlan, Placement, RequestId, Span, TransferId
 
 E0, E1, PD0, PD1, P0, P1, D0 = (Address(name) for name in ("e0", "e1", "pd0", "pd1", "p0", "p1", "d0"))
 ROLES = {E0: Role.E, E1: Role.E, PD0: Role.PD, PD1: Role.PD, P0: Role.P, P1: Role.P, D0: Role.D}
@@ -47,7 +47,13 @@ def prompt(*costs: float) -> PlannedPrompt:
     """A prompt with an item of each cost."""
     header = ImageHeader("png", 1, 1)
     items = tuple(
-        PlannedItem("k", b"png", ItemPlan("image", header, 1, 1, (1, 1, 1), 2, cost), Span(2 * n, 2), f"messages[{n}]")
+        PlannedItem(
+            "k",
+            b"png",
+            ItemPlan("image", header, 1, 1, (1, 1, 1), 2, cost),
+            Placement((Span(2 * n, 2),)),
+            f"messages[{n}]",
+        )
         for n, cost in enumerate(costs)
     )
     tokens = [0] * (2 * len(items)) + [1]

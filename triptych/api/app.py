@@ -53,7 +53,7 @@ def create_app(service: Service) -> FastAPI:
             "created": started,
             "owned_by": "triptych",
             "max_model_len": service.context_length,
-            "input_modalities": ["text", "image"] if service.router.takes_media else ["text"],
+            "input_modalities": service.input_modalities,
         }
         return {"object": "list", "data": [model]}
 

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 
 from triptych.api.errors import body_of
+from triptych.api.media_parts import Place, check_numbers, fetch_all, media_parts
 from triptych.api.merging import merged
-from triptych.api.schemas import ChatCompletionRequest, ChatMessage, ImagePart
+from triptych.api.schemas import ChatCompletionRequest, ChatMessage, TextPart
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
-from triptych.errors import InternalError, InvalidRequest, PromptTooLong, RequestError, TriptychError, UnknownModel
+from triptych.errors import InternalError, InvalidRequest, PromptTooLong, TriptychError, UnknownModel
 from triptych.messages.work import Sampling, TokenLogprob
 from triptych.observe.timeline import Interval, as_json
 from triptych.prompt.detokenize import Detokenizer
-from triptych.prompt.media import fetch
-from triptych.prompt.prompt import PlannedPrompt, image_param
+from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.router import TokenStream
 
 log = logging.getLogger(__name__)
@@ -115,13 +115,13 @@ async def prepare(service: Service, request: ChatCompletionRequest) -> Completio
     """Fetches and plans the request's media, builds its prompt and fixes its sampling. Raises RequestError."""
     if request.model != service.model_name:
         raise UnknownModel(f"model {request.model!r} is not served here; {service.model_name!r} is", "model")
-    urls = _image_urls(request.messages)
-    if len(urls) > service.front_door.max_images:
-        raise InvalidRequest(f"{len(urls)} images, at most {service.front_door.max_images} are allowed", "messages")
+    parts = media_parts(request.messages)
+    check_numbers(service, parts)
     # what can't be served now shouldn't cost a fetch and a plan; ``submit`` asks again, because time passes until then
-    service.router.check_admission(has_media=bool(urls))
+    service.router.check_admission(has_media=bool(parts))
     began = time.time()
-    messages = await _with_media(service, request.messages, urls)
+    media = await fetch_all(service, parts)
+    messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
     fetched = time.time()
     # off the loop: a long text takes a while to tokenize, and other requests' tokens shouldn't wait for it
     prompt = await asyncio.to_thread(service.prompt_builder.build, messages, service.context_length)
@@ -221,40 +221,13 @@ def _object(completion: Completion, kind: str) -> dict[str, Any]:
     }
 
 
-def _image_urls(messages: list[ChatMessage]) -> dict[tuple[int, int], str]:
-    """The URL of every image, by the numbers of its message and of its part within."""
-    return {
-        (m, p): part.image_url.url
-        for m, message in enumerate(messages)
-        if not isinstance(message.content, str)
-        for p, part in enumerate(message.content)
-        if isinstance(part, ImagePart)
-    }
-
-
-async def _with_media(
-    service: Service, messages: list[ChatMessage], urls: dict[tuple[int, int], str]
-) -> list[dict[str, Any]]:
-    """The messages as the prompt builder takes them, every image's URL replaced by its bytes."""
-    data = await asyncio.gather(*(_fetch(service, place, url) for place, url in urls.items()))
-    images = dict(zip(urls, data, strict=True))
-    return [_message(m, message, images) for m, message in enumerate(messages)]
-
-
-async def _fetch(service: Service, place: tuple[int, int], url: str) -> bytes:
-    try:
-        return await fetch(url, service.front_door.allowed_media_domains, service.media)
-    except RequestError as error:
-        error.param = image_param(*place)
-        raise
-
-
-def _message(m: int, message: ChatMessage, images: dict[tuple[int, int], bytes]) -> dict[str, Any]:
+def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -> dict[str, Any]:
+    """The message as the prompt builder takes it."""
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
         return {"role": role, "content": message.content}
-    parts: list[dict[str, Any]] = [
-        {"type": "image", "data": images[m, p]} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+    parts = [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else media[m, p]
         for p, part in enumerate(message.content)
     ]
     return {"role": role, "content": parts}

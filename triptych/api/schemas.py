@@ -16,6 +16,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKENS_LIMIT = 2**24
 MAX_CHOICES = 64
+MAX_FRAMES = 768
 MAX_GRAMMAR_LENGTH = 2**16
 KEY = "[key]"
 STRING, ARRAY = "<string>", "<array>"
@@ -53,7 +54,24 @@ class ImagePart(Strict):
     image_url: ImageURL
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+class VideoURL(Strict):
+    url: str
+
+
+class VideoPart(Strict):
+    type: Literal["video_url"]
+    video_url: VideoURL
+
+
+class FramesPart(Strict):
+    """A video as its frames' URLs, in the order of display; ``fps`` is how many of them make up a second."""
+
+    type: Literal["video"]
+    video: list[str] = Field(min_length=1, max_length=MAX_FRAMES)
+    fps: float = Field(2.0, gt=0, le=1000)
+
+
+Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
 
 
 class ChatMessage(Strict):

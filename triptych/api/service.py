@@ -63,8 +63,14 @@ class Service:
     prompt_builder: PromptBuilder
     tokenizer: Tokenizer
     media: MediaLimits
+    videos: MediaLimits
     generation_defaults: GenerationDefaults
     front_door: FrontDoorConfig
+
+    @property
+    def input_modalities(self) -> list[str]:
+        """What requests may be made of."""
+        return ["text", *(sorted(self.prompt_builder.modalities) if self.router.takes_media else ())]
 
     @property
     def context_length(self) -> int:

@@ -1,56 +1,79 @@
 """What waits to be encoded, and in which batches. Holds no device and no socket."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from triptych.encode.cache import Rows
 from triptych.families.base import TowerInput
 from triptych.types import ItemPlan, TransferId
 
 
 @dataclass(eq=False)
 class EncodeJob:
-    """One item to encode, once, for every transfer that wants its rows. Times in seconds since the epoch;
-    ``input`` is filled in by preprocessing."""
+    """One item to encode, once, for every transfer that wants its rows. ``inputs`` yields its parts, preprocessing each
+    when asked; ``names`` are those of the parts it has yielded, and ``rows`` the rows of those that are encoded, by
+    their number. Times in seconds since the epoch, 0 for not yet."""
 
     key: str
     plan: ItemPlan
-    data: bytes
+    inputs: Iterator[TowerInput]
     received: float
     transfers: list[TransferId] = field(default_factory=list)
-    input: TowerInput | None = None
+    names: list[str] = field(default_factory=list)
+    rows: dict[int, Rows] = field(default_factory=dict)
     preprocess_began: float = 0.0
     preprocess_ended: float = 0.0
+    encode_began: float = 0.0
+
+    @property
+    def all_encoded(self) -> bool:
+        return len(self.rows) == self.plan.num_parts
+
+
+@dataclass(eq=False)
+class EncodePart:
+    """A part to encode, once, for every place in a job that has it: ``wanted`` holds job and number of the part."""
+
+    input: TowerInput
+    wanted: list[tuple[EncodeJob, int]]
 
     @property
     def patches(self) -> int:
-        frames, rows, columns = self.plan.grid
-        return frames * rows * columns
+        return len(self.input.patches)
 
 
 class EncodeQueue:
-    """Preprocessed jobs in order of arrival, handed out in batches of up to ``max_patches`` patches: small items share
-    a pass through the tower, a big one goes alone, so that no item's rows wait for many others."""
+    """Preprocessed parts in order of arrival, handed out in batches of up to ``max_patches`` patches: small parts share
+    a pass through the tower, a big one goes alone, so that no part's rows wait for many others."""
 
     def __init__(self, max_patches: int) -> None:
-        self._max_patches = max_patches
-        self._ready: deque[EncodeJob] = deque()
+        self.max_patches = max_patches
+        self.num_patches = 0
+        self._ready: deque[EncodePart] = deque()
 
-    def add(self, job: EncodeJob) -> None:
-        self._ready.append(job)
+    def add(self, part: EncodePart) -> None:
+        self._ready.append(part)
+        self.num_patches += part.patches
 
-    def discard(self, job: EncodeJob) -> None:
-        """Takes out a job that nobody wants any more, if it is still here."""
-        if job in self._ready:
-            self._ready.remove(job)
+    def discard(self, job: EncodeJob) -> list[EncodePart]:
+        """Nobody wants this job any more. Takes out, and returns, the parts that no other job wants."""
+        for part in self._ready:
+            part.wanted = [(other, number) for other, number in part.wanted if other is not job]
+        unwanted = [part for part in self._ready if not part.wanted]
+        self._ready = deque(part for part in self._ready if part.wanted)
+        self.num_patches -= sum(part.patches for part in unwanted)
+        return unwanted
 
-    def next_batch(self) -> list[EncodeJob]:
-        """The jobs to encode together now: at least one if any is ready, then as many more as fit."""
-        batch: list[EncodeJob] = []
+    def next_batch(self) -> list[EncodePart]:
+        """The parts to encode together now: at least one if any is ready, then as many more as fit."""
+        batch: list[EncodePart] = []
         patches = 0
-        while self._ready and (not batch or patches + self._ready[0].patches <= self._max_patches):
-            job = self._ready.popleft()
-            batch.append(job)
-            patches += job.patches
+        while self._ready and (not batch or patches + self._ready[0].patches <= self.max_patches):
+            part = self._ready.popleft()
+            batch.append(part)
+            patches += part.patches
+        self.num_patches -= patches
         return batch
 
     def __len__(self) -> int:

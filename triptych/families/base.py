@@ -4,14 +4,14 @@
 ``tower`` in the encode and language instances (torch; its protocol is in ``models/towers.py``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.types import ImageHeader, ItemPlan, Span
+from triptych.types import FrameSampling, ItemPlan, MediaHeader, PixelBounds, Placement
 
 
 class Positions(msgspec.Struct, frozen=True):
@@ -28,32 +28,45 @@ class Positions(msgspec.Struct, frozen=True):
 class Planner(Protocol):
     """Plans items and prompts of one model. Pure: holds configuration only."""
 
-    image_token_id: int | None
-    """The placeholder: stands once per image in the rendered template and once per row in the final prompt. None for a
-    model that takes no images."""
+    placeholder_ids: Mapping[str, int]
+    """The placeholder of each modality that is served: stands once per item in the rendered template and once per row
+    in the final prompt."""
     media_token_ids: frozenset[int]
     """Every token that may only come from the template, never from a user's text."""
     context_length: int
 
-    def plan(self, header: ImageHeader) -> ItemPlan:
-        """What the item will become. Raises MediaError when the model can't take it."""
+    def plan(self, header: MediaHeader, bounds: PixelBounds = ..., sampling: FrameSampling = ...) -> ItemPlan:
+        """What the item will become, resized within a request's ``bounds``, and of a video the frames that its
+        ``sampling`` takes. Raises MediaError when the model can't take it, or not so."""
 
-    def positions(self, num_tokens: int, spans: Sequence[Span], plans: Sequence[ItemPlan]) -> Positions:
-        """Rope positions of a prompt of ``num_tokens`` tokens whose item ``i`` occupies ``spans[i]``."""
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+        """What takes the place of an item's placeholder in the rendered template, with one placeholder for each run of
+        rows. ``spelling`` is the text of a token."""
+
+    def runs(self, plan: ItemPlan) -> Sequence[int]:
+        """How many rows stand at each placeholder of ``placeholder``, in order; together the plan's rows."""
+
+    def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
+        """Rope positions of a prompt of ``num_tokens`` tokens whose item ``i`` is at ``placements[i]``."""
 
 
 class TowerInput(msgspec.Struct, frozen=True):
-    """One preprocessed item: ``patches`` is float32 of shape (patches, patch values); ``grid`` as in its plan."""
+    """One preprocessed part of an item, which the tower encodes by itself: ``patches`` is float32 of shape (patches,
+    patch values); ``grid`` counts them in time, rows and columns. ``name`` is the same for parts that look the same,
+    and no others: 64 hexadecimal digits."""
 
     patches: NDArray[np.float32]
     grid: tuple[int, int, int]
+    name: str
 
 
 class Preprocessor(Protocol):
-    """Turns an item's bytes into the tower's input, exactly as planned."""
+    """Turns an item's bytes into the tower's inputs, exactly as planned."""
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> TowerInput:
-        """Raises MediaError for bytes that can't be decoded, PlanMismatch when the result isn't what was planned."""
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+        """The item's parts, ``plan.num_parts`` of them, in order, each made when it is asked for; their rows are the
+        item's rows. Raises MediaError for bytes that can't be decoded, PlanMismatch when the result isn't what was
+        planned."""
 
 
 ModelConfig = dict[str, Any]

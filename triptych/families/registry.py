@@ -50,7 +50,7 @@ QWEN3_VL = Family(
     planner="triptych.families.qwen3_vl.plan:Qwen3VLPlanner",
     preprocessor="triptych.families.qwen3_vl.preprocess:Qwen3VLPreprocessor",
     tower="triptych.families.qwen3_vl.tower:Qwen3VL",
-    modalities=("text", "image"),
+    modalities=("text", "image", "video"),
 )
 
 QWEN3_OMNI = Family(

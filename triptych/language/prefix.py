@@ -21,7 +21,6 @@ def extend_page_keys(sequence: Sequence, page_size: int, num_pages: int) -> None
         digest = blake3(keys[-1] if keys else sequence.cache_salt.encode())
         digest.update(array("q", sequence.tokens[start : start + page_size]).tobytes())
         for item in sequence.items:
-            low, high = max(start, item.span.start), min(start + page_size, item.span.end)
-            if low < high:
-                digest.update(f"|{item.key}|{low - start}|{low - item.span.start}|{high - low}".encode())
+            for token, row, length in item.placement.runs(start, start + page_size):
+                digest.update(f"|{item.key}|{token - start}|{row}|{length}".encode())
         keys.append(digest.digest())

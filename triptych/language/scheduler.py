@@ -205,7 +205,7 @@ class Scheduler:
 
     def _reuse_late(self, sequence: Sequence) -> None:
         """The same for one that begins only now, or again. Its media rows are on their way already."""
-        media = sequence.items[0].span.start if sequence.items else len(sequence.tokens)
+        media = sequence.items[0].placement.start if sequence.items else len(sequence.tokens)
         self._reuse(sequence, min(media, len(sequence.tokens) - 1))
 
     def _publish(self, sequence: Sequence) -> None:

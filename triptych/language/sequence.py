@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.messages.work import ItemSpan, Sampling
+from triptych.messages.work import PlacedItem, Sampling
 from triptych.types import RequestId
 
 
@@ -26,7 +26,7 @@ class Sequence:
     tokens: list[int]
     positions: NDArray[np.int64]
     next_position: int
-    items: list[ItemSpan]
+    items: list[PlacedItem]
     sampling: Sampling
     eos_token_ids: frozenset[int]
     cache_salt: str = ""

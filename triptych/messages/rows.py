@@ -5,14 +5,10 @@ grant resumes it, small grants are flow control. ``Abort`` is always answered by
 """
 
 import enum
-from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from triptych.types import Address, TransferId
-
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+from triptych.types import Address, Count, Positive, TransferId
 
 
 class RowKind(enum.StrEnum):

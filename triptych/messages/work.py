@@ -5,10 +5,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from triptych.messages.rows import Count, Positive, RowLayout
+from triptych.messages.rows import RowLayout
 from triptych.observe.timeline import Interval
 from triptych.topology import Role
-from triptych.types import Address, ItemPlan, RequestId, Span, TransferId
+from triptych.types import Address, Count, ItemPlan, Placement, Positive, RequestId, TransferId
 
 Seconds = Annotated[float, Meta(gt=0, le=10**9)]
 
@@ -208,11 +208,12 @@ class Sampling(Struct, frozen=True):
     grammar: GrammarSpec | None = None
 
 
-class ItemSpan(Struct, frozen=True):
-    """Where one item's rows belong in the prompt."""
+class PlacedItem(Struct, frozen=True):
+    """Where one item's rows belong in the prompt. They are made ``rows_per_part`` at a time."""
 
     key: str
-    span: Span
+    placement: Placement
+    rows_per_part: Positive
 
 
 class Generate(Struct, frozen=True, tag=True):
@@ -227,7 +228,7 @@ class Generate(Struct, frozen=True, tag=True):
     tokens: list[int]
     positions: bytes
     next_position: Annotated[int, Meta(ge=0, le=2**31)]
-    items: list[ItemSpan]
+    items: list[PlacedItem]
     sampling: Sampling
     eos_token_ids: list[int]
     cache_salt: str = ""

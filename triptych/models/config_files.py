@@ -33,6 +33,18 @@ def load_preprocessor_config(folder: Path | str) -> dict[str, Any]:
     return _read_if_there(Path(folder) / "preprocessor_config.json")
 
 
+def load_video_config(folder: Path | str) -> dict[str, Any]:
+    """What a checkpoint folder says about how videos are preprocessed, where transformers looks for it: the
+    ``video_processor`` of ``processor_config.json``, else ``video_preprocessor_config.json``, else
+    ``preprocessor_config.json``; empty when there is none. Raises CheckpointError."""
+    folder = Path(folder)
+    nested = _read_if_there(folder / "processor_config.json").get("video_processor")
+    if isinstance(nested, dict):
+        return nested
+    path = folder / "video_preprocessor_config.json"
+    return read_json_object(path) if path.is_file() else load_preprocessor_config(folder)
+
+
 def load_generation_config(folder: Path | str) -> dict[str, Any]:
     """A checkpoint folder's ``generation_config.json``; empty when there is none. Raises CheckpointError."""
     return _read_if_there(Path(folder) / GENERATION_CONFIG)

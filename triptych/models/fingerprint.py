@@ -7,12 +7,12 @@ from blake3 import blake3
 from triptych.errors import CheckpointError
 from triptych.models.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES
 
-_CONFIG_FILES = ("config.json", "preprocessor_config.json")
+_CONFIG_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
 
 def fingerprint(folder: Path) -> str:
-    """Hexadecimal 256-bit BLAKE3 digest over config.json, preprocessor_config.json, and the name, size and header of
-    each safetensors file, every field behind its length; a config file that isn't there counts as empty.
+    """Hexadecimal 256-bit BLAKE3 digest over config.json, the processors' configurations, and the name, size and
+    header of each safetensors file, every field behind its length; a config file that isn't there counts as empty.
 
     Takes milliseconds whatever the model's size, because weights aren't read: it tells models and formats apart, not
     two trainings of one model. Raises CheckpointError, naming the file, for one that can't be read.

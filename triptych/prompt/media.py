@@ -16,10 +16,12 @@ from triptych.errors import InvalidRequest, MediaNotAllowed, MediaTooLarge
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """``max_bytes`` of one item, decoded; ``seconds`` to fetch it, from the first look-up to the last byte."""
+    """``max_bytes`` of one item, decoded; ``seconds`` to fetch it, from the first look-up to the last byte; ``kind`` is
+    what errors call it."""
 
     max_bytes: int = 32 * 2**20
     seconds: float = 5.0
+    kind: str = "image"
 
 
 async def fetch(
@@ -121,4 +123,4 @@ async def _read(client: httpx.AsyncClient, url: httpx.URL, limits: MediaLimits) 
 
 
 def _too_large(limits: MediaLimits) -> MediaTooLarge:
-    return MediaTooLarge(f"the image is larger than {limits.max_bytes} bytes")
+    return MediaTooLarge(f"the {limits.kind} is larger than {limits.max_bytes} bytes")

@@ -1,6 +1,8 @@
 """Messages to a planned prompt: tokens with placeholders expanded, positions, and the items that fill them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,19 +10,53 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from triptych.errors import CheckpointError, InternalError, InvalidRequest, MediaError, PromptTooLong
+from triptych.errors import (
+    CheckpointError,
+    InternalError,
+    InvalidRequest,
+    MediaError,
+    MediaNotServed,
+    MediaTooLarge,
+    PromptTooLong,
+    UnsupportedMedia,
+)
 from triptych.families.base import Planner, Positions
 from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config, load_preprocessor_config
+from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.models.fingerprint import fingerprint, update_with_length
 from triptych.prompt.probe import probe_image
+from triptych.prompt.probe_video import probe_video
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.types import ItemPlan, Span
+from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemPlan, MediaHeader, Placement, Span, VideoHeader
 
 Message = Mapping[str, Any]
 """``role`` and ``content``: a string, None, or parts ``{"type": "text", "text": str}`` and
-``{"type": "image", "data": bytes}``. Further keys go to the template as they are."""
+``{"type": "image", "data": bytes}``, or ``"video"``; these with ``bounds`` (PixelBounds) and, of a video, ``sampling``
+(FrameSampling) if the model's own don't hold. Further keys go to the template as they are."""
+
+PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video}
+"""What reads the header of each modality's files."""
+
+
+@dataclass(frozen=True)
+class VideoLimits:
+    """What a video file may have, however few of its frames are seen: ``gigapixels`` (10^9) are those of all its
+    frames, which may all have to be decoded."""
+
+    seconds: float = 3600.0
+    gigapixels: float = 100.0
+
+    def check(self, header: VideoHeader) -> None:
+        """Raises MediaTooLarge."""
+        if header.seconds > self.seconds:
+            raise MediaTooLarge(f"the video takes {header.seconds:.1f} s; at most {self.seconds:g} are taken")
+        gigapixels = header.frames * header.width * header.height / 1e9
+        if gigapixels > self.gigapixels:
+            raise MediaTooLarge(
+                f"the video's {header.frames} frames of {header.width} by {header.height} pixels have {gigapixels:.1f} "
+                f"gigapixels; at most {self.gigapixels:g} are taken"
+            )
 
 
 @dataclass(frozen=True)
@@ -31,46 +67,59 @@ class PlannedItem:
     key: str
     data: bytes
     plan: ItemPlan
-    span: Span
+    placement: Placement
     param: str
 
 
 @dataclass(frozen=True)
 class PlannedPrompt:
-    """``tokens`` holds ``plan.rows`` placeholders for each item, at its span; ``positions`` covers all tokens."""
+    """``tokens`` holds ``plan.rows`` placeholders for each item, at its placement; ``positions`` covers all tokens."""
 
     tokens: list[int]
     positions: Positions
     items: tuple[PlannedItem, ...]
 
 
-def image_param(message: int, part: int) -> str:
-    """How errors name an image: the request's field that its bytes came from."""
-    return f"messages[{message}].content[{part}].image_url.url"
+def media_param(message: int, part: int, modality: str) -> str:
+    """How errors name an item: the request's field that its bytes came from."""
+    return f"messages[{message}].content[{part}].{modality}_url.url"
 
 
 class PromptBuilder:
     """Builds prompts for the model of a checkpoint folder.
 
     ``context_length`` is the longest prompt in tokens: the model's, or the given one where that is shorter.
+    ``video_limits`` bound each video. ``modalities`` are those that the model takes and its template has a place for.
     Raises CheckpointError for a folder that can't be served.
     """
 
-    def __init__(self, folder: Path, context_length: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, context_length: int | None = None, video_limits: VideoLimits | None = None
+    ) -> None:
         folder = Path(folder)
         config = load_config(folder)
         self._family = family_of(config)
-        self.planner: Planner = resolve(self._family.planner)(config, load_preprocessor_config(folder))
+        self.planner: Planner = resolve(self._family.planner)(
+            config, load_preprocessor_config(folder), load_video_config(folder)
+        )
+        self._video_limits = video_limits or VideoLimits()
         self.template = ChatTemplate(folder)
         self.tokenizer = Tokenizer(folder)
         self.fingerprint = fingerprint(folder)
         self.context_length: int = min(self.planner.context_length, context_length or self.planner.context_length)
         self._media_tokens = tuple(self._spelling(token_id) for token_id in sorted(self.planner.media_token_ids))
+        self._modalities = {self._spelling(token): name for name, token in self.planner.placeholder_ids.items()}
+        self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
+        self.modalities = [name for spelling, name in self._modalities.items() if self._places(name, spelling)]
 
     def build(
-        self, messages: Sequence[Message], context_length: int | None = None, /, **template_variables: Any
+        self,
+        messages: Sequence[Message],
+        context_length: int | None = None,
+        /,
+        **template_variables: Any,
     ) -> PlannedPrompt:
-        """Plans one request, in well under two milliseconds for a short one; reads image headers, decodes nothing.
+        """Plans one request, in well under two milliseconds for a short one; reads media headers, decodes nothing.
 
         ``context_length`` is what there is room for now, if that is less than the builder's own.
         ``template_variables`` go to the template, such as ``tools``.
@@ -83,25 +132,28 @@ class PromptBuilder:
         for name, value in template_variables.items():
             self._refuse_media_tokens(value, name)
         media = list(self._plan_media(messages))
+        plans = [plan for _, plan, _ in media]
+        longest = min(self.context_length, context_length or self.context_length)
+        _check_length(sum(plan.rows for plan in plans), longest, "more than ")
         shown = _without_data if self._family.takes_media else _as_text
         text = self.template.render([shown(message) for message in messages], **template_variables)
+        text = self._with_placeholders(text, plans)
         # megabytes of text would take seconds to tokenize, only to be refused then
-        longest = min(self.context_length, context_length or self.context_length)
         _check_length(self.tokenizer.fewest_tokens(text), longest, "at least ")
         rendered = self.tokenizer.encode(text)
-        placed = rendered.count(self.planner.image_token_id) if self.planner.image_token_id is not None else 0
-        if placed != len(media):
-            raise InternalError(f"the chat template placed {placed} images of {len(media)}")
-        plans = [plan for _, plan, _ in media]
-        num_tokens = len(rendered) + sum(plan.rows - 1 for plan in plans)
+        runs = [length for plan in plans for length in self.planner.runs(plan)]
+        if (placed := sum(map(rendered.count, self.planner.placeholder_ids.values()))) != len(runs):
+            raise InternalError(f"the prompt has {placed} placeholders for {len(runs)} runs of rows")
+        num_tokens = len(rendered) + sum(runs) - len(runs)
         _check_length(num_tokens, longest)
-        tokens, spans = self._expand(rendered, plans)
+        tokens, spans = self._expand(rendered, runs)
+        placements = _placements(spans, [len(self.planner.runs(plan)) for plan in plans])
         return PlannedPrompt(
             tokens=tokens,
-            positions=self.planner.positions(num_tokens, spans, plans),
+            positions=self.planner.positions(num_tokens, placements, plans),
             items=tuple(
-                PlannedItem(self._key(data, plan), data, plan, span, param)
-                for (data, plan, param), span in zip(media, spans, strict=True)
+                PlannedItem(self._key(data, plan), data, plan, placement, param)
+                for (data, plan, param), placement in zip(media, placements, strict=True)
             ),
         )
 
@@ -110,6 +162,13 @@ class PromptBuilder:
         if not token:
             raise CheckpointError(f"tokenizer.json has no token {token_id}, which config.json gives to media")
         return token
+
+    def _places(self, modality: str, placeholder: str) -> bool:
+        """Whether the template has a place for media of a kind; one that can't say gets the benefit of the doubt."""
+        try:
+            return placeholder in self.template.render([{"role": "user", "content": [{"type": modality}]}])
+        except InvalidRequest:
+            return True
 
     def _refuse_media_tokens(self, value: Any, path: str) -> None:
         """Media tokens may come from the template only: from a client they would claim rows that don't exist.
@@ -136,30 +195,53 @@ class PromptBuilder:
             if not isinstance(content, list):
                 continue
             for j, part in enumerate(content):
-                if part["type"] != "image":
+                if part["type"] not in PROBES:
                     continue
-                param = image_param(i, j)
+                param = media_param(i, j, part["type"])
                 try:
-                    plan = self.planner.plan(probe_image(part["data"]))
+                    plan = self._plan(part)
                 except MediaError as error:
                     error.param = param
                     raise
                 yield part["data"], plan, param
 
-    def _expand(self, rendered: list[int], plans: Sequence[ItemPlan]) -> tuple[list[int], list[Span]]:
-        """Each placeholder becomes as many as its item has rows."""
-        if (image := self.planner.image_token_id) is None:
-            return rendered, []
+    def _plan(self, part: Mapping[str, Any]) -> ItemPlan:
+        modality = part["type"]
+        if not self._family.takes_media:
+            raise MediaNotServed("this model takes text alone")
+        if modality not in self.modalities:
+            raise UnsupportedMedia(f"the model takes no {modality}s")
+        header = PROBES[modality](part["data"])
+        if isinstance(header, VideoHeader):
+            self._video_limits.check(header)
+        return self.planner.plan(header, part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING))
+
+    def _with_placeholders(self, text: str, plans: Sequence[ItemPlan]) -> str:
+        """The rendered template with what stands for each item in the place of its placeholder. Raises InternalError
+        when the template doesn't place every item exactly once."""
+        places = list(self._placeholder.finditer(text))
+        placed = [self._modalities[place[0]] for place in places]
+        if placed != [plan.modality for plan in plans]:
+            raise InternalError(f"the chat template placed {len(placed)} items of {len(plans)}, or in another order")
+        pieces = []
+        copied = 0
+        for place, plan in zip(places, plans, strict=True):
+            pieces += [text[copied : place.start()], self.planner.placeholder(plan, self._spelling)]
+            copied = place.end()
+        return "".join(pieces) + text[copied:]
+
+    def _expand(self, rendered: Sequence[int], runs: Sequence[int]) -> tuple[list[int], list[Span]]:
+        """Each placeholder becomes as many as its run has rows."""
+        placeholders = frozenset(self.planner.placeholder_ids.values())
         tokens: list[int] = []
         spans: list[Span] = []
-        copied = 0
-        for plan in plans:
-            place = rendered.index(image, copied)
-            tokens += rendered[copied:place]
-            spans.append(Span(start=len(tokens), length=plan.rows))
-            tokens += [image] * plan.rows
-            copied = place + 1
-        return tokens + rendered[copied:], spans
+        for token in rendered:
+            if token not in placeholders:
+                tokens.append(token)
+                continue
+            spans.append(Span(start=len(tokens), length=runs[len(spans)]))
+            tokens += [token] * spans[-1].length
+        return tokens, spans
 
     def _key(self, data: bytes, plan: ItemPlan) -> str:
         """Hexadecimal 256-bit BLAKE3 digest of the model's fingerprint, the plan (MessagePack) and the item's bytes,
@@ -168,6 +250,12 @@ class PromptBuilder:
         for field in (self.fingerprint.encode(), msgspec.msgpack.encode(plan), data):
             update_with_length(digest, field)
         return digest.hexdigest()
+
+
+def _placements(spans: Sequence[Span], counts: Sequence[int]) -> list[Placement]:
+    """The spans of each item, which has so many of them."""
+    rest = iter(spans)
+    return [Placement(tuple(itertools.islice(rest, count))) for count in counts]
 
 
 def _check_length(num_tokens: int, longest: int, qualifier: str = "") -> None:
@@ -201,8 +289,8 @@ def _as_text(message: Message) -> dict[str, Any]:
 
 
 def _without_data(message: Message) -> dict[str, Any]:
-    """The message as the template sees it: images by their type alone."""
+    """The message as the template sees it: media by their type alone."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    return {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
+    return {**message, "content": [{"type": part["type"]} if part["type"] in PROBES else part for part in content]}

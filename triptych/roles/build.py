@@ -25,7 +25,7 @@ from triptych.messages.channel import Channel
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config, load_preprocessor_config
+from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.models.decoder import Decoder
 from triptych.models.devices import check_ranks, find_device, weight_format
 from triptych.models.fingerprint import fingerprint
@@ -58,7 +58,8 @@ class Model:
         self.checkpoint = checkpoint
         self.config: ModelConfig = load_config(checkpoint.folder)
         self.files = family_of(self.config)
-        self.planner: Planner = resolve(self.files.planner)(self.config, load_preprocessor_config(checkpoint.folder))
+        self._processors = load_preprocessor_config(checkpoint.folder), load_video_config(checkpoint.folder)
+        self.planner: Planner = resolve(self.files.planner)(self.config, *self._processors)
         self.family: TowerFamily = resolve(self.files.tower)(self.config)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
@@ -72,9 +73,7 @@ class Model:
 
     def preprocessor(self) -> Preprocessor:
         """Of a model that takes media."""
-        made: Preprocessor = resolve(self.files.preprocessor or "")(
-            self.config, load_preprocessor_config(self.checkpoint.folder)
-        )
+        made: Preprocessor = resolve(self.files.preprocessor or "")(self.config, *self._processors)
         return made
 
     def load_tower(self) -> Tower:

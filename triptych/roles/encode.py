@@ -1,13 +1,17 @@
-"""The host of stage E: receive → preprocess → run the tower → hand the rows to the sender."""
+"""The host of stage E: receive → preprocess → run the tower → hand the rows to the sender.
+
+Items go through all of this in parts: a long one's first rows are on their way before its last part is preprocessed.
+"""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from triptych.encode.cache import RowCache, Rows
-from triptych.encode.jobs import EncodeJob, EncodeQueue
+from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue
 from triptych.errors import PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
@@ -17,9 +21,19 @@ from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Handlers
 from triptych.transfer.sender import Sender
-from triptych.types import Address, TransferId
+from triptych.types import Address, ItemPlan, TransferId
 
 log = logging.getLogger(__name__)
+
+
+PREPROCESS_AHEAD = 2
+"""So many batches are preprocessed before they are needed, at most: preprocessed parts take far more memory than
+files."""
+
+ITEMS_AT_A_TIME = 4
+"""So many items are preprocessed by turns, a batch's worth each: a short one doesn't wait for all of a long one. What
+comes later waits, so that a preprocessor which is a process isn't held by an item that has paused while another waits
+for it."""
 
 
 class RowEncoder(Protocol):
@@ -30,7 +44,7 @@ class RowEncoder(Protocol):
 
 
 class EncodeHost:
-    """Encodes each item once, however many transfers want its rows."""
+    """Encodes each item once, however many transfers want its rows, and parts that are alike in several items once."""
 
     def __init__(
         self,
@@ -59,8 +73,12 @@ class EncodeHost:
         self._workers = ThreadPoolExecutor(1, thread_name_prefix="preprocess")
         self.num_asked = 0
         self._jobs: dict[str, EncodeJob] = {}
-        self._preprocessing: dict[Future[TowerInput], EncodeJob] = {}
-        self._batch: tuple[list[EncodeJob], float, Future[list[Rows]]] | None = None
+        self._parts: dict[str, EncodePart] = {}
+        self._preprocessing: dict[Future[list[TowerInput]], EncodeJob] = {}
+        self._waiting: deque[EncodeJob] = deque()
+        self._begun: set[EncodeJob] = set()
+        self._paused: deque[EncodeJob] = deque()
+        self._batch: tuple[list[EncodePart], Future[list[Rows]]] | None = None
 
     context_length = 0
 
@@ -72,6 +90,7 @@ class EncodeHost:
         self._collect_preprocessed()
         self._collect_batch()
         self._start_batch()
+        self._start_preprocessing()
 
     next_advance = float("inf")
 
@@ -109,16 +128,18 @@ class EncodeHost:
             on_end=lambda _: self._forget(message.transfer),
         )
         self.num_asked += 1
-        if (rows := self._cache.get(message.key)) is not None:
-            self._deliver(message.transfer, rows, cached=True, intervals=[Interval("queue", now, time.time())])
-            return
         if (job := self._jobs.get(message.key)) is None:
-            job = EncodeJob(message.key, message.plan, message.data, received=now)
+            if (parts := self._cache.get_item(message.key)) is not None:
+                for number, rows in enumerate(parts):
+                    self._provide(message.transfer, message.plan, number, rows)
+                self._send(self._front_door, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
+                return
+            job = EncodeJob(message.key, message.plan, self._inputs(message.data, message.plan), received=now)
             self._jobs[job.key] = job
-            future = self._workers.submit(self._preprocess, job)
-            self._preprocessing[future] = job
-            future.add_done_callback(lambda _: self._wake())
+            self._waiting.append(job)
         job.transfers.append(message.transfer)
+        for number, rows in job.rows.items():
+            self._provide(message.transfer, job.plan, number, rows)
 
     def _forget(self, transfer: TransferId) -> None:
         """Nobody waits for this transfer; a job that no other transfer wants isn't encoded."""
@@ -126,84 +147,171 @@ class EncodeHost:
             if transfer in job.transfers:
                 job.transfers.remove(transfer)
                 if not job.transfers:
-                    del self._jobs[job.key]
-                    self._queue.discard(job)
-                    self._cancel_preprocessing(job)
+                    self._drop(job)
 
-    def _cancel_preprocessing(self, job: EncodeJob) -> None:
-        """What hasn't begun never will: live items don't wait behind dead ones."""
+    def _drop(self, job: EncodeJob) -> None:
+        """What hasn't begun of a job never will: live items don't wait behind dead ones."""
+        self._settle(job)
+        for part in self._queue.discard(job):
+            self._parts.pop(part.input.name, None)
         for future, preprocessing in list(self._preprocessing.items()):
             if preprocessing is job and future.cancel():
                 self._preprocessing.pop(future, None)
-
-    # ── work ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _preprocess(self, job: EncodeJob) -> TowerInput:
-        job.preprocess_began = time.time()
-        try:
-            return self._preprocessor(job.data, job.plan)
-        finally:
-            job.preprocess_ended = time.time()
-
-    def _collect_preprocessed(self) -> None:
-        for future in [future for future in self._preprocessing if future.done()]:
-            job = self._preprocessing.pop(future)
-            if error := future.exception():
-                self._fail(job, error)
-            elif self._jobs.get(job.key) is job:
-                job.input = future.result()
-                self._queue.add(job)
-
-    def _start_batch(self) -> None:
-        if self._batch is None and (jobs := self._queue.next_batch()):
-            future = self._compute.submit(self._encode, jobs)
-            self._batch = jobs, time.time(), future
-
-    def _encode(self, jobs: list[EncodeJob]) -> list[Rows]:
-        return self._encoder([job.input for job in jobs if job.input is not None])
-
-    def _collect_batch(self) -> None:
-        if self._batch is None or not self._batch[2].done():
-            return
-        jobs, began, future = self._batch
-        self._batch = None
-        if error := future.exception():
-            for job in jobs:
-                self._fail(job, error)
-            return
-        for job, rows in zip(jobs, future.result(), strict=True):
-            if len(rows) != job.plan.rows:
-                self._fail(job, PlanMismatch(f"the tower made {len(rows)} rows, {job.plan.rows} were planned"))
-                continue
-            self._cache.put(job.key, rows)
-            self._settle(job)
-            for transfer in job.transfers:
-                self._deliver(transfer, rows, cached=False, intervals=_intervals(job, began))
+        self._begun.discard(job)
+        for line in (self._waiting, self._paused):
+            if job in line:
+                line.remove(job)
 
     def _settle(self, job: EncodeJob) -> None:
         """The job is over. Another of the same key may have begun since this one was cancelled, and goes on."""
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 
-    def _deliver(self, transfer: TransferId, rows: Rows, *, cached: bool, intervals: list[Interval]) -> None:
-        self._sender.provide(transfer, rows)
-        self._send(self._front_door, Encoded(transfer, cached, intervals))
+    def _is_wanted(self, job: EncodeJob) -> bool:
+        return self._jobs.get(job.key) is job
+
+    # ── preprocessing ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _preprocess(self, job: EncodeJob) -> None:
+        future = self._workers.submit(self._next_parts, job)
+        self._preprocessing[future] = job
+        future.add_done_callback(lambda _: self._wake())
+
+    def _inputs(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+        """Nothing of the preprocessor runs before the first part is asked for, on a worker."""
+        yield from self._preprocessor(data, plan)
+
+    def _next_parts(self, job: EncodeJob) -> list[TowerInput]:
+        """A batch's worth of a job's parts; none when it has no more. Runs on a worker."""
+        job.preprocess_began = job.preprocess_began or time.time()
+        inputs: list[TowerInput] = []
+        patches = 0
+        try:
+            while patches < self._queue.max_patches and (part := next(job.inputs, None)) is not None:
+                inputs.append(part)
+                patches += len(part.patches)
+            return inputs
+        finally:
+            job.preprocess_ended = time.time()
+
+    def _collect_preprocessed(self) -> None:
+        for future in [future for future in self._preprocessing if future.done()]:
+            job = self._preprocessing.pop(future)
+            if not self._is_wanted(job):
+                continue
+            if error := future.exception():
+                self._fail(job, error)
+                continue
+            for part in future.result():
+                self._add(job, part)
+            if not self._is_wanted(job):
+                continue
+            if len(job.names) < job.plan.num_parts and future.result():
+                self._paused.append(job)
+                continue
+            self._begun.discard(job)
+            if len(job.names) != job.plan.num_parts:
+                self._fail(job, PlanMismatch(f"an item has {len(job.names)} parts, {job.plan.num_parts} were planned"))
+            elif job.all_encoded:
+                self._finish(job)
+
+    def _start_preprocessing(self) -> None:
+        """As much as the tower needs ahead: first what new items need to begin with, then more of those that have."""
+        ahead = PREPROCESS_AHEAD * self._queue.max_patches
+        while self._queue.num_patches < ahead and len(self._preprocessing) < PREPROCESS_AHEAD:
+            if self._waiting and len(self._begun) < ITEMS_AT_A_TIME:
+                job = self._waiting.popleft()
+                self._begun.add(job)
+            elif self._paused:
+                job = self._paused.popleft()
+            else:
+                return
+            self._preprocess(job)
+
+    def _add(self, job: EncodeJob, part: TowerInput) -> None:
+        """A part is preprocessed: its rows are known already, or being made for another, or it is in line."""
+        if not self._is_wanted(job):
+            return
+        number = len(job.names)
+        job.names.append(part.name)
+        if (rows := self._cache.get(part.name)) is not None:
+            self._take(job, number, rows)
+        elif (known := self._parts.get(part.name)) is not None:
+            known.wanted.append((job, number))
+        else:
+            self._parts[part.name] = EncodePart(part, [(job, number)])
+            self._queue.add(self._parts[part.name])
+
+    # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start_batch(self) -> None:
+        if self._batch is None and (parts := self._queue.next_batch()):
+            now = time.time()
+            for job in {job for part in parts for job, _ in part.wanted}:
+                job.encode_began = job.encode_began or now
+            self._batch = parts, self._compute.submit(self._encoder, [part.input for part in parts])
+
+    def _collect_batch(self) -> None:
+        if self._batch is None or not self._batch[1].done():
+            return
+        parts, future = self._batch
+        self._batch = None
+        for part in parts:
+            del self._parts[part.input.name]
+        if error := future.exception():
+            for job in {job for part in parts for job, _ in part.wanted}:
+                self._fail(job, error)
+            return
+        for part, rows in zip(parts, future.result(), strict=True):
+            self._cache.put(part.input.name, rows)
+            for job, number in part.wanted:
+                if self._is_wanted(job):
+                    self._take(job, number, rows)
+                    if job.all_encoded:
+                        self._finish(job)
+
+    def _take(self, job: EncodeJob, number: int, rows: Rows) -> None:
+        """A part's rows exist: on their way with them, whatever else of the item does."""
+        if number >= job.plan.num_parts or len(rows) != job.plan.rows_per_part:
+            planned = f"{job.plan.rows_per_part} for each of {job.plan.num_parts} parts were planned"
+            self._fail(job, PlanMismatch(f"the tower made {len(rows)} rows for part {number}, {planned}"))
+            return
+        job.rows[number] = rows
+        for transfer in list(job.transfers):  # one that ends with this is forgotten
+            self._provide(transfer, job.plan, number, rows)
+
+    def _provide(self, transfer: TransferId, plan: ItemPlan, number: int, rows: Rows) -> None:
+        self._sender.provide(transfer, rows, number * plan.rows_per_part)
+
+    def _finish(self, job: EncodeJob) -> None:
+        if not self._is_wanted(job):
+            return
+        self._settle(job)
+        self._cache.put_item(job.key, tuple(job.names))
+        for transfer in job.transfers:
+            self._send(self._front_door, Encoded(transfer, not job.encode_began, _intervals(job)))
 
     def _fail(self, job: EncodeJob, error: BaseException) -> None:
         """The front door decides what becomes of the request; when it gives up, the consumer closes the transfer."""
+        if not self._is_wanted(job):
+            return
         if not isinstance(error, TriptychError):
             log.error("item %s failed", job.key[:16], exc_info=error)
         kind = type(error).__name__ if isinstance(error, TriptychError) else "InternalError"
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
-        self._settle(job)
+        self._drop(job)
         for transfer in job.transfers:
             self._send(self._front_door, EncodeFailed(transfer, kind, message))
 
 
-def _intervals(job: EncodeJob, encode_began: float) -> list[Interval]:
-    return [
+def _intervals(job: EncodeJob) -> list[Interval]:
+    """A long item's parts are preprocessed while others of its are encoded."""
+    intervals = [
         Interval("queue", job.received, job.preprocess_began),
         Interval("preprocess", job.preprocess_began, job.preprocess_ended),
-        Interval("queue", job.preprocess_ended, encode_began),
-        Interval("encode", encode_began, time.time()),
     ]
+    if not job.encode_began:
+        return intervals
+    if job.encode_began > job.preprocess_ended:
+        intervals.append(Interval("queue", job.preprocess_ended, job.encode_began))
+    return [*intervals, Interval("encode", job.encode_began, time.time())]

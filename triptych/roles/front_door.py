@@ -18,7 +18,7 @@ from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
 from triptych.models.config_files import load_config
 from triptych.prompt.media import MediaLimits
-from triptych.prompt.prompt import PromptBuilder
+from triptych.prompt.prompt import PromptBuilder, VideoLimits
 from triptych.router.router import Router
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class FrontDoor:
         Raises StartError when that fails."""
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        builder = PromptBuilder(config.model, config.engine.max_model_len or None)
+        limits = VideoLimits(config.front_door.max_video_seconds, config.front_door.max_video_gigapixels)
+        builder = PromptBuilder(config.model, config.engine.max_model_len or None, limits)
         secret = config.cluster.secret()
         self._socket = _listen(config.front_door.host, config.front_door.port)
         try:
@@ -69,6 +70,7 @@ class FrontDoor:
             prompt_builder=builder,
             tokenizer=builder.tokenizer,
             media=MediaLimits(max_bytes=config.front_door.max_image_mb * 2**20),
+            videos=MediaLimits(max_bytes=config.front_door.max_video_mb * 2**20, kind="video"),
             generation_defaults=GenerationDefaults.load(config.model),
             front_door=config.front_door,
         )

@@ -17,7 +17,7 @@ from triptych.observe.timeline import Interval
 from triptych.roles.incoming import Incoming
 from triptych.transfer.memory import Bytes
 from triptych.transfer.receiver import Receiver
-from triptych.types import Address, RequestId, Span, TransferId
+from triptych.types import Address, Placement, RequestId, TransferId
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _Item:
     """One item of a sequence. ``transfer`` is None once its last row is consumed."""
 
     index: int
-    span: Span
+    placement: Placement
     transfer: TransferId | None
     began: float = 0.0
     landed: float = 0.0
@@ -46,12 +46,18 @@ class IncomingMedia(Incoming):
         self.release(sequence.request)
         items = []
         for index, item in enumerate(sequence.items):
-            if item.span.end <= sequence.num_computed:
+            covered = item.placement.rows_before(sequence.num_computed)
+            if covered == item.placement.rows:
                 continue
             transfer = self._name(sequence.request, next(self._numbers))
-            covered = max(0, sequence.num_computed - item.span.start)
-            self._receiver.expect(transfer, item.span.length, (sequence.arrival, index), first_row=covered)
-            items.append(_Item(index, item.span, transfer))
+            self._receiver.expect(
+                transfer,
+                item.placement.rows,
+                (sequence.arrival, index),
+                first_row=covered,
+                part_rows=item.rows_per_part if item.rows_per_part < item.placement.rows else 0,
+            )
+            items.append(_Item(index, item.placement, transfer))
         self._items[sequence.request] = items
         needed = [NeededItem(item.index, item.transfer) for item in items if item.transfer is not None]
         return Need(sequence.request, self._address, needed) if needed else None
@@ -68,8 +74,8 @@ class IncomingMedia(Incoming):
         for item in self._items.get(sequence.request, ()):
             if item.transfer is not None:
                 landed = self._receiver.landed(item.transfer)
-                if landed < item.span.length:
-                    return item.span.start + landed
+                if landed < item.placement.rows:
+                    return item.placement.token_of(landed)
         return len(sequence.tokens)
 
     def take(self, chunks: Rows[Chunk]) -> MediaRows:
@@ -80,11 +86,15 @@ class IncomingMedia(Incoming):
         first_token = 0
         for chunk in chunks:
             for item in self._items.get(chunk.sequence.request, ()):
-                low, high = max(chunk.start, item.span.start), min(chunk.start + chunk.length, item.span.end)
-                if low < high and item.transfer is not None:
-                    index.append(np.arange(low, high) - chunk.start + first_token)
-                    views += self._receiver.read(item.transfer, low - item.span.start, high - low)
-                    taken.append((item, item.transfer, high - item.span.start))
+                if item.transfer is None:
+                    continue
+                end_row = 0
+                for token, row, length in item.placement.runs(chunk.start, chunk.start + chunk.length):
+                    index.append(np.arange(token, token + length) - chunk.start + first_token)
+                    views += self._receiver.read(item.transfer, row, length)
+                    end_row = row + length
+                if end_row:
+                    taken.append((item, item.transfer, end_row))
             first_token += chunk.length
         if not views:
             return MediaRows.none(self._row_width, self._row_dtype)
@@ -106,6 +116,6 @@ class IncomingMedia(Incoming):
 
     def _consume(self, item: _Item, transfer: TransferId, end_row: int) -> None:
         self._receiver.consume(transfer, end_row)
-        if end_row == item.span.length:
+        if end_row == item.placement.rows:
             item.transfer = None
             del self._requests[transfer]

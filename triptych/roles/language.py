@@ -312,9 +312,12 @@ def _sequence(message: Generate, generated: list[int], context_length: int, voca
         raise InvalidRequest("positions don't fit the prompt")
     end = 0
     for item in message.items:
-        if item.span.start < end or item.span.length < 1 or item.span.end > num_tokens:
-            raise InvalidRequest("an item's span is not in the prompt, or not in order")
-        end = item.span.end
+        for span in item.placement.spans:
+            if span.start < end or span.length < 1 or span.end > num_tokens:
+                raise InvalidRequest("an item's span is not in the prompt, or not in order")
+            end = span.end
+        if not item.placement.spans:
+            raise InvalidRequest("an item has no place in the prompt")
     sequence = Sequence(
         request=message.request,
         tokens=list(message.tokens),

@@ -73,12 +73,13 @@ class _Flight:
 class _Incoming:
     """One transfer. Rows below ``consumed`` are gone, below ``landed`` are here, below ``granted`` may arrive. It isn't
     in line while its ``place`` is empty. ``segments`` hold what is granted and not consumed; ``flights`` are the grants
-    that haven't all landed."""
+    that haven't all landed; each has up to ``grant_blocks``."""
 
     transfer: TransferId
     rows: int
     place: Place
     progress: Progress
+    grant_blocks: int
     producer: Address | None = None
     fabric: Fabric | None = None
     consumed: int = 0
@@ -127,10 +128,14 @@ class Receiver:
         self._failures: list[Failure] = []
         self._offers = itertools.count()
 
-    def expect(self, transfer: TransferId, rows: int, place: Place = (), first_row: int = 0) -> None:
+    def expect(
+        self, transfer: TransferId, rows: int, place: Place = (), first_row: int = 0, part_rows: int = 0
+    ) -> None:
         """Makes room in the line at ``place`` (lower goes first) for a transfer that will be offered; without one it
-        stands where its offer comes. Rows below ``first_row`` aren't wanted: they count as consumed."""
-        incoming = _Incoming(transfer, rows, place, Progress(transfer, self._clock()))
+        stands where its offer comes. Rows below ``first_row`` aren't wanted: they count as consumed. Where rows are
+        made ``part_rows`` at a time, grants are cut to about that size."""
+        grant_blocks = max(1, part_rows // self.buffer.block_rows) if part_rows else self._grant_blocks
+        incoming = _Incoming(transfer, rows, place, Progress(transfer, self._clock()), grant_blocks)
         incoming.consumed = incoming.landed = incoming.granted = first_row
         self._transfers[transfer] = incoming
         self._cap.learn(self.buffer.blocks_of(rows - first_row))
@@ -311,7 +316,7 @@ class Receiver:
         self.counters.resumes += incoming.granted > 0
         blocks = min(blocks, self._blocks_wanted(incoming))
         while blocks > 0:
-            part = min(blocks, self._grant_blocks)
+            part = min(blocks, incoming.grant_blocks)
             self._grant_part(incoming, fabric, part)
             blocks -= part
 

@@ -13,7 +13,9 @@ from triptych.families.shared.settings import setting, text_section
 class Qwen25VLPlanner(PatchPlanner):
     """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
 
-    def __init__(self, config: ModelConfig, preprocessor_config: dict[str, Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(
             config,
             preprocessor_config,

@@ -19,7 +19,9 @@ def thinker_config(config: ModelConfig) -> ModelConfig:
 class Qwen3OmniPlanner(PatchPlanner):
     """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
 
-    def __init__(self, config: ModelConfig, preprocessor_config: dict[str, Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
+    ) -> None:
         thinker = thinker_config(config)
         super().__init__(
             thinker,

@@ -10,5 +10,7 @@ from triptych.families.shared.patches import PatchPreprocessor
 class Qwen3OmniPreprocessor(PatchPreprocessor):
     """Satisfies ``families.base.Preprocessor``. Raises CheckpointError for a setting that can't be honoured."""
 
-    def __init__(self, config: ModelConfig, preprocessor_config: dict[str, Any]) -> None:
-        super().__init__(thinker_config(config), preprocessor_config)
+    def __init__(
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(thinker_config(config), preprocessor_config, video_config)

@@ -1,14 +1,18 @@
-"""Plans Qwen3-VL's images and prompts. Front door; numpy only.
+"""Plans Qwen3-VL's images, videos and prompts. Front door; numpy only.
 
-The reference is ``Qwen2VLImageProcessor`` (which Qwen3-VL uses) and ``Qwen3VLModel.get_rope_index`` in transformers;
-tests hold the plans equal to both.
+The reference is ``Qwen2VLImageProcessor`` (which Qwen3-VL uses), ``Qwen3VLVideoProcessor``, ``Qwen3VLProcessor`` and
+``Qwen3VLModel.get_rope_index`` in transformers; tests hold the plans equal to all.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triptych.families.base import ModelConfig
+from triptych.families.qwen3_vl.video import VideoGeometry, VideoSampling
+from triptych.families.shared.mrope import Shape, grid_shape
 from triptych.families.shared.planner import MAX_SOURCE_PIXELS, PatchPlanner, TowerWork
 from triptych.families.shared.settings import setting
+from triptych.types import FrameSampling, ItemPlan, PixelBounds, VideoHeader
 
 
 class Qwen3VLPlanner(PatchPlanner):
@@ -18,6 +22,7 @@ class Qwen3VLPlanner(PatchPlanner):
         self,
         config: ModelConfig,
         preprocessor_config: dict[str, Any],
+        video_config: dict[str, Any] | None = None,
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
         super().__init__(
@@ -30,3 +35,33 @@ class Qwen3VLPlanner(PatchPlanner):
             ),
             max_source_pixels=max_source_pixels,
         )
+        self._vision_start = setting(config, "vision_start_token_id", int)
+        self._vision_end = setting(config, "vision_end_token_id", int)
+        self.placeholder_ids = {**self.placeholder_ids, "video": setting(config, "video_token_id", int)}
+        self._sampling = VideoSampling.from_config(video_config or {})
+        self._video_geometry = VideoGeometry.from_config(
+            video_config or {}, self._geometry.factor, self._geometry.temporal_patch_size
+        )
+
+    def _plan_video(self, header: VideoHeader, bounds: PixelBounds, sampling: FrameSampling) -> ItemPlan:
+        frames = self._sampling.asked(sampling).frames(header)
+        resized = self._video_geometry.within(bounds).resized(len(frames), header.height, header.width)
+        return self._item_plan("video", header, bounds, resized, frames)
+
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+        """An image's placeholder stays as it is; a video's becomes one for each patch in time, each behind its time and
+        within markers of its own, as ``Qwen3VLProcessor.replace_video_token`` does it."""
+        if not isinstance(plan.header, VideoHeader):
+            return super().placeholder(plan, spelling)
+        frame = "".join(map(spelling, (self._vision_start, self.placeholder_ids["video"], self._vision_end)))
+        times = self._video_geometry.timestamps(plan.frames, plan.header.rate)
+        return "".join(f"<{time:.1f} seconds>{frame}" for time in times)
+
+    def runs(self, plan: ItemPlan) -> Sequence[int]:
+        """As many rows for each patch in time."""
+        return [plan.rows_per_part] * plan.num_parts
+
+    def _shapes(self, plan: ItemPlan) -> list[Shape]:
+        """Each patch in time is placed like an image."""
+        height, width = (side // self._geometry.merge_size for side in plan.grid[1:])
+        return [grid_shape(1, height, width)] * plan.num_parts

@@ -5,12 +5,13 @@ equal.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from triptych.errors import CheckpointError
+from triptych.errors import BadMediaSize, CheckpointError
 from triptych.families.base import ModelConfig
 from triptych.families.shared.settings import setting
+from triptych.types import MODEL_BOUNDS, PixelBounds
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 
@@ -43,12 +44,30 @@ class ImageGeometry:
             max_pixels=max_pixels,
         )
 
+    @property
+    def factor(self) -> int:
+        """The side in pixels of what one token sees."""
+        return self.patch_size * self.merge_size
+
+    def within(self, bounds: PixelBounds) -> "ImageGeometry":
+        """The same with a request's bounds. Raises BadMediaSize for bounds that contradict each other, or that allow
+        more than the model's own ``max_pixels``, which is what the service is prepared for."""
+        if bounds == MODEL_BOUNDS:
+            return self
+        max_pixels = bounds.max_pixels or self.max_pixels
+        min_pixels = bounds.min_pixels or min(self.min_pixels, max_pixels)
+        if max_pixels > self.max_pixels:
+            raise BadMediaSize(f"max_pixels {max_pixels} exceeds the model's own, {self.max_pixels}")
+        if min_pixels > max_pixels or max_pixels < self.factor**2:
+            raise BadMediaSize(f"no image has at least {min_pixels} and at most {max_pixels} pixels once it is resized")
+        return replace(self, min_pixels=min_pixels, max_pixels=max_pixels)
+
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) after resizing: multiples of patch * merge, area within bounds, aspect ratio nearly kept.
 
         The reference calls this ``smart_resize``; its rounding is Python's, half to even.
         """
-        factor = self.patch_size * self.merge_size
+        factor = self.factor
         new_height = round(height / factor) * factor
         new_width = round(width / factor) * factor
         if new_height * new_width > self.max_pixels:

@@ -7,7 +7,6 @@ import warnings
 from PIL import Image, ImageOps
 
 from triptych.errors import PlanMismatch, TruncatedMedia, UnsupportedMedia
-from triptych.types import ItemPlan
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
@@ -30,10 +29,8 @@ _PILLOW_ERRORS = (
 Image.MAX_IMAGE_PIXELS = None
 
 
-def decode_image(data: bytes, plan: ItemPlan) -> Image.Image:
-    """The first frame, upright, as RGB."""
-    name = plan.header.format
-    planned = plan.header.width, plan.header.height
+def decode_image(data: bytes, name: str, planned: tuple[int, int]) -> Image.Image:
+    """The picture, or its first frame, upright, as RGB. ``planned`` is (width, height); ``name`` is for errors."""
     with warnings.catch_warnings():
         # Pillow warns of odd metadata, which doesn't matter for the pixels. Filters are the process's; at worst, two
         # threads leave this one behind.

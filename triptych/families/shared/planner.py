@@ -1,16 +1,26 @@
 """Plans images for towers that take any grid of patches, and prompts in M-RoPE positions. Front door; numpy only."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.errors import BadMediaSize, MediaTooLarge
+from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.families.base import ModelConfig, Positions
 from triptych.families.shared.geometry import ImageGeometry
-from triptych.families.shared.mrope import grid_shape, mrope_positions
+from triptych.families.shared.mrope import Shape, grid_shape, mrope_positions
 from triptych.families.shared.settings import setting
-from triptych.types import ImageHeader, ItemPlan, Span
+from triptych.types import (
+    MODEL_BOUNDS,
+    MODEL_SAMPLING,
+    FrameSampling,
+    ImageHeader,
+    ItemPlan,
+    MediaHeader,
+    PixelBounds,
+    Placement,
+    VideoHeader,
+)
 
 MAX_ASPECT_RATIO = 200
 MAX_SOURCE_PIXELS = 50_000_000
@@ -29,7 +39,7 @@ class TowerWork:
     window: int = 0
 
     def cost(self, patches: int) -> float:
-        """Work of encoding one image of n patches; the unit is the linear layers' work for one patch.
+        """Work of encoding an image, or a patch in time, of n patches; the unit is the linear layers' work for one.
 
         A layer of hidden size h and intermediate size i takes n * (4h² + 2hi) multiplications in its linear layers
         (query, key, value and output; the two, or three, of the MLP) and 2n²h in attention (scores and weighted sum),
@@ -54,48 +64,88 @@ class PatchPlanner:
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
         """``media_tokens`` names the settings that say which tokens may only come from the template."""
-        self.image_token_id = setting(config, "image_token_id", int)
+        self.placeholder_ids: Mapping[str, int] = {"image": setting(config, "image_token_id", int)}
         self.media_token_ids = frozenset(setting(config, key, int) for key in media_tokens)
         self.context_length = context_length
         self._geometry = ImageGeometry.from_configs(config, preprocessor_config)
         self._max_source_pixels = max_source_pixels
         self._work = work
 
-    def plan(self, header: ImageHeader) -> ItemPlan:
-        """What the image will become.
+    def plan(
+        self, header: MediaHeader, bounds: PixelBounds = MODEL_BOUNDS, sampling: FrameSampling = MODEL_SAMPLING
+    ) -> ItemPlan:
+        """What the image or video will become.
 
-        Raises MediaTooLarge for more than ``max_source_pixels`` and BadMediaSize for an aspect ratio above 200.
+        Raises MediaTooLarge for more than ``max_source_pixels`` (of an image, or of one frame), BadMediaSize for an
+        aspect ratio above 200 and for bounds that can't be kept, and UnsupportedMedia for such sampling and for videos
+        where the family takes none.
         """
+        kind = "video" if isinstance(header, VideoHeader) else "image"
         width, height = header.width, header.height
         if min(width, height) < 1:
-            raise BadMediaSize(f"the image is {width} by {height} pixels; both sides must be at least 1")
+            raise BadMediaSize(f"the {kind} is {width} by {height} pixels; both sides must be at least 1")
         if width * height > self._max_source_pixels:
             raise MediaTooLarge(
-                f"the image has {width * height} pixels ({width} by {height}); "
+                f"the {kind} has {width * height} pixels ({width} by {height}); "
                 f"at most {self._max_source_pixels} are taken"
             )
+        if isinstance(header, VideoHeader):
+            return self._plan_video(header, bounds, sampling)
+        return self._plan_image(header, bounds)
+
+    def _plan_image(self, header: ImageHeader, bounds: PixelBounds) -> ItemPlan:
+        width, height = header.width, header.height
         if max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
             raise BadMediaSize(
                 f"the image is {width} by {height} pixels; its sides may differ at most {MAX_ASPECT_RATIO}-fold"
             )
-        resized_height, resized_width = self._geometry.resized(height, width)
-        grid = (1, resized_height // self._geometry.patch_size, resized_width // self._geometry.patch_size)
-        patches = math.prod(grid)
+        return self._item_plan("image", header, bounds, self._geometry.within(bounds).resized(height, width))
+
+    def _plan_video(self, header: VideoHeader, bounds: PixelBounds, sampling: FrameSampling) -> ItemPlan:
+        raise UnsupportedMedia("the model takes no videos")
+
+    def _item_plan(
+        self,
+        modality: str,
+        header: MediaHeader,
+        bounds: PixelBounds,
+        resized: tuple[int, int],
+        frames: tuple[int, ...] = (),
+    ) -> ItemPlan:
+        height, width = resized
+        in_time = -(-len(frames) // self._geometry.temporal_patch_size) if frames else 1
+        grid = (in_time, height // self._geometry.patch_size, width // self._geometry.patch_size)
         return ItemPlan(
-            modality="image",
+            modality=modality,
             header=header,
-            resized_height=resized_height,
-            resized_width=resized_width,
+            resized_height=height,
+            resized_width=width,
             grid=grid,
-            rows=patches // self._geometry.merge_size**2,
-            cost=self._work.cost(patches),
+            rows=math.prod(grid) // self._geometry.merge_size**2,
+            cost=in_time * self._work.cost(grid[1] * grid[2]),
+            bounds=bounds,
+            frames=frames,
         )
 
-    def positions(self, num_tokens: int, spans: Sequence[Span], plans: Sequence[ItemPlan]) -> Positions:
-        """M-RoPE positions. Raises PlanMismatch where a span's length isn't its plan's rows, or spans overlap or leave
-        the prompt."""
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+        """The template's own stays as it is."""
+        return spelling(self.placeholder_ids[plan.modality])
+
+    def runs(self, plan: ItemPlan) -> Sequence[int]:
+        """All rows at one."""
+        return [plan.rows]
+
+    def _shapes(self, plan: ItemPlan) -> list[Shape]:
+        """The positions of each run of an item's rows."""
         merge = self._geometry.merge_size
-        shapes = [
-            grid_shape(frames, rows // merge, columns // merge) for frames, rows, columns in (p.grid for p in plans)
-        ]
+        frames, rows, columns = plan.grid
+        return [grid_shape(frames, rows // merge, columns // merge)]
+
+    def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
+        """M-RoPE positions. Raises PlanMismatch where a placement isn't its plan's, or placements overlap or leave the
+        prompt."""
+        spans = [span for placement in placements for span in placement.spans]
+        shapes = [shape for plan in plans for shape in self._shapes(plan)]
+        if len(spans) != len(shapes):
+            raise PlanMismatch(f"{len(shapes)} runs of rows can't be at {len(spans)} places")
         return mrope_positions(num_tokens, spans, shapes)

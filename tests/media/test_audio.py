@@ -1,0 +1,174 @@
+"""What the probe says of an audio file is what is decoded of it, and its features are Whisper's."""
+
+import random
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from transformers import WhisperFeatureExtractor
+
+from tests.media.sounds import sound, tone
+from triptych.errors import BadMediaSize, CheckpointError, MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
+from triptych.media.audio import decode_audio
+from triptych.media.log_mel import LogMel
+from triptych.prompt.probe_audio import probe_audio
+from triptych.types import AudioHeader
+
+FILES: dict[str, tuple[dict[str, Any], float]] = {
+    "wav": ({"container": "wav", "rate": 16_000}, 1e-4),
+    "wav in floats": ({"container": "wav", "rate": 16_000, "codec": "pcm_f32le"}, 1e-6),
+    "wav, telephone": ({"container": "wav", "rate": 8_000, "codec": "pcm_mulaw"}, 0.03),
+    "flac": ({"container": "flac", "rate": 16_000}, 1e-4),
+    "flac, studio": ({"container": "flac", "rate": 96_000}, 0.02),
+    "mp3": ({"container": "mp3", "rate": 16_000}, 0.05),
+    "mp3, compact disc": ({"container": "mp3", "rate": 44_100}, 0.05),
+    "opus": ({"container": "ogg", "rate": 48_000}, 0.05),
+    "vorbis": ({"container": "ogg", "rate": 44_100, "codec": "vorbis"}, 0.1),
+}
+
+
+@pytest.mark.parametrize("channels", [1, 2, 6])
+@pytest.mark.parametrize("name", FILES)
+def test_what_was_recorded_is_heard(name: str, channels: int) -> None:
+    settings, error = FILES[name]
+    rate = settings["rate"]
+    if channels == 6 and settings["container"] == "mp3":
+        pytest.skip("MP3 has two channels at most")
+    if "vorbis" in name and channels != 2:
+        pytest.skip("FFmpeg's own encoder makes stereo alone")
+    recorded = tone(1.3, rate, channels)
+    data = sound(samples=recorded, **settings)
+    header = probe_audio(data)
+    assert (header.rate, header.channels) == (rate, channels)
+    assert header.samples == pytest.approx(recorded.shape[1], abs=0 if error < 0.01 else 0.05 * rate)
+    heard = decode_audio(data, header, 16_000)
+    assert heard.dtype == np.float32
+    assert len(heard) == header.resampled(16_000)
+    expected = tone(1.3, 16_000, channels).mean(axis=0)
+    common = min(len(heard), len(expected)) - 200
+    middle = slice(1000, common)
+    difference = heard[middle] - expected[middle]
+    assert np.sqrt((difference**2).mean()) < error + 1e-4, "root mean square"
+
+
+@pytest.mark.parametrize("name", ["wav", "flac", "mp3", "mp3, compact disc"])
+@pytest.mark.parametrize("seconds", [0.03, 0.5, 7.77])
+def test_lengths_are_exact_where_the_file_says_them(name: str, seconds: float) -> None:
+    settings, _ = FILES[name]
+    recorded = tone(seconds, settings["rate"])
+    header = probe_audio(sound(samples=recorded, **settings))
+    assert header.samples == recorded.shape[1]
+
+
+def test_an_mp3_that_does_not_say_its_length_is_counted() -> None:
+    data = sound("mp3", tone(5.0, 44_100), 44_100)
+    place = data.index(b"Xing") if b"Xing" in data else data.index(b"Info")
+    plain = data[:place] + bytes(4) + data[place + 4 :]
+    header = probe_audio(plain)
+    assert header.seconds == pytest.approx(5.0, abs=0.1)
+    assert len(decode_audio(plain, header, 16_000)) == header.resampled(16_000)
+
+
+@pytest.mark.parametrize("bands", [80, 128])
+@pytest.mark.parametrize("samples", [400, 401, 12_345, 16_000 * 11])
+def test_features_are_whispers(bands: int, samples: int) -> None:
+    noise = np.random.default_rng(samples).standard_normal(samples).astype(np.float32)
+    heard = noise * np.linspace(0, 0.5, samples, dtype=np.float32)
+    assert_as_whisper(heard, bands)
+
+
+def test_silence_has_features_too() -> None:
+    assert_as_whisper(np.zeros(16_000, dtype=np.float32), 128)
+
+
+def assert_as_whisper(samples: NDArray[np.float32], bands: int) -> None:
+    reference = WhisperFeatureExtractor(feature_size=bands)
+    expected = reference(samples, sampling_rate=16_000, return_tensors="np", padding="longest")["input_features"][0]
+    made = LogMel(bands)(samples)
+    assert made.dtype == np.float32
+    assert made.shape == expected.shape == (bands, LogMel(bands).num_frames(len(samples)))
+    np.testing.assert_allclose(made, expected, atol=1e-4)
+
+
+def test_settings_of_features() -> None:
+    made = LogMel.from_config({"feature_size": 80, "n_fft": 512, "hop_length": 128, "sampling_rate": 8000})
+    assert (made.num_bands, made.window, made.hop, made.rate) == (80, 512, 128, 8000)
+    wrong: dict[str, Any] = {"feature_size": 0, "hop_length": "a", "n_fft": 1.5, "sampling_rate": True, "dither": 1e-4}
+    for name, value in wrong.items():
+        with pytest.raises(CheckpointError, match=name):
+            LogMel.from_config({name: value})
+
+
+# ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refused(data: bytes, kind: type[MediaError], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        header = probe_audio(data)
+        LogMel().num_frames(header.resampled(16_000))
+        decode_audio(data, header, 16_000)
+
+
+def wav(samples: int, channels: int = 1, rate: int = 16_000, code: int = 1) -> bytes:
+    layout = struct.pack("<HHLLHH", code, channels, rate, rate * channels * 2, channels * 2, 16)
+    body = bytes(samples * channels * 2)
+    chunks = b"fmt " + struct.pack("<L", 16) + layout + b"data" + struct.pack("<L", len(body)) + body
+    return b"RIFF" + struct.pack("<L", 4 + len(chunks)) + b"WAVE" + chunks
+
+
+def test_what_is_no_audio() -> None:
+    refused(b"", TruncatedMedia, "empty")
+    refused(b"hello" * 100, UnsupportedMedia, "not a WAV, FLAC, MP3 or Ogg")
+    refused(wav(0)[:44], BadMediaSize, "empty")
+    refused(wav(399), BadMediaSize, "shorter than 25 ms")
+    refused(wav(1000, rate=1000), UnsupportedMedia, "1000 samples per second")
+    refused(wav(1000, channels=9), UnsupportedMedia, "9 channels")
+    refused(wav(1000, code=85), UnsupportedMedia, "format 85")
+    refused(b"OggS" + bytes(100), UnsupportedMedia, "neither Vorbis nor Opus")
+
+
+def test_silent_audio_is_audio() -> None:
+    header = probe_audio(wav(16_000))
+    assert not decode_audio(wav(16_000), header, 16_000).any()
+
+
+@pytest.mark.parametrize("container", ["wav", "flac", "mp3", "ogg"])
+def test_truncated(container: str) -> None:
+    rate = 48_000
+    data = sound(container, tone(3.0, rate), rate)
+    refused(data[: len(data) * 2 // 3], MediaError, "ends|damaged")
+    refused(data[:30], MediaError, ".")
+
+
+def test_headers_that_lie() -> None:
+    data = sound("flac", tone(2.0, 16_000))
+    with pytest.raises(MediaMismatch, match=r"longer than the 1\.0 s"):
+        decode_audio(data, AudioHeader("FLAC", 16_000, 1, 16_000), 16_000)
+    with pytest.raises(TruncatedMedia, match=r"ends after 2\.0 s of 3\.0 s"):
+        decode_audio(data, AudioHeader("FLAC", 16_000, 1, 48_000), 16_000)
+    with pytest.raises(MediaMismatch, match="1 channels; its header says 2"):
+        decode_audio(data, AudioHeader("FLAC", 16_000, 2, 32_000), 16_000)
+    with pytest.raises(MediaMismatch, match="16000 samples per second; its header says 8000"):
+        decode_audio(data, AudioHeader("FLAC", 8_000, 1, 16_000), 16_000)
+    with pytest.raises(TruncatedMedia, match=r"ends after 0\.0 s of 2\.0 s"):
+        decode_audio(b"\x1a\x45\xdf\xa3" + bytes(99), AudioHeader("FLAC", 8_000, 1, 16_000), 16_000)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_mutated_files_raise_only_typed_errors(name: str) -> None:
+    source = random.Random(name)
+    settings, _ = FILES[name]
+    data = sound(samples=tone(0.4, settings["rate"], 2), **settings)
+    for _ in range(100):
+        mutated = bytearray(data)
+        for _ in range(source.randint(1, 4)):
+            mutated[source.randrange(min(len(mutated), source.choice([64, 1024, 10**9])))] ^= 1 << source.randrange(8)
+        cut = bytes(mutated[: source.choice([len(mutated), source.randrange(len(mutated))])])
+        try:
+            header = probe_audio(cut)
+            if header.seconds < 60:
+                assert len(decode_audio(cut, header, 16_000)) == header.resampled(16_000)
+        except MediaError:
+            continue

@@ -1,0 +1,205 @@
+"""What the probe says of a file is what FFmpeg says, and the frames that are decoded are those of a whole decoding."""
+
+import io
+import random
+import time
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+
+from tests.media import clips
+from tests.media.clips import all_frames, clip, turned
+from triptych.errors import BadMediaSize, MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
+from triptych.media import frames
+from triptych.media.video import decode_frames
+from triptych.prompt.probe_video import probe_video
+from triptych.types import VideoHeader
+
+FILES = {
+    "mp4": lambda: clip("mp4", frames=40),
+    "mp4, header first": lambda: clip("mp4", frames=40, options={"movflags": "faststart"}),
+    "mp4, in fragments": lambda: clip("mp4", frames=40, options={"movflags": "frag_keyframe+empty_moov"}),
+    "mp4, fragments of one frame": lambda: clip("mp4", frames=9, options={"movflags": "frag_every_frame+empty_moov"}),
+    "mov": lambda: clip("mov", frames=20, codec="libx264"),
+    "mp4 with sound": lambda: clip("mp4", frames=20, audio=True),
+    "mp4 at 29.97": lambda: clip("mp4", frames=31, rate=Fraction(30000, 1001)),
+    "mp4, one frame": lambda: clip("mp4", frames=1),
+    "mp4, uneven": lambda: clip("mp4", frames=8, times=[0, 40, 80, 500, 540, 2000, 2040, 3000]),
+    "mp4, long gops": lambda: clip("mp4", frames=60, codec_options={"g": "250", "bf": "3"}),
+    "mp4, vp9": lambda: clip("mp4", frames=14, codec="libvpx-vp9"),
+    "webm": lambda: clip("webm", frames=40),
+    "webm, vp8": lambda: clip("webm", frames=14, codec="libvpx"),
+    "webm at 29.97": lambda: clip("webm", frames=31, rate=Fraction(30000, 1001)),
+    "matroska, h264": lambda: clip("matroska", frames=20, codec="libx264"),
+    "webm as it is recorded": lambda: clip("webm", frames=40, options={"live": "1"}),
+    "gif": lambda: clip("gif", frames=12),
+    "gif at 50": lambda: clip("gif", frames=12, rate=50),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_headers_and_frames(name: str) -> None:
+    data = FILES[name]()
+    header = probe_video(data)
+    whole = all_frames(data)
+    assert (header.frames, header.height, header.width) == (len(whole), *whole[0].shape[:2])
+    with av.open(io.BytesIO(data)) as file:
+        said = file.streams.video[0].average_rate
+        if name not in ("gif", "gif at 50", "webm as it is recorded", "mp4, one frame"):
+            assert header.rate == pytest.approx(float(said or 0), rel=1e-3)
+    source = random.Random(name)
+    choices = [[0], [len(whole) - 1], list(range(len(whole))), [0, 0, len(whole) - 1, len(whole) - 1]]
+    choices += [sorted(source.choices(range(len(whole)), k=source.randrange(1, 8))) for _ in range(6)]
+    for numbers in choices:
+        decoded = list(decode_frames(data, header, numbers))
+        assert len(decoded) == len(numbers)
+        for number, frame in zip(numbers, decoded, strict=True):
+            np.testing.assert_array_equal(frame, whole[number])
+
+
+def test_few_frames_are_decoded_for_few_that_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clip("mp4", frames=120)
+    header = probe_video(data)
+    sent = []
+    original = av.video.codeccontext.VideoCodecContext.decode
+
+    class Counting:
+        def __init__(self, context: object) -> None:
+            object.__setattr__(self, "context", context)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.context, name)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            setattr(self.context, name, value)
+
+        def decode(self, packet: object) -> object:
+            sent.append(packet)
+            return original(self.context, packet)
+
+    from triptych.media import video
+
+    class Watched(video._Decoding):
+        def __init__(self, decoder: object, *rest: object) -> None:
+            super().__init__(Counting(decoder), *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(video, "_Decoding", Watched)
+    list(decode_frames(data, header, [0, 60, 119]))
+    assert len(sent) < 30, "a keyframe is never more than 6 frames away"
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_rotation_is_applied(degrees: int) -> None:
+    data = turned(clip("mp4", frames=3), degrees)
+    header = probe_video(data)
+    assert header.rotation == degrees
+    assert (header.width, header.height) == ((96, 64) if degrees == 180 else (64, 96))
+    for frame, stored in zip(decode_frames(data, header, [0, 1, 2]), all_frames(data), strict=True):
+        np.testing.assert_array_equal(frame, np.rot90(stored, -degrees // 90))
+
+
+def test_uneven_webm_shows_what_is_shown_at_the_time() -> None:
+    times = [0, 40, 80, 500, 540, 2000, 2040, 2960]
+    data = clip("webm", frames=8, times=times, rate=25)
+    header = probe_video(data)
+    assert not header.counted
+    whole = all_frames(data)
+    for number in range(0, header.frames, 7):
+        (frame,) = decode_frames(data, header, [number])
+        shown = max(i for i, at in enumerate(times) if at <= 40 * number + 20)
+        np.testing.assert_array_equal(frame, whole[shown])
+
+
+# ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refused(data: bytes, kind: type[MediaError], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        header = probe_video(data)
+        list(decode_frames(data, header, [0, header.frames // 2, header.frames - 1]))
+
+
+def test_what_is_no_video() -> None:
+    refused(b"", TruncatedMedia, "empty")
+    refused(b"hello", UnsupportedMedia, "not an MP4, WebM or animated GIF")
+    refused(clips.sound_only(), UnsupportedMedia, "no video track")
+    refused(clip("gif", frames=1)[:60], UnsupportedMedia, "isn't animated")
+    refused(clip("mp4", codec="mpeg4", codec_options={"g": "12", "bf": "0"}), UnsupportedMedia, "'mp4v', which isn't")
+    refused(frames.pack_frames(frames.PackedFrames(1.0, [])), TruncatedMedia, "no frames")
+    refused(b"triptych/frames\x00\xff\xff", UnsupportedMedia, "damaged")
+
+
+@pytest.mark.parametrize("container", ["mp4", "webm", "gif"])
+def test_truncated(container: str) -> None:
+    data = clip(container, frames=30, options={"movflags": "faststart"} if container == "mp4" else None)
+    refused(data[: len(data) * 2 // 3], MediaError, "ends after|of the 30 frames|ends within")
+    refused(data[:20], MediaError, ".")
+
+
+def test_headers_that_lie() -> None:
+    data = bytearray(clip("mp4", frames=12))
+    count = data.index(b"stts")
+    refused(
+        bytes(data[: count + 12] + b"\x00\x00\x00\x0d" + data[count + 16 :]), UnsupportedMedia, "contradicts itself"
+    )
+    sizes = data.index(b"avc1", data.index(b"stsd"))
+    wider = bytes(data[: sizes + 28] + b"\x01\x00" + data[sizes + 30 :])
+    refused(wider, MediaMismatch, "a frame of 96 by 64 pixels; its header says 256 by 64")
+    tall = probe_video(clip("gif", frames=3))
+    with pytest.raises(MediaMismatch, match="has 5 frames; its header says 3"):
+        list(decode_frames(clip("gif", frames=5), tall, [0]))
+    longer = VideoHeader("WebM", 96, 64, 500, 10.0, counted=False)
+    with pytest.raises(TruncatedMedia, match=r"ends after 1\.1 s; its header says 50\.0 s"):
+        list(decode_frames(clip("webm", frames=12), longer, [0, 499]))
+
+
+def test_frames_of_different_sizes() -> None:
+    from tests.parity.cases import picture, png
+
+    packed = frames.PackedFrames(2.0, [png(picture(64, 32, 1)), png(picture(32, 64, 1))])
+    with pytest.raises(BadMediaSize, match="must all have the same size"):
+        probe_video(frames.pack_frames(packed))
+
+
+@pytest.mark.parametrize("name", ["mp4", "mp4, in fragments", "webm", "webm as it is recorded", "gif"])
+def test_mutated_files_raise_only_typed_errors(name: str) -> None:
+    source = random.Random(name)
+    data = FILES[name]()
+    for _ in range(150):
+        mutated = bytearray(data)
+        for _ in range(source.randint(1, 4)):
+            reach = source.choice([64, 1024, len(mutated)])
+            place = source.randrange(min(reach, len(mutated)))
+            place = place if source.random() < 0.5 else len(mutated) - 1 - place
+            mutated[place] ^= 1 << source.randrange(8)
+        cut = bytes(mutated[: source.choice([len(mutated), source.randrange(len(mutated))])])
+        try:
+            header = probe_video(cut)
+            if header.frames < 1000 and header.width * header.height < 10**6:
+                list(decode_frames(cut, header, [0, header.frames // 2, header.frames - 1]))
+        except MediaError:
+            continue
+
+
+def test_planning_takes_no_longer_for_long_files() -> None:
+    """Two hours in a header that was made up: 216,000 frames of different lengths."""
+    data = clip("mp4", frames=12, options={"movflags": "faststart"})
+    entries = np.empty((216_000, 2), dtype=">u4")
+    entries[:, 0] = 1
+    entries[:, 1] = np.arange(216_000) % 7 + 500
+    times, sizes = data.index(b"stts"), data.index(b"stsz")
+    table = b"stts" + bytes(4) + (216_000).to_bytes(4, "big") + entries.tobytes()
+    grown = len(table) + 4 - int.from_bytes(data[times - 4 : times], "big")
+    long = bytearray(data[: sizes + 12] + (216_000).to_bytes(4, "big") + data[sizes + 16 :])
+    end = times - 4 + int.from_bytes(data[times - 4 : times], "big")
+    long[times - 4 : end] = (len(table) + 4).to_bytes(4, "big") + table
+    for box in (b"stbl", b"minf", b"mdia", b"trak", b"moov"):
+        place = data.index(box) - 4
+        long[place : place + 4] = (int.from_bytes(data[place : place + 4], "big") + grown).to_bytes(4, "big")
+    began = time.perf_counter()
+    header = probe_video(bytes(long))
+    took = time.perf_counter() - began
+    assert header.frames == 216_000
+    assert took < 0.05  # 1 to 3 ms where nothing else runs

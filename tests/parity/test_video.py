@@ -1,0 +1,264 @@
+"""Videos are answered as transformers answers them: whatever the container, the topology, the chunks and the pools; and
+a long one is prefilled before its last frames are encoded."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.checkpoints import load_reference, make_checkpoint
+from tests.harness import FLOAT32, Messages, Running, running
+from tests.media.clips import clip, picture, turned
+from tests.parity.cases import picture as still
+from tests.parity.cases import png
+from triptych.config import EngineConfig
+from triptych.encode.cache import Rows
+from triptych.families.base import TowerInput
+from triptych.families.qwen3_vl.preprocess import Qwen3VLPreprocessor
+from triptych.media.frames import PackedFrames, pack_frames
+from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
+from triptych.roles.encode import EncodeHost
+from triptych.roles.instance import Instance
+
+
+def video_part(data: bytes, **options: Any) -> dict[str, Any]:
+    return {"type": "video", "data": data, **options}
+
+
+def image_part(width: int, height: int, seed: int) -> dict[str, Any]:
+    return {"type": "image", "data": png(still(width, height, seed))}
+
+
+def user(*parts: str | dict[str, Any]) -> Messages:
+    return [{"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}]
+
+
+def listed(numbers: Sequence[int], rate: float = 2.0) -> bytes:
+    files = []
+    for number in numbers:
+        files.append(png(Image.fromarray(picture(number, 80, 48))))
+    return pack_frames(PackedFrames(rate, files))
+
+
+CASES: dict[str, Messages] = {
+    "mp4": user(video_part(clip("mp4", frames=50)), "What happens?"),
+    "webm": user("Look: ", video_part(clip("webm", frames=40, width=64, height=96))),
+    "gif and an image": user(video_part(clip("gif", frames=9)), "or ", image_part(96, 64, 1), " which?"),
+    "two videos": user(video_part(clip("mp4", frames=30, seed=3)), video_part(clip("mp4", frames=20, seed=4)), "Same?"),
+    "a list of frames": user(image_part(64, 64, 2), video_part(listed([0, 1, 2, 3, 4], 1.0)), "And now?"),
+    "frames that stand still": user(video_part(listed([7] * 8)), "Does it move?"),
+    "one frame": user(video_part(clip("mp4", frames=1)), "What is it?"),
+    "turned": user(video_part(turned(clip("mp4", frames=25, seed=5), 90)), "Which way is up?"),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    folder: Path
+
+    @cached_property
+    def prompts(self) -> list[PlannedPrompt]:
+        builder = PromptBuilder(self.folder)
+        return [builder.build(messages) for messages in CASES.values()]
+
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """What transformers says to what its own processor would make of the videos (``tests/families``)."""
+        reference = load_reference(self.folder)
+        configs = load_config(self.folder), load_preprocessor_config(self.folder), load_video_config(self.folder)
+        preprocess = Qwen3VLPreprocessor(*configs)
+        answers = []
+        for prompt in self.prompts:
+            tokens = torch.tensor([prompt.tokens])
+            kinds = (tokens == reference.config.image_token_id).int() + 2 * (tokens == reference.config.video_token_id)
+            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": kinds.int()}
+            for modality, values in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+                items = [item for item in prompt.items if item.plan.modality == modality]
+                if items:
+                    parts = [part.patches for item in items for part in preprocess(item.data, item.plan)]
+                    inputs[values] = torch.from_numpy(np.concatenate(parts))
+                    inputs[f"{modality}_grid_thw"] = torch.tensor([item.plan.grid for item in items])
+            with torch.inference_mode():
+                output = reference.generate(
+                    **inputs, max_new_tokens=32, min_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0
+                )
+            answers.append(output[0, len(prompt.tokens) :].tolist())
+        assert len({tuple(answer) for answer in answers}) >= len(answers) - 1
+        return answers
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    torch.set_num_threads(1)
+    yield Model(make_checkpoint(tmp_path_factory.mktemp("video")))
+    asyncio.set_event_loop(None)
+
+
+def encode_hosts(service: Running) -> list[EncodeHost]:
+    return [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeHost)]
+
+
+def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
+    async def run() -> list[list[int]]:
+        async with running(model.folder, topology, engine) as service:
+            return await service.answers(list(CASES.values()))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D", "2E2PD"])
+def test_topologies(model: Model, topology: str) -> None:
+    assert answered(model, topology) == model.answers
+
+
+@pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
+@pytest.mark.parametrize("chunk", [7, 4096])
+def test_prefill_chunks(model: Model, topology: str, chunk: int) -> None:
+    assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == model.answers
+
+
+@pytest.mark.parametrize("topology", ["1E1PD", "1E1P1D"])
+@pytest.mark.parametrize("block_rows", [1, 8])
+def test_receive_pool_of_one_block(model: Model, topology: str, block_rows: int) -> None:
+    engine = replace(FLOAT32, receive_blocks=1, receive_block_rows=block_rows, kv_receive_blocks=4)
+    assert answered(model, topology, engine) == model.answers
+
+
+@pytest.mark.parametrize("patches", [1, 50, 10**6])
+def test_batches(model: Model, patches: int) -> None:
+    """However many parts go through the tower together, and however little is remembered of them."""
+    engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)
+    assert answered(model, "1E1PD", engine) == model.answers
+
+
+def test_a_chat_goes_on_without_encoding_its_video_again(model: Model) -> None:
+    question = CASES["mp4"]
+    more = [*question, {"role": "assistant", "content": "It moves."}, {"role": "user", "content": "And then?"}]
+
+    async def run() -> None:
+        async with running(model.folder, "1E1PD") as service:
+            await service.answer(question, max_tokens=4)
+            warm = await service.answer(more)
+            assert [host.num_asked for host in encode_hosts(service)] == [1]
+            async with running(model.folder, "1E1PD") as fresh:
+                assert await fresh.answer(more) == warm
+
+    asyncio.run(run())
+
+
+def count_parts(instance: Instance, seen: list[int]) -> None:
+    """Notes how many parts go through the tower."""
+    for host in instance.hosts:
+        if isinstance(host, EncodeHost):
+            encoder = host._encoder
+
+            def counted(inputs: Sequence[TowerInput], encoder: Any = encoder) -> list[Rows]:
+                seen.append(len(inputs))
+                rows: list[Rows] = encoder(inputs)
+                return rows
+
+            host._encoder = counted
+
+
+def test_clips_that_share_frames_share_the_work(model: Model) -> None:
+    seen: list[int] = []
+    first, second = listed([0, 1, 2, 3, 4, 5]), listed([0, 1, 2, 3, 8, 9])
+
+    async def run() -> None:
+        engine = replace(FLOAT32, enable_prefix_caching=False)
+        async with running(model.folder, "1E1PD", engine, prepare=lambda one: count_parts(one, seen)) as service:
+            await service.answer(user(video_part(first), "?"), max_tokens=1)
+            assert sum(seen) == 3
+            await service.answer(user(video_part(second), "?"), max_tokens=1)
+            assert sum(seen) == 4, "two of three pairs of frames were known"
+            await service.answer(user(video_part(first), "!"), max_tokens=1)
+            await service.answer(user(video_part(listed([8, 9] * 4)), "!"), max_tokens=1)
+            assert sum(seen) == 4
+
+    asyncio.run(run())
+
+
+def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
+    """The tower stops after the first parts until prefill has computed tokens behind their rows."""
+    go_on = threading.Event()
+    stood = threading.Event()
+    parts = 0
+
+    def stop_midway(instance: Instance) -> None:
+        for host in instance.hosts:
+            if isinstance(host, EncodeHost):
+                encoder = host._encoder
+
+                def slow(inputs: Sequence[TowerInput], encoder: Any = encoder) -> list[Rows]:
+                    nonlocal parts
+                    parts += len(inputs)
+                    if parts > 4:
+                        stood.set()
+                        assert go_on.wait(20)
+                    rows: list[Rows] = encoder(inputs)
+                    return rows
+
+                host._encoder = slow
+
+    async def run() -> None:
+        prompt = model.prompts[0]
+        engine = replace(FLOAT32, encode_batch_patches=1, receive_block_rows=4)
+        async with running(model.folder, "1E1PD", engine, prepare=stop_midway) as service:
+            asking = asyncio.create_task(service.answer(CASES["mp4"]))
+            (host,) = service.language_hosts()
+            spans = prompt.items[0].placement.spans
+            assert len(spans) == 5
+            async with asyncio.timeout(20):
+                while not stood.is_set() or host.num_computed_tokens < spans[2].end:
+                    await asyncio.sleep(0.005)
+            assert host.num_computed_tokens < spans[4].end
+            go_on.set()
+            assert await asking == model.answers[0]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
+    async def run() -> None:
+        engine = replace(FLOAT32, encode_batch_patches=1)
+        async with running(model.folder, "1E1PD", engine) as service:
+            for delay in (0.0, 0.01, 0.03, 0.06, 0.1):
+                asking = asyncio.create_task(service.answer(CASES["two videos"]))
+                await asyncio.sleep(delay)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                for request in list(service.front_door.router._requests):
+                    service.front_door.router.cancel(request)
+            assert await service.answer(CASES["mp4"]) == model.answers[0]
+            (host,) = encode_hosts(service)
+            async with asyncio.timeout(20):
+                while host._jobs or host._parts or host._preprocessing or host._paused:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_an_image_does_not_wait_for_all_of_a_long_video(model: Model) -> None:
+    order = []
+
+    async def run() -> None:
+        async with running(model.folder, "1E1PD", replace(FLOAT32, encode_batch_patches=1)) as service:
+
+            async def ask(name: str, messages: Messages) -> None:
+                await service.answer(messages, max_tokens=1)
+                order.append(name)
+
+            long = user(video_part(clip("mp4", frames=300)), "?")
+            await asyncio.gather(ask("video", long), ask("image", user(image_part(64, 64, 9), "?")))
+
+    asyncio.run(run())
+    assert order == ["image", "video"]

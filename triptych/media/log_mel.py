@@ -1,0 +1,97 @@
+"""Whisper's features of audio: the logarithm of its energy in mel bands, ten milliseconds at a time. Numpy only.
+
+The arithmetic is that of ``WhisperFeatureExtractor`` in transformers on an item by itself (``padding="longest"``);
+tests hold it equal to within 1e-4.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.errors import BadMediaSize, CheckpointError
+
+_MAX_FREQUENCY = 8000.0
+_FLOOR = 1e-10
+_RANGE = 8.0
+"""What is more than so many powers of ten below the loudest counts as so many."""
+_FRAMES_AT_A_TIME = 1024
+
+_KEYS = {"num_bands": "feature_size", "rate": "sampling_rate", "hop": "hop_length", "window": "n_fft"}
+
+# Slaney's mel scale: linear up to 1000 Hz, logarithmic above.
+_LINEAR_STEP, _BREAK_HERTZ, _BREAK_MEL = 200.0 / 3, 1000.0, 15.0
+_LOG_STEP = np.log(6.4) / 27.0
+
+
+@dataclass(frozen=True)
+class LogMel:
+    """``num_bands`` mel bands of windows of ``window`` samples, ``hop`` samples apart, at ``rate`` samples a second."""
+
+    num_bands: int = 128
+    rate: int = 16_000
+    hop: int = 160
+    window: int = 400
+    _filters: NDArray[np.float32] = field(init=False, repr=False)
+    _hann: NDArray[np.float32] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_filters", mel_filters(self.num_bands, self.rate, self.window))
+        hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.window) / self.window)
+        object.__setattr__(self, "_hann", hann.astype(np.float32))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "LogMel":
+        """From a ``preprocessor_config.json``. Raises CheckpointError for a bad value."""
+        settings = {}
+        for name, key in _KEYS.items():
+            value = config.get(key, getattr(cls, name))
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CheckpointError(f"preprocessor_config.json: {key} must be a positive integer, not {value!r}")
+            settings[name] = value
+        if config.get("dither", 0.0):
+            raise CheckpointError("preprocessor_config.json: dither makes features differ each time; only 0 is served")
+        return cls(**settings)
+
+    def num_frames(self, samples: int) -> int:
+        """How many frames so many samples make. Raises BadMediaSize for fewer than a window."""
+        if samples < self.window:
+            raise BadMediaSize(f"the audio is shorter than {1000 * self.window / self.rate:g} ms")
+        return samples // self.hop
+
+    def __call__(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """float32 (bands, frames). Raises BadMediaSize for fewer samples than a window."""
+        num_frames = self.num_frames(len(samples))
+        padded = np.pad(samples, self.window // 2, mode="reflect")
+        windows = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop][:num_frames]
+        energy = np.empty((num_frames, self.num_bands), dtype=np.float32)
+        for first in range(0, num_frames, _FRAMES_AT_A_TIME):
+            spectrum = np.fft.rfft(windows[first : first + _FRAMES_AT_A_TIME] * self._hann)
+            power = spectrum.real**2 + spectrum.imag**2
+            np.matmul(power, self._filters, out=energy[first : first + _FRAMES_AT_A_TIME])
+        logs = np.log10(np.maximum(energy, np.float32(_FLOOR)))
+        logs = (np.maximum(logs, logs.max() - np.float32(_RANGE)) + np.float32(4)) / np.float32(4)
+        return np.ascontiguousarray(logs.T)
+
+
+def mel_filters(num_bands: int, rate: int, window: int) -> NDArray[np.float32]:
+    """float32 (window / 2 + 1, bands): triangles on Slaney's mel scale, each of the same area."""
+    frequencies = np.linspace(0, rate / 2, window // 2 + 1)
+    edges = _hertz(np.linspace(0.0, _mel(min(_MAX_FREQUENCY, rate / 2)), num_bands + 2))
+    widths = np.diff(edges)
+    distances = edges[None, :] - frequencies[:, None]
+    rising, falling = -distances[:, :-2] / widths[:-1], distances[:, 2:] / widths[1:]
+    triangles = np.maximum(0.0, np.minimum(rising, falling))
+    filters: NDArray[np.float32] = (triangles * (2.0 / (edges[2:] - edges[:-2]))).astype(np.float32)
+    return filters
+
+
+def _mel(hertz: float) -> float:
+    if hertz < _BREAK_HERTZ:
+        return hertz / _LINEAR_STEP
+    return float(_BREAK_MEL + np.log(hertz / _BREAK_HERTZ) / _LOG_STEP)
+
+
+def _hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(mel < _BREAK_MEL, mel * _LINEAR_STEP, _BREAK_HERTZ * np.exp(_LOG_STEP * (mel - _BREAK_MEL)))

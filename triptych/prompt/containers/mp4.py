@@ -1,0 +1,194 @@
+"""Reads what an MP4 or QuickTime file says about its video track (ISO/IEC 14496-12), hopping from box to box.
+
+Untrusted bytes: every loop advances and is bounded, and nothing but MediaError and ``struct.error`` (which the caller
+takes for a truncated file) leaves here.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from triptych.errors import TruncatedMedia, UnsupportedMedia
+from triptych.types import VideoHeader
+
+_MAX_BOXES = 65_536
+_MAX_FRAMES = 2**27
+
+_CODECS = frozenset({b"avc1", b"avc3", b"hvc1", b"hev1", b"vp08", b"vp09", b"av01"})
+
+# Of the matrix in a track's header: (a, b, c, d) in 16.16 fixed point, of x' = ax + cy, y' = bx + dy.
+_ONE = 1 << 16
+_ROTATIONS = {(0, _ONE, -_ONE, 0): 90, (-_ONE, 0, 0, -_ONE): 180, (0, -_ONE, _ONE, 0): 270}
+
+# Flags of a track fragment's header and of a run of samples.
+_TFHD_BASE_OFFSET, _TFHD_DESCRIPTION, _TFHD_DURATION = 0x1, 0x2, 0x8
+_TRUN_OFFSET, _TRUN_FIRST_FLAGS, _TRUN_DURATION = 0x1, 0x4, 0x100
+_TRUN_FIELDS = (0x100, 0x200, 0x400, 0x800)
+
+
+@dataclass
+class _Track:
+    """What a video track says. ``ticks`` (of ``timescale`` a second) is how long its samples last together."""
+
+    number: int
+    rotation: int
+    timescale: int
+    width: int
+    height: int
+    samples: int
+    ticks: int
+
+
+def probe_mp4(data: bytes) -> VideoHeader:
+    """The header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia or ``struct.error``."""
+    movie = next(((start, end) for kind, start, end in _boxes(data, 0, len(data)) if kind == b"moov"), None)
+    if movie is None:
+        raise TruncatedMedia("the MP4 video ends before its header (no moov box)")
+    track = _video_track(data, *movie)
+    if not track.samples:
+        _count_fragments(data, track, _default_duration(data, movie, track.number))
+    if not track.samples or not track.ticks:
+        raise UnsupportedMedia("the MP4 video's track has no frames")
+    if track.samples > _MAX_FRAMES:
+        raise UnsupportedMedia(f"the MP4 video says that it has {track.samples} frames")
+    swapped = track.rotation in (90, 270)
+    return VideoHeader(
+        format="MP4",
+        width=track.height if swapped else track.width,
+        height=track.width if swapped else track.height,
+        frames=track.samples,
+        rate=track.samples * track.timescale / track.ticks,
+        rotation=track.rotation,
+    )
+
+
+def _boxes(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """(kind, start, end) of each box's content. Those that end beyond ``end`` are cut there."""
+    for _ in range(_MAX_BOXES):
+        if start + 8 > end:
+            return
+        length, kind = struct.unpack_from(">L4s", data, start)
+        content = start + 8
+        if length == 1:
+            (length,) = struct.unpack_from(">Q", data, content)
+            content += 8
+        box_end = end if length == 0 else start + length
+        if box_end < content:
+            raise UnsupportedMedia("the MP4 video has a box of impossible size")
+        yield kind, content, min(box_end, end)
+        start = box_end
+    raise UnsupportedMedia(f"the MP4 video has more than {_MAX_BOXES} boxes in a row")
+
+
+def _child(data: bytes, parent: tuple[int, int], *path: bytes) -> tuple[int, int] | None:
+    """(start, end) of the first box at a path below ``parent``."""
+    place: tuple[int, int] | None = parent
+    for name in path:
+        if place is None:
+            return None
+        place = next(((start, end) for kind, start, end in _boxes(data, *place) if kind == name), None)
+    return place
+
+
+def _video_track(data: bytes, start: int, end: int) -> _Track:
+    for kind, track_start, track_end in _boxes(data, start, end):
+        if kind != b"trak":
+            continue
+        place = track_start, track_end
+        handler = _child(data, place, b"mdia", b"hdlr")
+        if handler is not None and data[handler[0] + 8 : handler[0] + 12] == b"vide":
+            return _read_track(data, place)
+    raise UnsupportedMedia("the MP4 file has no video track")
+
+
+def _read_track(data: bytes, place: tuple[int, int]) -> _Track:
+    header, media = _child(data, place, b"tkhd"), _child(data, place, b"mdia", b"mdhd")
+    table = _child(data, place, b"mdia", b"minf", b"stbl")
+    description = _child(data, table, b"stsd") if table else None
+    if header is None or media is None or table is None or description is None:
+        raise UnsupportedMedia("the MP4 video's track lacks a header")
+    is_long = data[header[0]] == 1
+    (number,) = struct.unpack_from(">L", data, header[0] + (20 if is_long else 12))
+    matrix = struct.unpack_from(">9l", data, header[0] + (52 if is_long else 40))
+    (timescale,) = struct.unpack_from(">L", data, media[0] + (20 if data[media[0]] == 1 else 12))
+    (codec,) = struct.unpack_from("4s", data, description[0] + 12)
+    if codec not in _CODECS:
+        raise UnsupportedMedia(f"the MP4 video is encoded as {codec.decode('latin-1')!r}, which isn't supported")
+    width, height = struct.unpack_from(">HH", data, description[0] + 8 + 32)
+    samples, ticks = _samples(data, table)
+    return _Track(
+        number=number,
+        rotation=_ROTATIONS.get((matrix[0], matrix[1], matrix[3], matrix[4]), 0),
+        timescale=timescale,
+        width=width,
+        height=height,
+        samples=samples,
+        ticks=ticks,
+    )
+
+
+def _samples(data: bytes, table: tuple[int, int]) -> tuple[int, int]:
+    """How many samples the sample table has, and how long they last in ticks."""
+    times = _child(data, table, b"stts")
+    sizes = _child(data, table, b"stsz") or _child(data, table, b"stz2")
+    if times is None or sizes is None:
+        raise UnsupportedMedia("the MP4 video's track has no table of frames")
+    (samples,) = struct.unpack_from(">L", data, sizes[0] + 8)
+    (entries,) = struct.unpack_from(">L", data, times[0] + 4)
+    if times[0] + 8 + 8 * entries > times[1]:
+        raise TruncatedMedia("the MP4 video ends within its header")
+    pairs = np.frombuffer(data, dtype=">u4", count=2 * entries, offset=times[0] + 8).reshape(-1, 2).astype(np.int64)
+    counted = int(pairs[:, 0].sum())
+    if counted != samples:
+        raise UnsupportedMedia(f"the MP4 video's header contradicts itself: {samples} frames, {counted} with a time")
+    if samples > _MAX_FRAMES:
+        raise UnsupportedMedia(f"the MP4 video says that it has {samples} frames")
+    return samples, int((pairs[:, 0] * pairs[:, 1]).sum())
+
+
+def _default_duration(data: bytes, movie: tuple[int, int], track: int) -> int:
+    """What a sample of a fragment lasts, in ticks, where the fragment doesn't say."""
+    for kind, start, end in _boxes(data, *(_child(data, movie, b"mvex") or (0, 0))):
+        if kind == b"trex" and end - start >= 24:
+            number, _, duration = struct.unpack_from(">LLL", data, start + 4)
+            if number == track:
+                return int(duration)
+    return 0
+
+
+def _count_fragments(data: bytes, track: _Track, default_duration: int) -> None:
+    """Adds the samples of all fragments of a track that has none of its own."""
+    for kind, start, end in _boxes(data, 0, len(data)):
+        if kind != b"moof":
+            continue
+        for inner, fragment_start, fragment_end in _boxes(data, start, end):
+            if inner == b"traf":
+                _count_fragment(data, (fragment_start, fragment_end), track, default_duration)
+
+
+def _count_fragment(data: bytes, place: tuple[int, int], track: _Track, default_duration: int) -> None:
+    header = _child(data, place, b"tfhd")
+    if header is None:
+        raise UnsupportedMedia("a fragment of the MP4 video lacks a header")
+    flags, number = struct.unpack_from(">LL", data, header[0])
+    if number != track.number:
+        return
+    if flags & _TFHD_DURATION:
+        offset = header[0] + 8 + 8 * bool(flags & _TFHD_BASE_OFFSET) + 4 * bool(flags & _TFHD_DESCRIPTION)
+        (default_duration,) = struct.unpack_from(">L", data, offset)
+    for kind, start, end in _boxes(data, *place):
+        if kind != b"trun":
+            continue
+        flags, samples = struct.unpack_from(">LL", data, start)
+        track.samples += samples
+        if not flags & _TRUN_DURATION:
+            track.ticks += samples * default_duration
+            continue
+        first = start + 8 + 4 * bool(flags & _TRUN_OFFSET) + 4 * bool(flags & _TRUN_FIRST_FLAGS)
+        fields = sum(bool(flags & field) for field in _TRUN_FIELDS)
+        if first + 4 * fields * samples > end:
+            raise TruncatedMedia("the MP4 video ends within a fragment's header")
+        table = np.frombuffer(data, dtype=">u4", count=fields * samples, offset=first).reshape(-1, fields)
+        track.ticks += int(table[:, 0].astype(np.int64).sum())

@@ -1,0 +1,56 @@
+"""Reads an audio file's length, sample rate and channels from its header, without decoding anything.
+
+Runs in the front door on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
+MediaError. What a file says that isn't so is found out when it is decoded.
+"""
+
+import struct
+
+from triptych.errors import BadMediaSize, TruncatedMedia, UnsupportedMedia
+from triptych.prompt.containers.sound import probe_flac, probe_mp3, probe_ogg, probe_wav
+from triptych.types import AudioHeader
+
+MIN_RATE, MAX_RATE = 4_000, 384_000
+MAX_CHANNELS = 8
+"""More, and PyAV reads beyond what FFmpeg gives it."""
+
+
+def probe_audio(data: bytes) -> AudioHeader:
+    """The header of a WAV, FLAC, MP3 or Ogg (Vorbis, Opus) file.
+
+    Raises UnsupportedMedia for anything else and for sample rates and numbers of channels out of bounds, TruncatedMedia
+    for a header that ends early and BadMediaSize for audio without samples; never another exception.
+    """
+    try:
+        header = _probe(data)
+    except (struct.error, IndexError):
+        raise TruncatedMedia("the audio ends within its header") from None
+    if not MIN_RATE <= header.rate <= MAX_RATE:
+        raise UnsupportedMedia(f"the audio has {header.rate} samples per second; {MIN_RATE} to {MAX_RATE} are taken")
+    if not 1 <= header.channels <= MAX_CHANNELS:
+        raise UnsupportedMedia(f"the audio has {header.channels} channels; at most {MAX_CHANNELS} are taken")
+    if header.samples < 1:
+        raise BadMediaSize("the audio is empty")
+    return header
+
+
+def _probe(data: bytes) -> AudioHeader:
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        return probe_wav(data)
+    if data[:4] == b"fLaC":
+        return probe_flac(data)
+    if data[:4] == b"OggS":
+        return probe_ogg(data)
+    if not data:
+        raise TruncatedMedia("the audio is empty")
+    return probe_mp3(data, _behind_id3(data))
+
+
+def _behind_id3(data: bytes) -> int:
+    """Where an ID3v2 tag ends, whose size has seven bits in each byte; 0 without one."""
+    if data[:3] != b"ID3":
+        return 0
+    size = 0
+    for byte in data[6:10]:
+        size = size << 7 | byte & 0x7F
+    return 10 + size

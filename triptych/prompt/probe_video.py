@@ -1,0 +1,62 @@
+"""Reads a video's size, number of frames and frame rate from its container, without decoding anything.
+
+Runs in the front door on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
+MediaError. What a file says that isn't so is found out when it is decoded.
+"""
+
+import math
+import struct
+
+from triptych.errors import BadMediaSize, TruncatedMedia, UnsupportedMedia
+from triptych.media import frames
+from triptych.prompt.containers.gif import probe_gif
+from triptych.prompt.containers.mp4 import probe_mp4
+from triptych.prompt.containers.webm import probe_webm
+from triptych.prompt.probe import probe_image
+from triptych.types import VideoHeader
+
+_MAX_RATE = 1000.0
+
+_EBML_MAGIC = b"\x1a\x45\xdf\xa3"
+_MP4_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp"})
+
+
+def probe_video(data: bytes) -> VideoHeader:
+    """The header of an MP4 (QuickTime), WebM (Matroska) or animated GIF file, or of packed frames.
+
+    Raises UnsupportedMedia for anything else, TruncatedMedia for a header that ends early and BadMediaSize for sides of
+    no pixels; never another exception, whatever the bytes.
+    """
+    try:
+        header = _probe(data)
+    except (struct.error, IndexError):
+        raise TruncatedMedia("the video ends within its header") from None
+    if header.width < 1 or header.height < 1:
+        raise BadMediaSize(f"the {header.format} video is {header.width} by {header.height} pixels")
+    if not math.isfinite(header.rate) or not 0 < header.rate <= _MAX_RATE:
+        raise UnsupportedMedia(f"the {header.format} video says that it has {header.rate:g} frames per second")
+    return header
+
+
+def _probe(data: bytes) -> VideoHeader:
+    if data[4:8] in _MP4_BOXES:
+        return probe_mp4(data)
+    if data.startswith(_EBML_MAGIC):
+        return probe_webm(data)
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return probe_gif(data)
+    if frames.is_packed(data):
+        return _probe_frames(frames.unpack_frames(data))
+    if not data:
+        raise TruncatedMedia("the video is empty")
+    raise UnsupportedMedia("not an MP4, WebM or animated GIF video")
+
+
+def _probe_frames(packed: frames.PackedFrames) -> VideoHeader:
+    if not packed.frames:
+        raise TruncatedMedia("the video has no frames")
+    sizes = {(header.width, header.height) for header in map(probe_image, packed.frames)}
+    if len(sizes) > 1:
+        raise BadMediaSize("a video's frames must all have the same size")
+    [(width, height)] = sizes
+    return VideoHeader(frames.FORMAT, width, height, len(packed.frames), packed.rate, chosen=True)
