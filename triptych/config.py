@@ -142,6 +142,7 @@ class FrontDoorConfig:
     max_body_mb: int = setting(64, "largest request body, in MiB")
     max_image_mb: int = setting(32, "largest image file, in MiB")
     max_images: int = setting(64, "images in one request")
+    named_media_mb: int = setting(256, "images remembered by the uuid that clients gave them, in MiB")
     allowed_media_domains: tuple[str, ...] = setting((), "hosts that images may be fetched from; none unless given")
     request_timeout: float = setting(600.0, "seconds after which a request that isn't done fails")
 
@@ -152,8 +153,9 @@ class FrontDoorConfig:
         for name in ("max_queue", "max_body_mb", "max_image_mb", "request_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
-        if self.max_images < 0:
-            raise ConfigError(f"--max-images {self.max_images} is too small")
+        for name in ("max_images", "named_media_mb"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
         if (self.max_image_mb + 1) * 2**20 > MAX_MESSAGE_BYTES:
             raise ConfigError(
                 f"--max-image-mb {self.max_image_mb} is too large: a message between processes carries images of at "

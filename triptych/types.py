@@ -25,12 +25,24 @@ class ImageHeader(msgspec.Struct, frozen=True):
     height: int
 
 
+class PixelBounds(msgspec.Struct, frozen=True):
+    """Bounds of the area, in pixels, that an image is resized to; 0 where the model's own holds."""
+
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+
+MODEL_BOUNDS = PixelBounds()
+"""Those that hold unless a request has its own."""
+
+
 class ItemPlan(msgspec.Struct, frozen=True):
     """What a media item will become: a pure function of its header and the model's configuration.
 
     ``resized_height`` and ``resized_width`` are in pixels; ``grid`` counts patches (frames, rows, columns);
     ``rows`` counts the tokens, hence embedding rows, that stand for the item in the prompt;
-    ``cost`` is the work of encoding it, in patch-multiplications (linear in patches plus the attention's square).
+    ``cost`` is the work of encoding it, in patch-multiplications (linear in patches plus the attention's square);
+    ``bounds`` are those that the request asked for.
     """
 
     modality: str
@@ -40,6 +52,7 @@ class ItemPlan(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int]
     rows: int
     cost: float
+    bounds: PixelBounds = MODEL_BOUNDS
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -9,10 +9,18 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from triptych.api.errors import body_of
+from triptych.errors import TriptychError
+
 
 def event(data: Any) -> bytes:
     """One event with a JSON payload."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_event(error: TriptychError) -> bytes:
+    """What ends a stream that has begun: the error in the shape that it would have as an answer."""
+    return event(body_of(error))
 
 
 DONE = b"data: [DONE]\n\n"

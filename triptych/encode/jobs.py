@@ -10,13 +10,15 @@ from triptych.types import ItemPlan, TransferId
 @dataclass(eq=False)
 class EncodeJob:
     """One item to encode, once, for every transfer that wants its rows. Times in seconds since the epoch;
-    ``input`` is filled in by preprocessing."""
+    ``deadline``, after which none of them has a use for the rows, by ``time.monotonic``. ``input`` is filled in by
+    preprocessing."""
 
     key: str
     plan: ItemPlan
     data: bytes
     received: float
     transfers: list[TransferId] = field(default_factory=list)
+    deadline: float = 0.0
     input: TowerInput | None = None
     preprocess_began: float = 0.0
     preprocess_ended: float = 0.0

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.types import ImageHeader, ItemPlan, Span
+from triptych.types import ImageHeader, ItemPlan, PixelBounds, Span
 
 
 class Positions(msgspec.Struct, frozen=True):
@@ -34,8 +34,9 @@ class Planner(Protocol):
     """Every token that may only come from the template, never from a user's text."""
     context_length: int
 
-    def plan(self, header: ImageHeader) -> ItemPlan:
-        """What the item will become. Raises MediaError when the model can't take it."""
+    def plan(self, header: ImageHeader, bounds: PixelBounds = ...) -> ItemPlan:
+        """What the item will become, resized within a request's ``bounds``. Raises MediaError when the model can't take
+        it, or not so."""
 
     def positions(self, num_tokens: int, spans: Sequence[Span], plans: Sequence[ItemPlan]) -> Positions:
         """Rope positions of a prompt of ``num_tokens`` tokens whose item ``i`` occupies ``spans[i]``."""

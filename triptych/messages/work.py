@@ -67,18 +67,23 @@ class Stop(Struct, frozen=True, tag=True):
     """Front door → instance: end now."""
 
 
+NO_TIMEOUT = 1e9
+Timeout = Annotated[float, Meta(gt=0, le=NO_TIMEOUT)]
+"""Seconds that are left. Not a point in time, because clocks of machines differ."""
+
 # ── work: front door ⇄ instances ─────────────────────────────────────────────────────────────────────────────
 
 
 class GrammarKind(enum.StrEnum):
     """What a grammar's text is: a JSON schema, nothing (any JSON object), a regular expression, a JSON array of strings
-    of which one is the answer, or a grammar in xgrammar's form of EBNF."""
+    of which one is the answer, a grammar in xgrammar's form of EBNF, or a format of xgrammar's structural tags."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 class GrammarSpec(Struct, frozen=True):
@@ -121,7 +126,8 @@ class Generate(Struct, frozen=True, tag=True):
     """Front door → language instance: prefill this prompt and decode.
 
     ``positions`` is the little-endian int64 bytes of an array of shape (3, len(tokens)). Requests share what the KV
-    cache knows of their prefixes only with those of the same ``cache_salt``.
+    cache knows of their prefixes only with those of the same ``cache_salt``. After ``timeout`` seconds nobody wants the
+    answer any more.
     """
 
     request: RequestId
@@ -132,6 +138,7 @@ class Generate(Struct, frozen=True, tag=True):
     sampling: Sampling
     eos_token_ids: list[int]
     cache_salt: str = ""
+    timeout: Timeout = NO_TIMEOUT
 
 
 class NeedPrefill(Struct, frozen=True, tag=True):
@@ -173,13 +180,15 @@ class Need(Struct, frozen=True, tag=True):
 
 
 class Encode(Struct, frozen=True, tag=True):
-    """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``."""
+    """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``, who has no use for them
+    after ``timeout`` seconds."""
 
     transfer: TransferId
     consumer: Address
     key: str
     plan: ItemPlan
     data: bytes
+    timeout: Timeout = NO_TIMEOUT
 
 
 class Encoded(Struct, frozen=True, tag=True):

@@ -14,13 +14,15 @@ from triptych.families.registry import family_of, resolve
 from triptych.models.config_files import load_config, load_preprocessor_config
 from triptych.models.fingerprint import fingerprint, update_with_length
 from triptych.prompt.probe import probe_image
+from triptych.prompt.reasoning import Thought, thought_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.types import ItemPlan, Span
+from triptych.types import MODEL_BOUNDS, ItemPlan, Span
 
 Message = Mapping[str, Any]
 """``role`` and ``content``: a string, None, or parts ``{"type": "text", "text": str}`` and
-``{"type": "image", "data": bytes}``. Further keys go to the template as they are."""
+``{"type": "image", "data": bytes}``, these with ``bounds`` (PixelBounds) if the model's own don't hold. Further keys
+go to the template as they are."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class PlannedItem:
 
 @dataclass(frozen=True)
 class PlannedPrompt:
-    """``tokens`` holds ``plan.rows`` placeholders for each item, at its span; ``positions`` covers all tokens."""
+    """``tokens`` holds ``plan.rows`` placeholders for each item, at its span; ``positions`` covers all tokens;
+    ``thought`` says whether the answer begins with thoughts."""
 
     tokens: list[int]
     positions: Positions
-    items: tuple[PlannedItem, ...]
+    items: tuple[PlannedItem, ...] = ()
+    thought: Thought = Thought.NONE
 
 
 def image_param(message: int, part: int) -> str:
@@ -67,12 +71,20 @@ class PromptBuilder:
         self._media_tokens = tuple(self._spelling(token_id) for token_id in sorted(self.planner.media_token_ids))
 
     def build(
-        self, messages: Sequence[Message], context_length: int | None = None, /, **template_variables: Any
+        self,
+        messages: Sequence[Message],
+        context_length: int | None = None,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_variables: Any,
     ) -> PlannedPrompt:
         """Plans one request, in well under two milliseconds for a short one; reads image headers, decodes nothing.
 
         ``context_length`` is what there is room for now, if that is less than the builder's own.
-        ``template_variables`` go to the template, such as ``tools``.
+        ``add_generation_prompt`` ends the prompt with what begins an answer, ``continue_final_message`` with the last
+        message's text instead. ``template_variables`` go to the template, such as ``tools``.
 
         Raises InvalidRequest for text with the model's media tokens and for what the template refuses, MediaError for
         an item that can't be used (both name the field), PromptTooLong, and InternalError when the template doesn't
@@ -82,17 +94,20 @@ class PromptBuilder:
         for name, value in template_variables.items():
             self._refuse_media_tokens(value, name)
         media = list(self._plan_media(messages))
-        text = self.template.render([_without_data(message) for message in messages], **template_variables)
-        # megabytes of text would take seconds to tokenize, only to be refused then
+        text = self.template.render(
+            [_without_data(message) for message in messages],
+            add_generation_prompt,
+            continue_final_message,
+            **template_variables,
+        )
         longest = min(self.context_length, context_length or self.context_length)
-        _check_length(self.tokenizer.fewest_tokens(text), longest, "at least ")
-        rendered = self.tokenizer.encode(text)
+        rendered = self._encode(text, longest, "messages")
         placed = rendered.count(self.planner.image_token_id)
         if placed != len(media):
             raise InternalError(f"the chat template placed {placed} images of {len(media)}")
         plans = [plan for _, plan, _ in media]
         num_tokens = len(rendered) + sum(plan.rows - 1 for plan in plans)
-        _check_length(num_tokens, longest)
+        _check_length(num_tokens, longest, "messages")
         tokens, spans = self._expand(rendered, plans)
         return PlannedPrompt(
             tokens=tokens,
@@ -101,7 +116,37 @@ class PromptBuilder:
                 PlannedItem(self._key(data, plan), data, plan, span, param)
                 for (data, plan, param), span in zip(media, spans, strict=True)
             ),
+            thought=thought_at_end(text) if self.template.thinks else Thought.NONE,
         )
+
+    def build_text(
+        self,
+        prompt: str | Sequence[int],
+        context_length: int | None = None,
+        /,
+        *,
+        param: str = "prompt",
+        add_special_tokens: bool = True,
+    ) -> PlannedPrompt:
+        """Plans a prompt without a template: a text, or tokens as they are. Raises InvalidRequest for the model's media
+        tokens and for a prompt without tokens, and PromptTooLong; both name ``param``."""
+        longest = min(self.context_length, context_length or self.context_length)
+        if isinstance(prompt, str):
+            self._refuse_media_tokens(prompt, param)
+            tokens = self._encode(prompt, longest, param, add_special_tokens)
+        else:
+            tokens = list(prompt)
+            if forbidden := self.planner.media_token_ids.intersection(tokens):
+                raise InvalidRequest(f"{param} may not contain token {min(forbidden)}, which stands for media", param)
+        if not tokens:
+            raise InvalidRequest(f"{param} has no tokens", param)
+        _check_length(len(tokens), longest, param)
+        return PlannedPrompt(tokens=tokens, positions=self.planner.positions(len(tokens), [], []))
+
+    def _encode(self, text: str, longest: int, param: str, add_special_tokens: bool = False) -> list[int]:
+        # megabytes of text would take seconds to tokenize, only to be refused then
+        _check_length(self.tokenizer.fewest_tokens(text), longest, param, "at least ")
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _spelling(self, token_id: int) -> str:
         token = self.tokenizer.token_of(token_id)
@@ -138,7 +183,7 @@ class PromptBuilder:
                     continue
                 param = image_param(i, j)
                 try:
-                    plan = self.planner.plan(probe_image(part["data"]))
+                    plan = self.planner.plan(probe_image(part["data"]), part.get("bounds", MODEL_BOUNDS))
                 except MediaError as error:
                     error.param = param
                     raise
@@ -167,11 +212,9 @@ class PromptBuilder:
         return digest.hexdigest()
 
 
-def _check_length(num_tokens: int, longest: int, qualifier: str = "") -> None:
+def _check_length(num_tokens: int, longest: int, param: str, qualifier: str = "") -> None:
     if num_tokens > longest:
-        raise PromptTooLong(
-            f"the prompt has {qualifier}{num_tokens} tokens; the context length is {longest}", "messages"
-        )
+        raise PromptTooLong(f"the prompt has {qualifier}{num_tokens} tokens; the context length is {longest}", param)
 
 
 def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str, str, bool]]:

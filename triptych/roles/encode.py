@@ -8,7 +8,7 @@ from typing import Protocol
 
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeJob, EncodeQueue
-from triptych.errors import PlanMismatch, TriptychError
+from triptych.errors import DeadlineExceeded, PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
@@ -71,6 +71,7 @@ class EncodeHost:
     def advance(self) -> None:
         self._collect_preprocessed()
         self._collect_batch()
+        self._drop_late()
         self._start_batch()
 
     next_advance = float("inf")
@@ -109,6 +110,7 @@ class EncodeHost:
             self._preprocessing[future] = job
             future.add_done_callback(lambda _: self._wake())
         job.transfers.append(message.transfer)
+        job.deadline = max(job.deadline, time.monotonic() + message.timeout)
 
     def _forget(self, transfer: TransferId) -> None:
         """Nobody waits for this transfer; a job that no other transfer wants isn't encoded."""
@@ -125,6 +127,15 @@ class EncodeHost:
         for future, preprocessing in list(self._preprocessing.items()):
             if preprocessing is job and future.cancel():
                 self._preprocessing.pop(future, None)
+
+    def _drop_late(self) -> None:
+        """Live items don't wait behind those that come too late in any case."""
+        now = time.monotonic()
+        batch = self._batch[0] if self._batch else []
+        for job in [job for job in self._jobs.values() if job.deadline < now and job not in batch]:
+            self._queue.discard(job)
+            self._cancel_preprocessing(job)
+            self._fail(job, DeadlineExceeded("the request's time ran out before its image was encoded"))
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,6 +10,7 @@ from types import TracebackType
 import uvicorn
 
 from triptych.api.app import create_app
+from triptych.api.named_media import NamedMedia
 from triptych.api.service import GenerationDefaults, Service
 from triptych.config import ServeConfig
 from triptych.errors import StartError, TriptychError
@@ -65,6 +66,7 @@ class FrontDoor:
             prompt_builder=builder,
             tokenizer=builder.tokenizer,
             media=MediaLimits(max_bytes=config.front_door.max_image_mb * 2**20),
+            named_media=NamedMedia(config.front_door.named_media_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
             front_door=config.front_door,
         )

@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from triptych import errors
 from triptych.config import FrontDoorConfig, LeaseConfig
@@ -48,6 +51,9 @@ from triptych.types import Address, RequestId, TransferId
 
 log = logging.getLogger(__name__)
 
+MIN_TIMEOUT = 0.001
+"""Seconds: what a message says to be left of a request's time, at least."""
+
 
 class TokenStream:
     """The tokens of one request as they come. Ends after the tokens that carry a finish reason."""
@@ -55,21 +61,53 @@ class TokenStream:
     def __init__(self, request: RequestId) -> None:
         self.request = request
         self.intervals: list[Interval] = []
-        self._queue: asyncio.Queue[Tokens | TriptychError] = asyncio.Queue()
+        self._untaken: list[Tokens] = []
+        self._error: TriptychError | None = None
+        self._closed = False
+        self._news = asyncio.Event()
 
     def put(self, event: Tokens | TriptychError) -> None:
         """For the router. After a finish reason or an error nothing more comes."""
-        self._queue.put_nowait(event)
+        if isinstance(event, TriptychError):
+            self._error = event
+        else:
+            self._untaken.append(event)
+        self._news.set()
+
+    def close(self) -> None:
+        """Whoever iterates gets nothing more."""
+        self._closed = True
+        self._news.set()
 
     async def __aiter__(self) -> AsyncIterator[Tokens]:
-        """Raises RequestError or ServiceError when the request failed."""
+        """What came since the last look counts as one report, so that a reader who is slow is told less often, not
+        later and later. Raises RequestError or ServiceError when the request failed."""
         while True:
-            event = await self._queue.get()
-            if isinstance(event, TriptychError):
-                raise event
-            yield event
-            if event.finish_reason is not None:
+            await self._news.wait()
+            self._news.clear()
+            if self._closed:
                 return
+            if self._untaken:
+                tokens, self._untaken = _joined(self._untaken), []
+                yield tokens
+                if tokens.finish_reason is not None:
+                    return
+            if self._error is not None:
+                raise self._error
+
+
+def _joined(reports: list[Tokens]) -> Tokens:
+    if len(reports) == 1:
+        return reports[0]
+    last = reports[-1]
+    return Tokens(
+        last.request,
+        [token for report in reports for token in report.tokens],
+        [logprob for report in reports for logprob in report.logprobs],
+        last.finish_reason,
+        last.reused,
+        last.intervals,
+    )
 
 
 @dataclass(eq=False)
@@ -146,13 +184,19 @@ class Router:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
-        self, prompt: PlannedPrompt, sampling: Sampling, eos_token_ids: list[int], cache_salt: str = ""
+        self,
+        prompt: PlannedPrompt,
+        sampling: Sampling,
+        eos_token_ids: list[int],
+        cache_salt: str = "",
+        timeout: float = math.inf,
     ) -> TokenStream:
-        """Admits a request and gives it to the least loaded language instance. Raises as ``check_admission`` does."""
+        """Admits a request and gives it to the least loaded language instance. ``timeout`` is how many seconds it has,
+        if those are fewer than the service allows. Raises as ``check_admission`` does."""
         generator = self.check_admission(has_media=bool(prompt.items))
         request = RequestId(secrets.token_hex(8))
         cost = float(len(prompt.tokens) + sampling.max_tokens)
-        deadline = self._clock() + self._config.request_timeout
+        timeout = min(timeout, self._config.request_timeout)
         generate = Generate(
             request=request,
             tokens=prompt.tokens,
@@ -162,11 +206,12 @@ class Router:
             sampling=sampling,
             eos_token_ids=eos_token_ids,
             cache_salt=cache_salt,
+            timeout=timeout,
         )
         self._send(generator.address, generate)
         generator.outstanding += cost
         stream = TokenStream(request)
-        self._requests[request] = _Request(prompt, stream, generator, cost, deadline, generate)
+        self._requests[request] = _Request(prompt, stream, generator, cost, self._clock() + timeout, generate)
         return stream
 
     def check_admission(self, *, has_media: bool) -> InstanceLease:
@@ -229,6 +274,10 @@ class Router:
             entry.stream.put(error)
             self._tell(entry.generator.address, Cancel(request))
 
+    def _remaining(self, entry: _Request) -> float:
+        """Seconds until the deadline; a little where it has passed, and the next tick ends the request."""
+        return max(entry.deadline - self._clock(), MIN_TIMEOUT)
+
     def _supersede(self, entry: _Request, item: int) -> None:
         """After a preemption an item is needed anew: its earlier transfers are off the books."""
         for transfer in [transfer for transfer, encoding in entry.transfers.items() if encoding.item == item]:
@@ -270,7 +319,8 @@ class Router:
         cost = float(max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token))
         prefiller.outstanding += cost
         entry.prefilling = _Prefilling(message.transfer, prefiller, cost)
-        prefill = Prefill(entry.generate, message.generated, message.consumer, message.transfer, message.first_token)
+        generate = msgspec.structs.replace(entry.generate, timeout=self._remaining(entry))
+        prefill = Prefill(generate, message.generated, message.consumer, message.transfer, message.first_token)
         self._tell(prefiller.address, prefill)
 
     def _on_need(self, message: Need) -> None:
@@ -290,7 +340,8 @@ class Router:
             encoding = _Encoding(message.request, needed.item, encoder, item.plan.cost)
             encoder.outstanding += encoding.cost
             entry.transfers[needed.transfer] = self._encodings[needed.transfer] = encoding
-            self._tell(encoder.address, Encode(needed.transfer, message.consumer, item.key, item.plan, item.data))
+            encode = Encode(needed.transfer, message.consumer, item.key, item.plan, item.data, self._remaining(entry))
+            self._tell(encoder.address, encode)
 
     def _on_encoded(self, message: Encoded) -> None:
         if (encoding := self._encodings.get(message.transfer)) is None:
@@ -363,8 +414,8 @@ class Router:
             why = f"has been silent for {self._lease.lease_expiry:g} s"
             log.warning("%s %s", lease.name, why)
             self._lose(lease, why)
-        for request in [request for request, entry in self._requests.items() if entry.deadline < now]:
-            self._fail(request, DeadlineExceeded(f"not done within {self._config.request_timeout:g} s"))
+        for request, entry in [(name, entry) for name, entry in self._requests.items() if entry.deadline < now]:
+            self._fail(request, DeadlineExceeded(f"not done within {entry.generate.timeout:.3g} s"))
 
     def _lose(self, lease: InstanceLease, why: str) -> None:
         """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but haven't all

@@ -6,14 +6,14 @@ transformers; tests hold it equal to both.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch
 from triptych.families.base import ModelConfig, Positions
-from triptych.types import ImageHeader, ItemPlan, Span
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemPlan, PixelBounds, Span
 
 MAX_ASPECT_RATIO = 200
 MAX_SOURCE_PIXELS = 50_000_000
@@ -56,6 +56,20 @@ class ImageGeometry:
             min_pixels=min_pixels,
             max_pixels=max_pixels,
         )
+
+    def within(self, bounds: PixelBounds) -> "ImageGeometry":
+        """The same with a request's bounds. Raises BadMediaSize for bounds that contradict each other, or that allow
+        more than the model's own ``max_pixels``, which is what the service is prepared for."""
+        if bounds == MODEL_BOUNDS:
+            return self
+        max_pixels = bounds.max_pixels or self.max_pixels
+        min_pixels = bounds.min_pixels or min(self.min_pixels, max_pixels)
+        if max_pixels > self.max_pixels:
+            raise BadMediaSize(f"max_pixels {max_pixels} exceeds the model's own, {self.max_pixels}")
+        factor = self.patch_size * self.merge_size
+        if min_pixels > max_pixels or max_pixels < factor**2:
+            raise BadMediaSize(f"no image has at least {min_pixels} and at most {max_pixels} pixels once it is resized")
+        return replace(self, min_pixels=min_pixels, max_pixels=max_pixels)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) after resizing: multiples of patch * merge, area within bounds, aspect ratio nearly kept.
@@ -126,10 +140,11 @@ class Qwen3VLPlanner:
             config, "vision_config.intermediate_size"
         )
 
-    def plan(self, header: ImageHeader) -> ItemPlan:
+    def plan(self, header: ImageHeader, bounds: PixelBounds = MODEL_BOUNDS) -> ItemPlan:
         """What the image will become.
 
-        Raises MediaTooLarge for more than ``max_source_pixels`` and BadMediaSize for an aspect ratio above 200.
+        Raises MediaTooLarge for more than ``max_source_pixels`` and BadMediaSize for an aspect ratio above 200 and for
+        bounds that can't be kept.
         """
         width, height = header.width, header.height
         if min(width, height) < 1:
@@ -143,7 +158,7 @@ class Qwen3VLPlanner:
             raise BadMediaSize(
                 f"the image is {width} by {height} pixels; its sides may differ at most {MAX_ASPECT_RATIO}-fold"
             )
-        resized_height, resized_width = self._geometry.resized(height, width)
+        resized_height, resized_width = self._geometry.within(bounds).resized(height, width)
         grid = (1, resized_height // self._geometry.patch_size, resized_width // self._geometry.patch_size)
         patches = math.prod(grid)
         return ItemPlan(
@@ -154,6 +169,7 @@ class Qwen3VLPlanner:
             grid=grid,
             rows=patches // self._geometry.merge_size**2,
             cost=self._cost(patches),
+            bounds=bounds,
         )
 
     def _cost(self, patches: int) -> float:

@@ -61,7 +61,7 @@ class Qwen3VLPreprocessor:
         or the grid isn't the planned one.
         """
         image = _decode(data, plan)
-        height, width = self._geometry.resized(image.height, image.width)
+        height, width = self._geometry.within(plan.bounds).resized(image.height, image.width)
         if (height, width) != (plan.resized_height, plan.resized_width):
             raise PlanMismatch(
                 f"an image was resized to {width} by {height} pixels; "
