@@ -145,12 +145,13 @@ class FrontDoorConfig:
     named_media_mb: int = setting(256, "images remembered by the uuid that clients gave them, in MiB")
     allowed_media_domains: tuple[str, ...] = setting((), "hosts that images may be fetched from; none unless given")
     request_timeout: float = setting(600.0, "seconds after which a request that isn't done fails")
+    client_timeout: float = setting(60.0, "seconds after which the stream of a client that takes nothing of it ends")
 
     def __post_init__(self) -> None:
         for name in ("port", "control_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is not a port number")
-        for name in ("max_queue", "max_body_mb", "max_image_mb", "request_timeout"):
+        for name in ("max_queue", "max_body_mb", "max_image_mb", "request_timeout", "client_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
         for name in ("max_images", "named_media_mb"):

@@ -126,6 +126,17 @@ def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
         assert "data: [DONE]" in lines
 
 
+def test_a_reader_who_takes_nothing_is_given_up(folder: Path) -> None:
+    with served(folder, client_timeout=0.5) as service:
+        door = service.running.front_door
+        door._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with asking(service, service.body(stream=True, max_tokens=3900)):
+            wait_for(lambda: door.router.num_requests == 1)
+            wait_for(lambda: not door._server.server_state.tasks, 30)
+            assert service.everything_is_back()
+        assert service.text()
+
+
 def test_a_client_that_times_out_has_gone_away(service: Served) -> None:
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=service.url, timeout=0.3, trust_env=False) as client:
         client.post(CHAT, json=service.body(**LONG))

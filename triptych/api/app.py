@@ -15,13 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from triptych import __version__
-from triptych.api import chat, completions, objects, tokens
+from triptych.api import chat, completions, objects, responses, tokens
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
 from triptych.api.generation import Caller
 from triptych.api.openapi import add_openapi, answers, streams, takes
 from triptych.api.parsing import parse
+from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected, error_event
@@ -64,7 +65,7 @@ def _add_generating(app: FastAPI, service: Service) -> None:
         prepared = await _until_disconnect(request, chat.prepare(service, parsed, _caller(request, service)))
         if not parsed.stream:
             return JSONResponse(await _until_disconnect(request, chat.whole(prepared)))
-        return await _stream(request, chat.chunks(prepared), error_event)
+        return await _stream(request, service, chat.chunks(prepared), error_event)
 
     @app.post(
         "/v1/completions",
@@ -77,7 +78,20 @@ def _add_generating(app: FastAPI, service: Service) -> None:
         prepared = await _until_disconnect(request, completions.prepare(service, parsed, _caller(request, service)))
         if not parsed.stream:
             return JSONResponse(await _until_disconnect(request, completions.whole(prepared)))
-        return await _stream(request, completions.chunks(prepared), error_event)
+        return await _stream(request, service, completions.chunks(prepared), error_event)
+
+    @app.post(
+        "/v1/responses",
+        openapi_extra=takes(ResponsesRequest),
+        responses=streams(objects.ResponseObject, objects.ResponseEvent),
+    )
+    async def model_responses(request: Request) -> Response:
+        """Answers items, as OpenAI's Responses API does, but remembers nothing. With `stream: true`, as events."""
+        parsed = parse(ResponsesRequest, await _body(request, service))
+        prepared = await _until_disconnect(request, responses.prepare(service, parsed, _caller(request, service)))
+        if not parsed.stream:
+            return JSONResponse(await _until_disconnect(request, prepared.whole()))
+        return await _stream(request, service, prepared.events(), prepared.on_error)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -155,11 +169,15 @@ def _caller(request: Request, service: Service) -> Caller:
 
 
 async def _stream(
-    request: Request, events: AsyncGenerator[bytes, None], on_error: Callable[[TriptychError], bytes]
+    request: Request,
+    service: Service,
+    events: AsyncGenerator[bytes, None],
+    on_error: Callable[[TriptychError], bytes],
 ) -> EventStream:
     """The response begins only once the first event is there, so that a request that fails before that still gets its
     HTTP status."""
-    return EventStream(_resumed(await _until_disconnect(request, _first(events)), events, on_error))
+    first = await _until_disconnect(request, _first(events))
+    return EventStream(_resumed(first, events, on_error), service.front_door.client_timeout)
 
 
 async def _body(request: Request, service: Service) -> bytes:

@@ -21,7 +21,8 @@ MAX_NAME = 128
 MAX_TIMEOUT = 86_400.0
 STRING, ARRAY, OBJECT = "<string>", "<array>", "<object>"
 TEXTS, TOKENS, TOKEN_LISTS = "<texts>", "<tokens>", "<token lists>"
-UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS)
+MESSAGE, CALL, OUTPUT, THOUGHT = "<message>", "<call>", "<output>", "<thought>"
+UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, MESSAGE, CALL, OUTPUT, THOUGHT)
 """Which member of a union, such as "a string or an array", a value is judged as. Pydantic puts them into the paths of
 its errors."""
 

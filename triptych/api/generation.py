@@ -112,15 +112,16 @@ class Generation:
         detokenizer = Detokenizer(self.service.tokenizer, self.fields.stop_strings, self.fields.skip_special_tokens)
         prompt = number // len(self.samplings)
         async for report in tokens:
-            self.num_generated += len(report.tokens)
             self._reused[prompt] = max(self._reused.get(prompt, 0), report.reused)
             # the token that ended it counts, but isn't part of the answer, special or not: as in vLLM
             shown = report.tokens[: len(report.tokens) - (report.finish_reason == "stop")]
-            text = detokenizer.push(shown)
+            text, used = _until_stop(detokenizer, shown)
+            # of tokens that came together with the one that completes a stop string, those behind it don't count
+            self.num_generated += used if detokenizer.stopped else len(report.tokens)
             if report.finish_reason:
                 text += detokenizer.finish()
             reason = "stop" if detokenizer.stopped else report.finish_reason
-            yield Piece(number, text, shown, report.logprobs[: len(shown)], reason)
+            yield Piece(number, text, shown[:used], report.logprobs[:used], reason)
             if reason:
                 return
 
@@ -134,6 +135,16 @@ class Generation:
             "total_tokens": prompt + self.num_generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._reused.values())},
         } | ({"completion_tokens_details": {"reasoning_tokens": self.num_reasoning}} if self.num_reasoning else {})
+
+
+def _until_stop(detokenizer: Detokenizer, tokens: list[int]) -> tuple[str, int]:
+    """The text that is now certain, and how many of the tokens are part of the answer."""
+    text = ""
+    for used, token in enumerate(tokens, start=1):
+        text += detokenizer.push([token])
+        if detokenizer.stopped:
+            return text, used
+    return text, len(tokens)
 
 
 def check_model(service: Service, model: str | None) -> None:

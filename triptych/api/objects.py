@@ -204,16 +204,49 @@ class Error(TypedDict):
     error: ErrorDetails
 
 
+class InputDetails(TypedDict):
+    cached_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
 class ResponseObject(TypedDict):
-    """The Responses API's object, of which only what a stateless service can say is there."""
+    """``output`` has items of the types reasoning, message and function_call. The rest repeats the request."""
 
     id: str
     object: Literal["response"]
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]]
-    usage: dict[str, Any] | None
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, str | None]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    timeline: NotRequired[list[Stage]]
 
 
-"""Other members repeat the request's fields."""
+class ResponseEvent(TypedDict):
+    """One event of a streamed response; what else it has depends on its type."""
+
+    type: str
+    sequence_number: int
