@@ -6,9 +6,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from triptych.api.conversation import planned
+from triptych.api.conversation import has_images, planned
 from triptych.api.forms import answer_form, callable_tools
-from triptych.api.generation import Caller, Generation, Piece, samplings
+from triptych.api.generation import Caller, Generation, Piece, check_model, samplings
 from triptych.api.schemas import ChatCompletionRequest, NamedTool
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
@@ -50,6 +50,9 @@ class Delta:
 async def prepare(service: Service, request: ChatCompletionRequest, caller: Caller) -> Chat:
     """Plans the request's prompt and fixes its sampling and its answer's form. Raises RequestError and ServiceError."""
     caller = caller.within(request.timeout)
+    check_model(service, request.model)
+    # what can't be served now shouldn't cost a fetch and a plan; ``submit`` asks again, because time passes until then
+    service.router.check_admission(has_media=has_images(request.messages))
     prompt, intervals = await planned(service, request, caller)
     generation = Generation(
         service=service,

@@ -31,15 +31,13 @@ Place = tuple[int, int]
 async def planned(
     service: Service, request: ConversationFields, caller: Caller
 ) -> tuple[PlannedPrompt, list[Interval]]:
-    """The prompt, and where the time went. Raises RequestError; ServiceError when it can't be served now, or not in the
-    request's time."""
+    """The prompt, and where the time went. Raises RequestError; DeadlineExceeded when it isn't done in the request's
+    time."""
     check_model(service, request.model)
     variables = template_variables(service, request)
     images = _images(request.messages)
     if len(images) > service.front_door.max_images:
         raise InvalidRequest(f"{len(images)} images, at most {service.front_door.max_images} are allowed", "messages")
-    # what can't be served now shouldn't cost a fetch and a plan; ``submit`` asks again, because time passes until then
-    service.router.check_admission(has_media=bool(images))
     began = time.time()
     try:
         async with asyncio.timeout(caller.remaining):
@@ -59,6 +57,10 @@ async def planned(
     except TimeoutError:
         raise DeadlineExceeded("the request's time ran out while its prompt was made") from None
     return prompt, [Interval("fetch", began, fetched), Interval("plan", fetched, time.time())]
+
+
+def has_images(messages: list[ChatMessage]) -> bool:
+    return bool(_images(messages))
 
 
 def template_variables(service: Service, request: ConversationFields) -> dict[str, Any]:

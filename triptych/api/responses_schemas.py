@@ -60,7 +60,8 @@ class InputMessage(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag(STRING)] | Annotated[list[Part], Tag(ARRAY)], string_or_array("content parts")
+        Annotated[str, Tag(STRING)] | Annotated[list[Part], Field(max_length=schemas.MAX_PARTS), Tag(ARRAY)],
+        string_or_array("content parts"),
     ]
     id: Name | None = None
     status: Status | None = None
@@ -163,7 +164,9 @@ class ResponsesRequest(Strict):
 
     model: str
     input: Annotated[
-        Annotated[str, Tag(STRING)] | Annotated[list[Item], Field(min_length=1), Tag(ARRAY)], string_or_array("items")
+        Annotated[str, Tag(STRING)]
+        | Annotated[list[Item], Field(min_length=1, max_length=schemas.MAX_MESSAGES), Tag(ARRAY)],
+        string_or_array("items"),
     ]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None

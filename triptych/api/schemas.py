@@ -19,6 +19,8 @@ from triptych.api.fields import (
 )
 from triptych.errors import InvalidRequest
 
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
 MAX_TOOLS = 128
 MAX_PIXELS_LIMIT = 2**31
 MAX_TEMPLATE_VARIABLES = 32
@@ -74,7 +76,10 @@ class ChatMessage(Strict):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
-        Annotated[Annotated[str, Tag(STRING)] | Annotated[list[Part], Tag(ARRAY)], string_or_array("content parts")]
+        Annotated[
+            Annotated[str, Tag(STRING)] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag(ARRAY)],
+            string_or_array("content parts"),
+        ]
         | None
     ) = None
     name: str | None = None
@@ -160,7 +165,7 @@ class ConversationFields(Strict):
     """What a prompt is made of. ``chat_template_kwargs`` may set what the model's chat template reads."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -44,7 +44,8 @@ class ChatTemplate:
         self.takes_tools = "tools" in read
         self.thinks = THINK in source
         """Whether the template knows of thoughts between tags."""
-        self.variables = frozenset(read - {"messages", "add_generation_prompt", *self._variables, *environment.globals})
+        own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables, *environment.globals}
+        self.variables = frozenset(read - own)
         """What it reads beyond the conversation itself, such as ``enable_thinking``: requests may set that."""
 
     def render(
