@@ -223,8 +223,8 @@ def test_a_header_that_is_no_time(service: Served, given: str) -> None:
 
 def test_an_image_that_is_too_late_is_not_encoded(service: Served) -> None:
     service.encoder.close()
-    service.post([image_part(image(seed=301))], timeout=0.2)
-    service.post([image_part(image(seed=302))], timeout=0.2)  # waits behind the one that the tower stands still at
+    service.post([image_part(image(seed=701))], timeout=0.2)
+    service.post([image_part(image(seed=702))], timeout=0.2)  # waits behind the one that the tower stands still at
     service.encoder.opened.set()
     wait_for(service.everything_is_back)
 
