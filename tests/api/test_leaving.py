@@ -133,7 +133,7 @@ def test_a_reader_who_takes_nothing_is_given_up(folder: Path) -> None:
         with asking(service, service.body(stream=True, max_tokens=3900)):
             wait_for(lambda: door.router.num_requests == 1)
             wait_for(lambda: not door._server.server_state.tasks, 30)
-            assert service.everything_is_back()
+            wait_for(service.everything_is_back)
         assert service.text()
 
 
