@@ -149,8 +149,10 @@ class FrontDoorConfig:
     max_video_gigapixels: float = setting(
         100.0, "pixels (10^9) of all of a video's frames, seen or not: what decoding it may take"
     )
+    named_media_mb: int = setting(256, "images and videos remembered by the uuid that clients gave them, in MiB")
     allowed_media_domains: tuple[str, ...] = setting((), "hosts that media may be fetched from; none unless given")
     request_timeout: float = setting(600.0, "seconds after which a request that isn't done fails")
+    client_timeout: float = setting(60.0, "seconds after which the stream of a client that takes nothing of it ends")
 
     def __post_init__(self) -> None:
         for name in ("port", "control_port"):
@@ -164,10 +166,11 @@ class FrontDoorConfig:
             "max_video_seconds",
             "max_video_gigapixels",
             "request_timeout",
+            "client_timeout",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
-        for name in ("max_images", "max_videos"):
+        for name in ("max_images", "max_videos", "named_media_mb"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
         for name in ("max_image_mb", "max_video_mb"):

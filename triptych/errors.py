@@ -15,7 +15,8 @@
     │       ├── MediaMismatch       not what its header says
     │       ├── BadMediaSize        zero sides, or a shape the model can't take
     │       ├── MediaNotAllowed     a URL whose host isn't allowed
-    │       └── MediaNotServed      the topology has no encoder
+    │       ├── MediaNotServed      the topology has no encoder
+    │       └── UnknownMedia        a uuid that nothing is remembered by
     ├── ServiceError                our side's fault or state
     │   ├── Overloaded              the queue is full; carries retry_after
     │   ├── Unavailable             no instance can do this (now, or in this topology)
@@ -97,6 +98,10 @@ class MediaNotAllowed(MediaError):
 
 class MediaNotServed(MediaError):
     """This service was started without an encode instance: it answers text alone."""
+
+
+class UnknownMedia(MediaError):
+    """Nothing is remembered by the uuid that stands for the item; the client can send the item again."""
 
 
 class ServiceError(TriptychError):

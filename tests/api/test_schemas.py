@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from triptych.api.schemas import MAX_STOP_STRINGS, parse_chat_request
+from triptych.api.fields import MAX_STOP_STRINGS
+from triptych.api.parsing import parse
+from triptych.api.schemas import ChatCompletionRequest
 from triptych.errors import InvalidRequest
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -16,6 +18,8 @@ def with_content(content: Any, **fields: Any) -> dict[str, Any]:
 
 
 CONTENT = "messages[0].content"
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+NAMED = {"type": "function", "function": {"name": "hear"}}
 MISTAKES: list[tuple[Any, str | None, str]] = [
     ({"model": "m"}, "messages", "required"),
     ({"model": "m", "messages": []}, "messages", "at least 1"),
@@ -23,7 +27,12 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
     ({"messages": [{"role": "user", "content": "x"}]}, "model", "required"),
     (with_content("x", model=3), "model", "string"),
     ({"model": "m", "messages": ["x"]}, "messages[0]", "object"),
-    ({"model": "m", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "assistant"),
+    ({"model": "m", "messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "assistant"),
+    ({"model": "m", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "required"),
+    (with_content("x", messages=[{"role": "assistant"}]), CONTENT, "required"),
+    (with_content("x", messages=[{"role": "user", "content": "x", "tool_calls": []}]), "messages[0].tool_calls", "ass"),
+    (with_content([{"type": "image_url", "image_url": None}]), f"{CONTENT}[0].image_url", "uuid"),
+    (with_content([{"type": "image_url", "image_url": None, "uuid": "u" * 129}]), f"{CONTENT}[0].uuid", "128"),
     ({"model": "m", "messages": [{"role": "user"}]}, CONTENT, "required"),
     (with_content(None), CONTENT, "string or an array"),
     (with_content(3), CONTENT, "string or an array"),
@@ -78,7 +87,24 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
     (with_content("x", stream_options={"include_usage": 1}), "stream_options.include_usage", "boolean"),
     (with_content("x", stream_options={"more": 1}), "stream_options.more", "unknown"),
     (with_content("x", stream_options={"include_usage": True}), "stream_options", "stream: true"),
-    (with_content("x", tools=[]), "tools", "unknown"),
+    (with_content("x", tools=[{"type": "retrieval"}]), "tools[0].type", "'function'"),
+    (with_content("x", tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name", "pattern"),
+    (with_content("x", tools=TOOLS * 2), "tools[1].function.name", "look"),
+    (with_content("x", tool_choice="auto"), "tool_choice", "requests with tools"),
+    (with_content("x", tools=TOOLS, tool_choice="any"), "tool_choice", "'required'"),
+    (with_content("x", tools=TOOLS, tool_choice=3), "tool_choice", "string or an object"),
+    (with_content("x", tools=TOOLS, tool_choice=NAMED), "tool_choice.function.name", "'hear'"),
+    (with_content("x", functions=[]), "functions", "unknown"),
+    (with_content("x", priority=1), "priority", "0"),
+    (with_content("x", timeout=0), "timeout", "greater"),
+    (with_content("x", store=True), "store", "False"),
+    (with_content("x", cache_salt="s" * 129), "cache_salt", "128"),
+    (with_content("x", chat_template="{{ 1 }}"), "chat_template", "unknown"),
+    (with_content("x", chat_template_kwargs={"messages": []}), "chat_template_kwargs.messages", "string"),
+    (with_content("x", mm_processor_kwargs={"max_pixels": 0}), "mm_processor_kwargs.max_pixels", "1"),
+    (with_content("x", continue_final_message=True), "continue_final_message", "assistant"),
+    (with_content("x", continue_final_message=True, add_generation_prompt=True), "continue_final_message", "exclude"),
+    (with_content("x", reasoning_effort="much"), "reasoning_effort", "'low'"),
     (with_content("x", **{"two words": 1}), "two words", "two words"),
     (with_content("x", **{"": 1}), None, "unknown"),
     ([], None, "object"),
@@ -89,7 +115,7 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
 @pytest.mark.parametrize(("body", "param", "says"), MISTAKES)
 def test_an_error_names_the_field(body: Any, param: str | None, says: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_chat_request(json.dumps(body).encode())
+        parse(ChatCompletionRequest, json.dumps(body).encode())
     assert caught.value.param == param
     assert says.lower() in str(caught.value).lower()
     assert (param or "") in str(caught.value), "the message names the field too"
@@ -111,12 +137,14 @@ def test_an_error_names_the_field(body: Any, param: str | None, says: str) -> No
 )
 def test_what_is_not_json(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        parse_chat_request(body)
+        parse(ChatCompletionRequest, body)
 
 
 def test_what_openai_clients_send_by_default_is_taken() -> None:
     neutral = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "frequency_penalty": 0, "temperature": 1}
     neutral |= {"response_format": {"type": "text"}, "user": "u", "stream": False, "stream_options": None}
-    request = parse_chat_request(json.dumps(with_content([IMAGE, {"type": "text", "text": "x"}], **neutral)).encode())
+    request = parse(
+        ChatCompletionRequest, json.dumps(with_content([IMAGE, {"type": "text", "text": "x"}], **neutral)).encode()
+    )
     assert request.temperature == 1.0
     assert request.stop_strings == []

@@ -29,6 +29,16 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@given(text=st.text().filter(lambda text: "<|" not in text))
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert b"".join(map(tokenizer.bytes_of, tokenizer.encode(text))) == text.encode()
+
+
+def test_the_bytes_of_special_tokens_are_their_spelling(tokenizer: Tokenizer) -> None:
+    assert tokenizer.bytes_of(tokenizer.encode("<|im_end|>")[0]) == b"<|im_end|>"
+    assert tokenizer.bytes_of(10**6) == b""
+
+
 def test_vocabulary(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 263
     assert tokenizer.token_of(263) is None

@@ -2,23 +2,31 @@
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+from blake3 import blake3
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from triptych import __version__
-from triptych.api import chat
+from triptych.api import chat, completions, objects, responses, tokens
+from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.errors import body_of, error_body, headers_of, status_of
-from triptych.api.schemas import parse_chat_request
+from triptych.api.fields import MAX_TIMEOUT
+from triptych.api.generation import Caller
+from triptych.api.openapi import add_openapi, answers, streams, takes
+from triptych.api.parsing import parse
+from triptych.api.responses_schemas import ResponsesRequest
+from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
-from triptych.api.sse import EventStream, disconnected
-from triptych.errors import PayloadTooLarge, TriptychError
+from triptych.api.sse import EventStream, disconnected, error_event
+from triptych.errors import InternalError, InvalidRequest, PayloadTooLarge, TriptychError
 
 log = logging.getLogger(__name__)
 
@@ -26,27 +34,95 @@ T = TypeVar("T")
 
 TIMELINE_HEADER = "x-triptych-timeline"
 """A request with this header set to ``true`` is told where its time went: ``timeline`` in the (last) answer."""
+TIMEOUT_HEADER = "x-request-timeout"
+"""Seconds until a request is of no use any more: what the field ``timeout`` says, for those who can't set it."""
 CLIENT_CLOSED_REQUEST = 499
 
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Triptych", version=__version__)
     app.state.service = service
+    _add_generating(app, service)
+    _add_tokens(app, service)
+    _add_about(app, service)
+    add_openapi(app)
+    app.add_exception_handler(TriptychError, _on_error)
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=CLIENT_CLOSED_REQUEST))
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+    return app
+
+
+def _add_generating(app: FastAPI, service: Service) -> None:
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=takes(ChatCompletionRequest),
+        responses=streams(objects.ChatCompletion, objects.ChatChunk),
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Answers a conversation, which may have images. With `stream: true`, as server-sent events."""
+        parsed = parse(ChatCompletionRequest, await _body(request, service))
+        prepared = await _until_disconnect(request, chat.prepare(service, parsed, _caller(request, service)))
+        if not parsed.stream:
+            return JSONResponse(await _until_disconnect(request, chat.whole(prepared)))
+        return await _stream(request, service, chat.chunks(prepared), error_event)
+
+    @app.post(
+        "/v1/completions",
+        openapi_extra=takes(CompletionRequest),
+        responses=streams(objects.TextCompletion, objects.TextCompletion),
+    )
+    async def text_completions(request: Request) -> Response:
+        """Continues texts or tokens, without a chat template. With `stream: true`, as server-sent events."""
+        parsed = parse(CompletionRequest, await _body(request, service))
+        prepared = await _until_disconnect(request, completions.prepare(service, parsed, _caller(request, service)))
+        if not parsed.stream:
+            return JSONResponse(await _until_disconnect(request, completions.whole(prepared)))
+        return await _stream(request, service, completions.chunks(prepared), error_event)
+
+    @app.post(
+        "/v1/responses",
+        openapi_extra=takes(ResponsesRequest),
+        responses=streams(objects.ResponseObject, objects.ResponseEvent),
+    )
+    async def model_responses(request: Request) -> Response:
+        """Answers items, as OpenAI's Responses API does, but remembers nothing. With `stream: true`, as events."""
+        parsed = parse(ResponsesRequest, await _body(request, service))
+        prepared = await _until_disconnect(request, responses.prepare(service, parsed, _caller(request, service)))
+        if not parsed.stream:
+            return JSONResponse(await _until_disconnect(request, prepared.whole()))
+        return await _stream(request, service, prepared.events(), prepared.on_error)
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    for prefix in ("", "/v1"):
+
+        @app.post(
+            f"{prefix}/tokenize",
+            openapi_extra=takes(TokenizeText, TokenizeConversation),
+            responses=answers(objects.Tokenized),
+        )
+        async def tokenize(request: Request) -> Response:
+            """The tokens of a text, or of the prompt that messages become."""
+            parsed = tokens.parse_tokenize(await _body(request, service))
+            work = tokens.tokenize(service, parsed, _caller(request, service))
+            return JSONResponse(await _until_disconnect(request, work))
+
+        @app.post(
+            f"{prefix}/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(objects.Detokenized)
+        )
+        async def detokenize(request: Request) -> Response:
+            """The text of tokens."""
+            parsed = parse(DetokenizeRequest, await _body(request, service))
+            return JSONResponse(await _until_disconnect(request, tokens.detokenize(service, parsed)))
+
+
+def _add_about(app: FastAPI, service: Service) -> None:
     started = int(time.time())
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        parsed = parse_chat_request(await _body(request, service.front_door.max_body_mb * 2**20))
-        completion = await _until_disconnect(request, chat.prepare(service, parsed))
-        timeline = request.headers.get(TIMELINE_HEADER, "").lower() == "true"
-        if not parsed.stream:
-            return JSONResponse(await _until_disconnect(request, chat.whole(completion, timeline)))
-        include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
-        events = chat.chunks(completion, include_usage, timeline)
-        return EventStream(_resumed(await _until_disconnect(request, _first(events)), events))
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    @app.get("/v1/models", responses=answers(objects.Models))
+    async def models() -> Response:
+        """The one model that is served."""
         model = {
             "id": service.model_name,
             "object": "model",
@@ -55,28 +131,58 @@ def create_app(service: Service) -> FastAPI:
             "max_model_len": service.context_length,
             "input_modalities": service.input_modalities,
         }
-        return {"object": "list", "data": [model]}
+        return JSONResponse({"object": "list", "data": [model]})
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
+    @app.get("/version", responses=answers(objects.Version))
+    async def version() -> Response:
+        """Triptych's version."""
+        return JSONResponse({"version": __version__})
+
+    @app.get("/health", responses=answers(objects.Health))
+    async def health() -> Response:
         """The front door answers."""
-        return {"status": "ok"}
+        return JSONResponse({"status": "ok"})
 
-    @app.get("/ready")
+    @app.get("/ready", responses=answers(objects.Ready) | {503: {"model": objects.Ready}})
     async def ready() -> Response:
         """Every stage has an instance, and new requests are admitted."""
         is_ready = service.router.can_serve and not service.router.draining
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
-    app.add_exception_handler(TriptychError, _on_error)
-    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=CLIENT_CLOSED_REQUEST))
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
-    return app
+
+def _caller(request: Request, service: Service) -> Caller:
+    """Who asks, and until when. Raises InvalidRequest for a header that makes no sense."""
+    timeout = service.front_door.request_timeout
+    if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds <= MAX_TIMEOUT:
+            raise InvalidRequest(f"the header {TIMEOUT_HEADER} must be a number of seconds up to {MAX_TIMEOUT:g}")
+        timeout = min(timeout, seconds)
+    return Caller(
+        scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
+        expires=time.monotonic() + timeout,
+        timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",
+    )
 
 
-async def _body(request: Request, max_bytes: int) -> bytes:
+async def _stream(
+    request: Request,
+    service: Service,
+    events: AsyncGenerator[bytes, None],
+    on_error: Callable[[TriptychError], bytes],
+) -> EventStream:
+    """The response begins only once the first event is there, so that a request that fails before that still gets its
+    HTTP status."""
+    first = await _until_disconnect(request, _first(events))
+    return EventStream(_resumed(first, events, on_error), service.front_door.client_timeout)
+
+
+async def _body(request: Request, service: Service) -> bytes:
     """The request's body. Raises PayloadTooLarge as soon as it is known to exceed the limit."""
+    max_bytes = service.front_door.max_body_mb * 2**20
     too_large = PayloadTooLarge(f"the body exceeds {max_bytes} bytes")
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -108,11 +214,19 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-async def _resumed(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _resumed(
+    first: bytes, events: AsyncGenerator[bytes, None], on_error: Callable[[TriptychError], bytes]
+) -> AsyncGenerator[bytes, None]:
+    """A failure is an event of its own; then the stream ends."""
     try:
         yield first
         async for chunk in events:
             yield chunk
+    except TriptychError as error:
+        yield on_error(error)
+    except Exception:  # whatever it is, the client must not take the answer for complete
+        log.exception("an answer failed")
+        yield on_error(InternalError("internal error"))
     finally:
         await events.aclose()
 

@@ -1,270 +1,288 @@
-"""``/v1/chat/completions``: from a validated request to a stream of text, and from that to OpenAI's objects."""
+"""``/v1/chat/completions``: from text to thoughts, calls and content, and from those to OpenAI's objects."""
 
-import asyncio
-import logging
 import secrets
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from triptych.api.errors import body_of
-from triptych.api.media_parts import Place, check_numbers, fetch_all, media_parts
-from triptych.api.merging import merged
-from triptych.api.schemas import ChatCompletionRequest, ChatMessage, TextPart
+from triptych.api.conversation import planned
+from triptych.api.forms import answer_form, callable_tools
+from triptych.api.generation import Caller, Generation, Piece, check_model, samplings
+from triptych.api.media_parts import media_parts
+from triptych.api.schemas import ChatCompletionRequest, NamedTool
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
-from triptych.errors import InternalError, InvalidRequest, PromptTooLong, TriptychError, UnknownModel
-from triptych.messages.work import Sampling, TokenLogprob
-from triptych.observe.timeline import Interval, as_json
-from triptych.prompt.detokenize import Detokenizer
-from triptych.prompt.prompt import PlannedPrompt
-from triptych.router.router import TokenStream
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one report of the model adds to a choice: text (perhaps none), its tokens' log probabilities if they were
-    asked for, and, with the last one, why the choice ended."""
-
-    choice: int
-    text: str
-    logprobs: list[dict[str, Any]]
-    finish_reason: str | None
+from triptych.messages.work import TokenLogprob
+from triptych.observe.timeline import as_json
+from triptych.prompt.reasoning import Thought, ThoughtSplitter
+from triptych.prompt.tokenizer import Tokenizer
+from triptych.prompt.tool_calls import Argued, Called, Event, Said, ToolCallParser
 
 
 @dataclass
-class Completion:
-    """The answer to one request: one or several choices, each a request of its own to the router. ``usage`` and
-    ``intervals`` are final once ``stream`` has ended."""
+class Chat:
+    """A request whose prompt is planned, and what its answer is read for."""
 
-    service: Service
-    prompt: PlannedPrompt
-    samplings: list[Sampling]
-    stop_strings: list[str]
-    cache_salt: str
-    intervals: list[Interval]
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
-    num_generated: int = 0
-    num_reused: int = 0
-
-    async def stream(self) -> AsyncGenerator[Piece, None]:
-        """The pieces of all choices as they come. Ends the requests when it is closed early. Raises RequestError and
-        ServiceError."""
-        streams: list[TokenStream] = []
-        try:
-            for sampling in self.samplings:
-                streams.append(self._submit(sampling))
-            async with aclosing(merged([self._choice(number, one) for number, one in enumerate(streams)])) as pieces:
-                async for piece in pieces:
-                    yield piece
-        finally:
-            for one in streams:
-                self.service.router.cancel(one.request)
-                self.intervals += one.intervals
-
-    def _submit(self, sampling: Sampling) -> TokenStream:
-        eos_token_ids = sorted(self.service.tokenizer.eos_token_ids)
-        return self.service.router.submit(self.prompt, sampling, eos_token_ids, self.cache_salt)
-
-    async def _choice(self, number: int, tokens: TokenStream) -> AsyncGenerator[Piece, None]:
-        detokenizer = Detokenizer(self.service.tokenizer, self.stop_strings)
-        async for report in tokens:
-            self.num_generated += len(report.tokens)
-            self.num_reused = max(self.num_reused, report.reused)
-            # the token that ended it counts, but isn't part of the answer, special or not: as in vLLM
-            shown = len(report.tokens) - (report.finish_reason == "stop")
-            text = detokenizer.push(report.tokens[:shown])
-            logprobs = self._logprobs(report.tokens[:shown], report.logprobs)
-            if detokenizer.stopped:
-                yield Piece(number, text, logprobs, "stop")
-                return
-            if report.finish_reason:
-                text += detokenizer.finish()
-            yield Piece(number, text, logprobs, "stop" if detokenizer.stopped else report.finish_reason)
-
-    def _logprobs(self, tokens: list[int], logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
-        """In the shape of the OpenAI API's ``choices[].logprobs.content``."""
-        return [
-            self._logprob(token, one.logprob) | {"top_logprobs": [self._logprob(*other) for other in one.top]}
-            for token, one in zip(tokens, logprobs, strict=False)  # none unless they were asked for
-        ]
-
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.service.tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    generation: Generation
+    request: ChatCompletionRequest
+    tools: list[str]
 
     @property
-    def usage(self) -> dict[str, Any]:
-        prompt = len(self.prompt.tokens)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.num_generated,
-            "total_tokens": prompt + self.num_generated,
-            "prompt_tokens_details": {"cached_tokens": self.num_reused},
-        }
+    def thought(self) -> Thought:
+        return self.generation.prompts[0].thought
 
 
-async def prepare(service: Service, request: ChatCompletionRequest) -> Completion:
-    """Fetches and plans the request's media, builds its prompt and fixes its sampling. Raises RequestError."""
-    if request.model != service.model_name:
-        raise UnknownModel(f"model {request.model!r} is not served here; {service.model_name!r} is", "model")
-    parts = media_parts(request.messages)
-    check_numbers(service, parts)
+@dataclass(frozen=True)
+class Delta:
+    """What one report of the model adds to a choice's message: more of a thought, then text and calls in order."""
+
+    choice: int
+    thought: str
+    events: list[Event]
+    logprobs: list[dict[str, Any]]
+    finish_reason: str | None
+
+    @property
+    def content(self) -> str:
+        return "".join(one.text for one in self.events if isinstance(one, Said))
+
+
+async def prepare(service: Service, request: ChatCompletionRequest, caller: Caller) -> Chat:
+    """Plans the request's prompt and fixes its sampling and its answer's form. Raises RequestError and ServiceError."""
+    caller = caller.within(request.timeout)
+    check_model(service, request.model)
     # what can't be served now shouldn't cost a fetch and a plan; ``submit`` asks again, because time passes until then
-    service.router.check_admission(has_media=bool(parts))
-    began = time.time()
-    media = await fetch_all(service, parts)
-    messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
-    fetched = time.time()
-    # off the loop: a long text takes a while to tokenize, and other requests' tokens shouldn't wait for it
-    prompt = await asyncio.to_thread(service.prompt_builder.build, messages, service.context_length)
-    planned = time.time()
-    return Completion(
+    service.router.check_admission(has_media=bool(media_parts(request.messages)))
+    prompt, intervals = await planned(service, request, caller)
+    generation = Generation(
         service=service,
-        prompt=prompt,
-        samplings=_samplings(service, request, len(prompt.tokens)),
-        stop_strings=request.stop_strings,
-        cache_salt=request.cache_salt or "",
-        intervals=[Interval("fetch", began, fetched), Interval("plan", fetched, planned)],
+        prompts=[prompt],
+        samplings=samplings(
+            service,
+            request,
+            [prompt],
+            max_tokens=request.max_completion_tokens or request.max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            grammar=answer_form(request, prompt.thought),
+            param="messages",
+        ),
+        fields=request,
+        caller=caller,
+        id=f"chatcmpl-{secrets.token_hex(12)}",
+        intervals=intervals,
     )
+    return Chat(generation, request, [tool.function.name for tool in callable_tools(request)])
 
 
-async def whole(completion: Completion, timeline: bool) -> dict[str, Any]:
-    """The answer as one ``chat.completion`` object."""
-    pieces: list[list[Piece]] = [[] for _ in completion.samplings]
-    async with aclosing(completion.stream()) as stream:
+# ── reading an answer ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Reader:
+    """One choice's text, told apart."""
+
+    def __init__(self, thought: Thought, tools: Sequence[str]) -> None:
+        self.thoughts = ThoughtSplitter(thought)
+        self.calls = ToolCallParser(tools) if tools else None
+
+    def read(self, text: str, is_last: bool) -> tuple[str, list[Event]]:
+        thought, rest = self.thoughts.push(text)
+        if is_last:
+            more_thought, more = self.thoughts.finish()
+            thought, rest = thought + more_thought, rest + more
+        if self.calls is None:
+            return thought, [Said(rest)] if rest else []
+        return thought, self.calls.push(rest) + (self.calls.finish() if is_last else [])
+
+
+async def deltas(chat: Chat) -> AsyncGenerator[Delta, None]:
+    """What the model says, choice by choice, as it comes. Raises as ``Generation.stream`` does."""
+    generation = chat.generation
+    readers = [_Reader(chat.thought, chat.tools) for _ in range(generation.num_choices)]
+    async with aclosing(generation.stream()) as stream:
         async for piece in stream:
-            pieces[piece.choice].append(piece)
-    choices = [_choice(completion, number, parts) for number, parts in enumerate(pieces)]
-    answer = _object(completion, "chat.completion") | {"choices": choices, "usage": completion.usage}
-    return answer | ({"timeline": as_json(completion.intervals)} if timeline else {})
+            delta = _delta(chat, piece, readers[piece.choice])
+            if delta.finish_reason and not piece.finish_reason:
+                generation.end(piece.choice)
+            yield delta
 
 
-def _choice(completion: Completion, number: int, pieces: list[Piece]) -> dict[str, Any]:
+def _delta(chat: Chat, piece: Piece, reader: _Reader) -> Delta:
+    if reader.thoughts.thinking:
+        chat.generation.num_reasoning += len(piece.tokens)
+    thought, events = reader.read(piece.text, piece.finish_reason is not None)
+    reason = piece.finish_reason
+    if reader.calls is not None and reader.calls.complete:
+        if chat.request.parallel_tool_calls is False:
+            events = [one for one in events if isinstance(one, Said) or one.index == 0]
+            reason = reason or "stop"
+        if reason == "stop" and not isinstance(chat.request.tool_choice, NamedTool):
+            reason = "tool_calls"  # for a call that the request names it is "stop", as in OpenAI's API
+    logprobs = logprob_entries(chat.generation.service.tokenizer, piece.tokens, piece.logprobs)
+    return Delta(piece.choice, thought, events, logprobs, reason)
+
+
+def logprob_entries(
+    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+) -> list[dict[str, Any]]:
+    """In the shape of the OpenAI API's ``choices[].logprobs.content``."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": tokenizer.decode([token]), "logprob": logprob, "bytes": list(tokenizer.bytes_of(token))}
+
+    return [
+        entry(token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top]}
+        for token, one in zip(tokens, logprobs, strict=False)  # none unless they were asked for
+    ]
+
+
+# ── the answer as a whole ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class MessageParts:
+    """A choice's message, put together from its deltas."""
+
+    thought: str = ""
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.thought += delta.thought
+        self.content += delta.content
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        for one in delta.events:
+            if isinstance(one, Called):
+                function = {"name": one.name, "arguments": ""}
+                self.calls.append({"id": call_id(), "type": "function", "function": function})
+            elif isinstance(one, Argued):
+                self.calls[one.index]["function"]["arguments"] += one.text
+
+
+async def gathered(chat: Chat) -> list[MessageParts]:
+    """The messages of all choices. Raises as ``deltas`` does."""
+    messages = [MessageParts() for _ in range(chat.generation.num_choices)]
+    async with aclosing(deltas(chat)) as stream:
+        async for delta in stream:
+            messages[delta.choice].add(delta)
+    return messages
+
+
+async def whole(chat: Chat) -> dict[str, Any]:
+    """The answer as one ``chat.completion`` object (``objects.ChatCompletion``)."""
+    choices = [_choice(chat, *numbered) for numbered in enumerate(await gathered(chat))]
+    answer = _object(chat, "chat.completion") | {"choices": choices, "usage": chat.generation.usage}
+    return answer | timeline(chat.generation)
+
+
+def _choice(chat: Chat, number: int, parts: MessageParts) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
+    if parts.thought:
+        message |= {"reasoning": parts.thought, "reasoning_content": parts.thought}
+    if parts.calls:
+        message["tool_calls"] = parts.calls
     return {
         "index": number,
-        "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces)},
-        "logprobs": _content(completion, [entry for piece in pieces for entry in piece.logprobs]),
-        "finish_reason": pieces[-1].finish_reason,
+        "message": message,
+        "logprobs": _content(chat, parts.logprobs),
+        "finish_reason": parts.finish_reason,
     }
 
 
-async def chunks(completion: Completion, include_usage: bool, timeline: bool) -> AsyncGenerator[bytes, None]:
-    """The answer as events. The first is yielded only once the model has begun to answer, so that a request that
-    fails before that still gets its HTTP status. A failure after that is an error event; then the stream ends."""
+# ── the answer as a stream ───────────────────────────────────────────────────────────────────────────────────────
+
+
+async def chunks(chat: Chat) -> AsyncGenerator[bytes, None]:
+    """The answer as events (``objects.ChatChunk``)."""
+    generation = chat.generation
+    options = chat.request.stream_options
+    include_usage = options is not None and options.include_usage
+    so_far = options is not None and options.continuous_usage_stats
     begun: set[int] = set()
-    running = len(completion.samplings)
-    try:
-        async with aclosing(completion.stream()) as stream:
-            async for piece in stream:
-                if piece.choice not in begun:
-                    begun.add(piece.choice)
-                    yield _chunk(completion, piece.choice, {"role": "assistant", "content": ""})
-                # an empty piece too: clients take the time between tokens from the chunks, as vLLM sends them
-                yield _chunk(completion, piece.choice, {"content": piece.text}, logprobs=piece.logprobs)
-                if piece.finish_reason:
-                    running -= 1
-                    if running:
-                        yield _chunk(completion, piece.choice, {}, piece.finish_reason)
-                    else:
-                        ending = piece
-    except Exception as error:
-        if not begun:
-            raise
-        if not isinstance(error, TriptychError):
-            log.error("answer %s failed", completion.id, exc_info=error)
-            error = InternalError("internal error")
-        yield event(body_of(error))
-        return
-    last = {"timeline": as_json(completion.intervals)} if timeline else {}
-    yield _chunk(completion, ending.choice, {}, ending.finish_reason, **({} if include_usage else last))
+    running = generation.num_choices
+    async with aclosing(deltas(chat)) as stream:
+        async for delta in stream:
+            usage = {"usage": generation.usage} if so_far else {}
+            if delta.choice not in begun:
+                begun.add(delta.choice)
+                yield _chunk(chat, delta.choice, {"role": "assistant", "content": ""}, extra=usage)
+            # an empty piece too: clients take the time between tokens from the chunks, as vLLM sends them
+            yield _chunk(chat, delta.choice, _message_delta(delta), logprobs=delta.logprobs, extra=usage)
+            if delta.finish_reason:
+                running -= 1
+                if running:
+                    yield _chunk(chat, delta.choice, {}, delta.finish_reason, extra=usage)
+                else:
+                    ending = delta
+    last = timeline(generation)
+    usage = {"usage": generation.usage} if so_far else {}
+    yield _chunk(chat, ending.choice, {}, ending.finish_reason, extra=usage | ({} if include_usage else last))
     if include_usage:
-        yield event(_object(completion, "chat.completion.chunk") | {"choices": [], "usage": completion.usage} | last)
+        yield event(_object(chat, "chat.completion.chunk") | {"choices": [], "usage": generation.usage} | last)
     yield DONE
 
 
+def _message_delta(delta: Delta) -> dict[str, Any]:
+    message: dict[str, Any] = {}
+    if delta.thought:
+        message |= {"reasoning": delta.thought, "reasoning_content": delta.thought}
+    calls: dict[int, dict[str, Any]] = {}
+    for one in delta.events:
+        if isinstance(one, Called):
+            function = {"name": one.name, "arguments": ""}
+            calls[one.index] = {"index": one.index, "id": call_id(), "type": "function", "function": function}
+        elif isinstance(one, Argued):
+            call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += one.text
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    if delta.content or not message:
+        message["content"] = delta.content
+    return message
+
+
 def _chunk(
-    completion: Completion,
+    chat: Chat,
     choice: int,
-    delta: dict[str, str],
+    delta: dict[str, Any],
     finish_reason: str | None = None,
     *,
     logprobs: list[dict[str, Any]] | None = None,
-    **extra: Any,
+    extra: dict[str, Any] | None = None,
 ) -> bytes:
     body = {
         "index": choice,
         "delta": delta,
-        "logprobs": None if logprobs is None else _content(completion, logprobs),
+        "logprobs": None if logprobs is None else _content(chat, logprobs),
         "finish_reason": finish_reason,
     }
-    return event(_object(completion, "chat.completion.chunk") | {"choices": [body]} | extra)
+    return event(_object(chat, "chat.completion.chunk") | {"choices": [body]} | (extra or {}))
 
 
-def _content(completion: Completion, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
-    return None if completion.samplings[0].logprobs is None else {"content": logprobs}
+# ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _object(completion: Completion, kind: str) -> dict[str, Any]:
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def timeline(generation: Generation) -> dict[str, Any]:
+    """Where the time went, if that was asked for."""
+    return {"timeline": as_json(generation.intervals)} if generation.caller.timeline else {}
+
+
+def _content(chat: Chat, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return {"content": logprobs} if chat.request.logprobs else None
+
+
+def _object(chat: Chat, kind: str) -> dict[str, Any]:
+    generation = chat.generation
     return {
-        "id": completion.id,
+        "id": generation.id,
         "object": kind,
-        "created": completion.created,
-        "model": completion.service.model_name,
+        "created": generation.created,
+        "model": generation.service.model_name,
     }
-
-
-def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -> dict[str, Any]:
-    """The message as the prompt builder takes it."""
-    role = "system" if message.role == "developer" else message.role
-    if isinstance(message.content, str):
-        return {"role": role, "content": message.content}
-    parts = [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart) else media[m, p]
-        for p, part in enumerate(message.content)
-    ]
-    return {"role": role, "content": parts}
-
-
-def _samplings(service: Service, request: ChatCompletionRequest, num_prompt: int) -> list[Sampling]:
-    """The sampling of each choice; what the request leaves open is the checkpoint's own default, as in vLLM."""
-    room = service.context_length - num_prompt
-    wanted = request.max_completion_tokens or request.max_tokens
-    if room < 1 or (wanted is not None and wanted > room):
-        raise PromptTooLong(
-            f"{num_prompt} prompt tokens and {wanted or 1} new ones exceed the context of "
-            f"{service.context_length} tokens",
-            "messages",
-        )
-    max_tokens = wanted or room
-    if request.min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens {request.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")
-    defaults = service.generation_defaults
-    temperature = request.temperature if request.temperature is not None else defaults.temperature
-    top_k = request.top_k if request.top_k is not None else defaults.top_k
-    seed = request.seed if request.seed is not None else secrets.randbits(62)
-    first = Sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=max(0, top_k),
-        top_p=request.top_p if request.top_p is not None else defaults.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
-        stop_token_ids=request.stop_token_ids or [],
-        min_tokens=request.min_tokens,
-        ignore_eos=request.ignore_eos,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        grammar=request.grammar,
-    )
-    # each choice a seed of its own, which follows from the request's: as in vLLM
-    return [msgspec.structs.replace(first, seed=(seed + number) % 2**63) for number in range(request.n or 1)]

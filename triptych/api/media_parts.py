@@ -1,26 +1,60 @@
-"""The media of a request's messages: which there are, how many are allowed, and the bytes behind their URLs."""
+"""The media of a request's messages: which there are, how many are allowed, their bytes, how they are to be seen."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
-from triptych.api.schemas import ChatMessage, FramesPart, ImagePart, TextPart, VideoPart
+from triptych.api.schemas import ChatMessage, FramesPart, ImagePart, MediaOptions, TextPart, VideoPart
 from triptych.api.service import Service
-from triptych.errors import InvalidRequest, MediaTooLarge, RequestError
+from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia
 from triptych.media.frames import PackedFrames, pack_frames
 from triptych.prompt.media import MediaLimits, fetch
 from triptych.prompt.prompt import media_param
+from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, FrameSampling, PixelBounds
+
+LOW_DETAIL_PIXELS = 512 * 512
+"""The area that ``detail: low`` bounds an image at, as in OpenAI's API."""
 
 MediaPart = ImagePart | VideoPart | FramesPart
 Place = tuple[int, int]
 """The number of a message, and of a part within."""
 
 
+@dataclass(frozen=True)
+class View:
+    """How a request wants its media to be seen; what it leaves open is the model's to say."""
+
+    bounds: PixelBounds = MODEL_BOUNDS
+    sampling: FrameSampling = MODEL_SAMPLING
+
+    @classmethod
+    def of(cls, options: MediaOptions | None) -> "View":
+        """Raises InvalidRequest for options that say the same twice."""
+        if options is None:
+            return cls()
+        if options.fps is not None and options.num_frames is not None:
+            raise InvalidRequest("fps and num_frames exclude each other", "mm_processor_kwargs.fps")
+        sampling = FrameSampling(options.fps or 0.0, options.num_frames or 0)
+        if options.size is None:
+            return cls(PixelBounds(options.min_pixels or 0, options.max_pixels or 0), sampling)
+        if options.min_pixels is not None or options.max_pixels is not None:
+            raise InvalidRequest("size and min_pixels, max_pixels say the same twice", "mm_processor_kwargs.size")
+        return cls(PixelBounds(options.size.shortest_edge, options.size.longest_edge), sampling)
+
+    def bounds_of(self, part: ImagePart) -> PixelBounds:
+        """A request's own bounds go before what ``detail`` says."""
+        is_low = part.image_url is not None and part.image_url.detail == "low"
+        if not is_low or self.bounds.max_pixels:
+            return self.bounds
+        return PixelBounds(self.bounds.min_pixels, LOW_DETAIL_PIXELS)
+
+
 def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
-    """Every part whose bytes must be fetched."""
+    """Every part that isn't text."""
     return {
         (m, p): part
         for m, message in enumerate(messages)
-        if not isinstance(message.content, str)
+        if isinstance(message.content, list)
         for p, part in enumerate(message.content)
         if not isinstance(part, TextPart)
     }
@@ -38,29 +72,47 @@ def check_numbers(service: Service, parts: dict[Place, MediaPart]) -> None:
             raise InvalidRequest(f"{number} {kind}, at most {most} are allowed", "messages")
 
 
-async def fetch_all(service: Service, parts: dict[Place, MediaPart]) -> dict[Place, dict[str, Any]]:
-    """The parts as the prompt builder takes them: with the bytes of images and videos. Raises RequestError, naming the
-    field."""
-    fetched = await asyncio.gather(*(_fetch_part(service, place, part) for place, part in parts.items()))
+async def fetch_all(
+    service: Service, parts: dict[Place, MediaPart], view: View, scope: str
+) -> dict[Place, dict[str, Any]]:
+    """The parts as the prompt builder takes them: with the bytes of images and videos. What was named is remembered
+    within ``scope``. Raises RequestError, naming the field."""
+    fetched = await asyncio.gather(*(_fetch_part(service, place, part, view, scope) for place, part in parts.items()))
     return dict(zip(parts, fetched, strict=True))
 
 
-async def _fetch_part(service: Service, place: Place, part: MediaPart) -> dict[str, Any]:
-    match part:
-        case ImagePart(image_url=image):
-            data = await _fetch(service, image.url, media_param(*place, "image"), service.media)
-            return {"type": "image", "data": data}
-        case VideoPart(video_url=video):
-            data = await _fetch(service, video.url, media_param(*place, "video"), service.videos)
-            return {"type": "video", "data": data}
-        case FramesPart(video=urls, fps=rate):
-            param = f"messages[{place[0]}].content[{place[1]}].video"
-            frames = await asyncio.gather(
-                *(_fetch(service, url, f"{param}[{number}]", service.media) for number, url in enumerate(urls))
-            )
-            if sum(map(len, frames)) > service.videos.max_bytes:
-                raise MediaTooLarge(f"the video's frames are larger than {service.videos.max_bytes} bytes", param)
-            return {"type": "video", "data": pack_frames(PackedFrames(rate, list(frames)))}
+async def _fetch_part(service: Service, place: Place, part: MediaPart, view: View, scope: str) -> dict[str, Any]:
+    if isinstance(part, ImagePart):
+        data = await _named(service, place, part, service.media, scope)
+        return {"type": "image", "data": data, "bounds": view.bounds_of(part)}
+    if isinstance(part, VideoPart):
+        data = await _named(service, place, part, service.videos, scope)
+    else:
+        data = await _packed(service, place, part)
+    return {"type": "video", "data": data, "bounds": view.bounds, "sampling": view.sampling}
+
+
+async def _named(service: Service, place: Place, part: ImagePart | VideoPart, limits: MediaLimits, scope: str) -> bytes:
+    """What is behind the URL, remembered if it has a name; or what was remembered by that name."""
+    if (link := part.image_url if isinstance(part, ImagePart) else part.video_url) is not None:
+        data = await _fetch(service, link.url, media_param(*place, limits.kind), limits)
+        if part.uuid is not None:
+            service.named_media.put(scope, f"{limits.kind}/{part.uuid}", data)
+        return data
+    if (known := service.named_media.get(scope, f"{limits.kind}/{part.uuid}")) is not None:
+        return known
+    param = f"messages[{place[0]}].content[{place[1]}].uuid"
+    raise UnknownMedia(f"no {limits.kind} is remembered as {part.uuid!r}: send it again", param)
+
+
+async def _packed(service: Service, place: Place, part: FramesPart) -> bytes:
+    param = f"messages[{place[0]}].content[{place[1]}].video"
+    frames = await asyncio.gather(
+        *(_fetch(service, url, f"{param}[{number}]", service.media) for number, url in enumerate(part.video))
+    )
+    if sum(map(len, frames)) > service.videos.max_bytes:
+        raise MediaTooLarge(f"the video's frames are larger than {service.videos.max_bytes} bytes", param)
+    return pack_frames(PackedFrames(part.fps, list(frames)))
 
 
 async def _fetch(service: Service, url: str, param: str, limits: MediaLimits) -> bytes:

@@ -1,41 +1,34 @@
-"""What clients send: the subset of the OpenAI chat completions API that is honoured, with vLLM's extensions.
-
-A field that isn't here is refused by name; one that can only have its neutral value says so in its type. Nothing is
-silently dropped.
-"""
+"""What clients send to ``/v1/chat/completions``: OpenAI's API, with vLLM's extensions. The rules: ``fields.py``."""
 
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, Field, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
+from triptych.api.fields import (
+    ARRAY,
+    OBJECT,
+    STRING,
+    MaxTokens,
+    Name,
+    SamplingFields,
+    Strict,
+    string_or_array,
+    string_or_object,
+)
 from triptych.errors import InvalidRequest
-from triptych.messages.work import GrammarKind, GrammarSpec
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 256
-MAX_TOKENS_LIMIT = 2**24
-MAX_CHOICES = 64
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
 MAX_FRAMES = 768
-MAX_GRAMMAR_LENGTH = 2**16
-KEY = "[key]"
-STRING, ARRAY = "<string>", "<array>"
-"""Which member of "a string or an array" a value is judged as. Pydantic puts them into the paths of its errors."""
+MAX_TOOLS = 128
+MAX_PIXELS_LIMIT = 2**31
+MAX_TEMPLATE_VARIABLES = 32
+MAX_SCALAR = 1024
 
 
-def _string_or_array(items: str) -> Discriminator:
-    """Chooses by the value's type, so that an error is about what was sent and not about what else could have been."""
-    return Discriminator(
-        lambda value: STRING if isinstance(value, str) else ARRAY if isinstance(value, list) else None,
-        custom_error_type="string_or_array",
-        custom_error_message=f"Input should be a valid string or an array of {items}",
-    )
-
-
-class Strict(BaseModel):
-    """No unknown fields and no guessing of types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class TextPart(Strict):
@@ -44,14 +37,19 @@ class TextPart(Strict):
 
 
 class ImageURL(Strict):
+    """``detail`` low bounds the image's area at 512 × 512 pixels; otherwise the model's own rule decides."""
+
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
-    """Accepted and ignored, as in vLLM: the model's own rule decides the size."""
 
 
 class ImagePart(Strict):
+    """With a ``uuid`` the image is remembered under that name for whoever has the same API key, and may be left out
+    (``image_url: null``) when it is referred to again."""
+
     type: Literal["image_url"]
-    image_url: ImageURL
+    image_url: ImageURL | None
+    uuid: Name | None = None
 
 
 class VideoURL(Strict):
@@ -59,8 +57,11 @@ class VideoURL(Strict):
 
 
 class VideoPart(Strict):
+    """``uuid`` as an image has it."""
+
     type: Literal["video_url"]
-    video_url: VideoURL
+    video_url: VideoURL | None
+    uuid: Name | None = None
 
 
 class FramesPart(Strict):
@@ -74,177 +75,202 @@ class FramesPart(Strict):
 Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
 
 
+class FunctionCall(Strict):
+    """``arguments`` is JSON."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(Strict):
+    """``index`` is what streams have; clients that put a message together from one may send it back."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
 class ChatMessage(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag(STRING)] | Annotated[list[Part], Tag(ARRAY)], _string_or_array("content parts")
-    ]
+    """``tool_calls`` are an assistant's, ``tool_call_id`` says which of them a tool's message answers. What is None
+    here is what OpenAI's client sends along when it sends an answer back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[str, Tag(STRING)] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag(ARRAY)],
+            string_or_array("content parts"),
+        ]
+        | None
+    ) = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
 
-class StreamOptions(Strict):
-    include_usage: bool = False
+# ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
+class Function(Strict):
+    """``parameters`` is a JSON schema; ``strict`` holds the arguments to it even where the model may choose to call."""
 
-
-class JsonObjectFormat(Strict):
-    type: Literal["json_object"]
-
-
-class JsonSchema(Strict):
-    """``strict`` is accepted and ignored: the schema is always kept to."""
-
-    name: str = Field(max_length=256)
-    schema_: dict[str, Any] = Field(alias="schema")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
     description: str | None = None
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
+class NamedFunction(Strict):
+    name: Name
 
 
-class StructuredOutputs(Strict):
-    """vLLM's field of that name: exactly one of these."""
-
-    json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")
-    json_object: Literal[True] | None = None
-    regex: GrammarText | None = None
-    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=1024)
-    grammar: GrammarText | None = None
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-StopStrings = Annotated[
-    Annotated[StopString, Tag(STRING)] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag(ARRAY)],
-    _string_or_array("strings"),
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(STRING)] | Annotated[NamedTool, Tag(OBJECT)],
+    string_or_object(),
 ]
 
 
-Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
-TopP = Annotated[float, Field(gt=0.0, le=1.0)]
-TopK = Annotated[int, Field(ge=-1, le=2**20)]
-"""0 and -1: no limit."""
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-"""A token id as the key of a JSON object."""
+def _scalar(value: Any) -> Any:
+    if not isinstance(value, bool | int | float | None) and not (isinstance(value, str) and len(value) <= MAX_SCALAR):
+        raise PydanticCustomError(
+            "scalar", f"Input should be a string of up to {MAX_SCALAR} characters, a number, a bool"
+        )
+    return value
 
 
-class ChatCompletionRequest(Strict):
-    """The body of ``POST /v1/chat/completions``."""
+Scalar = Annotated[
+    Any,
+    AfterValidator(_scalar),
+    WithJsonSchema({"type": ["string", "number", "boolean", "null"], "maxLength": MAX_SCALAR}),
+]
+
+
+class ImageSize(Strict):
+    """Bounds of a resized image's area in pixels, in the words of transformers' processor."""
+
+    shortest_edge: int = Field(ge=1, le=MAX_PIXELS_LIMIT)
+    longest_edge: int = Field(ge=1, le=MAX_PIXELS_LIMIT)
+
+
+class MediaOptions(Strict):
+    """vLLM's ``mm_processor_kwargs``: ``min_pixels`` and ``max_pixels``, or ``size``, bound the area that images are
+    resized to, within the model's own bounds. ``fps`` and ``num_frames`` are about videos alone."""
+
+    min_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
+    max_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
+    size: ImageSize | None = None
+    fps: float | None = Field(None, gt=0.0, le=240.0)
+    num_frames: int | None = Field(None, ge=1, le=2**16)
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ConversationFields(Strict):
+    """What a prompt is made of. ``chat_template_kwargs`` may set what the model's chat template reads."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StopStrings | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=256)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
-    logit_bias: dict[TokenIdText, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(None, max_length=1024)
-    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS_LIMIT)
-    ignore_eos: bool = False
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[Name, Scalar] | None = Field(None, max_length=MAX_TEMPLATE_VARIABLES)
+    mm_processor_kwargs: MediaOptions | None = None
+
+    def check(self) -> None:
+        super().check()
+        for number, message in enumerate(self.messages):
+            _check_message(message, f"messages[{number}]")
+        if self.continue_final_message:
+            self._check_continuing()
+        names = [tool.function.name for tool in self.tools or ()]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                where = f"tools[{number}].function.name"
+                raise InvalidRequest(f"{where}: {name!r} is another tool's name, too", where)
+
+    def _check_continuing(self) -> None:
+        last = self.messages[-1]
+        if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
+        text = last.content if isinstance(last.content, str) else _last_text(last.content)
+        if last.role != "assistant" or last.tool_calls or not text or not text.strip():
+            raise InvalidRequest(
+                "continue_final_message needs a last message of the assistant that ends with text",
+                "continue_final_message",
+            )
+
+
+class ChatCompletionRequest(ConversationFields, SamplingFields):
+    """The body of ``POST /v1/chat/completions``."""
+
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    store: Literal[False] | None = None
+    modalities: list[Literal["text"]] | None = None
 
-    @property
-    def grammar(self) -> GrammarSpec | None:
-        """What form the answer must have. Raises InvalidRequest when the request doesn't say it in exactly one way."""
-        specs = [*_of_format(self.response_format), *_of_structured(self.structured_outputs)]
-        if len(specs) > 1:
-            raise InvalidRequest("only one of response_format and the fields of structured_outputs can be given")
-        if specs and len(specs[0].text) > MAX_GRAMMAR_LENGTH:
-            raise InvalidRequest(f"the {specs[0].kind.value} exceeds {MAX_GRAMMAR_LENGTH} characters")
-        return specs[0] if specs else None
-
-    @property
-    def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only for logprobs: true", "top_logprobs")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise InvalidRequest("tool_choice is only for requests with tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            if wanted not in [tool.function.name for tool in self.tools or ()]:
+                where = "tool_choice.function.name"
+                raise InvalidRequest(f"{where}: no tool is called {wanted!r}", where)
 
 
-def _of_format(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> list[GrammarSpec]:
-    match response_format:
-        case JsonObjectFormat():
-            return [GrammarSpec(GrammarKind.JSON_OBJECT, "")]
-        case JsonSchemaFormat(json_schema=wanted):
-            return [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(wanted.schema_))]
-    return []
+def _check_message(message: ChatMessage, path: str) -> None:
+    may_be_empty = message.role == "assistant" and message.tool_calls
+    if message.content is None and not may_be_empty:
+        given = "content" in message.model_fields_set
+        what = "Input should be a valid string or an array of content parts" if given else "Field required"
+        raise InvalidRequest(f"{path}.content: {what}", f"{path}.content")
+    if message.role != "assistant":
+        for field in ("tool_calls", "reasoning_content", "reasoning"):
+            if getattr(message, field) is not None:
+                raise InvalidRequest(f"{path}.{field} is only for messages of the assistant", f"{path}.{field}")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise InvalidRequest(f"{path}.tool_call_id: Field required", f"{path}.tool_call_id")
+    for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        if isinstance(part, ImagePart | VideoPart) and getattr(part, part.type) is None and part.uuid is None:
+            where = f"{path}.content[{number}].{part.type}"
+            raise InvalidRequest(f"{where} may only be null for media that are referred to by their uuid", where)
 
 
-def _of_structured(wanted: StructuredOutputs | None) -> list[GrammarSpec]:
-    if wanted is None:
-        return []
-    schema = json.dumps(wanted.json_) if isinstance(wanted.json_, dict) else wanted.json_
-    texts = {
-        GrammarKind.JSON_SCHEMA: schema,
-        GrammarKind.JSON_OBJECT: "" if wanted.json_object else None,
-        GrammarKind.REGEX: wanted.regex,
-        GrammarKind.CHOICE: json.dumps(wanted.choice) if wanted.choice else None,
-        GrammarKind.GRAMMAR: wanted.grammar,
-    }
-    specs = [GrammarSpec(kind, text) for kind, text in texts.items() if text is not None]
-    if not specs:
-        raise InvalidRequest("structured_outputs says nothing", "structured_outputs")
-    return specs
+def _last_text(parts: list[Part] | None) -> str:
+    return parts[-1].text if parts and isinstance(parts[-1], TextPart) else ""
 
 
-def parse_chat_request(body: bytes) -> ChatCompletionRequest:
-    """Raises InvalidRequest that names the first field at fault."""
+def template_arguments(call: ToolCall) -> Any:
+    """A call's arguments as chat templates take them: an object, unless the model that made the call got it wrong."""
     try:
-        request = ChatCompletionRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options is only for stream: true", "stream_options")
-    if request.top_logprobs is not None and not request.logprobs:
-        raise InvalidRequest("top_logprobs is only for logprobs: true", "top_logprobs")
-    return request
-
-
-def _invalid(detail: Any) -> InvalidRequest:
-    param = _path(detail["loc"]) or None
-    match detail["type"]:
-        case "json_invalid":
-            return InvalidRequest("the body is not valid JSON")
-        case "extra_forbidden":
-            return InvalidRequest(f"unknown or unsupported field: {param or repr('')}", param)
-        case "union_tag_invalid":
-            tag, known = detail["ctx"]["tag"], detail["ctx"]["expected_tags"]
-            return InvalidRequest(f"{param}.type: {tag!r} is not supported; use one of {known}", f"{param}.type")
-        case "union_tag_not_found":
-            return InvalidRequest(f"{param}.type: Field required", f"{param}.type")
-    return InvalidRequest(f"{param}: {detail['msg']}" if param else detail["msg"], param)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """``messages[0].content[1].text``, without what pydantic adds: for members of unions STRING and ARRAY, and, behind
-    the index of a content part, the part's type; for keys of objects KEY."""
-    path = ""
-    for index, step in enumerate(location):
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step not in (STRING, ARRAY, KEY) and location[max(0, index - 3) : max(0, index - 1)] != ("content", ARRAY):
-            path += f".{step}" if path else step
-    return path
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        return call.function.arguments
+    return arguments if isinstance(arguments, dict) else call.function.arguments

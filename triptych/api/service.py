@@ -5,7 +5,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from triptych.api.schemas import Temperature, TopK, TopP
+from triptych.api.fields import Temperature, TopK, TopP
+from triptych.api.named_media import NamedMedia
 from triptych.config import FrontDoorConfig
 from triptych.errors import CheckpointError
 from triptych.models.config_files import GENERATION_CONFIG, load_generation_config
@@ -64,6 +65,7 @@ class Service:
     tokenizer: Tokenizer
     media: MediaLimits
     videos: MediaLimits
+    named_media: NamedMedia
     generation_defaults: GenerationDefaults
     front_door: FrontDoorConfig
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -9,24 +10,41 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from triptych.api.errors import body_of
+from triptych.errors import TriptychError
+
+log = logging.getLogger(__name__)
+
 
 def event(data: Any) -> bytes:
     """One event with a JSON payload."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
+def named_event(name: str, data: Any) -> bytes:
+    """One event with a name of its own."""
+    return b"event: " + name.encode() + b"\n" + event(data)
+
+
+def error_event(error: TriptychError) -> bytes:
+    """What ends a stream that has begun: the error in the shape that it would have as an answer."""
+    return event(body_of(error))
+
+
 DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends what ``events`` yields, one event at a time; a slow reader slows down only its own stream."""
+    """Sends what ``events`` yields, one event at a time; a slow reader slows down only its own stream. One that takes
+    nothing for ``patience`` seconds has gone away, as far as anybody can tell, and its stream ends."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], patience: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_all(send))
@@ -44,7 +62,12 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for chunk in events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                try:
+                    async with asyncio.timeout(self._patience):
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                except TimeoutError:
+                    log.info("a stream's reader took nothing for %g s", self._patience)
+                    return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

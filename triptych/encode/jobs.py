@@ -13,13 +13,15 @@ from triptych.types import ItemPlan, TransferId
 class EncodeJob:
     """One item to encode, once, for every transfer that wants its rows. ``inputs`` yields its parts, preprocessing each
     when asked; ``names`` are those of the parts it has yielded, and ``rows`` the rows of those that are encoded, by
-    their number. Times in seconds since the epoch, 0 for not yet."""
+    their number. Times in seconds since the epoch, 0 for not yet; ``deadline``, after which none of the transfers has
+    a use for the rows, by ``time.monotonic``."""
 
     key: str
     plan: ItemPlan
     inputs: Iterator[TowerInput]
     received: float
     transfers: list[TransferId] = field(default_factory=list)
+    deadline: float = 0.0
     names: list[str] = field(default_factory=list)
     rows: dict[int, Rows] = field(default_factory=dict)
     preprocess_began: float = 0.0

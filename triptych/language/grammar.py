@@ -100,6 +100,9 @@ class GrammarCompiler:
                 return self._compiler.compile_grammar(f"root ::= {choices}")
             case GrammarKind.GRAMMAR:
                 return self._compiler.compile_grammar(spec.text)
+            case GrammarKind.STRUCTURAL_TAG:
+                tag = {"type": "structural_tag", "format": json.loads(spec.text)}
+                return self._compiler.compile_structural_tag(json.dumps(tag))
 
     @cached_property
     def _compiler(self) -> "xgrammar.GrammarCompiler":

@@ -91,6 +91,11 @@ class Stop(Struct, frozen=True, tag=True):
     """Front door → instance: end now."""
 
 
+NO_TIMEOUT = 1e9
+Timeout = Annotated[float, Meta(gt=0, le=NO_TIMEOUT)]
+"""Seconds that are left. Not a point in time, because clocks of machines differ."""
+
+
 class ChangeRole(Struct, frozen=True, tag=True):
     """Front door → instance: nothing new comes; once what there is has ended, register again with this role. An
     instance that isn't idle within ``timeout`` seconds, or can't have the role, answers RoleKept."""
@@ -170,13 +175,14 @@ class RoleRefused(Struct, frozen=True, tag=True):
 
 class GrammarKind(enum.StrEnum):
     """What a grammar's text is: a JSON schema, nothing (any JSON object), a regular expression, a JSON array of strings
-    of which one is the answer, or a grammar in xgrammar's form of EBNF."""
+    of which one is the answer, a grammar in xgrammar's form of EBNF, or a format of xgrammar's structural tags."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 class GrammarSpec(Struct, frozen=True):
@@ -221,7 +227,8 @@ class Generate(Struct, frozen=True, tag=True):
     which another instance told before it was lost.
 
     ``positions`` is the little-endian int64 bytes of an array of shape (3, len(tokens)). Requests share what the KV
-    cache knows of their prefixes only with those of the same ``cache_salt``.
+    cache knows of their prefixes only with those of the same ``cache_salt``. After ``timeout`` seconds nobody wants the
+    answer any more.
     """
 
     request: RequestId
@@ -233,6 +240,7 @@ class Generate(Struct, frozen=True, tag=True):
     eos_token_ids: list[int]
     cache_salt: str = ""
     generated: list[int] = []
+    timeout: Timeout = NO_TIMEOUT
 
 
 class NeedPrefill(Struct, frozen=True, tag=True):
@@ -274,13 +282,15 @@ class Need(Struct, frozen=True, tag=True):
 
 
 class Encode(Struct, frozen=True, tag=True):
-    """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``."""
+    """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``, who has no use for them
+    after ``timeout`` seconds."""
 
     transfer: TransferId
     consumer: Address
     key: str
     plan: ItemPlan
     data: bytes
+    timeout: Timeout = NO_TIMEOUT
 
 
 class Encoded(Struct, frozen=True, tag=True):

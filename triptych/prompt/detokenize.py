@@ -5,8 +5,10 @@ stream, so that its text differs from the full decode's.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from triptych.errors import InvalidRequest
+from triptych.prompt.held_back import beginning_length
 from triptych.prompt.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -23,11 +25,11 @@ class Detokenizer:
     true once one was found; it isn't part of the text. Raises InvalidRequest for an empty stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
         if not all(stop):
             raise InvalidRequest("a stop string can't be empty", "stop")
         self.stopped = False
-        self._tokenizer = tokenizer
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         # Text of the window is that of context and window less that of the context: decoders that treat the first
         # token of a text differently must not see the window as one.
@@ -71,12 +73,12 @@ class Detokenizer:
         return new
 
     def _window_text(self) -> str:
-        return self._tokenizer.decode(self._context + self._window)[self._context_length :]
+        return self._decode(self._context + self._window)[self._context_length :]
 
     def _begin_window(self, cut: int) -> None:
         """Makes the window's first ``cut`` tokens the context of the others."""
         self._context = self._window[:cut]
-        self._context_length = len(self._tokenizer.decode(self._context))
+        self._context_length = len(self._decode(self._context))
         self._window = self._window[cut:]
         self._emitted = 0
 
@@ -86,8 +88,8 @@ class Detokenizer:
         A character that goes across the cut would be two or more replacements, one for its bytes on either side.
         """
         for cut in range(len(self._window) - 1, 0, -1):
-            head = self._tokenizer.decode(self._context + self._window[:cut])[self._context_length :]
-            tail = self._tokenizer.decode(self._window[cut:])
+            head = self._decode(self._context + self._window[:cut])[self._context_length :]
+            tail = self._decode(self._window[cut:])
             if head and tail and head + tail == text:
                 emitted = self._emitted - len(head)
                 self._begin_window(cut)
@@ -104,14 +106,6 @@ class Detokenizer:
             self.stopped = True
             self._held = ""
             return text[: min(ends)[1]]
-        length = self._stop_prefix_length(text)
+        length = beginning_length(text, self._stop)
         self._held = text[len(text) - length :]
         return text[: len(text) - length]
-
-    def _stop_prefix_length(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1)
-        for length in range(min(len(text), longest - 1), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0

@@ -26,6 +26,7 @@ from triptych.models.config_files import load_config, load_preprocessor_config, 
 from triptych.models.fingerprint import fingerprint, update_with_length
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_video import probe_video
+from triptych.prompt.reasoning import Thought, thought_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemPlan, MediaHeader, Placement, Span, VideoHeader
@@ -73,11 +74,13 @@ class PlannedItem:
 
 @dataclass(frozen=True)
 class PlannedPrompt:
-    """``tokens`` holds ``plan.rows`` placeholders for each item, at its placement; ``positions`` covers all tokens."""
+    """``tokens`` holds ``plan.rows`` placeholders for each item, at its placement; ``positions`` covers all tokens;
+    ``thought`` says whether the answer begins with thoughts."""
 
     tokens: list[int]
     positions: Positions
-    items: tuple[PlannedItem, ...]
+    items: tuple[PlannedItem, ...] = ()
+    thought: Thought = Thought.NONE
 
 
 def media_param(message: int, part: int, modality: str) -> str:
@@ -117,12 +120,16 @@ class PromptBuilder:
         messages: Sequence[Message],
         context_length: int | None = None,
         /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_variables: Any,
     ) -> PlannedPrompt:
         """Plans one request, in well under two milliseconds for a short one; reads media headers, decodes nothing.
 
         ``context_length`` is what there is room for now, if that is less than the builder's own.
-        ``template_variables`` go to the template, such as ``tools``.
+        ``add_generation_prompt`` ends the prompt with what begins an answer, ``continue_final_message`` with the last
+        message's text instead. ``template_variables`` go to the template, such as ``tools``.
 
         Raises InvalidRequest for text with the model's media tokens and for what the template refuses, MediaError for
         an item that can't be used (both name the field), PromptTooLong, and InternalError when the template doesn't
@@ -134,18 +141,20 @@ class PromptBuilder:
         media = list(self._plan_media(messages))
         plans = [plan for _, plan, _ in media]
         longest = min(self.context_length, context_length or self.context_length)
-        _check_length(sum(plan.rows for plan in plans), longest, "more than ")
+        _check_length(sum(plan.rows for plan in plans), longest, "messages", "more than ")
         shown = _without_data if self._family.takes_media else _as_text
-        text = self.template.render([shown(message) for message in messages], **template_variables)
-        text = self._with_placeholders(text, plans)
-        # megabytes of text would take seconds to tokenize, only to be refused then
-        _check_length(self.tokenizer.fewest_tokens(text), longest, "at least ")
-        rendered = self.tokenizer.encode(text)
+        text = self.template.render(
+            [shown(message) for message in messages],
+            add_generation_prompt,
+            continue_final_message,
+            **template_variables,
+        )
+        rendered = self._encode(self._with_placeholders(text, plans), longest, "messages")
         runs = [length for plan in plans for length in self.planner.runs(plan)]
         if (placed := sum(map(rendered.count, self.planner.placeholder_ids.values()))) != len(runs):
             raise InternalError(f"the prompt has {placed} placeholders for {len(runs)} runs of rows")
         num_tokens = len(rendered) + sum(runs) - len(runs)
-        _check_length(num_tokens, longest)
+        _check_length(num_tokens, longest, "messages")
         tokens, spans = self._expand(rendered, runs)
         placements = _placements(spans, [len(self.planner.runs(plan)) for plan in plans])
         return PlannedPrompt(
@@ -155,7 +164,37 @@ class PromptBuilder:
                 PlannedItem(self._key(data, plan), data, plan, placement, param)
                 for (data, plan, param), placement in zip(media, placements, strict=True)
             ),
+            thought=thought_at_end(text) if self.template.thinks else Thought.NONE,
         )
+
+    def build_text(
+        self,
+        prompt: str | Sequence[int],
+        context_length: int | None = None,
+        /,
+        *,
+        param: str = "prompt",
+        add_special_tokens: bool = True,
+    ) -> PlannedPrompt:
+        """Plans a prompt without a template: a text, or tokens as they are. Raises InvalidRequest for the model's media
+        tokens and for a prompt without tokens, and PromptTooLong; both name ``param``."""
+        longest = min(self.context_length, context_length or self.context_length)
+        if isinstance(prompt, str):
+            self._refuse_media_tokens(prompt, param)
+            tokens = self._encode(prompt, longest, param, add_special_tokens)
+        else:
+            tokens = list(prompt)
+            if forbidden := self.planner.media_token_ids.intersection(tokens):
+                raise InvalidRequest(f"{param} may not contain token {min(forbidden)}, which stands for media", param)
+        if not tokens:
+            raise InvalidRequest(f"{param} has no tokens", param)
+        _check_length(len(tokens), longest, param)
+        return PlannedPrompt(tokens=tokens, positions=self.planner.positions(len(tokens), [], []))
+
+    def _encode(self, text: str, longest: int, param: str, add_special_tokens: bool = False) -> list[int]:
+        # megabytes of text would take seconds to tokenize, only to be refused then
+        _check_length(self.tokenizer.fewest_tokens(text), longest, param, "at least ")
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _spelling(self, token_id: int) -> str:
         token = self.tokenizer.token_of(token_id)
@@ -258,11 +297,9 @@ def _placements(spans: Sequence[Span], counts: Sequence[int]) -> list[Placement]
     return [Placement(tuple(itertools.islice(rest, count))) for count in counts]
 
 
-def _check_length(num_tokens: int, longest: int, qualifier: str = "") -> None:
+def _check_length(num_tokens: int, longest: int, param: str, qualifier: str = "") -> None:
     if num_tokens > longest:
-        raise PromptTooLong(
-            f"the prompt has {qualifier}{num_tokens} tokens; the context length is {longest}", "messages"
-        )
+        raise PromptTooLong(f"the prompt has {qualifier}{num_tokens} tokens; the context length is {longest}", param)
 
 
 def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str, str, bool]]:

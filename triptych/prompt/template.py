@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -14,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.errors import CheckpointError, InvalidRequest
 from triptych.models.config_files import read_json_object
+from triptych.prompt.reasoning import THINK
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _LEGACY_TEMPLATE_FILE = "chat_template.json"
@@ -33,16 +35,35 @@ class ChatTemplate:
         source = _template_source(folder, tokenizer_config)
         # transformers defines these two for every template, and some test them against none.
         self._variables: dict[str, Any] = {"tools": None, "documents": None, **_special_tokens(tokenizer_config)}
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            read = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{folder}: the chat template doesn't parse: {error}") from error
+        self.takes_tools = "tools" in read
+        self.thinks = THINK in source
+        """Whether the template knows of thoughts between tags."""
+        own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables, *environment.globals}
+        self.variables = frozenset(read - own)
+        """What it reads beyond the conversation itself, such as ``enable_thinking``: requests may set that."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any) -> str:
-        """The prompt's text. ``extra`` are further variables of the template, such as ``tools``.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
+    ) -> str:
+        """The prompt's text, with ``continue_final_message`` up to the end of the last message's text, which is then
+        for the model to go on with. ``extra`` are further variables of the template, such as ``tools``.
 
         Raises InvalidRequest for messages that the template refuses or can't handle.
         """
+        text = self._render(messages, add_generation_prompt and not continue_final_message, extra)
+        return _until_end_of(_last_text(messages), text) if continue_final_message else text
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Any) -> str:
         variables = {**self._variables, **extra}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -52,6 +73,19 @@ class ChatTemplate:
                 f"the model's chat template can't render these messages: {(reason or ['no reason given'])[0][:200]}",
                 "messages",
             ) from error
+
+
+def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    content = messages[-1]["content"]
+    return content if isinstance(content, str) else str(content[-1]["text"])
+
+
+def _until_end_of(last: str, text: str) -> str:
+    """Templates may strip a message's text; then the white space at its end is lost, as in transformers."""
+    for wanted in (last, last.rstrip(), last.strip()):
+        if (start := text.rfind(wanted)) >= 0:
+            return text[: start + len(wanted)]
+    raise InvalidRequest("the model's chat template changes the last message, so it can't be continued", "messages")
 
 
 class _Generation(Extension):

@@ -35,6 +35,8 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.eos_token_ids = _eos_token_ids(folder)
+        self._special = frozenset(self._tokenizer.get_added_tokens_decoder())
+        self._bytes = _byte_alphabet() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else None
         self._max_bytes_per_token = _max_bytes_per_token(self._tokenizer)
 
     @property
@@ -42,10 +44,11 @@ class Tokenizer:
         """Tokens that have text, added ones included. The model's table may have more rows."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """Adds no token of its own; special tokens written out in ``text`` become those tokens."""
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Special tokens written out in ``text`` become those tokens; ``add_special_tokens`` adds what the
+        tokenizer puts around a text, such as its token for the beginning."""
         # alone ``encode`` keeps the interpreter's lock, and with it every other thread, for as long as it takes
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
@@ -53,14 +56,29 @@ class Tokenizer:
         """A bound from below on what ``encode`` makes of ``text``, in no time. 0 where nothing is certain."""
         return len(text.encode()) // self._max_bytes_per_token if self._max_bytes_per_token else 0
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens. Bytes that aren't UTF-8 become U+FFFD; ids without text are skipped."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Bytes that aren't UTF-8 become U+FFFD; ids without text are skipped."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which need not be whole characters."""
+        spelled = self.token_of(token_id) or ""
+        if self._bytes is None or token_id in self._special or not self._bytes.keys() >= set(spelled):
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        return bytes(self._bytes[letter] for letter in spelled)
 
     def token_of(self, token_id: int) -> str | None:
         """How the vocabulary spells a token: a special token's literal text; None for an id without one."""
         token: str | None = self._tokenizer.id_to_token(token_id)
         return token
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable ones as themselves, the others as the characters from 256 on,
+    in order (as GPT-2 did first)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:

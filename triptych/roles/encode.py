@@ -12,7 +12,7 @@ from typing import Protocol
 
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue
-from triptych.errors import PlanMismatch, TriptychError
+from triptych.errors import DeadlineExceeded, PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
@@ -89,6 +89,7 @@ class EncodeHost:
     def advance(self) -> None:
         self._collect_preprocessed()
         self._collect_batch()
+        self._drop_late()
         self._start_batch()
         self._start_preprocessing()
 
@@ -138,6 +139,7 @@ class EncodeHost:
             self._jobs[job.key] = job
             self._waiting.append(job)
         job.transfers.append(message.transfer)
+        job.deadline = max(job.deadline, time.monotonic() + message.timeout)
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
 
@@ -161,6 +163,12 @@ class EncodeHost:
         for line in (self._waiting, self._paused):
             if job in line:
                 line.remove(job)
+
+    def _drop_late(self) -> None:
+        """Live items don't wait behind those that come too late in any case."""
+        now = time.monotonic()
+        for job in [job for job in self._jobs.values() if job.deadline < now]:
+            self._fail(job, DeadlineExceeded("the request's time ran out before its media were encoded"))
 
     def _settle(self, job: EncodeJob) -> None:
         """The job is over. Another of the same key may have begun since this one was cancelled, and goes on."""

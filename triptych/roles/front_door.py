@@ -10,6 +10,7 @@ from types import TracebackType
 import uvicorn
 
 from triptych.api.app import create_app
+from triptych.api.named_media import NamedMedia
 from triptych.api.service import GenerationDefaults, Service
 from triptych.config import ServeConfig
 from triptych.errors import InstanceLost, StartError, TriptychError
@@ -71,6 +72,7 @@ class FrontDoor:
             tokenizer=builder.tokenizer,
             media=MediaLimits(max_bytes=config.front_door.max_image_mb * 2**20),
             videos=MediaLimits(max_bytes=config.front_door.max_video_mb * 2**20, kind="video"),
+            named_media=NamedMedia(config.front_door.named_media_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
             front_door=config.front_door,
         )

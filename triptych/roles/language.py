@@ -94,6 +94,7 @@ class LanguageHost:
         self._send = send
         self.num_computed_tokens = 0
         self._times: dict[RequestId, _Times] = {}
+        self._deadlines: dict[RequestId, float] = {}
         self._grammars: dict[RequestId, Future[Matcher]] = {}
         self._running: _RunningStep | None = None
         self._untold: list[Tokens] = []
@@ -113,6 +114,7 @@ class LanguageHost:
             self._on_failure(request, failure)
         self._refuse_bad_grammars()
         self._collect()
+        self._end_late()
         self._start()
         self._tell()
         self._incoming.grant()
@@ -161,6 +163,7 @@ class LanguageHost:
         sequence.prefilled_here, sequence.decoded_here = self.prefills, self.decodes
         self.scheduler.add(sequence)
         self._times[sequence.request] = _Times(time.time(), reused=min(sequence.num_reused, sequence.num_prompt))
+        self._deadlines[sequence.request] = time.monotonic() + message.timeout
         if (grammar := sequence.sampling.grammar) is not None:
             # an end token is how a grammar ends, even for those who ignore it elsewhere
             end_tokens = sequence.end_token_ids | sequence.eos_token_ids
@@ -179,6 +182,7 @@ class LanguageHost:
         self._incoming.release(request)
         self.scheduler.remove(request)
         self._times.pop(request, None)
+        self._deadlines.pop(request, None)
         if grammar := self._grammars.pop(request, None):
             grammar.cancel()
 
@@ -186,6 +190,12 @@ class LanguageHost:
         # before others, whom it ends for, say less
         self._send(self._front_door, Failed(request, self._address, error, message))
         self._remove(request)
+
+    def _end_late(self) -> None:
+        """The front door ends them, too, but its word may be late, and work for nobody delays the others."""
+        now = time.monotonic()
+        for request in [request for request, deadline in self._deadlines.items() if deadline < now]:
+            self._fail(request, "DeadlineExceeded", "the request's time ran out")
 
     # ── grammars ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -59,6 +60,8 @@ log = logging.getLogger(__name__)
 
 MAX_PLACEMENTS = 3
 """How many language instances a request may be given to, one after the other. Not more: it may be what ends them."""
+MIN_TIMEOUT = 0.001
+"""Seconds: what a message says to be left of a request's time, at least."""
 
 
 class TokenStream:
@@ -67,21 +70,53 @@ class TokenStream:
     def __init__(self, request: RequestId) -> None:
         self.request = request
         self.intervals: list[Interval] = []
-        self._queue: asyncio.Queue[Tokens | TriptychError] = asyncio.Queue()
+        self._untaken: list[Tokens] = []
+        self._error: TriptychError | None = None
+        self._closed = False
+        self._news = asyncio.Event()
 
     def put(self, event: Tokens | TriptychError) -> None:
         """For the router. After a finish reason or an error nothing more comes."""
-        self._queue.put_nowait(event)
+        if isinstance(event, TriptychError):
+            self._error = event
+        else:
+            self._untaken.append(event)
+        self._news.set()
+
+    def close(self) -> None:
+        """Whoever iterates gets nothing more."""
+        self._closed = True
+        self._news.set()
 
     async def __aiter__(self) -> AsyncIterator[Tokens]:
-        """Raises RequestError or ServiceError when the request failed."""
+        """What came since the last look counts as one report, so that a reader who is slow is told less often, not
+        later and later. Raises RequestError or ServiceError when the request failed."""
         while True:
-            event = await self._queue.get()
-            if isinstance(event, TriptychError):
-                raise event
-            yield event
-            if event.finish_reason is not None:
+            await self._news.wait()
+            self._news.clear()
+            if self._closed:
                 return
+            if self._untaken:
+                tokens, self._untaken = _joined(self._untaken), []
+                yield tokens
+                if tokens.finish_reason is not None:
+                    return
+            if self._error is not None:
+                raise self._error
+
+
+def _joined(reports: list[Tokens]) -> Tokens:
+    if len(reports) == 1:
+        return reports[0]
+    last = reports[-1]
+    return Tokens(
+        last.request,
+        [token for report in reports for token in report.tokens],
+        [logprob for report in reports for logprob in report.logprobs],
+        last.finish_reason,
+        last.reused,
+        last.intervals,
+    )
 
 
 @dataclass(eq=False)
@@ -172,13 +207,19 @@ class Router:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
-        self, prompt: PlannedPrompt, sampling: Sampling, eos_token_ids: list[int], cache_salt: str = ""
+        self,
+        prompt: PlannedPrompt,
+        sampling: Sampling,
+        eos_token_ids: list[int],
+        cache_salt: str = "",
+        timeout: float = math.inf,
     ) -> TokenStream:
-        """Admits a request and gives it to the least loaded language instance. Raises as ``check_admission`` does."""
+        """Admits a request and gives it to the least loaded language instance. ``timeout`` is how many seconds it has,
+        if those are fewer than the service allows. Raises as ``check_admission`` does."""
         generator = self.check_admission(has_media=bool(prompt.items))
         request = RequestId(secrets.token_hex(8))
         cost = float(len(prompt.tokens) + sampling.max_tokens)
-        deadline = self._clock() + self._config.request_timeout
+        timeout = min(timeout, self._config.request_timeout)
         generate = Generate(
             request=request,
             tokens=prompt.tokens,
@@ -188,11 +229,12 @@ class Router:
             sampling=sampling,
             eos_token_ids=eos_token_ids,
             cache_salt=cache_salt,
+            timeout=timeout,
         )
         self._send(generator.address, generate)
         generator.outstanding += cost
         stream = TokenStream(request)
-        self._requests[request] = _Request(prompt, stream, generator, cost, deadline, generate)
+        self._requests[request] = _Request(prompt, stream, generator, cost, self._clock() + timeout, generate)
         return stream
 
     def check_admission(self, *, has_media: bool) -> InstanceLease:
@@ -276,7 +318,9 @@ class Router:
         name = RequestId(f"{request}.{entry.num_placements}")
         entry.num_placements += 1
         entry.generator = generator
-        entry.generate = msgspec.structs.replace(entry.generate, request=name, generated=list(entry.generated))
+        entry.generate = msgspec.structs.replace(
+            entry.generate, request=name, generated=list(entry.generated), timeout=self._remaining(entry)
+        )
         generator.outstanding += entry.cost
         self._tell(generator.address, entry.generate)
 
@@ -284,6 +328,10 @@ class Router:
         """The request that its present generator knows by that name."""
         entry = self._requests.get(RequestId(name.partition(".")[0]))
         return entry if entry is not None and entry.generate.request == name else None
+
+    def _remaining(self, entry: _Request) -> float:
+        """Seconds until the deadline; a little where it has passed, and the next tick ends the request."""
+        return max(entry.deadline - self._clock(), MIN_TIMEOUT)
 
     def _supersede(self, entry: _Request, item: int) -> None:
         """After a preemption an item is needed anew: its earlier transfers are off the books."""
@@ -332,7 +380,8 @@ class Router:
         cost = float(max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token))
         prefiller.outstanding += cost
         entry.prefilling = _Prefilling(message.transfer, prefiller, cost)
-        prefill = Prefill(entry.generate, message.generated, message.consumer, message.transfer, message.first_token)
+        generate = msgspec.structs.replace(entry.generate, timeout=self._remaining(entry))
+        prefill = Prefill(generate, message.generated, message.consumer, message.transfer, message.first_token)
         self._tell(prefiller.address, prefill)
 
     def _on_need(self, message: Need) -> None:
@@ -352,7 +401,8 @@ class Router:
             encoding = _Encoding(entry.stream.request, needed.item, encoder, item.plan.cost)
             encoder.outstanding += encoding.cost
             entry.transfers[needed.transfer] = self._encodings[needed.transfer] = encoding
-            self._tell(encoder.address, Encode(needed.transfer, message.consumer, item.key, item.plan, item.data))
+            encode = Encode(needed.transfer, message.consumer, item.key, item.plan, item.data, self._remaining(entry))
+            self._tell(encoder.address, encode)
 
     def _on_encoded(self, message: Encoded) -> None:
         if (encoding := self._encodings.get(message.transfer)) is None:
@@ -460,8 +510,8 @@ class Router:
             why = f"has been silent for {self._lease.lease_expiry:g} s"
             log.warning("%s %s", lease.name, why)
             self._lose(lease, why)
-        for request in [request for request, entry in self._requests.items() if entry.deadline < now]:
-            self._fail(request, DeadlineExceeded(f"not done within {self._config.request_timeout:g} s"))
+        for request, entry in [(name, entry) for name, entry in self._requests.items() if entry.deadline < now]:
+            self._fail(request, DeadlineExceeded(f"not done within {entry.generate.timeout:.3g} s"))
 
     def _lose(self, lease: InstanceLease, why: str) -> None:
         """An instance is gone, and the others let go of it. What it generated goes on elsewhere. Rows that were encoded

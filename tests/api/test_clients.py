@@ -1,0 +1,122 @@
+"""Clients that must work unchanged: OpenAI's, asynchronous; LangChain; LiteLLM, where it is installed; curl."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from tests.api.serving import CHAT, Served, image, image_part, text_part
+from tests.api.test_tools import CITY
+from tests.api.thinking import thinking_service
+
+PICTURE = [image_part(image(seed=5)), text_part("What is it?")]
+TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "tells it", "parameters": CITY}}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with thinking_service(tmp_path_factory.mktemp("clients") / "thinker") as service:
+        yield service
+
+
+def expected(service: Served, content: Any) -> str:
+    return service.text(content, max_tokens=12, temperature=0, ignore_eos=False)
+
+
+def test_openais_asynchronous_client(thinker: Served) -> None:
+    async def ask(client: openai.AsyncOpenAI, content: Any) -> str:
+        messages: Any = [{"role": "user", "content": content}]
+        stream = await client.chat.completions.create(
+            model=thinker.model, messages=messages, max_tokens=12, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def both() -> list[str]:
+        url = f"{thinker.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+            return await asyncio.gather(ask(client, "Hello"), ask(client, PICTURE))
+
+    assert asyncio.run(both()) == [expected(thinker, "Hello"), expected(thinker, PICTURE)]
+
+
+class Weather(pydantic.BaseModel):
+    """The weather."""
+
+    days: int = pydantic.Field(ge=1, le=3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_langchain(thinker: Served) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    model = langchain.ChatOpenAI(
+        base_url=f"{thinker.url}/v1", api_key="none", model=thinker.model, temperature=0, max_tokens=12, max_retries=0
+    )
+    for content in ("Hello", PICTURE):
+        messages = [("user", content)]
+        assert model.invoke(messages).content == expected(thinker, content)
+        assert "".join(chunk.content for chunk in model.stream(messages)) == expected(thinker, content)
+    longer = model.model_copy(update={"max_tokens": 300})
+    called = longer.bind_tools([TOOL], tool_choice="required", parallel_tool_calls=False).invoke("Hello")
+    assert called.tool_calls[0]["name"] == "weather"
+    assert called.tool_calls[0]["args"]["days"] in (1, 22)
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(longer.with_structured_output(Weather, method=method).invoke("Hello"), Weather)
+
+
+LITELLM = """
+import json, sys
+import litellm
+url, model, tool = json.loads(sys.argv[1])
+settings = dict(model="openai/" + model, api_base=url + "/v1", api_key="none", temperature=0, num_retries=0)
+messages = [{"role": "user", "content": "Hello"}]
+said = litellm.completion(messages=messages, max_tokens=12, **settings).choices[0].message.content
+stream = litellm.completion(messages=messages, max_tokens=12, stream=True, **settings)
+streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+settings |= dict(tools=[tool], tool_choice="required", parallel_tool_calls=False)
+called = litellm.completion(messages=messages, max_tokens=300, **settings)
+call = called.choices[0].message.tool_calls[0].function
+print(json.dumps([said, streamed, call.name, json.loads(call.arguments)["days"]]))
+"""
+
+
+def test_litellm(thinker: Served) -> None:
+    """In an environment of its own: it wants an older huggingface_hub than transformers does. ``scripts/setup-clients``
+    makes it."""
+    python = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no .venv-clients; scripts/setup-clients makes it")
+    arguments = json.dumps([thinker.url, thinker.model, TOOL])
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(
+        [python, "-c", LITELLM, arguments], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said, streamed, name, days = json.loads(done.stdout.splitlines()[-1])
+    assert said == streamed == expected(thinker, "Hello")
+    assert name == "weather"
+    assert days in (1, 22)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl(thinker: Served) -> None:
+    body = thinker.body(PICTURE, max_tokens=12, temperature=0, ignore_eos=False)
+
+    def curl(*arguments: str, sent: Any = body) -> str:
+        command = ["curl", "-sS", "--noproxy", "*", "-H", "Content-Type: application/json", "-d", "@-", *arguments]
+        return subprocess.run(
+            command, input=json.dumps(sent), capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+
+    answer = json.loads(curl(thinker.url + CHAT))
+    assert answer["choices"][0]["message"]["content"] == expected(thinker, PICTURE)
+    lines = curl("-N", thinker.url + CHAT, sent=body | {"stream": True}).splitlines()
+    assert lines[-2] == "data: [DONE]"
+    assert json.loads(curl(thinker.url + CHAT, sent={}))["error"]["param"] == "model"

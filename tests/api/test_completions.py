@@ -1,0 +1,174 @@
+"""``/v1/completions``, ``/tokenize`` and ``/detokenize``: prompts without a chat template, and what they become."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.api.serving import CHAT, Served, image_part, text_part
+from tests.api.test_bad_input import the_error
+
+COMPLETIONS = "/v1/completions"
+
+
+def post(service: Served, path: str = COMPLETIONS, **fields: Any) -> httpx.Response:
+    defaults = {"model": service.model} | ({"max_tokens": 8, "ignore_eos": True} if path == COMPLETIONS else {})
+    with service.client() as client:
+        return client.post(path, json=defaults | fields)
+
+
+def answer(service: Served, path: str = COMPLETIONS, **fields: Any) -> Any:
+    response = post(service, path, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def texts(service: Served, **fields: Any) -> list[str]:
+    return [choice["text"] for choice in answer(service, **fields)["choices"]]
+
+
+def streamed(service: Served, **fields: Any) -> list[Any]:
+    response = post(service, stream=True, **fields)
+    assert response.status_code == 200, response.text
+    *events, done = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_text_and_its_tokens_are_continued_alike(service: Served) -> None:
+    tokens = answer(service, "/tokenize", prompt="Once upon")["tokens"]
+    (text,) = texts(service, prompt="Once upon")
+    assert text
+    assert texts(service, prompt=["Once upon", "a time"])[0] == text
+    assert texts(service, prompt=tokens) == [text]
+    assert texts(service, prompt=[tokens, tokens]) == [text, text]
+    assert texts(service, prompt="Once upon", echo=True) == ["Once upon" + text]
+    # the same tokens as a chat's are answered as the chat is
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = answer(service, "/tokenize", messages=messages)["tokens"]
+    assert texts(service, prompt=chat) == [service.text("Hello")]
+
+
+def test_choices_are_numbered_prompt_by_prompt(service: Served) -> None:
+    settings = {"temperature": 1.0, "seed": 3}
+    made = answer(service, prompt=["a", "b"], n=2, **settings)
+    assert [choice["index"] for choice in made["choices"]] == [0, 1, 2, 3]
+    assert made["usage"]["completion_tokens"] == 32
+    alone = [texts(service, prompt=prompt, n=2, **settings) for prompt in ("a", "b")]
+    assert [choice["text"] for choice in made["choices"]] == alone[0] + alone[1]
+
+
+def test_the_stream_says_the_same(service: Served) -> None:
+    fields: dict[str, Any] = {"prompt": ["Once", "Twice"], "echo": True, "max_tokens": 20, "stop": "\n"}
+    whole = answer(service, **fields)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = streamed(service, **fields, stream_options=options)
+    said = ["", ""]
+    reasons: list[Any] = [None, None]
+    for event in events:
+        (choice,) = event["choices"]
+        said[choice["index"]] += choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+    assert said == [choice["text"] for choice in whole["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"]
+
+
+def test_logprobs_have_an_entry_for_each_token(service: Served) -> None:
+    whole = answer(service, prompt="Once", logprobs=2, temperature=0)["choices"][0]
+    logprobs = whole["logprobs"]
+    assert len(logprobs["tokens"]) == 8
+    assert logprobs["text_offset"] == [sum(map(len, logprobs["tokens"][:n])) for n in range(8)]
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob == max(top.values()), "greedy"
+    parts = [event["choices"][0]["logprobs"] for event in streamed(service, prompt="Once", logprobs=2, temperature=0)]
+    for name in logprobs:
+        assert [entry for part in parts for entry in part[name]] == logprobs[name]
+    none = answer(service, prompt="Once", logprobs=0)["choices"][0]["logprobs"]
+    assert all(len(top) == 1 for top in none["top_logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({}, "prompt", "required"),
+        ({"prompt": ""}, "prompt", "no tokens"),
+        ({"prompt": []}, "prompt", "at least 1"),
+        ({"prompt": 3}, "prompt", "token ids"),
+        ({"prompt": ["x", 3]}, "prompt[1]", "string"),
+        ({"prompt": [3, "x"]}, "prompt[1]", "integer"),
+        ({"prompt": [[1], []]}, "prompt[1]", "no tokens"),
+        ({"prompt": [-1]}, "prompt[0]", "greater"),
+        ({"prompt": ["x", "see <|image_pad|>"]}, "prompt[1]", "<|image_pad|>"),
+        ({"prompt": "x" * 5000}, "prompt", "tokens"),
+        ({"prompt": "x", "max_tokens": 4096}, "prompt", "context"),
+        ({"prompt": "x", "suffix": "y"}, "suffix", "''"),
+        ({"prompt": "x", "best_of": 2}, "best_of", "n is supported"),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", "not supported"),
+        ({"prompt": ["x"] * 100, "n": 64}, "prompt", "6400"),
+        ({"prompt": "x", "messages": []}, "messages", "unknown"),
+        ({"prompt": "x", "tools": []}, "tools", "unknown"),
+    ],
+)
+def test_what_cannot_be_continued(service: Served, fields: dict[str, Any], param: str, says: str) -> None:
+    assert says.lower() in the_error(post(service, **fields), 400, param).lower()
+
+
+def test_tokens_outside_the_vocabulary(service: Served) -> None:
+    the_error(post(service, prompt=[2**30]), 400)
+    media = answer(service, "/tokenize", messages=[{"role": "user", "content": [image_part()]}])["tokens"]
+    assert "stands for media" in the_error(post(service, prompt=media), 400, "prompt")
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_tokens_and_text_become_each_other(service: Served, prefix: str) -> None:
+    text = "Größe <|im_start|> 🙂"
+    made = answer(service, f"{prefix}/tokenize", prompt=text, return_token_strs=True)
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+    assert "<|im_start|>" in made["token_strs"]
+    assert made["max_model_len"] == 4096
+    assert answer(service, f"{prefix}/detokenize", tokens=made["tokens"]) == {"prompt": text}
+    with service.client() as client:  # the model needn't be named
+        assert client.post(f"{prefix}/tokenize", json={"prompt": text}).json()["tokens"] == made["tokens"]
+
+
+def test_a_conversation_counts_as_its_prompt_does(service: Served) -> None:
+    content = [image_part(), text_part("What is it?")]
+    messages = [{"role": "user", "content": content}]
+    made = answer(service, "/tokenize", messages=messages)
+    assert made["count"] == service.post(content).json()["usage"]["prompt_tokens"]
+    assert answer(service, "/tokenize", messages=messages, add_generation_prompt=False)["count"] < made["count"]
+    assert made["token_strs"] is None
+
+
+def test_what_cannot_be_tokenized(service: Served) -> None:
+    the_error(post(service, "/tokenize", prompt=3), 400, "prompt")
+    the_error(post(service, "/tokenize", model="other", prompt="x"), 404, "model")
+    the_error(post(service, "/tokenize", messages=[]), 400, "messages")
+    the_error(post(service, "/detokenize", tokens=["x"]), 400, "tokens[0]")
+    the_error(post(service, "/detokenize", tokens=[2**31]), 400, "tokens[0]")
+    assert answer(service, "/detokenize", tokens=[2**31 - 1]) == {"prompt": ""}
+
+
+def test_openais_client_completes(service: Served) -> None:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        made = client.completions.create(model=service.model, prompt="Once", max_tokens=6, temperature=0, logprobs=1)
+        stream = client.completions.create(model=service.model, prompt="Once", max_tokens=6, temperature=0, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == made.choices[0].text
+        assert made.choices[0].logprobs is not None
+
+
+def test_the_version_is_told(service: Served) -> None:
+    with service.client() as client:
+        assert client.get("/version").json()["version"]
+        document = client.get("/openapi.json").json()
+    paths = {CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/version", "/v1/models", "/health", "/ready"}
+    assert paths <= set(document["paths"])

@@ -1,0 +1,115 @@
+"""Requests made from the OpenAPI document, right ones and wrong ones: no failure of the service, and answers as the
+document says."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.api.serving import Served, served, wait_for
+from tests.harness import FLOAT32
+
+schemathesis = pytest.importorskip("schemathesis")
+from schemathesis import GenerationMode  # noqa: E402
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [content_type_conformance, response_schema_conformance, status_code_conformance]
+PATHS = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/version"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+]
+MESSAGES = [{"role": "user", "content": "x"}]
+RIGHT: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4},
+    "/v1/completions": {"prompt": "x", "max_tokens": 4},
+    "/v1/responses": {"input": "x", "max_output_tokens": 4},
+    "/tokenize": {"messages": MESSAGES},
+    "/detokenize": {"tokens": [1, 2]},
+}
+GENERATING = 3
+"""The first of them get most of the cases."""
+
+
+@pytest.fixture(scope="module")
+def short(folder: Path) -> Iterator[Served]:
+    """A service whose answers can't be long."""
+    with served(folder, engine=replace(FLOAT32, max_model_len=128)) as service:
+        yield service
+        wait_for(service.everything_is_back)
+        assert service.text("x")
+
+
+@pytest.fixture(scope="module")
+def document(short: Served) -> Any:
+    return schemathesis.openapi.from_url(f"{short.url}/openapi.json")
+
+
+def check_path(short: Served, document: Any, method: str, path: str, num_cases: int) -> None:
+    operation = document[path][method]
+    statuses: Counter[int] = Counter()
+    modes = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE] if method == "POST" else [GenerationMode.POSITIVE]
+    cases = st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes])
+
+    @settings(
+        max_examples=num_cases,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases, choice=st.data())
+    def run(case: Any, choice: st.DataObject) -> None:
+        if case.body and isinstance(case.body, dict) and choice.draw(st.booleans()):
+            # all fields at once are hardly ever right: most cases are a right request with a few of them
+            names = choice.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3))
+            case.body = {"model": short.model} | RIGHT[path] | {name: case.body[name] for name in names}
+        response = case.call(base_url=short.url, timeout=30)
+        too_late = response.status_code == 504 and "timeout" in case.body
+        assert response.status_code < 500 or too_late, (case.body, response.text)
+        case.validate_response(response, checks=CHECKS)
+        statuses[response.status_code] += 1
+
+    run()
+    assert statuses[200] > num_cases // 20, statuses
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_requests_from_the_document(short: Served, document: Any, method: str, path: str) -> None:
+    """300 and a few, all told."""
+    check_path(short, document, method, path, 80 if PATHS.index((method, path)) < GENERATING else 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "path"), PATHS[:5])
+def test_many_requests_from_the_document(short: Served, document: Any, method: str, path: str) -> None:
+    """10,000, all told."""
+    check_path(short, document, method, path, 3000 if PATHS.index((method, path)) < GENERATING else 500)
+
+
+def test_every_endpoint_is_documented(short: Served) -> None:
+    with short.client() as client:
+        document = client.get("/openapi.json").json()
+    app = short.running.front_door.service
+    assert app.model_name
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["description"], path
+            assert "application/json" in operation["responses"]["200"]["content"], path
+            assert (method == "post") == ("requestBody" in operation), path
+    assert {path for _, path in PATHS} <= set(document["paths"])

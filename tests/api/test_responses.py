@@ -1,0 +1,248 @@
+"""``/v1/responses``: the answers of chats, as OpenAI's newer API tells them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.api.serving import Served, image, image_part, text_part
+from tests.api.test_bad_input import the_error
+from tests.api.test_tools import CITY, weather
+from tests.api.thinking import thinking_service
+
+RESPONSES = "/v1/responses"
+TOOL = {"type": "function", "name": "weather", "description": "tells the weather", "parameters": CITY, "strict": True}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with thinking_service(tmp_path_factory.mktemp("responses") / "thinker") as service:
+        yield service
+
+
+def post(service: Served, **fields: Any) -> httpx.Response:
+    with service.client() as client:
+        return client.post(RESPONSES, json={"model": service.model, "input": "Hello", "max_output_tokens": 8} | fields)
+
+
+def answer(service: Served, **fields: Any) -> Any:
+    response = post(service, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(service: Served, **fields: Any) -> list[Any]:
+    text = post(service, stream=True, **fields).text
+    made = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert event["sequence_number"] == len(made)
+        made.append(event)
+    return made
+
+
+def without_ids(item: Any) -> Any:
+    return {name: value for name, value in item.items() if name not in ("id", "call_id")}
+
+
+def check_stream(made: list[Any], whole: Any) -> None:
+    """The events tell the same answer as ``whole``, each item from its beginning to its end."""
+    assert [event["type"] for event in made[:2]] == ["response.created", "response.in_progress"]
+    last = made[-1]
+    assert last["type"] == f"response.{whole['status']}"
+    assert [without_ids(item) for item in last["response"]["output"]] == [without_ids(i) for i in whole["output"]]
+    for index, item in enumerate(last["response"]["output"]):
+        of_item = [event for event in made if event.get("output_index") == index]
+        assert of_item[0]["type"] == "response.output_item.added"
+        assert of_item[-1]["type"] == "response.output_item.done"
+        assert of_item[-1]["item"] == item
+        said = "".join(event["delta"] for event in of_item if event["type"].endswith(".delta"))
+        assert said == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        assert {event["item_id"] for event in of_item[1:-1]} == {item["id"]}
+
+
+def test_the_answer_is_that_of_a_chat(service: Served) -> None:
+    settings = {"temperature": 0.0, "max_output_tokens": 24}
+    expected = service.text("Hello", max_tokens=24, temperature=0, ignore_eos=False)
+    whole = answer(service, **settings)
+    (message,) = whole["output"]
+    assert message["content"][0]["text"] == expected
+    assert (whole["object"], whole["status"], whole["store"]) == ("response", "incomplete", False)
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert whole["usage"]["output_tokens"] == 24
+    check_stream(events(service, **settings), whole)
+    content = [{"type": "input_text", "text": "Hello"}]
+    again = answer(service, input=[{"role": "user", "content": content}], **settings)
+    assert again["output"][0]["content"] == message["content"]
+
+
+def test_instructions_and_images_and_earlier_answers(service: Served) -> None:
+    data = image(seed=9)
+    part = image_part(data)["image_url"]["url"]
+    items = [
+        {
+            "role": "user",
+            "content": [{"type": "input_image", "image_url": part}, {"type": "input_text", "text": "What?"}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "A square.", "annotations": []}],
+        },
+        {"role": "user", "content": "And now?"},
+    ]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [image_part(data), text_part("What?")]},
+        {"role": "assistant", "content": [text_part("A square.")]},
+        {"role": "user", "content": "And now?"},
+    ]
+    made = answer(service, instructions="Be brief.", input=items, temperature=0.0)
+    assert made["output"][0]["content"][0]["text"] == service.text(messages=messages, temperature=0, ignore_eos=False)
+
+
+def test_calls_and_thoughts_are_items_of_their_own(thinker: Served) -> None:
+    settings: dict[str, Any] = {
+        "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 300,
+    }  # fmt: skip
+    whole = answer(thinker, **settings, temperature=0.0)
+    (call,) = whole["output"]
+    assert (call["type"], call["name"], call["status"], whole["status"]) == (
+        "function_call", "weather", "completed", "completed",
+    )  # fmt: skip
+    assert json.loads(call["arguments"])["days"] in (1, 22)
+    check_stream(events(thinker, **settings, temperature=0.0), whole)
+    items = [
+        {"role": "user", "content": "Rome?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": call["call_id"], "name": "weather", "arguments": call["arguments"]},
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"},
+    ]
+    assert answer(thinker, input=items, tools=[TOOL])["output"]
+
+
+def test_earlier_items_become_one_message() -> None:
+    from triptych.api.parsing import parse
+    from triptych.api.responses_schemas import ResponsesRequest
+
+    items = [
+        {"role": "user", "content": "Rome?"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"role": "assistant", "content": "Let me see."},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"role": "assistant", "content": "Sunny."},
+        {"role": "assistant", "content": "And warm."},
+    ]
+    request = parse(ResponsesRequest, json.dumps({"model": "m", "input": items}).encode())
+    messages = request.chat().messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant", "assistant"]
+    assert (messages[1].reasoning_content, messages[1].content) == ("Hm.", "Let me see.")
+    assert [call.id for call in messages[1].tool_calls or ()] == ["c1", "c2"]
+
+
+def test_a_form_and_log_probabilities(service: Served) -> None:
+    text = {"format": {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}}
+    settings = {"text": text, "max_output_tokens": 300, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    whole = answer(service, **settings, temperature=0.0)
+    (part,) = whole["output"][0]["content"]
+    assert json.loads(part["text"])["days"] in (1, 22)
+    assert whole["status"] == "completed"
+    assert bytes(byte for entry in part["logprobs"] for byte in entry["bytes"]).decode() == part["text"]
+    check_stream(events(service, **settings, temperature=0.0), whole)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"store": True}, "store", "False"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "null"),
+        ({"background": True}, "background", "False"),
+        ({"conversation": "c"}, "conversation", "unknown"),
+        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"include": ["reasoning.encrypted_content"]}, "include[0]", "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs", "include"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]", "function_call_output"),
+        ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "input[0].content[0].type", "text"),
+        ({"input": [{"role": "user", "content": "see <|image_pad|>"}]}, "input", "media"),
+        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type", "'function'"),
+        ({"tools": [TOOL]}, "tools", "template"),
+        ({"tool_choice": "required"}, "tool_choice", "tools"),
+        ({"reasoning": {"effort": "low"}}, None, "can't be changed"),
+        ({"max_output_tokens": 5000}, "input", "context"),
+        ({"temperature": 3}, "temperature", "less"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered(service: Served, fields: dict[str, Any], param: str | None, says: str) -> None:
+    assert says.lower() in the_error(post(service, **fields), 400, param).lower()
+
+
+def test_a_failure_in_the_middle_is_told(service: Served) -> None:
+    service.steps.delay = 0.02
+    made = events(service, max_output_tokens=3000, timeout=0.5)
+    assert [event["type"] for event in made[-2:]] == ["error", "response.failed"]
+    assert made[-2]["code"] == "deadline_exceeded"
+    assert made[-1]["response"]["status"] == "failed"
+    the_error(
+        post(service, input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]), 400, "input"
+    )
+
+
+def test_openais_client_works_unchanged(thinker: Served) -> None:
+    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        made = client.responses.create(model=thinker.model, input="Hello", max_output_tokens=12, temperature=0)
+        assert made.output_text
+        with client.responses.stream(model=thinker.model, input="Hello", max_output_tokens=12, temperature=0) as stream:
+            said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert said == made.output_text
+        parsed = client.responses.parse(model=thinker.model, input="Hello", text_format=weather, max_output_tokens=300)
+        assert isinstance(parsed.output_parsed, weather)
+        tool: Any = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
+        called = client.responses.create(
+            model=thinker.model,
+            input="Hello",
+            tools=[tool],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=0,
+        )
+        (call,) = called.output
+        assert call.type == "function_call"
+        history: Any = [
+            {"role": "user", "content": "Hello"},
+            *called.output,
+            {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+        ]
+        assert client.responses.create(model=thinker.model, input=history, tools=[tool], max_output_tokens=4).output
+
+
+def test_thoughts_are_streamed_as_items(thinker: Served) -> None:
+    """Through a chat's own fields, which this API lacks, the model can't be made to think; so its items are tested."""
+    from triptych.api.chat import Delta
+    from triptych.api.response_items import OutputItems
+    from triptych.prompt.tool_calls import Argued, Called, Said
+
+    output = OutputItems()
+    deltas = [
+        Delta(0, "Hm", [], [], None),
+        Delta(0, ".", [Said("Yes")], [], None),
+        Delta(0, "", [Called(0, "weather"), Argued(0, "{")], [], None),
+        Delta(0, "", [Argued(0, "}"), Said("Done.")], [], "stop"),
+    ]
+    changes = [change for delta in deltas for change in output.add(delta)] + list(output.finish("completed"))
+    assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call", "message"]
+    assert output.items[0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert output.items[2]["arguments"] == "{}"
+    assert all(item["status"] == "completed" for item in output.items)
+    assert [kind for kind, _ in changes if "reasoning" in kind] == ["response.reasoning_text.delta"] * 2 + [
+        "response.reasoning_text.done"
+    ]

@@ -1,0 +1,98 @@
+"""What is streamed is what is answered, whatever the tokens: random bytes, stop strings, thoughts and calls."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.api.serving import Served
+from tests.api.test_chat import events, streamed_text
+from tests.api.test_completions import answer
+from tests.api.test_tools import THINKING, TOOLS, put_together, without_ids
+from tests.api.thinking import IDS, thinking_service
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with thinking_service(tmp_path_factory.mktemp("streaming") / "thinker") as service:
+        yield service
+
+
+def some_stops(text: str, chance: random.Random) -> list[str]:
+    """Pieces of the text, of which some end in the middle of what would be a character's bytes, and strangers."""
+    pieces = [text[at : at + chance.randint(1, 5)] for at in (chance.randrange(len(text)) for _ in range(2))]
+    return [*(piece for piece in pieces if piece.strip("\ufffd")), "never"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_bytes_are_streamed_as_they_are_answered(service: Served, seed: int) -> None:
+    """At this temperature every token of the random model is about as likely: bytes that aren't UTF-8, in all ways."""
+    chance = random.Random(seed)
+    settings: dict[str, Any] = {"temperature": 2.0, "seed": seed, "max_tokens": chance.randint(1, 120)}
+    settings["skip_special_tokens"] = chance.random() < 0.5
+    if text := service.text(**settings):
+        settings["stop"] = some_stops(text, chance)
+    made = service.post(**settings).json()
+    chunks = events(service, service.body(**settings, stream_options={"include_usage": True}))
+    assert streamed_text(chunks) == made["choices"][0]["message"]["content"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == made["choices"][0]["finish_reason"]
+    assert chunks[-1]["usage"]["completion_tokens"] == made["usage"]["completion_tokens"]
+
+
+def test_characters_of_several_tokens_are_whole(service: Served) -> None:
+    """A grammar makes the model say what has two, three and four bytes a character: here, as many tokens."""
+    wanted = "é–🙂é🙂"
+    settings = {"structured_outputs": {"choice": [wanted]}, "max_tokens": 60}
+    chunks = events(service, service.body(**settings))
+    deltas = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(deltas) == wanted
+    assert "\ufffd" not in "".join(deltas)
+    assert [delta for delta in deltas if delta] == list(wanted)
+    for stop, kept in (("–🙂", "é"), ("🙂é🙂", "é–"), ("é🙂", "é–🙂")):
+        assert streamed_text(events(service, service.body(**settings, stop=stop))) == kept
+        assert service.text(**settings, stop=stop) == kept
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_thoughts_and_calls_are_streamed_as_they_are_answered(thinker: Served, seed: int) -> None:
+    """The tags come when chance will have it, and so do calls that are none."""
+    bias = dict.fromkeys(map(str, IDS.values()), 4) | THINKING["logit_bias"]
+    settings = THINKING | {"logit_bias": bias, "temperature": 1.5, "seed": seed, "max_tokens": 150, "tools": TOOLS}
+    made = thinker.post(**settings).json()["choices"][0]
+    streamed = put_together(events(thinker, thinker.body(**settings)))
+    assert without_ids(streamed) == without_ids(made)
+
+
+def test_usage_is_told_with_every_chunk_when_asked_for(service: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(service, service.body(max_tokens=12, stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+    assert chunks[-1]["choices"] == []
+    only_stats = events(service, service.body(max_tokens=12, stream_options={"continuous_usage_stats": True}))
+    assert all("usage" in chunk and chunk["choices"] for chunk in only_stats)
+
+
+def test_text_completions_stream_random_bytes(service: Served) -> None:
+    for seed in range(6):
+        fields = {"prompt": ["a", "b"], "temperature": 2.0, "seed": seed, "max_tokens": 60, "ignore_eos": True}
+        made = answer(service, "/v1/completions", **fields)
+        said = ["", ""]
+        with service.client() as client:
+            text = client.post("/v1/completions", json={"model": service.model, "stream": True} | fields).text
+        for line in text.split("\n"):
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                said[choice["index"]] += choice["text"]
+        assert said == [choice["text"] for choice in made["choices"]]
+
+
+def test_a_stop_string_ends_the_count_of_tokens_too(service: Served) -> None:
+    """However many tokens had been made by the time it was found, and came in one report."""
+    whole = service.text(max_tokens=60)
+    stop = next(whole[at : at + 3] for at in range(4, 40) if whole.find(whole[at : at + 3]) == at)
+    counts = {service.post(max_tokens=60, stop=stop).json()["usage"]["completion_tokens"] for _ in range(5)}
+    assert len(counts) == 1

@@ -1,0 +1,310 @@
+"""Tools and thoughts over HTTP: grammars make a model with random weights call, and biases end its thoughts."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from tests.api.serving import Served, image_part, text_part, wait_for
+from tests.api.test_bad_input import the_error
+from tests.api.test_chat import events
+from tests.api.test_completions import answer
+from tests.api.thinking import IDS, thinking_service
+from triptych.api.forms import answer_form
+from triptych.api.parsing import parse
+from triptych.api.schemas import ChatCompletionRequest
+from triptych.errors import InvalidRequest
+from triptych.prompt.reasoning import Thought
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Köln", "Rome"]}, "days": {"enum": [1, 22]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+ZONE = {"type": "object", "properties": {"zone": {"enum": ["a", "b"]}}, "required": ["zone"]}
+ZONE["additionalProperties"] = False
+
+
+def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
+    function = {"name": name, "description": f"tells the {name}", "parameters": parameters}
+    return {"type": "function", "function": function | more}
+
+
+TOOLS = [tool("weather", CITY), tool("time", ZONE)]
+FREE = {"ignore_eos": False, "max_tokens": 400, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with thinking_service(tmp_path_factory.mktemp("tools") / "thinker") as service:
+        yield service
+
+
+def choice(service: Served, content: Any = "Hello", **settings: Any) -> dict[str, Any]:
+    response = service.post(content, **(FREE | settings))
+    assert response.status_code == 200, response.text
+    (one,) = response.json()["choices"]
+    return dict(one)
+
+
+def put_together(chunks: list[Any]) -> dict[str, Any]:
+    """What ``choice`` returns, made from a stream as OpenAI's clients do."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    reason = None
+    for chunk in chunks:
+        for one in chunk["choices"]:
+            reason = one["finish_reason"] or reason
+            for name in ("content", "reasoning", "reasoning_content"):
+                if one["delta"].get(name):
+                    message[name] = message.get(name, "") + one["delta"][name]
+            for delta in one["delta"].get("tool_calls", []):
+                calls = message.setdefault("tool_calls", [])
+                if delta["index"] == len(calls):
+                    calls.append({"id": delta["id"], "type": delta["type"], "function": delta["function"]})
+                else:
+                    assert "id" not in delta
+                    calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+    if "tool_calls" in message and not message["content"]:
+        message["content"] = None
+    return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+
+
+def without_ids(made: dict[str, Any]) -> dict[str, Any]:
+    for call in made["message"].get("tool_calls", []):
+        assert call.pop("id").startswith("call_")
+    return made
+
+
+def check_call(call: dict[str, Any]) -> None:
+    arguments = json.loads(call["function"]["arguments"])
+    if call["function"]["name"] == "weather":
+        assert arguments["city"] in ("Köln", "Rome")
+        assert arguments["days"] in (1, 22)
+    else:
+        assert call["function"]["name"] == "time"
+        assert arguments["zone"] in ("a", "b")
+
+
+@pytest.mark.parametrize("content", ["Hello", [image_part(), text_part("x")]], ids=["text", "image"])
+def test_a_call_that_is_required_is_made(thinker: Served, content: Any) -> None:
+    for seed in range(3):
+        settings = {"tools": TOOLS, "tool_choice": "required", "seed": seed, "parallel_tool_calls": False}
+        made = choice(thinker, content, **settings)
+        assert (made["finish_reason"], made["message"]["content"]) == ("tool_calls", None)
+        (call,) = made["message"]["tool_calls"]
+        check_call(call)
+        streamed = put_together(events(thinker, thinker.body(content, **(FREE | settings))))
+        assert without_ids(streamed) == without_ids(made)
+
+
+def test_several_calls_are_made_at_once(thinker: Served) -> None:
+    """The bias makes what comes between two calls likelier than the end."""
+    newline = answer(thinker, "/tokenize", prompt="\n")["tokens"][0]
+    bias = {str(newline): 100}
+    settings = {"tools": TOOLS, "tool_choice": "required", "seed": 1, "logit_bias": bias, "max_tokens": 700}
+    made = choice(thinker, **settings)
+    calls = made["message"]["tool_calls"]
+    assert len(calls) > 1
+    for call in calls[:-1]:  # the last may have been cut off
+        check_call(call)
+    streamed = put_together(events(thinker, thinker.body(**(FREE | settings))))
+    assert without_ids(streamed) == without_ids(made)
+
+
+def test_a_named_tool_is_called(thinker: Served) -> None:
+    for name in ("weather", "time"):
+        wanted = {"type": "function", "function": {"name": name}}
+        made = choice(thinker, tools=TOOLS, tool_choice=wanted)
+        assert [call["function"]["name"] for call in made["message"]["tool_calls"]] == [name]
+        assert made["finish_reason"] == "stop"
+        check_call(made["message"]["tool_calls"][0])
+
+
+SAID = 'Look:\n<tool_call>\n{"name": "%s", "arguments": {"city": "x"}}\n</tool_call>'
+
+
+LOOK = {str(ord("L") - ord("!")): 50}
+"""Where a text or a call may begin, it is the text: this tokenizer's tokens are bytes, in order."""
+
+
+def regex(text: str) -> dict[str, str]:
+    return {"regex": "".join(f"\\{letter}" if letter in '\\{}[]()*+?.|^$/"' else letter for letter in text)}
+
+
+def test_the_model_may_call_or_not(thinker: Served) -> None:
+    """The text is forced on the model; whether it is a call is for the parser to find."""
+    made = choice(thinker, tools=TOOLS, structured_outputs=regex(SAID % "weather"), logit_bias=LOOK)
+    assert made["message"]["content"] == "Look:"
+    assert made["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
+    assert made["finish_reason"] == "tool_calls"
+    plain = choice(thinker, structured_outputs=regex(SAID % "weather"))
+    assert plain["message"]["content"] == SAID % "weather", "without tools it is text"
+    none = choice(thinker, tools=TOOLS, tool_choice="none", structured_outputs=regex(SAID % "weather"))
+    assert none["message"]["content"] == SAID % "weather"
+    assert none["finish_reason"] == "stop"
+
+
+def test_after_one_call_nothing_more_is_generated(thinker: Served) -> None:
+    """Where calls aren't to be parallel, and no grammar sees to it."""
+    two = SAID % "weather" + "\n" + SAID % "time"
+    settings = {"tools": TOOLS, "structured_outputs": regex(two), "logit_bias": LOOK}
+    both = choice(thinker, **settings)
+    one = choice(thinker, **settings, parallel_tool_calls=False)
+    assert len(both["message"]["tool_calls"]) == 2
+    assert [call["function"]["name"] for call in one["message"]["tool_calls"]] == ["weather"]
+    assert one["finish_reason"] == "tool_calls"
+    wait_for(thinker.everything_is_back)
+
+
+def test_strict_tools_are_called_as_they_must_be(thinker: Served) -> None:
+    bias = {str(IDS["<tool_call>"]): 20}
+    settings = {"tools": [tool("weather", CITY, strict=True)], "logit_bias": bias, "parallel_tool_calls": False}
+    made = [choice(thinker, **settings, seed=seed) for seed in range(3)]
+    calls = [call for one in made for call in one["message"].get("tool_calls", [])]
+    assert calls
+    for call in calls:
+        check_call(call)
+
+
+def test_calls_and_their_results_are_told_to_the_model(thinker: Served) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "And Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    tokens = answer(thinker, "/tokenize", messages=messages, tools=TOOLS)["tokens"]
+    prompt = answer(thinker, "/detokenize", tokens=tokens)["prompt"]
+    assert json.dumps(TOOLS[0], ensure_ascii=False) in prompt
+    assert '<think>Hm.</think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>' in prompt
+    assert "<|im_start|>tool\nsunny" in prompt
+    assert choice(thinker, messages=messages, tools=TOOLS, max_tokens=4)["message"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [tool("x", {"type": 3})]}, None),
+        ({"tools": [tool("x", {"$ref": "#/nowhere"})]}, None),
+    ],
+)
+def test_tools_that_make_no_sense(thinker: Served, settings: dict[str, Any], param: str | None) -> None:
+    the_error(thinker.post(**({"tools": TOOLS, "tool_choice": "required"} | settings)), 400, param)
+    assert thinker.text()
+
+
+def test_a_form_has_its_limit() -> None:
+    big = tool("x", {"type": "object", "properties": {"a": {"enum": ["y" * 2**18]}}})
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [big], "tool_choice": "required"}
+    with pytest.raises(InvalidRequest, match="262144"):
+        answer_form(parse(ChatCompletionRequest, json.dumps(body).encode()), Thought.NONE)
+
+
+def test_a_template_without_tools_cannot_be_given_any(service: Served) -> None:
+    the_error(service.post(tools=TOOLS), 400, "tools")
+    assert service.text(tools=TOOLS, tool_choice="none") == service.text()
+
+
+# ── thoughts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {str(IDS["</think>"]): 5}}
+
+
+def test_thoughts_are_told_apart_from_the_answer(thinker: Served) -> None:
+    for seed in range(3):
+        settings = THINKING | {"seed": seed, "max_tokens": 120, "ignore_eos": True}
+        response = thinker.post(**(FREE | settings)).json()
+        message = response["choices"][0]["message"]
+        assert message["reasoning"] == message["reasoning_content"]
+        assert "</think>" not in message["reasoning"]
+        assert 0 < response["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 120
+        streamed = put_together(events(thinker, thinker.body(**(FREE | settings))))
+        assert streamed["message"] == message
+    plain = thinker.post(**(FREE | {"logit_bias": THINKING["logit_bias"]})).json()
+    assert "reasoning" not in plain["choices"][0]["message"]
+    assert "completion_tokens_details" not in plain["usage"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"regex": "[ab]{3}"}},
+        {"structured_outputs": {"grammar": 'root ::= "x" | "y"'}},
+    ],
+    ids=["schema", "choice", "regex", "grammar"],
+)
+def test_a_form_is_the_answers_not_the_thoughts(thinker: Served, form: dict[str, Any]) -> None:
+    message = choice(thinker, **THINKING, **form, seed=1)["message"]
+    assert message["reasoning"]
+    patterns = {"choice": ("yes", "no"), "grammar": ("x", "y")}
+    (kind,) = form.get("structured_outputs", form)
+    if kind in patterns:
+        assert message["content"] in patterns[kind]
+    elif kind == "regex":
+        assert set(message["content"]) <= {"a", "b"}
+        assert len(message["content"]) == 3
+    else:
+        assert json.loads(message["content"])["days"] in (1, 22)
+
+
+def test_a_model_thinks_before_it_calls(thinker: Served) -> None:
+    made = choice(thinker, **THINKING, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=2)
+    assert made["message"]["reasoning"]
+    check_call(made["message"]["tool_calls"][0])
+
+
+# ── OpenAI's client ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class weather(pydantic.BaseModel):  # noqa: N801 - the tool's name is the class's
+    """Tells the weather."""
+
+    days: int = pydantic.Field(ge=1, le=3)
+
+
+def test_openais_client_parses_calls_and_answers(thinker: Served) -> None:
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        made = client.chat.completions.parse(
+            model=thinker.model,
+            messages=messages,
+            tools=[openai.pydantic_function_tool(weather)],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=1,
+        )
+        (call,) = made.choices[0].message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, weather)
+        answered = client.chat.completions.parse(
+            model=thinker.model, messages=messages, response_format=weather, seed=1
+        )
+        assert isinstance(answered.choices[0].message.parsed, weather)
+        with client.chat.completions.stream(
+            model=thinker.model,
+            messages=messages,
+            tools=[openai.pydantic_function_tool(weather)],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=1,
+        ) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_completion()
+        assert "tool_calls.function.arguments.delta" in kinds
+        assert (final.choices[0].message.tool_calls or [])[
+            0
+        ].function.parsed_arguments == call.function.parsed_arguments
+        # what came back can be sent back
+        messages += [
+            made.choices[0].message.model_dump(
+                exclude={"parsed": True, "tool_calls": {"__all__": {"function": {"parsed_arguments"}}}}
+            ),
+            {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+        ]
+        assert client.chat.completions.create(model=thinker.model, messages=messages, max_tokens=4).choices

@@ -1,0 +1,110 @@
+"""From a request's messages to a planned prompt: media fetched, tools and settings given to the chat template."""
+
+import asyncio
+import time
+from typing import Any
+
+from triptych.api.forms import callable_tools
+from triptych.api.generation import Caller, check_model
+from triptych.api.media_parts import Place, View, check_numbers, fetch_all, media_parts
+from triptych.api.schemas import (
+    ChatCompletionRequest,
+    ChatMessage,
+    ConversationFields,
+    TextPart,
+    template_arguments,
+)
+from triptych.api.service import Service
+from triptych.errors import DeadlineExceeded, InvalidRequest
+from triptych.observe.timeline import Interval
+from triptych.prompt.prompt import PlannedPrompt
+
+
+async def planned(
+    service: Service, request: ConversationFields, caller: Caller
+) -> tuple[PlannedPrompt, list[Interval]]:
+    """The prompt, and where the time went. Raises RequestError; DeadlineExceeded when it isn't done in the request's
+    time."""
+    check_model(service, request.model)
+    variables = template_variables(service, request)
+    parts = media_parts(request.messages)
+    check_numbers(service, parts)
+    view = View.of(request.mm_processor_kwargs)
+    began = time.time()
+    try:
+        async with asyncio.timeout(caller.remaining):
+            media = await fetch_all(service, parts, view, caller.scope)
+            fetched = time.time()
+            messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
+            # off the loop: a long text takes a while to tokenize, and other requests' tokens shouldn't wait for it
+            prompt = await asyncio.to_thread(
+                service.prompt_builder.build,
+                messages,
+                service.context_length,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                **variables,
+            )
+    except TimeoutError:
+        raise DeadlineExceeded("the request's time ran out while its prompt was made") from None
+    return prompt, [Interval("fetch", began, fetched), Interval("plan", fetched, time.time())]
+
+
+def template_variables(service: Service, request: ConversationFields) -> dict[str, Any]:
+    """What the chat template is given beside the messages. Raises InvalidRequest for what it doesn't know: that would
+    be dropped silently."""
+    template = service.prompt_builder.template
+    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    for name in variables:
+        if name not in template.variables:
+            known = ", ".join(sorted(template.variables)) or "nothing"
+            raise InvalidRequest(
+                f"the model's chat template doesn't read {name!r}; requests can set: {known}", "chat_template_kwargs"
+            )
+    tools = request.tools or []
+    if isinstance(request, ChatCompletionRequest):
+        tools = callable_tools(request)
+        if (effort := request.reasoning_effort) is not None:
+            variables = _effort(service, effort) | variables
+    if tools:
+        if not template.takes_tools:
+            raise InvalidRequest("the model's chat template doesn't take tools", "tools")
+        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    return variables
+
+
+def _effort(service: Service, effort: str) -> dict[str, Any]:
+    """How much a model thinks is said by its template's variable of that name, or only whether it does."""
+    template = service.prompt_builder.template
+    if "reasoning_effort" in template.variables:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in template.variables:
+        return {"enable_thinking": effort != "none"}
+    if effort == "none" and not template.thinks:
+        return {}
+    raise InvalidRequest("how much this model thinks can't be changed", "reasoning_effort")
+
+
+def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            made[name] = value
+    if (thought := message.reasoning_content or message.reasoning) is not None:
+        made |= {"reasoning_content": thought, "reasoning": thought}
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": template_arguments(call)},
+            }
+            for call in message.tool_calls
+        ]
+    if not isinstance(message.content, list):
+        return made | {"content": message.content or ""}
+    parts = [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else media[m, p]
+        for p, part in enumerate(message.content)
+    ]
+    return made | {"content": parts}

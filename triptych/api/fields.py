@@ -1,0 +1,201 @@
+"""Fields that bodies of several endpoints have: how tokens are chosen, when an answer ends, what form it has.
+
+A field that a body's class doesn't have is refused by name; one that can only have its neutral value says so in its
+type. Nothing is silently dropped.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from triptych.errors import InvalidRequest
+from triptych.messages.work import GrammarKind, GrammarSpec
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_TOKENS_LIMIT = 2**24
+MAX_CHOICES = 64
+MAX_GRAMMAR_LENGTH = 2**16
+MAX_NAME = 128
+MAX_TIMEOUT = 86_400.0
+STRING, ARRAY, OBJECT = "<string>", "<array>", "<object>"
+TEXTS, TOKENS, TOKEN_LISTS = "<texts>", "<tokens>", "<token lists>"
+MESSAGE, CALL, OUTPUT, THOUGHT = "<message>", "<call>", "<output>", "<thought>"
+UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, MESSAGE, CALL, OUTPUT, THOUGHT)
+"""Which member of a union, such as "a string or an array", a value is judged as. Pydantic puts them into the paths of
+its errors."""
+
+
+def string_or_array(items: str) -> Discriminator:
+    """Chooses by the value's type, so that an error is about what was sent and not about what else could have been."""
+    return Discriminator(
+        lambda value: STRING if isinstance(value, str) else ARRAY if isinstance(value, list) else None,
+        custom_error_type="string_or_array",
+        custom_error_message=f"Input should be a valid string or an array of {items}",
+    )
+
+
+def string_or_object() -> Discriminator:
+    return Discriminator(
+        lambda value: STRING if isinstance(value, str) else OBJECT if isinstance(value, dict | BaseModel) else None,
+        custom_error_type="string_or_object",
+        custom_error_message="Input should be a valid string or an object",
+    )
+
+
+class Strict(BaseModel):
+    """No unknown fields and no guessing of types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    def check(self) -> None:
+        """Raises InvalidRequest for fields that contradict each other."""
+
+
+class StreamOptions(Strict):
+    """``include_usage`` puts the usage into a last chunk of its own; ``continuous_usage_stats``, as in vLLM, what it
+    is so far into every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """``strict`` is accepted and ignored: the schema is always kept to."""
+
+    name: str = Field(max_length=256)
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field of that name: exactly one of these."""
+
+    json_: (
+        Annotated[Annotated[GrammarText, Tag(STRING)] | Annotated[dict[str, Any], Tag(OBJECT)], string_or_object()]
+        | None
+    ) = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: GrammarText | None = None
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=1024)
+    grammar: GrammarText | None = None
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[
+    Annotated[StopString, Tag(STRING)] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag(ARRAY)],
+    string_or_array("strings"),
+]
+
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+TopK = Annotated[int, Field(ge=-1, le=2**20)]
+"""0 and -1: no limit."""
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""A token id as the key of a JSON object."""
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+"""What clients call something of theirs. Bounded, because it is kept or looked up."""
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
+
+
+class SamplingFields(Strict):
+    """What all endpoints that generate have in common, OpenAI's names first, then vLLM's.
+
+    ``user``, ``safety_identifier`` and ``session_id`` say who asks, and change nothing about the answer."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[TokenIdText, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(None, max_length=1024)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StopStrings | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, max_length=1024)
+    safety_identifier: str | None = Field(None, max_length=1024)
+    service_tier: Literal["auto", "default"] | None = None
+    top_k: TopK | None = None
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_LIMIT)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=256)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    cache_salt: Name | None = None
+    session_id: Name | None = None
+    priority: Literal[0] | None = None
+    """Requests are served in order of arrival: only the neutral value is taken."""
+    timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
+    """Seconds from the request's arrival until it fails, if it isn't done by then; the header X-Request-Timeout says
+    the same. Never more than the service's own limit."""
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def form(self) -> GrammarSpec | None:
+        """What form the answer's text must have. Raises InvalidRequest when the request doesn't say it in exactly one
+        way."""
+        specs = [*_of_format(self.response_format), *_of_structured(self.structured_outputs)]
+        if len(specs) > 1:
+            raise InvalidRequest("only one of response_format and the fields of structured_outputs can be given")
+        if specs and len(specs[0].text) > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequest(f"the {specs[0].kind.value} exceeds {MAX_GRAMMAR_LENGTH} characters")
+        return specs[0] if specs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only for stream: true", "stream_options")
+
+
+def _of_format(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> list[GrammarSpec]:
+    match response_format:
+        case JsonObjectFormat():
+            return [GrammarSpec(GrammarKind.JSON_OBJECT, "")]
+        case JsonSchemaFormat(json_schema=wanted):
+            return [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(wanted.schema_))]
+    return []
+
+
+def _of_structured(wanted: StructuredOutputs | None) -> list[GrammarSpec]:
+    if wanted is None:
+        return []
+    schema = json.dumps(wanted.json_) if isinstance(wanted.json_, dict) else wanted.json_
+    texts = {
+        GrammarKind.JSON_SCHEMA: schema,
+        GrammarKind.JSON_OBJECT: "" if wanted.json_object else None,
+        GrammarKind.REGEX: wanted.regex,
+        GrammarKind.CHOICE: json.dumps(wanted.choice) if wanted.choice else None,
+        GrammarKind.GRAMMAR: wanted.grammar,
+    }
+    specs = [GrammarSpec(kind, text) for kind, text in texts.items() if text is not None]
+    if not specs:
+        raise InvalidRequest("structured_outputs says nothing", "structured_outputs")
+    return specs

@@ -1,0 +1,130 @@
+"""What form an answer must have, all told: thoughts, calls of tools and the text's own form, as one grammar.
+
+The formats are xgrammar's structural tags."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
+from triptych.errors import InvalidRequest
+from triptych.messages.work import GrammarKind, GrammarSpec
+from triptych.prompt.reasoning import END_OF_THOUGHT, THINK, Thought
+from triptych.prompt.tool_calls import CALL, END_OF_CALL
+
+Format = dict[str, Any]
+
+MAX_FORM_LENGTH = 2**18
+_MAX_WHITESPACE = 20
+
+
+def callable_tools(request: ChatCompletionRequest) -> list[Tool]:
+    """The tools that the answer may call."""
+    return [] if request.tool_choice == "none" else list(request.tools or ())
+
+
+def answer_form(request: ChatCompletionRequest, thought: Thought) -> GrammarSpec | None:
+    """None when the model may say what it likes. Raises InvalidRequest for wishes that exclude each other."""
+    wanted = request.form
+    tools = callable_tools(request)
+    if tools and isinstance(request.tool_choice, NamedTool | str) and request.tool_choice != "auto":
+        if wanted is not None:
+            raise InvalidRequest("a tool that must be called leaves no room for a form of the text", "tool_choice")
+        answer: Format | None = _forced(request, tools)
+    elif wanted is not None:
+        if not tools and thought is Thought.NONE:
+            return wanted
+        answer = _format(wanted)
+        if tools:
+            answer = {"type": "or", "elements": [answer, _calls(tools, request.parallel_tool_calls)]}
+    else:
+        answer = _triggered(tools) if any(tool.function.strict for tool in tools) else None
+    if answer is None:
+        return None
+    text = json.dumps(_after_thought(answer, thought))
+    if len(text) > MAX_FORM_LENGTH:
+        raise InvalidRequest(
+            f"the tools' parameters and the answer's form exceed {MAX_FORM_LENGTH} characters", "tools"
+        )
+    return GrammarSpec(GrammarKind.STRUCTURAL_TAG, text)
+
+
+def _forced(request: ChatCompletionRequest, tools: Sequence[Tool]) -> Format:
+    if isinstance(choice := request.tool_choice, NamedTool):
+        return _calls([tool for tool in tools if tool.function.name == choice.function.name], parallel=False)
+    return _calls(tools, request.parallel_tool_calls)
+
+
+def _calls(tools: Sequence[Tool], parallel: bool | None) -> Format:
+    """At least one call, and nothing else."""
+    return {
+        "type": "tags_with_separator",
+        "tags": [_call(tool, strict=True) for tool in tools],
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": parallel is False,
+    }
+
+
+def _triggered(tools: Sequence[Tool]) -> Format:
+    """Any text; but where a call begins, it is one of a tool, with the arguments of a strict one as they must be."""
+    return {
+        "type": "triggered_tags",
+        "triggers": [CALL],
+        "tags": [_call(tool, strict=bool(tool.function.strict)) for tool in tools],
+    }
+
+
+def _call(tool: Tool, *, strict: bool) -> Format:
+    schema = (tool.function.parameters if strict else None) or {"type": "object"}
+    return {
+        "type": "tag",
+        "begin": f'{CALL}\n{{"name": "{tool.function.name}", "arguments": ',
+        "content": _json(schema),
+        "end": f"}}\n{END_OF_CALL}",
+    }
+
+
+def _after_thought(answer: Format, thought: Thought) -> Format:
+    """A form is the answer's; what a model thinks has none."""
+    if thought is Thought.NONE:
+        return answer
+    tag: Format = {
+        "type": "tag",
+        "begin": "" if thought is Thought.OPEN else THINK,
+        "content": {"type": "any_text"},
+        "end": [f"{END_OF_THOUGHT}\n\n", END_OF_THOUGHT],
+    }
+    first = tag if thought is Thought.OPEN else {"type": "optional", "content": tag}
+    return {"type": "sequence", "elements": [first, answer]}
+
+
+def _format(spec: GrammarSpec) -> Format:
+    match spec.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return _json(_schema(spec.text))
+        case GrammarKind.JSON_OBJECT:
+            return _json({"type": "object"})
+        case GrammarKind.REGEX:
+            return {"type": "regex", "pattern": spec.text}
+        case GrammarKind.CHOICE:
+            choices = [{"type": "const_string", "value": choice} for choice in json.loads(spec.text)]
+            return {"type": "or", "elements": choices}
+        case GrammarKind.GRAMMAR:
+            return {"type": "grammar", "grammar": spec.text}
+        case GrammarKind.STRUCTURAL_TAG:
+            return dict(json.loads(spec.text))
+
+
+def _json(schema: Any) -> Format:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
+
+
+def _schema(text: str) -> Any:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequest("structured_outputs.json is not a JSON schema", "structured_outputs.json")
+    return schema

@@ -1,0 +1,202 @@
+"""From planned prompts to a stream of text: what all endpoints that generate have in common."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from triptych.api.fields import SamplingFields
+from triptych.api.merging import merged
+from triptych.api.service import Service
+from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
+from triptych.messages.work import GrammarSpec, Sampling, TokenLogprob
+from triptych.observe.timeline import Interval
+from triptych.prompt.detokenize import Detokenizer
+from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.router import TokenStream
+
+N = TypeVar("N")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What of a request isn't in its body. ``scope`` names who asks, as far as the API key tells; ``expires`` is when
+    the answer is of no use any more (``time.monotonic``); ``timeline`` asks for where the time went."""
+
+    scope: str
+    expires: float
+    timeline: bool = False
+
+    def within(self, timeout: float | None) -> "Caller":
+        """The same with what a request's body says about its time, counted from now."""
+        return self if timeout is None else replace(self, expires=min(self.expires, time.monotonic() + timeout))
+
+    @property
+    def remaining(self) -> float:
+        """Seconds. Raises DeadlineExceeded when there are none."""
+        if (remaining := self.expires - time.monotonic()) <= 0:
+            raise DeadlineExceeded("the request's time ran out before it was given to the model")
+        return remaining
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one report of the model adds to a choice: text (perhaps none) and its tokens, with log probabilities if they
+    were asked for, and, with the last one, why the choice ended."""
+
+    choice: int
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+
+
+@dataclass
+class Generation:
+    """The answer to one request: one or several choices, each a request of its own to the router: ``samplings`` of the
+    first prompt, then of the second. ``usage`` and ``intervals`` are final once ``stream`` has ended."""
+
+    service: Service
+    prompts: list[PlannedPrompt]
+    samplings: list[Sampling]
+    fields: SamplingFields
+    caller: Caller
+    id: str
+    intervals: list[Interval] = field(default_factory=list)
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_generated: int = 0
+    """Tokens, of all choices; ``num_reasoning`` of them are thoughts."""
+    num_reasoning: int = 0
+    _reused: dict[int, int] = field(default_factory=dict)
+    _streams: list[TokenStream] = field(default_factory=list)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * len(self.samplings)
+
+    def prompt_of(self, choice: int) -> PlannedPrompt:
+        return self.prompts[choice // len(self.samplings)]
+
+    async def stream(self) -> AsyncGenerator[Piece, None]:
+        """The pieces of all choices as they come. Ends the requests when it is closed early. Raises RequestError and
+        ServiceError."""
+        try:
+            self._streams.extend(self._submit(choice) for choice in range(self.num_choices))
+            async with aclosing(merged([self._pieces(*numbered) for numbered in enumerate(self._streams)])) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            for one in self._streams:
+                self.service.router.cancel(one.request)
+                self.intervals += one.intervals
+
+    def end(self, choice: int) -> None:
+        """The choice has all it needs: it is generated no further, and has no more pieces."""
+        self.service.router.cancel(self._streams[choice].request)
+        self._streams[choice].close()
+
+    def _submit(self, choice: int) -> TokenStream:
+        return self.service.router.submit(
+            self.prompt_of(choice),
+            self.samplings[choice % len(self.samplings)],
+            sorted(self.service.tokenizer.eos_token_ids),
+            self.fields.cache_salt or "",
+            self.caller.remaining,
+        )
+
+    async def _pieces(self, number: int, tokens: TokenStream) -> AsyncGenerator[Piece, None]:
+        detokenizer = Detokenizer(self.service.tokenizer, self.fields.stop_strings, self.fields.skip_special_tokens)
+        prompt = number // len(self.samplings)
+        async for report in tokens:
+            self._reused[prompt] = max(self._reused.get(prompt, 0), report.reused)
+            # the token that ended it counts, but isn't part of the answer, special or not: as in vLLM
+            shown = report.tokens[: len(report.tokens) - (report.finish_reason == "stop")]
+            text, used = _until_stop(detokenizer, shown)
+            # of tokens that came together with the one that completes a stop string, those behind it don't count
+            self.num_generated += used if detokenizer.stopped else len(report.tokens)
+            if report.finish_reason:
+                text += detokenizer.finish()
+            reason = "stop" if detokenizer.stopped else report.finish_reason
+            yield Piece(number, text, shown[:used], report.logprobs[:used], reason)
+            if reason:
+                return
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """In the shape of OpenAI's ``usage``."""
+        prompt = sum(len(prompt.tokens) for prompt in self.prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.num_generated,
+            "total_tokens": prompt + self.num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._reused.values())},
+        } | ({"completion_tokens_details": {"reasoning_tokens": self.num_reasoning}} if self.num_reasoning else {})
+
+
+def _until_stop(detokenizer: Detokenizer, tokens: list[int]) -> tuple[str, int]:
+    """The text that is now certain, and how many of the tokens are part of the answer."""
+    text = ""
+    for used, token in enumerate(tokens, start=1):
+        text += detokenizer.push([token])
+        if detokenizer.stopped:
+            return text, used
+    return text, len(tokens)
+
+
+def check_model(service: Service, model: str | None) -> None:
+    """Raises UnknownModel for a name that isn't this service's; none stands for it."""
+    if model not in (None, service.model_name):
+        raise UnknownModel(f"model {model!r} is not served here; {service.model_name!r} is", "model")
+
+
+def samplings(
+    service: Service,
+    fields: SamplingFields,
+    prompts: list[PlannedPrompt],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    grammar: GrammarSpec | None,
+    param: str,
+) -> list[Sampling]:
+    """The sampling of each choice; what the request leaves open is the checkpoint's own default, as in vLLM. Raises
+    PromptTooLong, naming ``param``, when prompt and answer have no room; ``max_tokens`` None is what room there is."""
+    num_prompt = max(len(prompt.tokens) for prompt in prompts)
+    room = service.context_length - num_prompt
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        raise PromptTooLong(
+            f"{num_prompt} prompt tokens and {max_tokens or 1} new ones exceed the context of "
+            f"{service.context_length} tokens",
+            param,
+        )
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > (max_tokens or room):
+        raise InvalidRequest(f"min_tokens {min_tokens} exceeds max_tokens {max_tokens or room}", "min_tokens")
+    defaults = service.generation_defaults
+    seed = fields.seed if fields.seed is not None else secrets.randbits(62)
+    first = Sampling(
+        max_tokens=max_tokens or room,
+        temperature=_given(fields.temperature, defaults.temperature),
+        top_k=max(0, _given(fields.top_k, defaults.top_k)),
+        top_p=_given(fields.top_p, defaults.top_p),
+        min_p=_given(fields.min_p, 0.0),
+        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+        presence_penalty=_given(fields.presence_penalty, 0.0),
+        frequency_penalty=_given(fields.frequency_penalty, 0.0),
+        logit_bias={int(token): bias for token, bias in (fields.logit_bias or {}).items()},
+        stop_token_ids=fields.stop_token_ids or [],
+        min_tokens=min_tokens,
+        ignore_eos=fields.ignore_eos,
+        logprobs=logprobs,
+        grammar=grammar,
+    )
+    # each choice a seed of its own, which follows from the request's: as in vLLM
+    return [msgspec.structs.replace(first, seed=(seed + number) % 2**63) for number in range(fields.n or 1)]
+
+
+def _given(value: N | None, default: N) -> N:
+    return default if value is None else value

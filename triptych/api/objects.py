@@ -1,0 +1,252 @@
+"""What the endpoints answer, as types: the OpenAPI document is made from them, and tests hold answers to them.
+
+They are dicts at run time: a stream makes thousands of them."""
+
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class TokenDetails(TypedDict):
+    cached_tokens: int
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """In tokens; ``cached_tokens`` of the prompt were in the KV cache already."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+    completion_tokens_details: NotRequired[OutputDetails]
+
+
+class Stage(TypedDict):
+    """Where time went, from the request's arrival on."""
+
+    stage: str
+    item: NotRequired[int | None]
+    start_ms: float
+    end_ms: float
+
+
+class Logprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(Logprob):
+    top_logprobs: list[Logprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprobs]
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class MadeCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(TypedDict):
+    """``reasoning`` and ``reasoning_content`` are the same: what the model thought, in vLLM's and in SGLang's words."""
+
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: NotRequired[list[MadeCall]]
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timeline: NotRequired[list[Stage]]
+
+
+class FunctionDelta(TypedDict, total=False):
+    name: str
+    arguments: str
+
+
+class CallDelta(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class MessageDelta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[CallDelta]
+    reasoning: str
+    reasoning_content: str
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(TypedDict):
+    """One event of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage]
+    timeline: NotRequired[list[Stage]]
+
+
+class CompletionLogprobs(TypedDict):
+    """An entry for each token; ``text_offset`` counts characters from the text's beginning."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class TextCompletion(TypedDict):
+    """A completion, or one event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage]
+    timeline: NotRequired[list[Stage]]
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    input_modalities: list[str]
+
+
+class Models(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Health(TypedDict):
+    status: Literal["ok"]
+
+
+class Ready(TypedDict):
+    ready: bool
+
+
+class ErrorDetails(TypedDict):
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class Error(TypedDict):
+    error: ErrorDetails
+
+
+class InputDetails(TypedDict):
+    cached_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseObject(TypedDict):
+    """``output`` has items of the types reasoning, message and function_call. The rest repeats the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, str | None]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    timeline: NotRequired[list[Stage]]
+
+
+class ResponseEvent(TypedDict):
+    """One event of a streamed response; what else it has depends on its type."""
+
+    type: str
+    sequence_number: int

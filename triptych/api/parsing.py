@@ -1,0 +1,53 @@
+"""From a body's bytes to a validated request, or to an error that names the first field at fault."""
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from triptych.api.fields import ARRAY, UNION_MEMBERS, Strict
+from triptych.errors import InvalidRequest
+
+KEY = "[key]"
+"""What pydantic puts behind the keys of objects in the paths of its errors."""
+
+S = TypeVar("S", bound=Strict)
+
+
+def parse(kind: type[S], body: bytes) -> S:
+    """Raises InvalidRequest."""
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
+    request.check()
+    return request
+
+
+def _invalid(detail: Any) -> InvalidRequest:
+    param = _path(detail["loc"]) or None
+    match detail["type"]:
+        case "json_invalid":
+            return InvalidRequest("the body is not valid JSON")
+        case "extra_forbidden":
+            return InvalidRequest(f"unknown or unsupported field: {param or repr('')}", param)
+        case "union_tag_invalid":
+            tag, known = detail["ctx"]["tag"], detail["ctx"]["expected_tags"]
+            return InvalidRequest(f"{param}.type: {tag!r} is not supported; use one of {known}", f"{param}.type")
+        case "union_tag_not_found":
+            return InvalidRequest(f"{param}.type: Field required", f"{param}.type")
+    return InvalidRequest(f"{param}: {detail['msg']}" if param else detail["msg"], param)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """``messages[0].content[1].text``, without what pydantic adds: for members of unions UNION_MEMBERS
+    and, behind the index of a content part, the part's type; for keys of objects KEY."""
+    path = ""
+    for index, step in enumerate(location):
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step not in (*UNION_MEMBERS, KEY) and location[max(0, index - 3) : max(0, index - 1)] != (
+            "content",
+            ARRAY,
+        ):
+            path += f".{step}" if path else step
+    return path

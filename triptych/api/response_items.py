@@ -1,0 +1,105 @@
+"""An answer as the Responses API tells it: output items that begin, grow and end, each change an event."""
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from triptych.api.chat import Delta, call_id
+from triptych.prompt.tool_calls import Argued, Called, Said
+
+Item = dict[str, Any]
+Event = tuple[str, dict[str, Any]]
+"""An event's type and its members, but for the sequence number."""
+
+REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
+_PREFIXES = {REASONING: "rs", MESSAGE: "msg", CALL: "fc"}
+
+
+class OutputItems:
+    """The items of one answer, put together from its deltas: thoughts, then text and calls as they come."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._open: Item | None = None
+        self._logprobs: list[dict[str, Any]] = []
+
+    def add(self, delta: Delta) -> Iterator[Event]:
+        """The changes that a delta brings."""
+        if delta.thought:
+            yield from self._grow(REASONING, delta.thought)
+        self._logprobs += delta.logprobs
+        for one in delta.events:
+            if isinstance(one, Said):
+                yield from self._grow(MESSAGE, one.text)
+            elif isinstance(one, Called):
+                self._logprobs = []  # of what isn't text there are none
+                yield from self._begin(CALL, {"call_id": call_id(), "name": one.name, "arguments": ""})
+            elif isinstance(one, Argued) and self._open is not None:
+                self._open["arguments"] += one.text
+                yield "response.function_call_arguments.delta", self._place() | {"delta": one.text}
+
+    def finish(self, status: str) -> Iterator[Event]:
+        """The last item ends, with that status. An answer without any has one of no text."""
+        if not self.items:
+            yield from self._grow(MESSAGE, "")
+        yield from self._end(status)
+
+    def _grow(self, kind: str, text: str) -> Iterator[Event]:
+        if self._open is None or self._open["type"] != kind:
+            yield from self._begin(kind, {"role": "assistant"} if kind == MESSAGE else {"summary": []})
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        place = self._place() | {"content_index": 0, "delta": text}
+        if kind == REASONING:
+            yield "response.reasoning_text.delta", place
+            return
+        logprobs, self._logprobs = self._logprobs, []
+        part["logprobs"] += logprobs
+        yield "response.output_text.delta", place | {"logprobs": logprobs}
+
+    def _begin(self, kind: str, members: Item) -> Iterator[Event]:
+        yield from self._end("completed")
+        item: Item = {
+            "id": f"{_PREFIXES[kind]}_{secrets.token_hex(12)}",
+            "type": kind,
+            "status": "in_progress",
+        } | members
+        if kind != CALL:
+            item["content"] = []
+        self.items.append(item)
+        self._open = item
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": _copy(item)}
+        if kind != CALL:
+            part: Item = {"text": "", "type": "reasoning_text"}
+            if kind == MESSAGE:
+                part = {"text": "", "type": "output_text", "annotations": [], "logprobs": []}
+            item["content"] = [part]
+            yield "response.content_part.added", self._place() | {"content_index": 0, "part": dict(part)}
+
+    def _end(self, status: str) -> Iterator[Event]:
+        if self._open is None:
+            return
+        place, item, self._open = self._place(), self._open, None
+        item["status"] = status
+        if item["type"] == CALL:
+            told = {"arguments": item["arguments"], "name": item["name"]}
+            yield "response.function_call_arguments.done", place | told
+        else:
+            part = item["content"][0]
+            kind, more = "reasoning_text", {}
+            if item["type"] == MESSAGE:
+                part["logprobs"] += self._logprobs
+                kind, more = "output_text", {"logprobs": part["logprobs"]}
+            yield f"response.{kind}.done", place | {"content_index": 0, "text": part["text"]} | more
+            yield "response.content_part.done", place | {"content_index": 0, "part": dict(part)}
+        self._logprobs = []
+        yield "response.output_item.done", {"output_index": place["output_index"], "item": _copy(item)}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+def _copy(item: Item) -> Item:
+    """As it is now: events are put into words later."""
+    return item | ({"content": [dict(part) for part in item["content"]]} if "content" in item else {})

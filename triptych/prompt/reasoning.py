@@ -1,0 +1,79 @@
+"""Splits what a model thinks from what it says: thoughts come first, between tags."""
+
+import enum
+
+from triptych.prompt.held_back import beginning_length
+
+THINK, END_OF_THOUGHT = "<think>", "</think>"
+"""What models that think put around their thoughts (Qwen, DeepSeek and others)."""
+
+
+class Thought(enum.Enum):
+    """What a prompt leaves to the answer: no thoughts, thoughts if it begins with their tag, or thoughts whose tag is
+    the prompt's end."""
+
+    NONE = enum.auto()
+    POSSIBLE = enum.auto()
+    OPEN = enum.auto()
+
+
+def thought_at_end(prompt: str) -> Thought:
+    """For the prompts of a model that thinks: templates open a thought, or close an empty one to prevent any."""
+    end = prompt.rstrip()
+    if end.endswith(THINK):
+        return Thought.OPEN
+    return Thought.NONE if end.endswith(END_OF_THOUGHT) else Thought.POSSIBLE
+
+
+class ThoughtSplitter:
+    """One answer's text, in pieces. What ``push`` and ``finish`` return, joined, is the same however the text was split
+    into pieces: (thoughts, the rest), without the tags and the white space around them."""
+
+    def __init__(self, thought: Thought) -> None:
+        self.thinking = thought is Thought.OPEN
+        self._may_begin = thought is Thought.POSSIBLE
+        self._after_tag = self.thinking
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """What is now certain. ``thinking`` says whether the thought goes on."""
+        text = self._held + text
+        self._held = ""
+        if self._may_begin:
+            start = text.lstrip()
+            if THINK.startswith(start):  # too little to tell, or all of the tag
+                self._held = text
+                if start != THINK:
+                    return "", ""
+            self._may_begin = False
+            self.thinking = self._after_tag = start.startswith(THINK)
+            if self.thinking:
+                text, self._held = start.removeprefix(THINK), ""
+        return self._split(text) if self.thinking else self._rest(text)
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back."""
+        held, self._held = self._held, ""
+        if self.thinking:
+            return held.rstrip(), ""
+        return "", held if self._may_begin else ""
+
+    def _split(self, text: str) -> tuple[str, str]:
+        if self._after_tag:
+            text = text.lstrip()
+            if not text:
+                return "", ""
+            self._after_tag = False
+        thought, tag, rest = text.partition(END_OF_THOUGHT)
+        if tag:
+            self.thinking, self._after_tag = False, True
+            return thought.rstrip(), self._rest(rest)[1]
+        certain = text[: len(text) - beginning_length(text, (END_OF_THOUGHT,))].rstrip()
+        self._held = text[len(certain) :]
+        return certain, ""
+
+    def _rest(self, text: str) -> tuple[str, str]:
+        if self._after_tag:
+            text = text.lstrip()
+            self._after_tag = not text
+        return "", text
