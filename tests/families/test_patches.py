@@ -43,7 +43,7 @@ def test_as_the_reference(family: str, processor: dict[str, Any]) -> None:
         image, file = Image.fromarray(noise), io.BytesIO()
         image.save(file, "PNG")
         plan = planner(family, processor).plan(probe_image(file.getvalue()))
-        result, expected = preprocess(file.getvalue(), plan), reference(image, return_tensors="np")
+        (result,), expected = preprocess(file.getvalue(), plan), reference(image, return_tensors="np")
         assert plan.grid == result.grid == tuple(expected["image_grid_thw"][0])
         assert plan.rows == len(result.patches) // 4
         np.testing.assert_array_equal(result.patches, expected["pixel_values"])
