@@ -142,18 +142,38 @@ class FrontDoorConfig:
     max_body_mb: int = setting(64, "largest request body, in MiB")
     max_image_mb: int = setting(32, "largest image file, in MiB")
     max_images: int = setting(64, "images in one request")
-    allowed_media_domains: tuple[str, ...] = setting((), "hosts that images may be fetched from; none unless given")
+    max_media_mb: int = setting(256, "media files of one request together, in MiB")
+    allowed_media_domains: tuple[str, ...] = setting(
+        (), "hosts that media may be fetched from, as HOST or HOST:PORT; none unless given"
+    )
+    allowed_media_networks: tuple[str, ...] = setting(
+        (), "address ranges off the public internet that those hosts may be in, such as 10.1.0.0/16"
+    )
+    allowed_local_media_path: str = setting("", "folder whose files file: URLs may name; none unless given")
+    media_fetch_timeout: float = setting(10.0, "seconds that fetching one media file may take")
     request_timeout: float = setting(600.0, "seconds after which a request that isn't done fails")
 
     def __post_init__(self) -> None:
         for name in ("port", "control_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is not a port number")
-        for name in ("max_queue", "max_body_mb", "max_image_mb", "request_timeout"):
+        for name in (
+            "max_queue",
+            "max_body_mb",
+            "max_image_mb",
+            "max_media_mb",
+            "request_timeout",
+            "media_fetch_timeout",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
         if self.max_images < 0:
             raise ConfigError(f"--max-images {self.max_images} is too small")
+        for network in self.allowed_media_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError:
+                raise ConfigError(f"--allowed-media-networks {network!r} is not a range such as 10.1.0.0/16") from None
         if (self.max_image_mb + 1) * 2**20 > MAX_MESSAGE_BYTES:
             raise ConfigError(
                 f"--max-image-mb {self.max_image_mb} is too large: a message between processes carries images of at "

@@ -14,6 +14,8 @@
     │       ├── MediaTooLarge       refused at planning, before any pixel is decoded
     │       ├── BadMediaSize        zero sides, or a shape the model can't take
     │       ├── MediaNotAllowed     a URL whose host isn't allowed
+    │       ├── MediaNotFetched     a URL that may be fetched, but couldn't be
+    │       ├── DecodeFailed        its decoder crashed, or needed more than it may
     │       └── MediaNotServed      the topology has no encoder
     ├── ServiceError                our side's fault or state
     │   ├── Overloaded              the queue is full; carries retry_after
@@ -88,6 +90,14 @@ class BadMediaSize(MediaError):
 
 class MediaNotAllowed(MediaError):
     """The item's URL isn't one that this server may fetch."""
+
+
+class MediaNotFetched(MediaError):
+    """The item's URL may be fetched, but couldn't be, now."""
+
+
+class DecodeFailed(MediaError):
+    """The item's decoder crashed, or needed more time or memory than it may."""
 
 
 class MediaNotServed(MediaError):

@@ -64,6 +64,8 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "host": "::1",
         "served_model_name": "x",
         "allowed_media_domains": "a.org, b.org",
+        "allowed_media_networks": "10.0.0.0/8, fd00::/64",
+        "allowed_local_media_path": "/srv/media",
     }
     for config in (EngineConfig, FrontDoorConfig, LeaseConfig):
         for item in fields(config):
@@ -72,7 +74,8 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
             value = given.get(item.name) or str(item.default + 1)
             if isinstance(item.default, bool):
                 continue  # a flag without a value: below
-            expected = ("a.org", "b.org") if item.name == "allowed_media_domains" else type(item.default)(value)
+            several = isinstance(item.default, tuple)
+            expected = tuple(value.split(", ")) if several else type(item.default)(value)
             monkeypatch.setenv(f"TRIPTYCH_{item.name.upper()}", value)
             from_variable = flags.settings(config, parsed(folder))
             assert getattr(from_variable, item.name) == expected

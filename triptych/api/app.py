@@ -37,7 +37,7 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         parsed = parse_chat_request(await _body(request, service.front_door.max_body_mb * 2**20))
-        completion = await _until_disconnect(request, chat.prepare(service, parsed))
+        completion = await _until_disconnect(request, chat.prepare(service, parsed, service.media.for_request()))
         timeline = request.headers.get(TIMELINE_HEADER, "").lower() == "true"
         if not parsed.stream:
             return JSONResponse(await _until_disconnect(request, chat.whole(completion, timeline)))

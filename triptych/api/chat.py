@@ -20,7 +20,7 @@ from triptych.errors import InternalError, InvalidRequest, PromptTooLong, Reques
 from triptych.messages.work import Sampling, TokenLogprob
 from triptych.observe.timeline import Interval, as_json
 from triptych.prompt.detokenize import Detokenizer
-from triptych.prompt.media import fetch
+from triptych.prompt.media import RequestMedia, together
 from triptych.prompt.prompt import PlannedPrompt, image_param
 from triptych.router.router import TokenStream
 
@@ -111,7 +111,7 @@ class Completion:
         }
 
 
-async def prepare(service: Service, request: ChatCompletionRequest) -> Completion:
+async def prepare(service: Service, request: ChatCompletionRequest, media: RequestMedia) -> Completion:
     """Fetches and plans the request's media, builds its prompt and fixes its sampling. Raises RequestError."""
     if request.model != service.model_name:
         raise UnknownModel(f"model {request.model!r} is not served here; {service.model_name!r} is", "model")
@@ -121,7 +121,7 @@ async def prepare(service: Service, request: ChatCompletionRequest) -> Completio
     # what can't be served now shouldn't cost a fetch and a plan; ``submit`` asks again, because time passes until then
     service.router.check_admission(has_media=bool(urls))
     began = time.time()
-    messages = await _with_media(service, request.messages, urls)
+    messages = await _with_media(media, request.messages, urls)
     fetched = time.time()
     # off the loop: a long text takes a while to tokenize, and other requests' tokens shouldn't wait for it
     prompt = await asyncio.to_thread(service.prompt_builder.build, messages, service.context_length)
@@ -233,17 +233,17 @@ def _image_urls(messages: list[ChatMessage]) -> dict[tuple[int, int], str]:
 
 
 async def _with_media(
-    service: Service, messages: list[ChatMessage], urls: dict[tuple[int, int], str]
+    media: RequestMedia, messages: list[ChatMessage], urls: dict[tuple[int, int], str]
 ) -> list[dict[str, Any]]:
     """The messages as the prompt builder takes them, every image's URL replaced by its bytes."""
-    data = await asyncio.gather(*(_fetch(service, place, url) for place, url in urls.items()))
+    data = await together(_fetch(media, place, url) for place, url in urls.items())
     images = dict(zip(urls, data, strict=True))
     return [_message(m, message, images) for m, message in enumerate(messages)]
 
 
-async def _fetch(service: Service, place: tuple[int, int], url: str) -> bytes:
+async def _fetch(media: RequestMedia, place: tuple[int, int], url: str) -> bytes:
     try:
-        return await fetch(url, service.front_door.allowed_media_domains, service.media)
+        return await media.get(url)
     except RequestError as error:
         error.param = image_param(*place)
         raise

@@ -9,7 +9,7 @@ from triptych.api.schemas import Temperature, TopK, TopP
 from triptych.config import FrontDoorConfig
 from triptych.errors import CheckpointError
 from triptych.models.config_files import GENERATION_CONFIG, load_generation_config
-from triptych.prompt.media import MediaLimits
+from triptych.prompt.media import MediaSource
 from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.router.router import Router
@@ -62,7 +62,7 @@ class Service:
     router: Router
     prompt_builder: PromptBuilder
     tokenizer: Tokenizer
-    media: MediaLimits
+    media: MediaSource
     generation_defaults: GenerationDefaults
     front_door: FrontDoorConfig
 
