@@ -8,6 +8,7 @@
     │   ├── PromptTooLong           more tokens than the model's context holds
     │   ├── UnknownModel
     │   ├── PayloadTooLarge
+    │   ├── BodyTooSlow             a request body that doesn't come
     │   └── MediaError              an item that can't be used
     │       ├── UnsupportedMedia    not an image of a known format
     │       ├── TruncatedMedia      the bytes end before the header or the pixels do
@@ -66,6 +67,10 @@ class UnknownModel(RequestError):
 
 class PayloadTooLarge(RequestError):
     """The request body exceeds the limit."""
+
+
+class BodyTooSlow(RequestError):
+    """The request body doesn't come."""
 
 
 class MediaError(RequestError):

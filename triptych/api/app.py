@@ -14,11 +14,12 @@ from starlette.requests import ClientDisconnect
 
 from triptych import __version__
 from triptych.api import chat
+from triptych.api.body import read_body
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.schemas import parse_chat_request
 from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected
-from triptych.errors import PayloadTooLarge, TriptychError
+from triptych.errors import TriptychError
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,10 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        parsed = parse_chat_request(await _body(request, service.front_door.max_body_mb * 2**20))
-        completion = await _until_disconnect(request, chat.prepare(service, parsed, service.media.for_request()))
+        body = await read_body(request, service.front_door.max_body_mb * 2**20)
+        parsed = parse_chat_request(body.text)
+        media = service.media.for_request(body.inline)
+        completion = await _until_disconnect(request, chat.prepare(service, parsed, media))
         timeline = request.headers.get(TIMELINE_HEADER, "").lower() == "true"
         if not parsed.stream:
             return JSONResponse(await _until_disconnect(request, chat.whole(completion, timeline)))
@@ -73,20 +76,6 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
     return app
-
-
-async def _body(request: Request, max_bytes: int) -> bytes:
-    """The request's body. Raises PayloadTooLarge as soon as it is known to exceed the limit."""
-    too_large = PayloadTooLarge(f"the body exceeds {max_bytes} bytes")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
 
 
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

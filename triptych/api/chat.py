@@ -122,6 +122,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, media: Reque
     service.router.check_admission(has_media=bool(urls))
     began = time.time()
     messages = await _with_media(media, request.messages, urls)
+    media.check_all_used()
     fetched = time.time()
     # off the loop: a long text takes a while to tokenize, and other requests' tokens shouldn't wait for it
     prompt = await asyncio.to_thread(service.prompt_builder.build, messages, service.context_length)

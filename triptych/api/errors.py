@@ -4,6 +4,7 @@ from http import HTTPStatus
 from typing import Any
 
 from triptych.errors import (
+    BodyTooSlow,
     DeadlineExceeded,
     InstanceLost,
     MediaNotAllowed,
@@ -21,6 +22,7 @@ from triptych.errors import (
 STATUSES: list[tuple[type[TriptychError], HTTPStatus]] = [
     (UnknownModel, HTTPStatus.NOT_FOUND),
     (PayloadTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (BodyTooSlow, HTTPStatus.REQUEST_TIMEOUT),
     (MediaTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (MediaNotAllowed, HTTPStatus.BAD_REQUEST),
     (MediaNotFetched, HTTPStatus.UNPROCESSABLE_ENTITY),

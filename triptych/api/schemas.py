@@ -16,6 +16,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKENS_LIMIT = 2**24
 MAX_CHOICES = 64
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
 MAX_GRAMMAR_LENGTH = 2**16
 KEY = "[key]"
 STRING, ARRAY = "<string>", "<array>"
@@ -59,7 +61,8 @@ Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag(STRING)] | Annotated[list[Part], Tag(ARRAY)], _string_or_array("content parts")
+        Annotated[str, Tag(STRING)] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag(ARRAY)],
+        _string_or_array("content parts"),
     ]
     name: str | None = None
 
@@ -125,7 +128,7 @@ class ChatCompletionRequest(Strict):
     """The body of ``POST /v1/chat/completions``."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
     temperature: Temperature | None = None

@@ -46,6 +46,7 @@ class RequestMedia:
     def __init__(self, source: MediaSource, inline: Mapping[str, memoryview]) -> None:
         self._source = source
         self._inline = inline
+        self._unused = set(inline)
         self._slots = asyncio.Semaphore(AT_A_TIME)
         self._total = 0
 
@@ -63,8 +64,15 @@ class RequestMedia:
             raise MediaTooLarge(f"the media of this request have more than {limits.max_total_bytes} bytes")
         return data
 
+    def check_all_used(self) -> None:
+        """To be called when all media have been got. Raises InvalidRequest for inline media that nothing asked for:
+        they were taken out of a place where no media can be, which now has another text."""
+        if self._unused:
+            raise InvalidRequest("the body has inline media in a place where no media can be")
+
     async def _read(self, url: str, limits: MediaLimits) -> bytes:
         if (lifted := self._inline.get(url)) is not None:
+            self._unused.discard(url)
             return await decode_data_url(lifted, limits.max_bytes)
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":

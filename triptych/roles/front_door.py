@@ -11,6 +11,7 @@ from types import TracebackType
 import uvicorn
 
 from triptych.api.app import create_app
+from triptych.api.http import BoundedHttp
 from triptych.api.service import GenerationDefaults, Service
 from triptych.config import FrontDoorConfig, ServeConfig
 from triptych.errors import InstanceLost, StartError, TriptychError
@@ -79,6 +80,8 @@ class FrontDoor:
         )
         settings = uvicorn.Config(
             create_app(self.service),
+            http=BoundedHttp,
+            ws="none",
             log_config=None,
             log_level="warning",
             access_log=False,
