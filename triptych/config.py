@@ -83,6 +83,11 @@ class EngineConfig:
         1024, "blocks in the receive pool of one decode instance, whose rows are a token's keys or values in a layer"
     )
     encode_batch_patches: int = setting(1024, "patches encoded together; an item that has more goes alone")
+    decode_workers: int = setting(
+        0, "processes in which one encode instance decodes media; 0 takes one for every four threads, at least one"
+    )
+    decode_memory_mb: int = setting(2048, "memory that decoding one media item may take, in MiB")
+    decode_timeout: float = setting(30.0, "seconds that decoding one media item may take")
     encode_cache_mb: int = setting(256, "embedding rows that one encode instance remembers, in MiB")
 
     def __post_init__(self) -> None:
@@ -97,10 +102,12 @@ class EngineConfig:
         parse_ranks(self.tensor_parallel_size)
         parse_cpus(self.cpus)
         parse_memory(self.kv_memory, flag("kv_memory"))
-        may_be_zero = ("threads", "max_model_len", "kv_cache_tokens", "encode_cache_mb")
+        may_be_zero = ("threads", "max_model_len", "kv_cache_tokens", "encode_cache_mb", "decode_workers")
         for name, value in vars(self).items():
             if type(value) is int and value < (0 if name in may_be_zero else 1):
                 raise ConfigError(f"{flag(name)} {value} is too small")
+        if self.decode_timeout <= 0:
+            raise ConfigError(f"--decode-timeout {self.decode_timeout} is too small")
         if self.kv_cache_tokens and self.max_model_len > self.kv_cache_tokens:
             raise ConfigError(
                 f"--max-model-len {self.max_model_len} doesn't fit in --kv-cache-tokens {self.kv_cache_tokens}"

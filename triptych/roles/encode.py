@@ -29,13 +29,26 @@ class RowEncoder(Protocol):
         """The rows of each input, uint8 of shape (rows, row_bytes)."""
 
 
+class PreprocessPool(Preprocessor, Protocol):
+    """Several preprocessors, elsewhere: may be called from ``number`` threads at a time."""
+
+    number: int
+
+    @property
+    def pids(self) -> list[int]:
+        """Their processes' ids."""
+
+    def close(self) -> None:
+        """Gives up what is under way."""
+
+
 class EncodeHost:
     """Encodes each item once, however many transfers want its rows."""
 
     def __init__(
         self,
         *,
-        preprocessor: Preprocessor,
+        preprocessor: PreprocessPool,
         encoder: RowEncoder,
         queue: EncodeQueue,
         cache: RowCache,
@@ -46,7 +59,8 @@ class EncodeHost:
         front_door: Address,
         send: Send,
     ) -> None:
-        self._preprocessor = preprocessor
+        self._preprocessor: Preprocessor = preprocessor
+        self.preprocessors = preprocessor
         self._encoder = encoder
         self._queue = queue
         self._cache = cache
@@ -56,7 +70,7 @@ class EncodeHost:
         self._wake = wake
         self._front_door = front_door
         self._send = send
-        self._workers = ThreadPoolExecutor(1, thread_name_prefix="preprocess")
+        self._workers = ThreadPoolExecutor(preprocessor.number, thread_name_prefix="preprocess")
         self.num_asked = 0
         self._jobs: dict[str, EncodeJob] = {}
         self._preprocessing: dict[Future[TowerInput], EncodeJob] = {}
@@ -95,6 +109,7 @@ class EncodeHost:
         return Load(running, max(0, len(self._jobs) - running), [cache])
 
     def close(self) -> None:
+        self.preprocessors.close()
         self._workers.shutdown(wait=True, cancel_futures=True)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
