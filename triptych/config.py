@@ -18,7 +18,8 @@ QUANTIZATIONS = ("none", "int8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_MESSAGE_BYTES = 256 * 2**20
 """The largest message between processes; an image travels in one, beside less than 1 MiB about it."""
-
+MAX_IMAGE_PIXELS = 50_000_000
+"""More than decoders get memory for."""
 
 _UNITS = {"kb": 10**3, "kib": 2**10, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": 2**30, "tb": 10**12, "tib": 2**40}
 _MEMORY = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?(%|{'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
@@ -149,6 +150,9 @@ class FrontDoorConfig:
     max_body_mb: int = setting(64, "largest request body, in MiB")
     max_image_mb: int = setting(32, "largest image file, in MiB")
     max_images: int = setting(64, "images in one request")
+    max_image_pixels: int = setting(MAX_IMAGE_PIXELS, "pixels of one image, as stored")
+    max_request_pixels: int = setting(500_000_000, "pixels of all images of one request together")
+    max_item_tokens: int = setting(16_384, "tokens that one image may become")
     max_media_mb: int = setting(256, "media files of one request together, in MiB")
     allowed_media_domains: tuple[str, ...] = setting(
         (), "hosts that media may be fetched from, as HOST or HOST:PORT; none unless given"
@@ -164,16 +168,19 @@ class FrontDoorConfig:
         for name in ("port", "control_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is not a port number")
-        for name in (
+        positive = (
             "max_queue",
             "max_body_mb",
             "max_image_mb",
             "max_media_mb",
-            "request_timeout",
-            "media_fetch_timeout",
-        ):
+            "max_image_pixels",
+            "max_request_pixels",
+        )
+        for name in (*positive, "max_item_tokens", "request_timeout", "media_fetch_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
+        if self.max_image_pixels > MAX_IMAGE_PIXELS:
+            raise ConfigError(f"--max-image-pixels {self.max_image_pixels} is more than {MAX_IMAGE_PIXELS}")
         if self.max_images < 0:
             raise ConfigError(f"--max-images {self.max_images} is too small")
         for network in self.allowed_media_networks:

@@ -65,6 +65,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "served_model_name": "x",
         "allowed_media_domains": "a.org, b.org",
         "allowed_media_networks": "10.0.0.0/8, fd00::/64",
+        "max_image_pixels": "1000",
         "allowed_local_media_path": "/srv/media",
     }
     for config in (EngineConfig, FrontDoorConfig, LeaseConfig):

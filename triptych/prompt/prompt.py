@@ -13,6 +13,7 @@ from triptych.families.base import Planner, Positions
 from triptych.families.registry import family_of, resolve
 from triptych.models.config_files import load_config, load_preprocessor_config
 from triptych.models.fingerprint import fingerprint, update_with_length
+from triptych.prompt.caps import Counted, MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
@@ -52,15 +53,17 @@ def image_param(message: int, part: int) -> str:
 class PromptBuilder:
     """Builds prompts for the model of a checkpoint folder.
 
-    ``context_length`` is the longest prompt in tokens: the model's, or the given one where that is shorter.
+    ``context_length`` is the longest prompt in tokens: the model's, or the given one where that is shorter. ``caps``
+    bound the media of a request.
     Raises CheckpointError for a folder that can't be served.
     """
 
-    def __init__(self, folder: Path, context_length: int | None = None) -> None:
+    def __init__(self, folder: Path, context_length: int | None = None, caps: MediaCaps | None = None) -> None:
         folder = Path(folder)
         config = load_config(folder)
         self._family = family_of(config)
         self.planner: Planner = resolve(self._family.planner)(config, load_preprocessor_config(folder))
+        self._caps = caps or MediaCaps()
         self.template = ChatTemplate(folder)
         self.tokenizer = Tokenizer(folder)
         self.fingerprint = fingerprint(folder)
@@ -131,6 +134,7 @@ class PromptBuilder:
                 before = joined[-longest:] if longest else ""
 
     def _plan_media(self, messages: Sequence[Message]) -> Iterator[tuple[bytes, ItemPlan, str]]:
+        counted = Counted(self._caps)
         for i, message in enumerate(messages):
             content = message.get("content")
             if not isinstance(content, list):
@@ -140,7 +144,10 @@ class PromptBuilder:
                     continue
                 param = image_param(i, j)
                 try:
-                    plan = self.planner.plan(probe_image(part["data"]))
+                    header = probe_image(part["data"])
+                    counted.add_header(header)
+                    plan = self.planner.plan(header)
+                    counted.add_plan(plan)
                 except MediaError as error:
                     error.param = param
                     raise

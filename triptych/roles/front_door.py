@@ -19,6 +19,7 @@ from triptych.families.registry import family_of
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
 from triptych.models.config_files import load_config
+from triptych.prompt.caps import MediaCaps
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
 from triptych.prompt.media import MediaLimits, MediaSource
@@ -52,7 +53,9 @@ class FrontDoor:
         Raises StartError when that fails."""
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        builder = PromptBuilder(config.model, config.engine.max_model_len or None)
+        limits = config.front_door
+        caps = MediaCaps(limits.max_image_pixels, limits.max_request_pixels, limits.max_item_tokens)
+        builder = PromptBuilder(config.model, config.engine.max_model_len or None, caps)
         secret = config.cluster.secret()
         self._media = _media_source(config.front_door)
         self._socket = _listen(config.front_door.host, config.front_door.port)
