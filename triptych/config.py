@@ -4,6 +4,7 @@
 import ipaddress
 import os
 import re
+import ssl
 import stat
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -30,6 +31,7 @@ _CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 
 MIN_SECRET_BYTES = 16
 """What a cluster secret has at least; 16 random bytes can't be guessed."""
+MAX_KEYS_BYTES = 2**20
 MAX_SECRET_BYTES = 4096
 """A longer file is something else, given by mistake."""
 
@@ -162,6 +164,16 @@ class FrontDoorConfig:
     )
     allowed_local_media_path: str = setting("", "folder whose files file: URLs may name; none unless given")
     media_fetch_timeout: float = setting(10.0, "seconds that fetching one media file may take")
+    api_key: tuple[str, ...] = setting(
+        (), "keys of which requests must have one; other users of this machine can read flags, so rather use a file"
+    )
+    api_key_file: str = setting("", "file with such keys, one a line, that its owner alone may read")
+    ssl_certfile: str = setting("", "certificate, with its chain, for HTTPS")
+    ssl_keyfile: str = setting("", "its private key, which its owner alone may read")
+    allowed_origins: tuple[str, ...] = setting((), "origins whose pages may ask (CORS); none unless given")
+    allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")
+    allowed_headers: tuple[str, ...] = setting(("Authorization", "Content-Type"), "headers that such pages may send")
+    allow_credentials: bool = setting(False, "let such pages send cookies")
     request_timeout: float = setting(600.0, "seconds after which a request that isn't done fails")
 
     def __post_init__(self) -> None:
@@ -181,6 +193,10 @@ class FrontDoorConfig:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
         if self.max_image_pixels > MAX_IMAGE_PIXELS:
             raise ConfigError(f"--max-image-pixels {self.max_image_pixels} is more than {MAX_IMAGE_PIXELS}")
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("--allow-credentials and --allowed-origins * exclude each other")
         if self.max_images < 0:
             raise ConfigError(f"--max-images {self.max_images} is too small")
         for network in self.allowed_media_networks:
@@ -193,6 +209,36 @@ class FrontDoorConfig:
                 f"--max-image-mb {self.max_image_mb} is too large: a message between processes carries images of at "
                 f"most {MAX_MESSAGE_BYTES // 2**20 - 1} MiB"
             )
+
+    def api_keys(self) -> list[str]:
+        """All keys, those of the file included; none: requests need no key. Raises ConfigError for a file without one,
+        or that can't be used."""
+        keys = list(self.api_key)
+        if self.api_key_file:
+            name = f"--api-key-file {self.api_key_file}"
+            text = _read_private(self.api_key_file, name, MAX_KEYS_BYTES)
+            if len(text) > MAX_KEYS_BYTES:
+                raise ConfigError(f"{name} has more than {MAX_KEYS_BYTES} bytes")
+            found = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
+            if not found:
+                raise ConfigError(f"{name} has no key")
+            keys += found
+        return keys
+
+    def check_ssl(self) -> None:
+        """Raises ConfigError when the certificate and its key can't be used."""
+        if not self.ssl_certfile:
+            return
+        _read_private(self.ssl_keyfile, f"--ssl-keyfile {self.ssl_keyfile}", 0)
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                self.ssl_certfile, self.ssl_keyfile, password=""
+            )
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM"
+            raise ConfigError(
+                f"--ssl-certfile {self.ssl_certfile} and --ssl-keyfile {self.ssl_keyfile}: {reason}"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -245,14 +291,7 @@ class ClusterConfig:
         if not self.cluster_secret_file:
             return None
         name = f"--cluster-secret-file {self.cluster_secret_file}"
-        try:
-            with open(self.cluster_secret_file, "rb") as file:
-                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                secret = file.read(MAX_SECRET_BYTES + 1).strip()
-        except OSError as error:
-            raise ConfigError(f"{name} can't be read: {error.strerror}") from None
-        if mode & 0o077:
-            raise ConfigError(f"{name} has mode {mode:04o}: others can use it; make it readable by its owner alone")
+        secret = _read_private(self.cluster_secret_file, name, MAX_SECRET_BYTES).strip()
         if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
             raise ConfigError(f"{name} must have {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes")
         return secret
@@ -285,6 +324,20 @@ class ServeConfig:
     def shared(self) -> tuple[Any, ...]:
         """What holds for all processes of the service, whatever each computes."""
         return self.transfer, self.cluster, self.lease, self.observe
+
+
+def _read_private(path: str, name: str, max_bytes: int) -> bytes:
+    """A file's first bytes, one more than ``max_bytes`` if it has them. Raises ConfigError, calling it ``name``, when
+    it can't be read, or others can read it too."""
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{name} can't be read: {error.strerror}") from None
+    if mode & 0o077:
+        raise ConfigError(f"{name} has mode {mode:04o}: others can use it; make it readable by its owner alone")
+    return content
 
 
 def is_loopback(host: str) -> bool:

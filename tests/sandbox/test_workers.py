@@ -19,7 +19,7 @@ LIMITS = Limits(memory_bytes=2**28, output_bytes=2**25, seconds=1.0)
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1)
+    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
     made.wait_until_ready()
     yield made
     made.close()
@@ -109,7 +109,7 @@ def test_workers_see_no_secrets(workers: Workers, monkeypatch: pytest.MonkeyPatc
 
 
 def test_several_workers_share_the_work() -> None:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 2)
+    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 2, DecodeFailed)
     found: list[bytes] = []
     iterators = [made.results(b"pid") for _ in range(2)]
     threads = [threading.Thread(target=lambda one=one: found.append(next(one)[0])) for one in iterators]
@@ -122,7 +122,7 @@ def test_several_workers_share_the_work() -> None:
 
 
 def test_ending_gives_up_what_is_under_way() -> None:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1)
+    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
     made.wait_until_ready()
     errors: list[BaseException] = []
 
@@ -143,7 +143,7 @@ def test_ending_gives_up_what_is_under_way() -> None:
 
 
 def test_a_worker_ends_with_its_parent() -> None:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1)
+    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
     made.wait_until_ready()
     (worker,) = made._workers
     worker._connection.close()  # as the kernel does when the parent has died
@@ -151,10 +151,10 @@ def test_a_worker_ends_with_its_parent() -> None:
 
 
 def test_workers_that_cannot_start() -> None:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:broken", "", LIMITS), 1)
+    made = Workers(WorkerSpec(f"{handlers.__name__}:broken", "", LIMITS), 1, DecodeFailed)
     with pytest.raises(StartError, match="can't start"):
         made.wait_until_ready()
-    with pytest.raises(InternalError, match="not possible"):
+    with pytest.raises(InternalError, match="missing"):
         ask(made, "echo")
     made.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from triptych.errors import InternalError
+from triptych.errors import DecodeFailed, InternalError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.families.registry import family_of, resolve
 from triptych.models.config_files import load_config, load_preprocessor_config
@@ -30,7 +30,8 @@ class PreprocessWorkers:
     def __init__(self, folder: Path, number: int, limits: Limits) -> None:
         """Starts the processes, each with the preprocessor of a checkpoint folder, and doesn't wait for them."""
         self.number = number
-        self._workers = Workers(WorkerSpec("triptych.encode.workers:serve", str(folder), limits), number)
+        spec = WorkerSpec("triptych.encode.workers:serve", str(folder), limits)
+        self._workers = Workers(spec, number, DecodeFailed)
 
     def wait_until_ready(self) -> None:
         """Raises StartError when they can't run."""

@@ -10,10 +10,10 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.errors import CheckpointError, InvalidRequest
 from triptych.models.config_files import read_json_object
+from triptych.prompt.bounded_jinja import BoundedEnvironment
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _LEGACY_TEMPLATE_FILE = "chat_template.json"
@@ -33,8 +33,9 @@ class ChatTemplate:
         source = _template_source(folder, tokenizer_config)
         # transformers defines these two for every template, and some test them against none.
         self._variables: dict[str, Any] = {"tools": None, "documents": None, **_special_tokens(tokenizer_config)}
+        self._environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{folder}: the chat template doesn't parse: {error}") from error
 
@@ -45,7 +46,10 @@ class ChatTemplate:
         """
         variables = {**self._variables, **extra}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+            with self._environment.bounded():
+                return self._template.render(
+                    messages=messages, add_generation_prompt=add_generation_prompt, **variables
+                )
         except _TEMPLATE_ERRORS as error:
             reason = str(error).strip().splitlines()[:1]
             raise InvalidRequest(
@@ -64,8 +68,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _tojson

@@ -12,6 +12,7 @@ import uvicorn
 
 from triptych.api.app import create_app
 from triptych.api.http import BoundedHttp
+from triptych.api.security import secured
 from triptych.api.service import GenerationDefaults, Service
 from triptych.config import FrontDoorConfig, ServeConfig
 from triptych.errors import InstanceLost, StartError, TriptychError
@@ -57,6 +58,7 @@ class FrontDoor:
         caps = MediaCaps(limits.max_image_pixels, limits.max_request_pixels, limits.max_item_tokens)
         builder = PromptBuilder(config.model, config.engine.max_model_len or None, caps)
         secret = config.cluster.secret()
+        config.front_door.check_ssl()
         self._media = _media_source(config.front_door)
         self._socket = _listen(config.front_door.host, config.front_door.port)
         try:
@@ -82,7 +84,9 @@ class FrontDoor:
             front_door=config.front_door,
         )
         settings = uvicorn.Config(
-            create_app(self.service),
+            secured(create_app(self.service), config.front_door),
+            ssl_certfile=config.front_door.ssl_certfile or None,
+            ssl_keyfile=config.front_door.ssl_keyfile or None,
             http=BoundedHttp,
             ws="none",
             log_config=None,
@@ -98,7 +102,8 @@ class FrontDoor:
     def url(self) -> str:
         """Where the HTTP server listens."""
         host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if self._config.front_door.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
     def control(self) -> str:

@@ -63,7 +63,7 @@ def _answer(connection: socket.socket, items: dict[int, Iterator[tuple[bytes, Se
     except (RequestError, ServiceError) as error:
         answer = Failure(type(error).__name__, str(error)[:MAX_MESSAGE_TEXT])
     except MemoryError:
-        answer = Failure("DecodeFailed", "it needs more memory than it may use")
+        answer = Failure("", "more memory is needed than there may be")
     except Exception:
         log.exception("a sandboxed worker tripped over an item")
         answer = Failure("InternalError", "it failed")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 MAX_MESSAGE = 65_536
+"""Bytes: what is longer belongs in the bulk."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -55,7 +56,8 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Worker → parent: the item failed with an error that names a class in triptych.errors."""
+    """Worker → parent: the item failed with an error that names a class in triptych.errors, or exceeded a limit, if it
+    names none."""
 
     error: str
     message: str
@@ -105,8 +107,11 @@ class Bulk:
 
 
 def send(connection: socket.socket, message: Ask | Answer, bulk: Bulk | None = None) -> None:
-    """Raises OSError when the other side is gone."""
-    socket.send_fds(connection, [msgspec.msgpack.encode(message)], [bulk.file] if bulk else [])
+    """Raises OSError when the other side is gone, and ValueError for a message that is too long."""
+    data = msgspec.msgpack.encode(message)
+    if len(data) > MAX_MESSAGE:
+        raise ValueError(f"a message of {len(data)} bytes")
+    socket.send_fds(connection, [data], [bulk.file] if bulk else [])
 
 
 def receive(connection: socket.socket) -> tuple[bytes, Bulk | None]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from triptych.errors import DecodeFailed, InternalError, StartError, from_wire
+from triptych.errors import InternalError, RequestError, StartError, from_wire
 from triptych.sandbox.protocol import (
     Answer,
     Ask,
@@ -50,10 +50,12 @@ class _TooSlow(Exception):
 class Workers:
     """So many processes that run the same thing. May be used from any thread; each result is waited for."""
 
-    def __init__(self, spec: WorkerSpec, number: int) -> None:
-        """Starts them and doesn't wait."""
+    def __init__(self, spec: WorkerSpec, number: int, failed: type[RequestError]) -> None:
+        """Starts them and doesn't wait. ``failed`` is what an item becomes that crashes a worker, or needs more time or
+        memory than it may."""
         self.spec = spec
-        self._workers = [_Worker(spec) for _ in range(number)]
+        self._failed = failed
+        self._workers = [_Worker(spec, failed) for _ in range(number)]
         self._items = itertools.count()
 
     def wait_until_ready(self) -> None:
@@ -64,8 +66,8 @@ class Workers:
     def results(self, request: bytes, bulk: bytes = b"") -> Iterator[tuple[bytes, mmap.mmap | None]]:
         """The results for one request as they are asked for, each with its bulk, which nobody else can change.
 
-        Raises what the worker raised; DecodeFailed when it takes too long, needs too much memory or dies. Giving up the
-        iterator gives up the request.
+        Raises what the worker raised, and ``failed`` when it takes too long, needs too much memory or dies. Giving up
+        the iterator gives up the request.
         """
         worker = min(self._workers, key=lambda one: len(one.items))
         item = next(self._items)
@@ -82,11 +84,11 @@ class Workers:
                 except _Died:
                     failed += 1
                     if failed == ATTEMPTS:
-                        raise DecodeFailed("it crashed its decoder") from None
+                        raise self._failed("it crashed what was to work on it") from None
                     asked, skipped = request, 0
                     continue
                 except _TooSlow:
-                    raise DecodeFailed(f"it takes longer than {self.spec.limits.seconds:g} s") from None
+                    raise self._failed(f"it takes longer than {self.spec.limits.seconds:g} s") from None
                 asked = None
                 if answer is None:
                     return
@@ -111,8 +113,9 @@ class Workers:
 class _Worker:
     """One process at a time, started anew when it has ended. ``items`` are being asked for, ``closed`` no more."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, failed: type[RequestError]) -> None:
         self._spec = spec
+        self._failed = failed
         self.items: set[int] = set()
         self.closed: list[int] = []
         self._lock = threading.Lock()
@@ -136,7 +139,7 @@ class _Worker:
                 self._wait_until_ready()
             except StartError as error:
                 log.error("%s", error)
-                raise InternalError("decoding is not possible at the moment") from None
+                raise InternalError("a worker is missing") from None
             self._known.add(item)
             closed, self.closed = self.closed, []
             self._known.difference_update(closed)
@@ -155,7 +158,7 @@ class _Worker:
             send(self._connection, ask, sent)
             answer, received = self._receive(self._spec.limits.seconds)
             if isinstance(answer, Failure):
-                raise from_wire(answer.error, answer.message)
+                raise from_wire(answer.error, answer.message) if answer.error else self._failed(answer.message)
             if isinstance(answer, End):
                 return None
             content = received.sealed(self._spec.limits.output_bytes) if received else None
