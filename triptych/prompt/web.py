@@ -90,10 +90,7 @@ class WebFetcher:
             answer = await self._get(url, max_bytes)
             if isinstance(answer, bytearray):
                 return answer
-            target = url.join(answer)
-            if url.scheme == "https" and target.scheme != "https":
-                raise MediaNotAllowed("a redirect from https: to another scheme is not followed")
-            url = target
+            url = answer
         raise MediaNotAllowed(f"more than {self._limits.redirects} redirects are not followed")
 
     def _check(self, url: httpx.URL) -> None:
@@ -125,7 +122,7 @@ class WebFetcher:
             closing.push_async_callback(response.aclose)
             headers = {name.lower(): value for name, value in response.headers}
             if response.status in _REDIRECTS and (location := headers.get(b"location")):
-                return _parsed(location.decode("latin-1"), "the address it is redirected to")
+                return _redirected(url, location.decode("latin-1"))
             if response.status != httpx.codes.OK:
                 raise MediaNotFetched(f"the server answered {response.status}")
             if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -215,6 +212,18 @@ def _parsed(url: str, what: str = "the URL") -> httpx.URL:
     if port is not None and not 0 < port < 2**16:
         raise InvalidRequest(f"{what} has a port that there isn't")
     return parsed
+
+
+def _redirected(url: httpx.URL, location: str) -> httpx.URL:
+    """Raises InvalidRequest and MediaNotAllowed for an address that can't be, or mustn't be, gone to."""
+    what = "the address it is redirected to"
+    try:
+        target = _parsed(str(url.join(_parsed(location, what))), what)
+    except (httpx.InvalidURL, ValueError):
+        raise InvalidRequest(f"{what} can't be parsed") from None
+    if url.scheme == "https" and target.scheme != "https":
+        raise MediaNotAllowed("a redirect from https: to another scheme is not followed")
+    return target
 
 
 def _system_addresses(host: str, port: int) -> list[str]:
