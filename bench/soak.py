@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -94,6 +95,13 @@ async def load(url: str, pid: int, minutes: float, concurrency: int, side: int) 
     return seen
 
 
+def show_trouble(lines: Iterable[str]) -> None:
+    """Reads on, or the service would wait for somebody to."""
+    for line in lines:
+        if any(word in line for word in ("WARNING", "ERROR", "Error", "Traceback")):
+            print(line, end="", flush=True)
+
+
 def report(seen: dict[str, list[tuple[int, float]]]) -> bool:
     """Prints a line for each process. Whether all of them are flat."""
     flat = True
@@ -126,7 +134,7 @@ def main() -> int:
     try:
         lines = iter(server.stdout.readline, "")
         url = next(match[0] for line in lines if (match := re.search(r"http://[\d.]+:\d+", line)) and "ready" in line)
-        threading.Thread(target=server.stdout.read, daemon=True).start()  # or it would wait for somebody to read
+        threading.Thread(target=show_trouble, args=[server.stdout], daemon=True).start()
         seen = asyncio.run(load(url, server.pid, arguments.minutes, arguments.concurrency, arguments.side))
     finally:
         server.send_signal(signal.SIGINT)

@@ -1,6 +1,7 @@
 """What waits to be encoded, and in which batches. Holds no device and no socket."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from triptych.families.base import TowerInput
@@ -32,7 +33,7 @@ class EncodeQueue:
     a pass through the tower, a big one goes alone, so that no item's rows wait for many others."""
 
     def __init__(self, max_patches: int) -> None:
-        self._max_patches = max_patches
+        self.max_patches = max_patches
         self._ready: deque[EncodeJob] = deque()
 
     def add(self, job: EncodeJob) -> None:
@@ -47,11 +48,14 @@ class EncodeQueue:
         """The jobs to encode together now: at least one if any is ready, then as many more as fit."""
         batch: list[EncodeJob] = []
         patches = 0
-        while self._ready and (not batch or patches + self._ready[0].patches <= self._max_patches):
+        while self._ready and (not batch or patches + self._ready[0].patches <= self.max_patches):
             job = self._ready.popleft()
             batch.append(job)
             patches += job.patches
         return batch
+
+    def __iter__(self) -> Iterator[EncodeJob]:
+        return iter(self._ready)
 
     def __len__(self) -> int:
         return len(self._ready)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -20,6 +21,9 @@ from triptych.transfer.sender import Sender
 from triptych.types import Address, TransferId
 
 log = logging.getLogger(__name__)
+
+AHEAD = 4
+"""Batches that are preprocessed ahead of the tower. A preprocessed image takes some twenty times its pixels' bytes."""
 
 
 class RowEncoder(Protocol):
@@ -73,6 +77,7 @@ class EncodeHost:
         self._workers = ThreadPoolExecutor(preprocessor.number, thread_name_prefix="preprocess")
         self.num_asked = 0
         self._jobs: dict[str, EncodeJob] = {}
+        self._waiting: deque[EncodeJob] = deque()
         self._preprocessing: dict[Future[TowerInput], EncodeJob] = {}
         self._batch: tuple[list[EncodeJob], float, Future[list[Rows]]] | None = None
 
@@ -86,6 +91,7 @@ class EncodeHost:
         self._collect_preprocessed()
         self._collect_batch()
         self._start_batch()
+        self._start_preprocessing()
 
     next_advance = float("inf")
 
@@ -130,9 +136,7 @@ class EncodeHost:
         if (job := self._jobs.get(message.key)) is None:
             job = EncodeJob(message.key, message.plan, message.data, received=now)
             self._jobs[job.key] = job
-            future = self._workers.submit(self._preprocess, job)
-            self._preprocessing[future] = job
-            future.add_done_callback(lambda _: self._wake())
+            self._waiting.append(job)
         job.transfers.append(message.transfer)
 
     def _forget(self, transfer: TransferId) -> None:
@@ -147,11 +151,25 @@ class EncodeHost:
 
     def _cancel_preprocessing(self, job: EncodeJob) -> None:
         """What hasn't begun never will: live items don't wait behind dead ones."""
+        if job in self._waiting:
+            self._waiting.remove(job)
         for future, preprocessing in list(self._preprocessing.items()):
             if preprocessing is job and future.cancel():
                 self._preprocessing.pop(future, None)
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start_preprocessing(self) -> None:
+        """As much as the tower needs ahead, but no more: preprocessed images are large."""
+        while self._waiting:
+            under_way = [*self._preprocessing.values(), *self._queue]
+            patches = sum(job.patches for job in under_way) + self._waiting[0].patches
+            if len(under_way) > self.preprocessors.number and patches > AHEAD * self._queue.max_patches:
+                return
+            job = self._waiting.popleft()
+            future = self._workers.submit(self._preprocess, job)
+            self._preprocessing[future] = job
+            future.add_done_callback(lambda _: self._wake())
 
     def _preprocess(self, job: EncodeJob) -> TowerInput:
         job.preprocess_began = time.time()
