@@ -100,9 +100,7 @@ def _set(kind: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C in a terminal is the parent's affair, and SIGXFSZ an error of the write
-    for number in (signal.SIGINT, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error of the write
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         main(
             msgspec.json.decode(sys.argv[1], type=WorkerSpec),

@@ -216,6 +216,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 env=environment | threads,
                 pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C in a terminal is its parent's affair
             )
         self._connection = ours
         self._ready = False
