@@ -154,6 +154,8 @@ class _Compilation:
         try:
             return self._compile(spec)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:  # the library has no narrower one
+            if "bad_alloc" in str(error):
+                raise MemoryError from None
             raise InvalidRequest(_first_line(error)) from None
 
     def _compile(self, spec: GrammarSpec) -> "xgrammar.CompiledGrammar":
