@@ -4,6 +4,7 @@
 import ipaddress
 import os
 import re
+import ssl
 import stat
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
@@ -19,7 +20,8 @@ QUANTIZATIONS = ("none", "int8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_MESSAGE_BYTES = 256 * 2**20
 """The largest message between processes; an item travels in one, beside less than 1 MiB about it."""
-
+MAX_IMAGE_PIXELS = 50_000_000
+"""More than decoders get memory for."""
 
 _UNITS = {"kb": 10**3, "kib": 2**10, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": 2**30, "tb": 10**12, "tib": 2**40}
 _MEMORY = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?(%|{'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
@@ -30,6 +32,7 @@ _CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 
 MIN_SECRET_BYTES = 16
 """What a cluster secret has at least; 16 random bytes can't be guessed."""
+MAX_KEYS_BYTES = 2**20
 MAX_SECRET_BYTES = 4096
 """A longer file is something else, given by mistake."""
 
@@ -84,6 +87,11 @@ class EngineConfig:
         1024, "blocks in the receive pool of one decode instance, whose rows are a token's keys or values in a layer"
     )
     encode_batch_patches: int = setting(1024, "patches encoded together; an item that has more goes alone")
+    decode_workers: int = setting(
+        0, "processes in which one encode instance decodes media; 0 takes one for every four threads, at least one"
+    )
+    decode_memory_mb: int = setting(2048, "memory that decoding one media item may take, in MiB")
+    decode_timeout: float = setting(30.0, "seconds that decoding one media item may take")
     encode_cache_mb: int = setting(256, "embedding rows that one encode instance remembers, in MiB")
 
     def __post_init__(self) -> None:
@@ -98,10 +106,12 @@ class EngineConfig:
         parse_ranks(self.tensor_parallel_size)
         parse_cpus(self.cpus)
         parse_memory(self.kv_memory, flag("kv_memory"))
-        may_be_zero = ("threads", "max_model_len", "kv_cache_tokens", "encode_cache_mb")
+        may_be_zero = ("threads", "max_model_len", "kv_cache_tokens", "encode_cache_mb", "decode_workers")
         for name, value in vars(self).items():
             if type(value) is int and value < (0 if name in may_be_zero else 1):
                 raise ConfigError(f"{flag(name)} {value} is too small")
+        if self.decode_timeout <= 0:
+            raise ConfigError(f"--decode-timeout {self.decode_timeout} is too small")
         if self.kv_cache_tokens and self.max_model_len > self.kv_cache_tokens:
             raise ConfigError(
                 f"--max-model-len {self.max_model_len} doesn't fit in --kv-cache-tokens {self.kv_cache_tokens}"
@@ -150,7 +160,28 @@ class FrontDoorConfig:
         100.0, "pixels (10^9) of all of a video's frames, seen or not: what decoding it may take"
     )
     named_media_mb: int = setting(256, "images and videos remembered by the uuid that clients gave them, in MiB")
-    allowed_media_domains: tuple[str, ...] = setting((), "hosts that media may be fetched from; none unless given")
+    max_image_pixels: int = setting(MAX_IMAGE_PIXELS, "pixels of one image, as stored")
+    max_request_pixels: int = setting(500_000_000, "pixels of all images of one request together")
+    max_item_tokens: int = setting(16_384, "tokens that one image may become")
+    max_media_mb: int = setting(256, "media files of one request together, in MiB")
+    allowed_media_domains: tuple[str, ...] = setting(
+        (), "hosts that media may be fetched from, as HOST or HOST:PORT; none unless given"
+    )
+    allowed_media_networks: tuple[str, ...] = setting(
+        (), "address ranges off the public internet that those hosts may be in, such as 10.1.0.0/16"
+    )
+    allowed_local_media_path: str = setting("", "folder whose files file: URLs may name; none unless given")
+    media_fetch_timeout: float = setting(10.0, "seconds that fetching one media file may take")
+    api_key: tuple[str, ...] = setting(
+        (), "keys of which requests must have one; other users of this machine can read flags, so rather use a file"
+    )
+    api_key_file: str = setting("", "file with such keys, one a line, that its owner alone may read")
+    ssl_certfile: str = setting("", "certificate, with its chain, for HTTPS")
+    ssl_keyfile: str = setting("", "its private key, which its owner alone may read")
+    allowed_origins: tuple[str, ...] = setting((), "origins whose pages may ask (CORS); none unless given")
+    allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")
+    allowed_headers: tuple[str, ...] = setting(("Authorization", "Content-Type"), "headers that such pages may send")
+    allow_credentials: bool = setting(False, "let such pages send cookies")
     request_timeout: float = setting(600.0, "seconds after which a request that isn't done fails")
     client_timeout: float = setting(60.0, "seconds after which the stream of a client that takes nothing of it ends")
 
@@ -158,27 +189,73 @@ class FrontDoorConfig:
         for name in ("port", "control_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is not a port number")
-        for name in (
+        positive = (
             "max_queue",
             "max_body_mb",
             "max_image_mb",
             "max_video_mb",
             "max_video_seconds",
             "max_video_gigapixels",
-            "request_timeout",
-            "client_timeout",
-        ):
+            "max_media_mb",
+            "max_image_pixels",
+            "max_request_pixels",
+        )
+        for name in (*positive, "max_item_tokens", "request_timeout", "client_timeout", "media_fetch_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
+        if self.max_image_pixels > MAX_IMAGE_PIXELS:
+            raise ConfigError(f"--max-image-pixels {self.max_image_pixels} is more than {MAX_IMAGE_PIXELS}")
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("--allow-credentials and --allowed-origins * exclude each other")
         for name in ("max_images", "max_videos", "named_media_mb"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
+        self._check_media()
+
+    def _check_media(self) -> None:
+        for network in self.allowed_media_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError:
+                raise ConfigError(f"--allowed-media-networks {network!r} is not a range such as 10.1.0.0/16") from None
         for name in ("max_image_mb", "max_video_mb"):
             if (getattr(self, name) + 1) * 2**20 > MAX_MESSAGE_BYTES:
                 raise ConfigError(
                     f"{flag(name)} {getattr(self, name)} is too large: a message between processes carries files of at "
                     f"most {MAX_MESSAGE_BYTES // 2**20 - 1} MiB"
                 )
+
+    def api_keys(self) -> list[str]:
+        """All keys, those of the file included; none: requests need no key. Raises ConfigError for a file without one,
+        or that can't be used."""
+        keys = list(self.api_key)
+        if self.api_key_file:
+            name = f"--api-key-file {self.api_key_file}"
+            text = _read_private(self.api_key_file, name, MAX_KEYS_BYTES)
+            if len(text) > MAX_KEYS_BYTES:
+                raise ConfigError(f"{name} has more than {MAX_KEYS_BYTES} bytes")
+            found = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
+            if not found:
+                raise ConfigError(f"{name} has no key")
+            keys += found
+        return keys
+
+    def check_ssl(self) -> None:
+        """Raises ConfigError when the certificate and its key can't be used."""
+        if not self.ssl_certfile:
+            return
+        _read_private(self.ssl_keyfile, f"--ssl-keyfile {self.ssl_keyfile}", 0)
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                self.ssl_certfile, self.ssl_keyfile, password=""
+            )
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM"
+            raise ConfigError(
+                f"--ssl-certfile {self.ssl_certfile} and --ssl-keyfile {self.ssl_keyfile}: {reason}"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -231,14 +308,7 @@ class ClusterConfig:
         if not self.cluster_secret_file:
             return None
         name = f"--cluster-secret-file {self.cluster_secret_file}"
-        try:
-            with open(self.cluster_secret_file, "rb") as file:
-                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                secret = file.read(MAX_SECRET_BYTES + 1).strip()
-        except OSError as error:
-            raise ConfigError(f"{name} can't be read: {error.strerror}") from None
-        if mode & 0o077:
-            raise ConfigError(f"{name} has mode {mode:04o}: others can use it; make it readable by its owner alone")
+        secret = _read_private(self.cluster_secret_file, name, MAX_SECRET_BYTES).strip()
         if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
             raise ConfigError(f"{name} must have {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes")
         return secret
@@ -271,6 +341,20 @@ class ServeConfig:
     def shared(self) -> tuple[Any, ...]:
         """What holds for all processes of the service, whatever each computes."""
         return self.transfer, self.cluster, self.lease, self.observe
+
+
+def _read_private(path: str, name: str, max_bytes: int) -> bytes:
+    """A file's first bytes, one more than ``max_bytes`` if it has them. Raises ConfigError, calling it ``name``, when
+    it can't be read, or others can read it too."""
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{name} can't be read: {error.strerror}") from None
+    if mode & 0o077:
+        raise ConfigError(f"{name} has mode {mode:04o}: others can use it; make it readable by its owner alone")
+    return content
 
 
 def is_loopback(host: str) -> bool:

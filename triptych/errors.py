@@ -8,6 +8,7 @@
     │   ├── PromptTooLong           more tokens than the model's context holds
     │   ├── UnknownModel
     │   ├── PayloadTooLarge
+    │   ├── BodyTooSlow             a request body that doesn't come
     │   └── MediaError              an item that can't be used
     │       ├── UnsupportedMedia    not an image or a video of a known format
     │       ├── TruncatedMedia      the bytes end before the header or the pixels do
@@ -15,6 +16,8 @@
     │       ├── MediaMismatch       not what its header says
     │       ├── BadMediaSize        zero sides, or a shape the model can't take
     │       ├── MediaNotAllowed     a URL whose host isn't allowed
+    │       ├── MediaNotFetched     a URL that may be fetched, but couldn't be
+    │       ├── DecodeFailed        its decoder crashed, or needed more than it may
     │       ├── MediaNotServed      the topology has no encoder
     │       └── UnknownMedia        a uuid that nothing is remembered by
     ├── ServiceError                our side's fault or state
@@ -68,6 +71,10 @@ class PayloadTooLarge(RequestError):
     """The request body exceeds the limit."""
 
 
+class BodyTooSlow(RequestError):
+    """The request body doesn't come."""
+
+
 class MediaError(RequestError):
     """A media item can't be used."""
 
@@ -94,6 +101,14 @@ class BadMediaSize(MediaError):
 
 class MediaNotAllowed(MediaError):
     """The item's URL isn't one that this server may fetch."""
+
+
+class MediaNotFetched(MediaError):
+    """The item's URL may be fetched, but couldn't be, now."""
+
+
+class DecodeFailed(MediaError):
+    """The item's decoder crashed, or needed more time or memory than it may."""
 
 
 class MediaNotServed(MediaError):

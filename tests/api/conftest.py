@@ -16,7 +16,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_service(folder: Path) -> Iterator[Served]:
-    with served(folder, allowed_media_domains=("127.0.0.1",)) as service:
+    with served(folder) as service:
         yield service
 
 

@@ -1,14 +1,10 @@
 """Chat completions that go well: text and images, streamed and not, over plain HTTP and with OpenAI's client."""
 
-import http.server
 import json
 import re
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -190,66 +186,6 @@ def test_models_health_and_ready(service: Served) -> None:
         assert client.get("/health").status_code == 200
         ready = client.get("/ready")
         assert (ready.status_code, ready.json()) == (200, {"ready": True})
-
-
-class _Pictures(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        data = image(seed=3) if self.path == "/picture" else b"no picture"
-        if self.path == "/moved":
-            self.send_response(302)
-            self.send_header("Location", "/picture")
-        else:
-            self.send_response(404 if self.path == "/missing" else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
-
-
-@pytest.fixture(scope="module")
-def pictures() -> Iterator[int]:
-    """The port of a web server on an address that the shared service may fetch from."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pictures) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
-
-
-def fetched(service: Served, url: str) -> httpx.Response:
-    return service.post([text_part("x"), {"type": "image_url", "image_url": {"url": url}}])
-
-
-def test_an_image_from_an_allowed_host_is_as_good_as_its_bytes(service: Served, pictures: int) -> None:
-    answer = fetched(service, f"http://127.0.0.1:{pictures}/picture")
-    assert answer.status_code == 200
-    inline = service.text([text_part("x"), image_part(image(seed=3))])
-    assert answer.json()["choices"][0]["message"]["content"] == inline
-
-
-@pytest.mark.parametrize(
-    ("url", "code"),
-    [
-        ("http://localhost:{}/picture", "media_not_allowed"),
-        ("https://example.org/picture", "media_not_allowed"),
-        ("http://127.0.0.1:{}/moved", "media_not_allowed"),
-        ("http://me@127.0.0.1:{}/picture", "media_not_allowed"),
-        ("file:///etc/passwd", "media_not_allowed"),
-        ("/etc/passwd", "invalid_request"),
-        ("http://127.0.0.1:{}/missing", "invalid_request"),
-        ("http://127.0.0.1:1/picture", "invalid_request"),
-        ("data:image/png;base64", "invalid_request"),
-        ("data:image/png;base64,!!!!", "invalid_request"),
-    ],
-)
-def test_other_urls_are_refused_by_name(service: Served, pictures: int, url: str, code: str) -> None:
-    response = fetched(service, url.format(pictures))
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (400, code)
-    assert error["param"] == "messages[0].content[1].image_url.url"
 
 
 def test_several_choices_are_as_if_asked_for_one_by_one(service: Served) -> None:

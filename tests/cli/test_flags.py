@@ -64,15 +64,24 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "host": "::1",
         "served_model_name": "x",
         "allowed_media_domains": "a.org, b.org",
+        "allowed_media_networks": "10.0.0.0/8, fd00::/64",
+        "max_image_pixels": "1000",
+        "api_key": "one, two",
+        "api_key_file": "/srv/keys",
+        "allowed_origins": "https://a.org, https://b.org",
+        "allowed_methods": "GET, PUT",
+        "allowed_headers": "a, b",
+        "allowed_local_media_path": "/srv/media",
     }
     for config in (EngineConfig, FrontDoorConfig, LeaseConfig):
         for item in fields(config):
-            if item.name == "lease_expiry":
-                continue  # no shorter than the heartbeat: below
+            if item.name in ("lease_expiry", "ssl_certfile", "ssl_keyfile"):
+                continue  # no shorter than the heartbeat: below; and not one without the other
             value = given.get(item.name) or str(item.default + 1)
             if isinstance(item.default, bool):
                 continue  # a flag without a value: below
-            expected = ("a.org", "b.org") if item.name == "allowed_media_domains" else type(item.default)(value)
+            several = isinstance(item.default, tuple)
+            expected = tuple(value.split(", ")) if several else type(item.default)(value)
             monkeypatch.setenv(f"TRIPTYCH_{item.name.upper()}", value)
             from_variable = flags.settings(config, parsed(folder))
             assert getattr(from_variable, item.name) == expected

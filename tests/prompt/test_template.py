@@ -1,9 +1,12 @@
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from triptych.errors import CheckpointError, InvalidRequest
+from triptych.prompt import bounded_jinja
 from triptych.prompt.template import ChatTemplate
 
 USER = [{"role": "user", "content": "hi"}]
@@ -73,3 +76,46 @@ def test_errors_are_short_requests_errors(folder: Path, source: str, message: st
 def test_template_that_does_not_parse(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="doesn't parse"):
         template(folder, "{% if %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% if a.x %}{% endif %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        "{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ '' }}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        "{% for a in range(90000) %}{{ 'x' * 90000 }}{% endfor %}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ 10000000000 * [1] }}",
+        "{{ 9 ** 9 ** 9 }}",
+    ],
+)
+def test_templates_that_would_take_forever(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setattr(bounded_jinja, "SECONDS", 0.2)
+    hostile = template(folder, source)
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match=r"more than|too l"):
+        hostile.render(USER * 2000)
+    assert time.monotonic() - began < 5
+    assert template(folder, "{{ 2 ** 3 }}{{ 'ab' * 2 }}").render(USER) == "8abab"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'system'}) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ raise_exception.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_templates_cannot_get_out(folder: Path, source: str) -> None:
+    messages = [dict(USER[0])]
+    with contextlib.suppress(InvalidRequest):
+        assert template(folder, source).render(messages) == ""
+    assert messages == USER

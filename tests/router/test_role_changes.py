@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.router.test_router import prompt
+from tests.router.test_router import prompt, tokens_of
 from triptych.config import FrontDoorConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
@@ -183,7 +183,7 @@ def test_without_another_generator_it_fails() -> None:
     desk.set_role("pd0", Role.P, force=True)
     desk.register("pd0", Role.P)
     with pytest.raises(InstanceLost):
-        raise stream._queue.get_nowait()  # type: ignore[misc]
+        tokens_of(stream)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from triptych import __version__
 from triptych.api import chat, completions, objects, responses, tokens
+from triptych.api.body import Body, read_body
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
@@ -26,7 +27,7 @@ from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected, error_event
-from triptych.errors import InternalError, InvalidRequest, PayloadTooLarge, TriptychError
+from triptych.errors import InternalError, InvalidRequest, TriptychError
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,9 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation, which may have images. With `stream: true`, as server-sent events."""
-        parsed = parse(ChatCompletionRequest, await _body(request, service))
-        prepared = await _until_disconnect(request, chat.prepare(service, parsed, _caller(request, service)))
+        body = await _body(request, service)
+        parsed = parse(ChatCompletionRequest, body.text)
+        prepared = await _until_disconnect(request, chat.prepare(service, parsed, _caller(request, service, body)))
         if not parsed.stream:
             return JSONResponse(await _until_disconnect(request, chat.whole(prepared)))
         return await _stream(request, service, chat.chunks(prepared), error_event)
@@ -74,8 +76,11 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     )
     async def text_completions(request: Request) -> Response:
         """Continues texts or tokens, without a chat template. With `stream: true`, as server-sent events."""
-        parsed = parse(CompletionRequest, await _body(request, service))
-        prepared = await _until_disconnect(request, completions.prepare(service, parsed, _caller(request, service)))
+        body = await _body(request, service)
+        parsed = parse(CompletionRequest, body.text)
+        prepared = await _until_disconnect(
+            request, completions.prepare(service, parsed, _caller(request, service, body))
+        )
         if not parsed.stream:
             return JSONResponse(await _until_disconnect(request, completions.whole(prepared)))
         return await _stream(request, service, completions.chunks(prepared), error_event)
@@ -87,8 +92,9 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     )
     async def model_responses(request: Request) -> Response:
         """Answers items, as OpenAI's Responses API does, but remembers nothing. With `stream: true`, as events."""
-        parsed = parse(ResponsesRequest, await _body(request, service))
-        prepared = await _until_disconnect(request, responses.prepare(service, parsed, _caller(request, service)))
+        body = await _body(request, service)
+        parsed = parse(ResponsesRequest, body.text)
+        prepared = await _until_disconnect(request, responses.prepare(service, parsed, _caller(request, service, body)))
         if not parsed.stream:
             return JSONResponse(await _until_disconnect(request, prepared.whole()))
         return await _stream(request, service, prepared.events(), prepared.on_error)
@@ -104,8 +110,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         )
         async def tokenize(request: Request) -> Response:
             """The tokens of a text, or of the prompt that messages become."""
-            parsed = tokens.parse_tokenize(await _body(request, service))
-            work = tokens.tokenize(service, parsed, _caller(request, service))
+            body = await _body(request, service)
+            parsed = tokens.parse_tokenize(body.text)
+            work = tokens.tokenize(service, parsed, _caller(request, service, body))
             return JSONResponse(await _until_disconnect(request, work))
 
         @app.post(
@@ -113,7 +120,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         )
         async def detokenize(request: Request) -> Response:
             """The text of tokens."""
-            parsed = parse(DetokenizeRequest, await _body(request, service))
+            parsed = parse(DetokenizeRequest, (await _body(request, service)).text)
             return JSONResponse(await _until_disconnect(request, tokens.detokenize(service, parsed)))
 
 
@@ -150,7 +157,7 @@ def _add_about(app: FastAPI, service: Service) -> None:
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 
-def _caller(request: Request, service: Service) -> Caller:
+def _caller(request: Request, service: Service, body: Body) -> Caller:
     """Who asks, and until when. Raises InvalidRequest for a header that makes no sense."""
     timeout = service.front_door.request_timeout
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
@@ -164,6 +171,7 @@ def _caller(request: Request, service: Service) -> Caller:
     return Caller(
         scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
         expires=time.monotonic() + timeout,
+        media=service.media.for_request(body.inline),
         timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",
     )
 
@@ -180,19 +188,8 @@ async def _stream(
     return EventStream(_resumed(first, events, on_error), service.front_door.client_timeout)
 
 
-async def _body(request: Request, service: Service) -> bytes:
-    """The request's body. Raises PayloadTooLarge as soon as it is known to exceed the limit."""
-    max_bytes = service.front_door.max_body_mb * 2**20
-    too_large = PayloadTooLarge(f"the body exceeds {max_bytes} bytes")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
+async def _body(request: Request, service: Service) -> Body:
+    return await read_body(request, service.front_door.max_body_mb * 2**20)
 
 
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

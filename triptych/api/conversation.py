@@ -33,7 +33,7 @@ async def planned(
     began = time.time()
     try:
         async with asyncio.timeout(caller.remaining):
-            media = await fetch_all(service, parts, view, caller.scope)
+            media = await fetch_all(parts, view, caller, service.named_media)
             fetched = time.time()
             messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
             # off the loop: a long text takes a while to tokenize, and other requests' tokens shouldn't wait for it

@@ -4,9 +4,11 @@ from http import HTTPStatus
 from typing import Any
 
 from triptych.errors import (
+    BodyTooSlow,
     DeadlineExceeded,
     InstanceLost,
     MediaNotAllowed,
+    MediaNotFetched,
     MediaTooLarge,
     Overloaded,
     PayloadTooLarge,
@@ -20,8 +22,10 @@ from triptych.errors import (
 STATUSES: list[tuple[type[TriptychError], HTTPStatus]] = [
     (UnknownModel, HTTPStatus.NOT_FOUND),
     (PayloadTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (BodyTooSlow, HTTPStatus.REQUEST_TIMEOUT),
     (MediaTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (MediaNotAllowed, HTTPStatus.BAD_REQUEST),
+    (MediaNotFetched, HTTPStatus.UNPROCESSABLE_ENTITY),
     (RequestError, HTTPStatus.BAD_REQUEST),
     (Overloaded, HTTPStatus.SERVICE_UNAVAILABLE),
     (Unavailable, HTTPStatus.SERVICE_UNAVAILABLE),

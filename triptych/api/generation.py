@@ -16,6 +16,7 @@ from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, Unk
 from triptych.messages.work import GrammarSpec, Sampling, TokenLogprob
 from triptych.observe.timeline import Interval
 from triptych.prompt.detokenize import Detokenizer
+from triptych.prompt.media import RequestMedia
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.router import TokenStream
 
@@ -25,10 +26,12 @@ N = TypeVar("N")
 @dataclass(frozen=True)
 class Caller:
     """What of a request isn't in its body. ``scope`` names who asks, as far as the API key tells; ``expires`` is when
-    the answer is of no use any more (``time.monotonic``); ``timeline`` asks for where the time went."""
+    the answer is of no use any more (``time.monotonic``); ``media`` gets what its URLs stand for; ``timeline`` asks for
+    where the time went."""
 
     scope: str
     expires: float
+    media: RequestMedia
     timeline: bool = False
 
     def within(self, timeout: float | None) -> "Caller":

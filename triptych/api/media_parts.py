@@ -1,14 +1,15 @@
 """The media of a request's messages: which there are, how many are allowed, their bytes, how they are to be seen."""
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from triptych.api.generation import Caller
+from triptych.api.named_media import NamedMedia
 from triptych.api.schemas import ChatMessage, FramesPart, ImagePart, MediaOptions, TextPart, VideoPart
 from triptych.api.service import Service
 from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia
 from triptych.media.frames import PackedFrames, pack_frames
-from triptych.prompt.media import MediaLimits, fetch
+from triptych.prompt.media import together
 from triptych.prompt.prompt import media_param
 from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, FrameSampling, PixelBounds
 
@@ -73,51 +74,51 @@ def check_numbers(service: Service, parts: dict[Place, MediaPart]) -> None:
 
 
 async def fetch_all(
-    service: Service, parts: dict[Place, MediaPart], view: View, scope: str
+    parts: dict[Place, MediaPart], view: View, caller: Caller, known: NamedMedia
 ) -> dict[Place, dict[str, Any]]:
     """The parts as the prompt builder takes them: with the bytes of images and videos. What was named is remembered
-    within ``scope``. Raises RequestError, naming the field."""
-    fetched = await asyncio.gather(*(_fetch_part(service, place, part, view, scope) for place, part in parts.items()))
+    within the caller's scope. Raises RequestError, naming the field."""
+    fetched = await together(_fetch_part(place, part, view, caller, known) for place, part in parts.items())
+    caller.media.check_all_used()
     return dict(zip(parts, fetched, strict=True))
 
 
-async def _fetch_part(service: Service, place: Place, part: MediaPart, view: View, scope: str) -> dict[str, Any]:
-    if isinstance(part, ImagePart):
-        data = await _named(service, place, part, service.media, scope)
-        return {"type": "image", "data": data, "bounds": view.bounds_of(part)}
-    if isinstance(part, VideoPart):
-        data = await _named(service, place, part, service.videos, scope)
+async def _fetch_part(place: Place, part: MediaPart, view: View, caller: Caller, known: NamedMedia) -> dict[str, Any]:
+    if isinstance(part, FramesPart):
+        data = await _packed(place, part, caller)
     else:
-        data = await _packed(service, place, part)
+        data = await _named(place, part, caller, known)
+    if isinstance(part, ImagePart):
+        return {"type": "image", "data": data, "bounds": view.bounds_of(part)}
     return {"type": "video", "data": data, "bounds": view.bounds, "sampling": view.sampling}
 
 
-async def _named(service: Service, place: Place, part: ImagePart | VideoPart, limits: MediaLimits, scope: str) -> bytes:
+async def _named(place: Place, part: ImagePart | VideoPart, caller: Caller, known: NamedMedia) -> bytes:
     """What is behind the URL, remembered if it has a name; or what was remembered by that name."""
-    if (link := part.image_url if isinstance(part, ImagePart) else part.video_url) is not None:
-        data = await _fetch(service, link.url, media_param(*place, limits.kind), limits)
+    link, modality = (part.image_url, "image") if isinstance(part, ImagePart) else (part.video_url, "video")
+    name = f"{modality}/{part.uuid}"
+    if link is not None:
+        data = await _fetch(link.url, media_param(*place, modality), modality, caller)
         if part.uuid is not None:
-            service.named_media.put(scope, f"{limits.kind}/{part.uuid}", data)
+            known.put(caller.scope, name, data)
         return data
-    if (known := service.named_media.get(scope, f"{limits.kind}/{part.uuid}")) is not None:
-        return known
+    if (remembered := known.get(caller.scope, name)) is not None:
+        return remembered
     param = f"messages[{place[0]}].content[{place[1]}].uuid"
-    raise UnknownMedia(f"no {limits.kind} is remembered as {part.uuid!r}: send it again", param)
+    raise UnknownMedia(f"no {modality} is remembered as {part.uuid!r}: send it again", param)
 
 
-async def _packed(service: Service, place: Place, part: FramesPart) -> bytes:
+async def _packed(place: Place, part: FramesPart, caller: Caller) -> bytes:
     param = f"messages[{place[0]}].content[{place[1]}].video"
-    frames = await asyncio.gather(
-        *(_fetch(service, url, f"{param}[{number}]", service.media) for number, url in enumerate(part.video))
-    )
-    if sum(map(len, frames)) > service.videos.max_bytes:
-        raise MediaTooLarge(f"the video's frames are larger than {service.videos.max_bytes} bytes", param)
+    frames = await together(_fetch(url, f"{param}[{n}]", "image", caller) for n, url in enumerate(part.video))
+    if sum(map(len, frames)) > (most := caller.media.limits.max_video_bytes):
+        raise MediaTooLarge(f"the video's frames are larger than {most} bytes", param)
     return pack_frames(PackedFrames(part.fps, list(frames)))
 
 
-async def _fetch(service: Service, url: str, param: str, limits: MediaLimits) -> bytes:
+async def _fetch(url: str, param: str, modality: str, caller: Caller) -> bytes:
     try:
-        return await fetch(url, service.front_door.allowed_media_domains, limits)
+        return await caller.media.get(url, modality)
     except RequestError as error:
         error.param = param
         raise

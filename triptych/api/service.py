@@ -10,7 +10,7 @@ from triptych.api.named_media import NamedMedia
 from triptych.config import FrontDoorConfig
 from triptych.errors import CheckpointError
 from triptych.models.config_files import GENERATION_CONFIG, load_generation_config
-from triptych.prompt.media import MediaLimits
+from triptych.prompt.media import MediaSource
 from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.router.router import Router
@@ -63,8 +63,7 @@ class Service:
     router: Router
     prompt_builder: PromptBuilder
     tokenizer: Tokenizer
-    media: MediaLimits
-    videos: MediaLimits
+    media: MediaSource
     named_media: NamedMedia
     generation_defaults: GenerationDefaults
     front_door: FrontDoorConfig

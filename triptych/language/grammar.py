@@ -2,19 +2,25 @@
 
 import json
 import logging
+import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from torch import Tensor
 
 from triptych.errors import InvalidRequest
 from triptych.messages.work import GrammarKind, GrammarSpec
 from triptych.models.config_files import load_generation_config
+from triptych.sandbox.child import Handler
+from triptych.sandbox.protocol import Limits, WorkerSpec
+from triptych.sandbox.workers import Workers
 
 if TYPE_CHECKING:
     import xgrammar
@@ -23,6 +29,12 @@ log = logging.getLogger(__name__)
 
 MAX_WHITESPACE = 20
 """Characters of white space in a row within JSON: enough to indent, and models can't get lost in it."""
+LIMITS = Limits(memory_bytes=2**30, seconds=5.0)
+"""For compiling one grammar."""
+MAX_KNOWN = 1024
+"""Grammars that are known to compile within the limits."""
+
+_SOURCE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
 
 
 class Matcher:
@@ -52,40 +64,99 @@ def constrain(logits: Tensor, bitmask: Tensor) -> None:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, one at a time on a thread of its own; equal ones only once."""
+    """Compiles grammars for one tokenizer, one at a time on a thread of its own; equal ones only once.
+
+    Nothing can stop xgrammar, and a few characters can ask it for minutes and gigabytes. So each grammar is compiled in
+    a sandboxed worker first, and here only when that went well. Handing over what the worker made would take longer: as
+    text, which is all there is, a schema of 50 properties has 12 MB.
+    """
 
     def __init__(self, folder: Path, vocabulary: int, on_done: Callable[[], None]) -> None:
         """``vocabulary`` is how many logits the model has. ``on_done`` is called, on that thread, whenever a grammar
         is ready. Nothing is loaded before the first grammar."""
-        self._folder = folder
+        self._compilation = _Compilation(folder, vocabulary)
         self._vocabulary = vocabulary
         self._on_done = on_done
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._closed = False
+        self._known: OrderedDict[GrammarSpec, None] = OrderedDict()
 
     def start(self, spec: GrammarSpec, end_tokens: frozenset[int], generated: Sequence[int] = ()) -> "Future[Matcher]":
         """A matcher that stands after the tokens ``generated``; after the grammar's end any of ``end_tokens`` may come.
-        The future raises InvalidRequest for a grammar that makes no sense."""
+        The future raises InvalidRequest for a grammar that makes no sense, or too much of it."""
         future = self._executor.submit(self._matcher, spec, end_tokens, generated)
         future.add_done_callback(lambda _: self._on_done())
         return future
 
     def close(self) -> None:
+        self._closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
+        if "_workers" in vars(self):
+            self._workers.close()
 
     def _matcher(self, spec: GrammarSpec, end_tokens: frozenset[int], generated: Sequence[int]) -> Matcher:
         import xgrammar
 
+        self._try_out(spec)
         began = time.monotonic()
-        try:
-            compiled = self._compile(spec)
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # the library has no narrower one
-            raise InvalidRequest(f"the {spec.kind.value} can't be used: {_first_line(error)}") from None
+        compiled = self._compilation.compile(spec)
         if (took := time.monotonic() - began) > 1:
             log.warning("compiling a %s of %d characters took %.1f s", spec.kind.value, len(spec.text), took)
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(end_tokens) or None)
         for token in generated:
             matcher.accept_token(token)
         return Matcher(matcher, xgrammar.allocate_token_bitmask(1, self._vocabulary))
+
+    def _try_out(self, spec: GrammarSpec) -> None:
+        """Raises InvalidRequest for what can't be compiled within the limits."""
+        if spec.kind is GrammarKind.JSON_OBJECT or spec in self._known:
+            return
+        try:
+            for _ in self._workers.results(b"", msgspec.msgpack.encode(spec)):
+                pass
+        except InvalidRequest as error:
+            raise InvalidRequest(f"the {spec.kind.value} can't be used: {error}") from None
+        self._known[spec] = None
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    @cached_property
+    def _workers(self) -> Workers:
+        argument = json.dumps([str(self._compilation.folder), self._vocabulary])
+        workers = Workers(WorkerSpec("triptych.language.grammar:serve", argument, LIMITS), 1, InvalidRequest)
+        if self._closed:
+            workers.close()
+        return workers
+
+
+def serve(argument: str) -> Handler:
+    """What the worker runs."""
+    folder, vocabulary = json.loads(argument)
+    compilation = _Compilation(Path(folder), vocabulary)
+    compilation.compile(GrammarSpec(GrammarKind.JSON_OBJECT, ""))  # before there are limits: what all of them need
+
+    def handle(_: bytes, spec: bytes) -> Iterator[tuple[bytes, Sequence[bytes]]]:
+        compilation.compile(msgspec.msgpack.decode(spec, type=GrammarSpec))
+        yield b"", []
+
+    return handle
+
+
+class _Compilation:
+    """xgrammar for one tokenizer; loaded when it is first used."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self.folder = folder
+        self._vocabulary = vocabulary
+
+    def compile(self, spec: GrammarSpec) -> "xgrammar.CompiledGrammar":
+        """Raises InvalidRequest for a grammar that makes no sense."""
+        try:
+            return self._compile(spec)
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # the library has no narrower one
+            if "bad_alloc" in str(error):
+                raise MemoryError from None
+            raise InvalidRequest(_first_line(error)) from None
 
     def _compile(self, spec: GrammarSpec) -> "xgrammar.CompiledGrammar":
         match spec.kind:
@@ -109,9 +180,9 @@ class GrammarCompiler:
         import xgrammar
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(self._folder / "tokenizer.json"))  # type: ignore[no-untyped-call]
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(self.folder / "tokenizer.json"))  # type: ignore[no-untyped-call]
         # which ones really end an answer is each request's own affair; here they only aren't text
-        end_tokens = load_generation_config(self._folder).get("eos_token_id")
+        end_tokens = load_generation_config(self.folder).get("eos_token_id")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a checkpoint may name none
             info = xgrammar.TokenizerInfo.from_huggingface(
@@ -121,5 +192,5 @@ class GrammarCompiler:
 
 
 def _first_line(error: Exception) -> str:
-    """Without what the library adds for its own developers."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """Without what the library adds for its own developers: the time, and its source's file and line."""
+    return _SOURCE.sub("", (str(error).strip() or type(error).__name__).splitlines()[0])[:300]

@@ -1,126 +1,163 @@
-"""Fetches the bytes that an image URL stands for: inline data always, web addresses only from allowed hosts."""
+"""Gets the bytes that a media URL stands for: inline data always, the web and local files where they are allowed."""
 
 import asyncio
-import base64
 import binascii
-import functools
-import ssl
-from collections.abc import Collection
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
-import httpx
-
 from triptych.errors import InvalidRequest, MediaNotAllowed, MediaTooLarge
+from triptych.prompt.local_files import MediaFolder
+from triptych.prompt.web import WebFetcher
+
+PIECE = 2**18
+"""Characters of base64 decoded at a time: other threads, the event loop's above all, run in between."""
+SMALL = 2**16
+"""Characters of base64 that are decoded at once: faster than handing them to a thread."""
+AT_A_TIME = 8
+"""Items that one request fetches at a time."""
 
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """``max_bytes`` of one item, decoded; ``seconds`` to fetch it, from the first look-up to the last byte; ``kind`` is
-    what errors call it."""
+    """``max_bytes`` of one image, decoded from base64, ``max_video_bytes`` of one video; ``max_total_bytes`` of all
+    items of one request."""
 
     max_bytes: int = 32 * 2**20
-    seconds: float = 5.0
-    kind: str = "image"
+    max_video_bytes: int = 64 * 2**20
+    max_total_bytes: int = 256 * 2**20
+
+    def of(self, modality: str) -> int:
+        return self.max_video_bytes if modality == "video" else self.max_bytes
 
 
-async def fetch(
-    url: str,
-    allowed_hosts: Collection[str],
-    limits: MediaLimits,
-    transport: httpx.AsyncBaseTransport | None = None,
-) -> bytes:
-    """The bytes behind a ``data:``, ``http:`` or ``https:`` URL. ``allowed_hosts`` are exact names in lower case.
+@dataclass(frozen=True)
+class MediaSource:
+    """Where media may come from. One for all requests; ``folder`` is None where no files may be read."""
 
-    ``transport`` replaces the network in tests.
+    web: WebFetcher
+    folder: MediaFolder | None = None
+    limits: MediaLimits = MediaLimits()
 
-    Raises InvalidRequest for a URL that can't be parsed or read from, MediaNotAllowed for any other scheme, a host
-    that isn't allowed or a redirect, and MediaTooLarge beyond ``limits.max_bytes``.
-    """
-    if url[:5].lower() == "data:":
-        return decode_data_url(url, limits)
-    try:
-        parsed = httpx.URL(url)
-        host = parsed.host.lower()
-    except (httpx.InvalidURL, UnicodeError) as error:
-        raise InvalidRequest(f"the image URL can't be parsed: {error}") from error
-    if not parsed.scheme:
-        raise InvalidRequest("the image URL has no scheme; use data:, http: or https:")
-    if parsed.scheme not in ("http", "https"):
-        raise MediaNotAllowed(f"image URLs with the scheme {parsed.scheme}: are not allowed")
-    if host not in allowed_hosts:
-        raise MediaNotAllowed(f"images from the host {host!r} are not allowed")
-    if parsed.userinfo:
-        raise MediaNotAllowed("image URLs with a user name are not allowed")
-    # An allowed name may still resolve to an inner address; pinning the checked address comes with the fetcher's
-    # own transport, in a later issue.
-    try:
-        async with asyncio.timeout(limits.seconds), _client(transport) as client:
-            return await _read(client, parsed, limits)
-    except TimeoutError as error:
-        raise InvalidRequest(f"the image could not be fetched within {limits.seconds:g} s") from error
-    except httpx.HTTPError as error:
-        raise InvalidRequest(f"the image could not be fetched: {type(error).__name__}") from error
+    def for_request(self, inline: Mapping[str, memoryview] | None = None) -> "RequestMedia":
+        """``inline`` are texts that stand for ``data:`` URLs, for those that were taken out of the body."""
+        return RequestMedia(self, inline or {})
 
 
-def decode_data_url(url: str, limits: MediaLimits) -> bytes:
+class RequestMedia:
+    """Gets the media of one request."""
+
+    def __init__(self, source: MediaSource, inline: Mapping[str, memoryview]) -> None:
+        self._source = source
+        self._inline = inline
+        self._unused = set(inline)
+        self._slots = asyncio.Semaphore(AT_A_TIME)
+        self._total = 0
+
+    @property
+    def limits(self) -> MediaLimits:
+        return self._source.limits
+
+    async def get(self, url: str, modality: str = "image") -> bytes:
+        """The bytes behind a ``data:``, ``http:``, ``https:`` or ``file:`` URL.
+
+        Raises InvalidRequest for a URL that makes no sense, MediaNotAllowed, MediaNotFetched, and MediaTooLarge for
+        more bytes than an item, or all items of a request, may have.
+        """
+        async with self._slots:
+            data = await self._read(url, self.limits.of(modality))
+        self._total += len(data)
+        if self._total > self.limits.max_total_bytes:
+            raise MediaTooLarge(f"the media of this request have more than {self.limits.max_total_bytes} bytes")
+        return data
+
+    def check_all_used(self) -> None:
+        """To be called when all media have been got. Raises InvalidRequest for inline media that nothing asked for:
+        they were taken out of a place where no media can be, which now has another text."""
+        if self._unused:
+            raise InvalidRequest("the body has inline media in a place where no media can be")
+
+    async def _read(self, url: str, max_bytes: int) -> bytes:
+        if (lifted := self._inline.get(url)) is not None:
+            self._unused.discard(url)
+            return await decode_data_url(lifted, max_bytes)
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            return await decode_data_url(memoryview(url.encode("utf-8", "surrogatepass")), max_bytes)
+        if scheme in ("http", "https"):
+            return bytes(await self._source.web.fetch(url, max_bytes))
+        if scheme == "file" and self._source.folder is not None:
+            return await asyncio.to_thread(self._source.folder.read, url, max_bytes)
+        if ":" not in url:
+            raise InvalidRequest("the URL has no scheme; use data:, http: or https:")
+        raise MediaNotAllowed(f"URLs with the scheme {url.partition(':')[0][:20]}: are not allowed")
+
+
+async def decode_data_url(url: memoryview, max_bytes: int) -> bytes:
     """The bytes of ``data:[type][;parameter]…[;base64],payload``, RFC 2397. Base64 is strict: no spaces, full padding.
 
-    Raises InvalidRequest for a malformed URL and MediaTooLarge for a payload of more than ``limits.max_bytes``.
+    Raises InvalidRequest for a malformed URL and MediaTooLarge for a payload of more than ``max_bytes``.
     """
-    header, comma, payload = url[len("data:") :].partition(",")
-    if not comma:
+    comma = bytes(url[:SMALL]).find(b",")
+    if comma < 0:
         raise InvalidRequest("the data: URL has no comma before its payload")
-    is_base64 = header.rpartition(";")[2].strip().lower() == "base64"
+    header, payload = bytes(url[len(b"data:") : comma]), url[comma + 1 :]
     # Percent-encoding takes three characters per byte, base64 four per three bytes: a first bound without decoding.
-    if len(payload) > 4 * limits.max_bytes:
-        raise _too_large(limits)
-    data = unquote_to_bytes(payload) if "%" in payload else payload.encode("utf-8", "surrogatepass")
-    if is_base64:
-        if len(data) // 4 * 3 > limits.max_bytes + 2:
-            raise _too_large(limits)
-        try:
-            data = base64.b64decode(data, validate=True)
-        except binascii.Error as error:
-            raise InvalidRequest(f"the data: URL is not valid base64: {error}") from error
-    if len(data) > limits.max_bytes:
-        raise _too_large(limits)
+    if len(payload) > 4 * max_bytes:
+        raise _too_large(max_bytes)
+    decode = _decode_base64 if header.rpartition(b";")[2].strip().lower() == b"base64" else _decode_plain
+    if len(payload) <= SMALL:
+        return decode(payload, max_bytes)
+    return await asyncio.to_thread(decode, payload, max_bytes)
+
+
+T = TypeVar("T")
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of work that is done side by side. When some of it fails, the rest is given up and the first error
+    raised: ``asyncio.gather`` would let it run on."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _decode_plain(payload: memoryview, max_bytes: int) -> bytes:
+    data = unquote_to_bytes(bytes(payload))
+    if len(data) > max_bytes:
+        raise _too_large(max_bytes)
     return data
 
 
-@functools.cache
-def _ssl_context() -> ssl.SSLContext:
-    """Shared, because reading the system's certificates takes tens of milliseconds."""
-    return ssl.create_default_context()
+def _decode_base64(payload: memoryview, max_bytes: int) -> bytes:
+    try:
+        return _strict_base64(payload, max_bytes)
+    except binascii.Error as error:
+        if b"%" not in (text := bytes(payload)):
+            raise InvalidRequest(f"the data: URL is not valid base64: {error}") from None
+    try:
+        return _strict_base64(memoryview(unquote_to_bytes(text)), max_bytes)
+    except binascii.Error as error:
+        raise InvalidRequest(f"the data: URL is not valid base64: {error}") from None
 
 
-def _client(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        transport=transport,
-        verify=_ssl_context(),
-        follow_redirects=False,
-        # ``limits.seconds`` bounds the whole fetch.
-        timeout=None,
-        # Proxies and credentials of the server's environment aren't the client's to use.
-        trust_env=False,
-        # Uncompressed, so that the size limit is on what is held in memory.
-        headers={"accept": "image/*", "accept-encoding": "identity"},
-    )
+def _strict_base64(payload: memoryview, max_bytes: int) -> bytes:
+    if len(payload) % 4:
+        raise binascii.Error("its length is not a multiple of 4")
+    data = bytearray()
+    for start in range(0, len(payload), PIECE):
+        if len(data) != start // 4 * 3:
+            raise binascii.Error("Excess data after padding")
+        data += binascii.a2b_base64(payload[start : start + PIECE], strict_mode=True)
+        if len(data) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(data)
 
 
-async def _read(client: httpx.AsyncClient, url: httpx.URL, limits: MediaLimits) -> bytes:
-    async with client.stream("GET", url) as response:
-        if response.is_redirect:
-            raise MediaNotAllowed(f"the image URL is redirected (status {response.status_code}), which is not followed")
-        if response.status_code != httpx.codes.OK:
-            raise InvalidRequest(f"the image could not be fetched: the server answered {response.status_code}")
-        data = bytearray()
-        async for piece in response.aiter_raw():
-            data += piece
-            if len(data) > limits.max_bytes:
-                raise _too_large(limits)
-        return bytes(data)
-
-
-def _too_large(limits: MediaLimits) -> MediaTooLarge:
-    return MediaTooLarge(f"the {limits.kind} is larger than {limits.max_bytes} bytes")
+def _too_large(max_bytes: int) -> MediaTooLarge:
+    return MediaTooLarge(f"the file has more than {max_bytes} bytes")

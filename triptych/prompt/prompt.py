@@ -16,7 +16,6 @@ from triptych.errors import (
     InvalidRequest,
     MediaError,
     MediaNotServed,
-    MediaTooLarge,
     PromptTooLong,
     UnsupportedMedia,
 )
@@ -24,12 +23,13 @@ from triptych.families.base import Planner, Positions
 from triptych.families.registry import family_of, resolve
 from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.models.fingerprint import fingerprint, update_with_length
+from triptych.prompt.caps import Counted, MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_video import probe_video
 from triptych.prompt.reasoning import Thought, thought_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemPlan, MediaHeader, Placement, Span, VideoHeader
+from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemPlan, MediaHeader, Placement, Span
 
 Message = Mapping[str, Any]
 """``role`` and ``content``: a string, None, or parts ``{"type": "text", "text": str}`` and
@@ -38,26 +38,6 @@ Message = Mapping[str, Any]
 
 PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video}
 """What reads the header of each modality's files."""
-
-
-@dataclass(frozen=True)
-class VideoLimits:
-    """What a video file may have, however few of its frames are seen: ``gigapixels`` (10^9) are those of all its
-    frames, which may all have to be decoded."""
-
-    seconds: float = 3600.0
-    gigapixels: float = 100.0
-
-    def check(self, header: VideoHeader) -> None:
-        """Raises MediaTooLarge."""
-        if header.seconds > self.seconds:
-            raise MediaTooLarge(f"the video takes {header.seconds:.1f} s; at most {self.seconds:g} are taken")
-        gigapixels = header.frames * header.width * header.height / 1e9
-        if gigapixels > self.gigapixels:
-            raise MediaTooLarge(
-                f"the video's {header.frames} frames of {header.width} by {header.height} pixels have {gigapixels:.1f} "
-                f"gigapixels; at most {self.gigapixels:g} are taken"
-            )
 
 
 @dataclass(frozen=True)
@@ -91,21 +71,19 @@ def media_param(message: int, part: int, modality: str) -> str:
 class PromptBuilder:
     """Builds prompts for the model of a checkpoint folder.
 
-    ``context_length`` is the longest prompt in tokens: the model's, or the given one where that is shorter.
-    ``video_limits`` bound each video. ``modalities`` are those that the model takes and its template has a place for.
+    ``context_length`` is the longest prompt in tokens: the model's, or the given one where that is shorter. ``caps``
+    bound the media of a request. ``modalities`` are those that the model takes and its template has a place for.
     Raises CheckpointError for a folder that can't be served.
     """
 
-    def __init__(
-        self, folder: Path, context_length: int | None = None, video_limits: VideoLimits | None = None
-    ) -> None:
+    def __init__(self, folder: Path, context_length: int | None = None, caps: MediaCaps | None = None) -> None:
         folder = Path(folder)
         config = load_config(folder)
         self._family = family_of(config)
         self.planner: Planner = resolve(self._family.planner)(
             config, load_preprocessor_config(folder), load_video_config(folder)
         )
-        self._video_limits = video_limits or VideoLimits()
+        self._caps = caps or MediaCaps()
         self.template = ChatTemplate(folder)
         self.tokenizer = Tokenizer(folder)
         self.fingerprint = fingerprint(folder)
@@ -229,6 +207,7 @@ class PromptBuilder:
                 before = joined[-longest:] if longest else ""
 
     def _plan_media(self, messages: Sequence[Message]) -> Iterator[tuple[bytes, ItemPlan, str]]:
+        counted = Counted(self._caps)
         for i, message in enumerate(messages):
             content = message.get("content")
             if not isinstance(content, list):
@@ -238,22 +217,23 @@ class PromptBuilder:
                     continue
                 param = media_param(i, j, part["type"])
                 try:
-                    plan = self._plan(part)
+                    plan = self._plan(part, counted)
                 except MediaError as error:
                     error.param = param
                     raise
                 yield part["data"], plan, param
 
-    def _plan(self, part: Mapping[str, Any]) -> ItemPlan:
+    def _plan(self, part: Mapping[str, Any], counted: Counted) -> ItemPlan:
         modality = part["type"]
         if not self._family.takes_media:
             raise MediaNotServed("this model takes text alone")
         if modality not in self.modalities:
             raise UnsupportedMedia(f"the model takes no {modality}s")
         header = PROBES[modality](part["data"])
-        if isinstance(header, VideoHeader):
-            self._video_limits.check(header)
-        return self.planner.plan(header, part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING))
+        counted.add_header(header)
+        plan = self.planner.plan(header, part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING))
+        counted.add_plan(plan)
+        return plan
 
     def _with_placeholders(self, text: str, plans: Sequence[ItemPlan]) -> str:
         """The rendered template with what stands for each item in the place of its placeholder. Raises InternalError

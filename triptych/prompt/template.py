@@ -11,10 +11,10 @@ import jinja2.meta
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.errors import CheckpointError, InvalidRequest
 from triptych.models.config_files import read_json_object
+from triptych.prompt.bounded_jinja import BoundedEnvironment
 from triptych.prompt.reasoning import THINK
 
 _TEMPLATE_FILE = "chat_template.jinja"
@@ -35,7 +35,7 @@ class ChatTemplate:
         source = _template_source(folder, tokenizer_config)
         # transformers defines these two for every template, and some test them against none.
         self._variables: dict[str, Any] = {"tools": None, "documents": None, **_special_tokens(tokenizer_config)}
-        environment = _environment()
+        self._environment = environment = _environment()
         try:
             self._template = environment.from_string(source)
             read = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -66,7 +66,10 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Any) -> str:
         variables = {**self._variables, **extra}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+            with self._environment.bounded():
+                return self._template.render(
+                    messages=messages, add_generation_prompt=add_generation_prompt, **variables
+                )
         except _TEMPLATE_ERRORS as error:
             reason = str(error).strip().splitlines()[:1]
             raise InvalidRequest(
@@ -98,8 +101,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _tojson

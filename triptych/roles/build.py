@@ -11,8 +11,9 @@ import torch
 from triptych.config import EngineConfig, LeaseConfig, TransferConfig, processes_of
 from triptych.encode.cache import RowCache, Rows
 from triptych.encode.jobs import EncodeQueue
+from triptych.encode.workers import PreprocessWorkers
 from triptych.errors import StartError
-from triptych.families.base import ModelConfig, Planner, Preprocessor, TowerInput
+from triptych.families.base import ModelConfig, Planner, TowerInput
 from triptych.families.registry import family_of, resolve
 from triptych.language.gpu_runner import GpuRunner
 from triptych.language.grammar import GrammarCompiler
@@ -38,6 +39,7 @@ from triptych.roles.language import Engine
 from triptych.roles.loading import Loading
 from triptych.roles.parts import LanguageParts, Parts, layouts
 from triptych.roles.ranks import ChildRanks, NoRanks, Ranks
+from triptych.sandbox.protocol import Limits
 from triptych.topology import Role
 from triptych.transfer.fabrics.opening import open_fabrics
 from triptych.transfer.sender import Sender
@@ -70,11 +72,6 @@ class Model:
         """What a role loads of the checkpoint, in bytes."""
         stages = self.family.stage_bytes(self.checkpoint.tensors)
         return stages["tower"] * role.encodes + stages["decoder"] * role.has_decoder
-
-    def preprocessor(self) -> Preprocessor:
-        """Of a model that takes media."""
-        made: Preprocessor = resolve(self.files.preprocessor or "")(self.config, *self._processors)
-        return made
 
     def load_tower(self) -> Tower:
         return self.family.load_tower(self.checkpoint, self.weights.activations, self.device)
@@ -231,14 +228,26 @@ def _as_bytes(rows: torch.Tensor) -> Rows:
     return np.array(as_bytes)
 
 
+def _preprocess_workers(model: Model, engine: EngineConfig) -> PreprocessWorkers:
+    limits = Limits(memory_bytes=engine.decode_memory_mb * 2**20, seconds=engine.decode_timeout)
+    # one keeps several threads of the tower busy, which compute while it decodes
+    num_workers = engine.decode_workers or max(1, torch.get_num_threads() // 4)
+    workers = PreprocessWorkers(model.checkpoint.folder, num_workers, limits)
+    try:
+        workers.wait_until_ready()
+    except StartError:
+        workers.close()
+        raise
+    return workers
+
+
 def _encoding(
     model: Model, tower: Tower, instance: Instance, engine: EngineConfig, sender: Sender
 ) -> Callable[[], EncodeHost]:
     """Makes encode hosts, one after the other; what one has encoded, the next knows too."""
-    preprocessor = model.preprocessor()
     cache = RowCache(engine.encode_cache_mb * 2**20)
     return lambda: EncodeHost(
-        preprocessor=preprocessor,
+        preprocessor=_preprocess_workers(model, engine),
         encoder=TowerEncoder(tower, model.weights.activations),
         queue=EncodeQueue(engine.encode_batch_patches),
         cache=cache,

@@ -43,13 +43,26 @@ class RowEncoder(Protocol):
         """The rows of each input, uint8 of shape (rows, row_bytes)."""
 
 
+class PreprocessPool(Preprocessor, Protocol):
+    """Several preprocessors, elsewhere: may be called from ``number`` threads at a time."""
+
+    number: int
+
+    @property
+    def pids(self) -> list[int]:
+        """Their processes' ids."""
+
+    def close(self) -> None:
+        """Gives up what is under way."""
+
+
 class EncodeHost:
     """Encodes each item once, however many transfers want its rows, and parts that are alike in several items once."""
 
     def __init__(
         self,
         *,
-        preprocessor: Preprocessor,
+        preprocessor: PreprocessPool,
         encoder: RowEncoder,
         queue: EncodeQueue,
         cache: RowCache,
@@ -60,7 +73,7 @@ class EncodeHost:
         front_door: Address,
         send: Send,
     ) -> None:
-        self._preprocessor = preprocessor
+        self.preprocessors = preprocessor
         self._encoder = encoder
         self._queue = queue
         self._cache = cache
@@ -70,7 +83,7 @@ class EncodeHost:
         self._wake = wake
         self._front_door = front_door
         self._send = send
-        self._workers = ThreadPoolExecutor(1, thread_name_prefix="preprocess")
+        self._workers = ThreadPoolExecutor(preprocessor.number, thread_name_prefix="preprocess")
         self.num_asked = 0
         self._jobs: dict[str, EncodeJob] = {}
         self._parts: dict[str, EncodePart] = {}
@@ -115,6 +128,7 @@ class EncodeHost:
         return Load(running, max(0, len(self._jobs) - running), [cache])
 
     def close(self) -> None:
+        self.preprocessors.close()
         self._workers.shutdown(wait=True, cancel_futures=True)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,7 +201,7 @@ class EncodeHost:
 
     def _inputs(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
         """Nothing of the preprocessor runs before the first part is asked for, on a worker."""
-        yield from self._preprocessor(data, plan)
+        yield from self.preprocessors(data, plan)
 
     def _next_parts(self, job: EncodeJob) -> list[TowerInput]:
         """A batch's worth of a job's parts; none when it has no more. Runs on a worker."""
@@ -226,7 +240,8 @@ class EncodeHost:
     def _start_preprocessing(self) -> None:
         """As much as the tower needs ahead: first what new items need to begin with, then more of those that have."""
         ahead = PREPROCESS_AHEAD * self._queue.max_patches
-        while self._queue.num_patches < ahead and len(self._preprocessing) < PREPROCESS_AHEAD:
+        at_once = max(PREPROCESS_AHEAD, self.preprocessors.number)
+        while self._queue.num_patches < ahead and len(self._preprocessing) < at_once:
             if self._waiting and len(self._begun) < ITEMS_AT_A_TIME:
                 job = self._waiting.popleft()
                 self._begun.add(job)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 from collections.abc import Iterator
@@ -10,16 +11,22 @@ from types import TracebackType
 import uvicorn
 
 from triptych.api.app import create_app
+from triptych.api.http import BoundedHttp
 from triptych.api.named_media import NamedMedia
+from triptych.api.security import secured
 from triptych.api.service import GenerationDefaults, Service
-from triptych.config import ServeConfig
+from triptych.config import FrontDoorConfig, ServeConfig
 from triptych.errors import InstanceLost, StartError, TriptychError
 from triptych.families.registry import family_of
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
 from triptych.models.config_files import load_config
-from triptych.prompt.media import MediaLimits
-from triptych.prompt.prompt import PromptBuilder, VideoLimits
+from triptych.prompt.caps import MediaCaps, VideoLimits
+from triptych.prompt.hosts import AllowedHosts
+from triptych.prompt.local_files import MediaFolder
+from triptych.prompt.media import MediaLimits, MediaSource
+from triptych.prompt.prompt import PromptBuilder
+from triptych.prompt.web import WebFetcher, WebLimits
 from triptych.router.router import Router
 
 log = logging.getLogger(__name__)
@@ -48,9 +55,17 @@ class FrontDoor:
         Raises StartError when that fails."""
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        limits = VideoLimits(config.front_door.max_video_seconds, config.front_door.max_video_gigapixels)
-        builder = PromptBuilder(config.model, config.engine.max_model_len or None, limits)
+        limits = config.front_door
+        caps = MediaCaps(
+            limits.max_image_pixels,
+            limits.max_request_pixels,
+            limits.max_item_tokens,
+            VideoLimits(limits.max_video_seconds, limits.max_video_gigapixels),
+        )
+        builder = PromptBuilder(config.model, config.engine.max_model_len or None, caps)
         secret = config.cluster.secret()
+        config.front_door.check_ssl()
+        self._media = _media_source(config.front_door)
         self._socket = _listen(config.front_door.host, config.front_door.port)
         try:
             self.channel = Channel(config.cluster.cluster_host, config.front_door.control_port, secret)
@@ -70,14 +85,17 @@ class FrontDoor:
             router=self.router,
             prompt_builder=builder,
             tokenizer=builder.tokenizer,
-            media=MediaLimits(max_bytes=config.front_door.max_image_mb * 2**20),
-            videos=MediaLimits(max_bytes=config.front_door.max_video_mb * 2**20, kind="video"),
+            media=self._media,
             named_media=NamedMedia(config.front_door.named_media_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
             front_door=config.front_door,
         )
         settings = uvicorn.Config(
-            create_app(self.service),
+            secured(create_app(self.service), config.front_door),
+            ssl_certfile=config.front_door.ssl_certfile or None,
+            ssl_keyfile=config.front_door.ssl_keyfile or None,
+            http=BoundedHttp,
+            ws="none",
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -91,7 +109,8 @@ class FrontDoor:
     def url(self) -> str:
         """Where the HTTP server listens."""
         host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if self._config.front_door.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
     def control(self) -> str:
@@ -119,6 +138,7 @@ class FrontDoor:
         await asyncio.gather(ticking, serving, return_exceptions=True)
         # those that the server gave up on still have to let go of their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
+        await self._media.web.aclose()
         self._socket.close()
         self.channel.close()
 
@@ -148,6 +168,17 @@ class FrontDoor:
                 self.router.tick()
             except Exception:  # leases and deadlines must go on being looked after
                 log.exception("the router's tick failed")
+
+
+def _media_source(config: FrontDoorConfig) -> MediaSource:
+    """Raises ConfigError for hosts or a folder that aren't any."""
+    limits = WebLimits(config.media_fetch_timeout, min(config.media_fetch_timeout, WebLimits.idle_seconds))
+    networks = [ipaddress.ip_network(network) for network in config.allowed_media_networks]
+    return MediaSource(
+        web=WebFetcher(AllowedHosts(config.allowed_media_domains), networks, limits),
+        folder=MediaFolder(config.allowed_local_media_path) if config.allowed_local_media_path else None,
+        limits=MediaLimits(config.max_image_mb * 2**20, config.max_video_mb * 2**20, config.max_media_mb * 2**20),
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,146 @@
+"""Serves unique images for minutes and looks whether any process keeps growing.
+
+    python -m bench.soak --minutes 10
+    python -m bench.soak --minutes 0.2 --concurrency 2      # does it run?
+
+Starts ``triptych serve`` by itself. A process's memory is what it has for itself and its share of what it shares (PSS),
+once a second. After the first third, in which caches fill, a line is fitted through it against the number of answers;
+a slope above 1 MiB per 1000 requests fails, with exit code 1.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import httpx
+import numpy as np
+from PIL import Image
+
+LIMIT_MIB = 1.0
+"""Per 1000 requests."""
+
+
+def jpeg(number: int, side: int) -> str:
+    """An image that no other number has, as a data: URL."""
+    blocks = np.random.default_rng(number).integers(0, 255, (side // 8, side // 8, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(blocks).resize((side, side)).save(out, "JPEG")
+    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """The process and all that it has started, each with a name."""
+    found = {pid: "front door"}
+    for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda one: int(one.name)):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except (OSError, ValueError):
+            continue
+        if parent in found:
+            role = words[words.index("--name") + 1] if "--name" in words else "worker"
+            found[int(path.name)] = role if role != "worker" else f"worker of {found[parent]}"
+    return found
+
+
+def pss_mib(pid: int) -> float:
+    match = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    return int(match[1]) / 1024 if match else 0.0
+
+
+async def ask(client: httpx.AsyncClient, number: int, side: int) -> None:
+    parts = [
+        {"type": "image_url", "image_url": {"url": jpeg(number, side)}},
+        {"type": "text", "text": f"What is {number}?"},
+    ]
+    body = {"model": "soak", "messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+    response = await client.post("/v1/chat/completions", json=body)
+    response.raise_for_status()
+
+
+async def load(url: str, pid: int, minutes: float, concurrency: int, side: int) -> dict[str, list[tuple[int, float]]]:
+    """(answers so far, MiB) of every process, once a second."""
+    end = time.monotonic() + 60 * minutes
+    numbers = iter(range(10**9))
+    done = 0
+    seen: dict[str, list[tuple[int, float]]] = {}
+
+    async def client_loop(client: httpx.AsyncClient) -> None:
+        nonlocal done
+        while time.monotonic() < end:
+            await ask(client, next(numbers), side)
+            done += 1
+
+    async def look() -> None:
+        while time.monotonic() < end:
+            await asyncio.sleep(1)
+            for process, name in descendants(pid).items():
+                try:
+                    seen.setdefault(f"{name} ({process})", []).append((done, pss_mib(process)))
+                except OSError:
+                    continue  # it has ended
+
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
+        await asyncio.gather(look(), *(client_loop(client) for _ in range(concurrency)))
+    return seen
+
+
+def show_trouble(lines: Iterable[str]) -> None:
+    """Reads on, or the service would wait for somebody to."""
+    for line in lines:
+        if any(word in line for word in ("WARNING", "ERROR", "Error", "Traceback")):
+            print(line, end="", flush=True)
+
+
+def report(seen: dict[str, list[tuple[int, float]]]) -> bool:
+    """Prints a line for each process. Whether all of them are flat."""
+    flat = True
+    for name, samples in seen.items():
+        later = np.array(samples[len(samples) // 3 :])
+        if len(later) < 2 or later[-1, 0] == later[0, 0]:
+            continue
+        slope = 1000 * np.polyfit(later[:, 0], later[:, 1], 1)[0]
+        flat &= slope < LIMIT_MIB
+        print(
+            f"{name:28} {later[0, 1]:8.1f} → {later[-1, 1]:8.1f} MiB over {int(later[-1, 0] - later[0, 0])} requests: "
+            f"{slope:+.2f} MiB per 1000"
+        )
+    return flat
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--topology", default="1E1PD")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--side", type=int, default=256, help="of the images, in pixels")
+    arguments = parser.parse_args()
+    command = [sys.executable, "-m", "triptych", "serve", arguments.model, "--topology", arguments.topology]
+    # small enough to be full soon
+    command += ["--port", "0", "--served-model-name", "soak", "--encode-cache-mb", "8", "--kv-cache-tokens", "16384"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    assert server.stdout is not None
+    try:
+        lines = iter(server.stdout.readline, "")
+        url = next(match[0] for line in lines if (match := re.search(r"http://[\d.]+:\d+", line)) and "ready" in line)
+        threading.Thread(target=show_trouble, args=[server.stdout], daemon=True).start()
+        seen = asyncio.run(load(url, server.pid, arguments.minutes, arguments.concurrency, arguments.side))
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait()
+    return 0 if report(seen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

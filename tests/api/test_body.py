@@ -1,0 +1,304 @@
+"""What comes before a request is understood: heads and bodies of any size, at any speed, and inline media within."""
+
+import asyncio
+import base64
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.api.serving import CHAT, Served, image, image_part, text_part
+from triptych.api import body as body_module
+from triptych.api import http as http_module
+from triptych.api.body import MAX_VALUES, WORTH_LIFTING, check_values, lift
+from triptych.errors import PayloadTooLarge
+from triptych.prompt.media import decode_data_url
+
+LONG = "data:image/png;base64," + "A" * WORTH_LIFTING
+
+
+def put_back(body: bytes) -> bytes:
+    lifted = lift(bytearray(body))
+    text = lifted.text
+    for name, piece in lifted.inline.items():
+        assert text.count(name.encode()) == 1
+        text = text.replace(name.encode(), bytes(piece))
+    return text
+
+
+# ── inline media ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("key", ["url", "image_url", "video_url", "audio_url"])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" , ", "\n:\t")])
+def test_inline_media_are_taken_out(key: str, separators: tuple[str, str]) -> None:
+    body = json.dumps([{key: LONG}, {"text": "x"}, {key: LONG + "BBBB"}], separators=separators).encode()
+    lifted = lift(bytearray(body))
+    assert len(lifted.text) < 300
+    assert [bytes(piece) for piece in lifted.inline.values()] == [LONG.encode(), LONG.encode() + b"BBBB"]
+    assert [value for part in json.loads(lifted.text) for key, value in part.items() if key != "text"] == list(
+        lifted.inline
+    )
+    assert put_back(body) == body
+
+
+def test_slashes_may_be_escaped() -> None:
+    url = LONG + "/+"
+    lifted = lift(bytearray(json.dumps({"url": url}).replace("/", "\\/").encode()))
+    assert [bytes(piece) for piece in lifted.inline.values()] == [url.encode()]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"text": LONG}),
+        json.dumps({"content": LONG}),
+        json.dumps({"url": LONG[:100]}),
+        json.dumps({"url": "data:image/png," + "A" * 5000}),
+        json.dumps({"url": LONG + "\n"}),
+        json.dumps({"url": LONG + '"'}),
+        json.dumps({"url": LONG + "\\"}),
+        json.dumps({"url": LONG + "\u20ac"}),
+        json.dumps({"text": json.dumps({"url": LONG})}),
+        json.dumps({"text": json.dumps({"text": json.dumps({"url": LONG})})}),
+        json.dumps({"url": "https://example.org/" + "A" * 5000}),
+        '{"url": "' + LONG,
+        '{"url": ' + LONG,
+    ],
+)
+def test_everything_else_stays(body: str) -> None:
+    assert lift(bytearray(body.encode())).inline == {}
+    assert lift(bytearray(body.encode())).text == body.encode()
+
+
+@given(
+    st.lists(
+        st.sampled_from(['"url"', ":", '"', "data:", ";base64,", LONG, "\\", " ", "{", "}", ",", '"data:;base64,']),
+        max_size=12,
+    )
+)
+def test_whatever_is_taken_out_can_be_put_back(pieces: list[str]) -> None:
+    body = "".join(pieces).encode()
+    assert put_back(body).replace(b"\\/", b"/") == body.replace(b"\\/", b"/")
+
+
+def test_an_answer_does_not_depend_on_how_the_image_was_written(service: Served) -> None:
+    large = image(600, 500, seed=7)
+    assert len(large) > WORTH_LIFTING
+    content = [image_part(large), text_part("x"), image_part(image(seed=8))]
+    expected = service.text(content)
+    escaped = json.dumps(service.body(content)).replace("A", "\\u0041")  # nothing to take out of this one
+    assert not lift(bytearray(escaped.encode())).inline
+    with service.client() as client:
+        answer = client.post(CHAT, content=escaped.encode()).json()
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
+def test_inline_media_where_none_can_be(service: Served) -> None:
+    schema = {"type": "object", "properties": {"url": {"const": "x"}}, "examples": [{"url": LONG}]}
+    response = service.post(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    assert response.status_code == 400
+    assert "no media can be" in response.json()["error"]["message"]
+
+
+def test_the_loop_goes_on_while_a_large_item_is_decoded() -> None:
+    url = memoryview(b"data:;base64," + base64.b64encode(os.urandom(24 * 2**20)))
+
+    async def ticks() -> int:
+        decoding = asyncio.create_task(decode_data_url(url, 32 * 2**20))
+        count = 0
+        while not decoding.done():
+            await asyncio.sleep(0)
+            count += 1
+        assert len(decoding.result()) == 24 * 2**20
+        return count
+
+    assert asyncio.run(ticks()) > 10
+
+
+# ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("body", "fine"),
+    [
+        (b'{"a": "' + b"{[,x" * 100_000 + b'"}', True),
+        (b'{"a": "' + b'\\"[' * 100_000 + b'"}', True),
+        (b"[" + b"1, " * 100_000 + b"1]", True),
+        (b"[" + b"-1," * 100_000 + b"1]", True),
+        (b"[" + b"{}," * (MAX_VALUES + 1) + b"1]", False),
+        (b"[" * (MAX_VALUES + 1), False),
+        (b'{"a":' * (MAX_VALUES + 1), False),
+        (b"{" + b'"a":1,' * (MAX_VALUES + 1) + b"}", False),
+        (b"[" + b'"",' * (MAX_VALUES + 1) + b"1]", False),
+        (b'"' + b"," * (MAX_VALUES + 1), True),  # no JSON, which is the parser's business
+    ],
+    ids=["text", "escaped quotes", "numbers", "negative", "objects", "deep", "deeper", "keys", "strings", "open"],
+)
+def test_values_are_counted_before_they_are_parsed(body: bytes, fine: bool) -> None:
+    began = time.monotonic()
+    if fine:
+        check_values(body)
+    else:
+        with pytest.raises(PayloadTooLarge):
+            check_values(body)
+    assert time.monotonic() - began < 2
+
+
+def test_millions_of_wrong_values_cost_nothing(service: Served) -> None:
+    began = time.monotonic()
+    with service.client() as client:
+        response = client.post(CHAT, content=b'{"model": "m", "messages": [' + b"{}," * 2_000_000 + b"{}]}")
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
+    assert time.monotonic() - began < 5
+
+
+@contextmanager
+def connected(service: Served) -> Iterator[socket.socket]:
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        yield connection
+
+
+def answer_to(connection: socket.socket) -> tuple[int, str]:
+    """The status and the error's code. The connection is closed behind it."""
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), str(json.loads(body)["error"]["code"])
+
+
+def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.5)
+    with connected(service) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        for _ in range(service.running.front_door.service.front_door.max_body_mb + 8):
+            connection.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+        head = connection.recv(4096)
+        assert head.startswith(b"HTTP/1.1 413")
+        # what still comes is thrown away, but not for long
+        assert drip(connection, b"1\r\nx\r\n", answer=False) < 3
+
+
+def test_text_beside_inline_media_has_a_limit_of_its_own(service: Served) -> None:
+    with service.client() as client:
+        response = client.post(CHAT, content=b" " * (9 * 2**20))
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"a" * 10**6,
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 10**6,
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 10**5,
+        b"GET / HTTP/1.1\r\n" + b"a" * 10**6,
+    ],
+    ids=["path", "value", "many", "name"],
+)
+def test_heads_that_are_too_long(service: Served, head: bytes) -> None:
+    with connected(service) as connection:
+        try:
+            connection.sendall(head)
+            assert answer_to(connection)[0] in (400, 431)
+        except (ConnectionError, IndexError):
+            pass  # closed before all of it was sent, and the answer lost with that
+    assert service.text()
+
+
+def test_a_head_that_is_too_long_is_told_so(service: Served) -> None:
+    with connected(service) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nx: " + b"a" * http_module.MAX_HEAD)
+        assert answer_to(connection) == (431, "head_too_large")
+
+
+# ── speeds ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def drip(connection: socket.socket, data: bytes, seconds: float = 5.0, answer: bool = True) -> float:
+    """Sends the data over and over, byte by byte, until the other side answers, or closes the connection. Returns how
+    long that took."""
+    began = time.monotonic()
+    connection.settimeout(0.05)
+    while time.monotonic() - began < seconds:
+        for byte in data:
+            try:
+                connection.sendall(bytes([byte]))
+                if connection.recv(1, socket.MSG_PEEK * answer) and not answer:
+                    continue
+            except TimeoutError:
+                continue
+            except OSError:
+                pass
+            connection.settimeout(5)
+            return time.monotonic() - began
+    raise AssertionError("never answered")
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nx: y", b"\r\n"], ids=["headers", "empty lines"])
+@pytest.mark.parametrize("again", [False, True], ids=["first", "kept alive"])
+def test_a_head_that_comes_too_slowly(
+    service: Served, monkeypatch: pytest.MonkeyPatch, data: bytes, again: bool
+) -> None:
+    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.5)
+    with connected(service) as connection:
+        if again:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            received = b""
+            while not received.endswith(b'{"status":"ok"}'):
+                received += connection.recv(4096)
+        assert drip(connection, data) < 3
+        assert answer_to(connection) == (408, "head_too_slow")
+
+
+def test_a_connection_that_says_nothing(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.3)
+    with connected(service) as connection:
+        assert answer_to(connection) == (408, "head_too_slow")
+
+
+def test_a_slow_answer_is_no_slow_head(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.2)
+    service.steps.delay = 0.1
+    assert service.post(max_tokens=8).status_code == 200
+
+
+@pytest.mark.parametrize(("idle", "total"), [(0.3, 60.0), (60.0, 0.5)], ids=["stands still", "drips"])
+def test_a_body_that_comes_too_slowly(
+    service: Served, monkeypatch: pytest.MonkeyPatch, idle: float, total: float
+) -> None:
+    monkeypatch.setattr(body_module, "IDLE_SECONDS", idle)
+    monkeypatch.setattr(body_module, "SECONDS", total)
+    with connected(service) as connection:
+        connection.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n{{".encode()
+        )
+        if idle > total:
+            assert drip(connection, b" " * 50) < 3
+        assert answer_to(connection) == (408, "body_too_slow")
+    assert service.running.front_door.router.num_requests == 0
+
+
+def test_pipelined_requests_are_answered_in_turn(service: Served) -> None:
+    with connected(service) as connection:
+        connection.sendall(
+            b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 50 + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
+        )
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    assert received.count(b"HTTP/1.1 200") == 51
+
+
+def test_a_client_that_expects_continue(service: Served) -> None:
+    with httpx.Client(base_url=service.url, trust_env=False, timeout=10) as client:
+        response = client.post(CHAT, json=service.body(), headers={"Expect": "100-continue"})
+    assert response.status_code == 200

@@ -1,0 +1,257 @@
+"""Keys, CORS and TLS, over HTTP; and what no error says, whatever is wrong."""
+
+import os
+import re
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.api.serving import CHAT, Served, image_part, served, text_part
+from triptych.api.security import ApiKeys
+from triptych.config import FrontDoorConfig
+from triptych.errors import ConfigError
+
+FIRST, SECOND, THIRD = "sk-first", "sk-second", "sk-third"
+ORIGIN = "https://app.example.org"
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"{SECOND}\n\n  {THIRD}  \n")
+    file.chmod(0o600)
+    settings = {"api_key": (FIRST,), "api_key_file": str(file), "allowed_origins": (ORIGIN,)}
+    with served(folder, "1PD", **settings) as service:
+        yield service
+
+
+def asked(service: Served, headers: dict[str, str], path: str = CHAT) -> httpx.Response:
+    with service.client() as client:
+        if path == CHAT:
+            return client.post(path, json=service.body(), headers=headers)
+        return client.get(path, headers=headers)
+
+
+@pytest.mark.parametrize("key", [FIRST, SECOND, THIRD])
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_who_has_a_key_is_served(guarded: Served, key: str, scheme: str) -> None:
+    assert asked(guarded, {"Authorization": f"{scheme} {key}"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", "Bearer", f"Basic {FIRST}", FIRST, "Bearer sk-firs", f"Bearer {FIRST}x", f"Bearer {FIRST} x",
+     f"Bearer {FIRST},{SECOND}", f"Bearer {FIRST}\u00e9", "Bearer " + "x" * 20_000],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [CHAT, "/v1/models", "/nothing", "//health", "/health/"])
+def test_who_has_none_is_not(guarded: Served, authorization: str | None, path: str) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
+    response = asked(guarded, headers, path)  # type: ignore[arg-type]
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert FIRST not in response.text
+
+
+def test_probes_need_no_key(guarded: Served) -> None:
+    for path in ("/health", "/ready"):
+        assert asked(guarded, {}, path).status_code == 200
+
+
+def test_openai_clients_see_what_they_know(guarded: Served) -> None:
+    messages: Any = [{"role": "user", "content": "x"}]
+    wrong = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
+    with wrong as client, pytest.raises(openai.AuthenticationError):
+        client.chat.completions.create(model=guarded.model, messages=messages)
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=SECOND, max_retries=0) as client:
+        assert client.chat.completions.create(model=guarded.model, messages=messages, max_tokens=2).choices
+
+
+def test_keys_are_not_kept() -> None:
+    keys = ApiKeys([FIRST])
+    assert FIRST not in repr(vars(keys))
+    assert (
+        keys.name_of(f"Bearer {FIRST}")
+        == keys.name_of(f"bearer  {FIRST}")
+        != ApiKeys([FIRST]).name_of(f"Bearer {FIRST}")
+    )
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "\u00e9", "a\n", "x" * 513])
+def test_keys_that_are_none(key: str) -> None:
+    with pytest.raises(ConfigError, match="API key") as caught:
+        ApiKeys([key])
+    assert not key.strip() or key not in str(caught.value)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with pytest.raises(ConfigError, match="can't be read"):
+        FrontDoorConfig(api_key_file=str(file)).api_keys()
+    file.write_text("\n")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="no key"):
+        FrontDoorConfig(api_key_file=str(file)).api_keys()
+    file.write_text("a\nb\n")
+    assert FrontDoorConfig(api_key_file=str(file), api_key=("c",)).api_keys() == ["c", "a", "b"]
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="0640"):
+        FrontDoorConfig(api_key_file=str(file)).api_keys()
+
+
+# ── CORS ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def preflight(service: Served, origin: str) -> httpx.Response:
+    headers = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    with service.client() as client:
+        return client.options(CHAT, headers=headers)
+
+
+def test_cors_is_off_unless_asked_for(service: Served) -> None:
+    assert preflight(service, ORIGIN).status_code == 405
+    response = asked(service, {"Origin": ORIGIN})
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_cors_is_for_the_named_origins(guarded: Served) -> None:
+    allowed = preflight(guarded, ORIGIN)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == ORIGIN
+    assert "access-control-allow-credentials" not in allowed.headers
+    assert preflight(guarded, "https://evil.example.org").status_code == 400
+    response = asked(guarded, {"Origin": ORIGIN, "Authorization": f"Bearer {FIRST}"})
+    assert response.headers["access-control-allow-origin"] == ORIGIN
+    assert "access-control-allow-origin" not in asked(guarded, {"Origin": "https://evil.example.org"}).headers
+
+
+def test_cookies_for_everybody_make_no_sense() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        FrontDoorConfig(allowed_origins=("*",), allow_credentials=True)
+
+
+# ── TLS ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += [
+        "-keyout",
+        key,
+        "-out",
+        cert,
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    os.chmod(key, 0o600)
+    return cert, key
+
+
+def test_tls(folder: Path, certificate: tuple[str, str]) -> None:
+    cert, key = certificate
+    with served(folder, "1PD", ssl_certfile=cert, ssl_keyfile=key) as service:
+        assert service.url.startswith("https://")
+        context = ssl.create_default_context(cafile=cert)
+        with httpx.Client(base_url=service.url, verify=context, trust_env=False, timeout=20) as client:
+            assert client.post(CHAT, json=service.body()).status_code == 200
+            with client.stream("POST", CHAT, json=service.body(stream=True)) as response:
+                assert list(response.iter_lines())[-2] == "data: [DONE]"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(service.url.replace("https", "http") + "/health", trust_env=False)
+
+
+def test_certificates_that_cannot_be_used(certificate: tuple[str, str], tmp_path: Path) -> None:
+    cert, key = certificate
+    FrontDoorConfig(ssl_certfile=cert, ssl_keyfile=key).check_ssl()
+    with pytest.raises(ConfigError, match="go together"):
+        FrontDoorConfig(ssl_certfile=cert)
+    open_key = tmp_path / "key.pem"
+    open_key.write_bytes(Path(key).read_bytes())
+    open_key.chmod(0o644)
+    with pytest.raises(ConfigError, match="0644"):
+        FrontDoorConfig(ssl_certfile=cert, ssl_keyfile=str(open_key)).check_ssl()
+    for wrong_cert, wrong_key in ((cert, str(tmp_path / "missing")), (str(tmp_path / "missing"), key), (key, key)):
+        with pytest.raises(ConfigError, match="ssl-"):
+            FrontDoorConfig(ssl_certfile=wrong_cert, ssl_keyfile=wrong_key).check_ssl()
+
+
+# ── what errors don't say ────────────────────────────────────────────────────────────────────────────────────
+
+INNER = re.compile(
+    r"0x[0-9a-f]{6,}|Traceback|File \"|, line \d+, in|\.py\b|(?<![\w.])/(?!v1\b)[a-z]+/|tcp://|ipc://|site-packages|\btriptych\."
+)
+"""Memory addresses, paths, stack traces and inner endpoints."""
+
+
+def wrong_requests(service: Served) -> Iterator[httpx.Response]:
+    with service.client() as client:
+        for content in (b"", b"{", b"[1]", b'"x"', b"\xff", b'{"model": 1}', b'{"a": "/etc/passwd"'):
+            yield client.post(CHAT, content=content)
+        for path in ("/nothing", "/v1/nothing", "/v1/chat", "/%00", "/..%2f..%2fetc%2fpasswd", "/docs/../x"):
+            yield client.get(path)
+        yield client.put(CHAT)
+    pictures = [
+        b"",
+        b"GIF89a",
+        b"\x89PNG\r\n\x1a\n" + bytes(40),
+        b"RIFF\0\0\0\0WEBPVP8 ",
+        b"BM" + bytes(60),
+        b"\xff\xd8\xff\xe0" + bytes(60),
+    ]
+    for picture in pictures:
+        yield service.post([image_part(picture)])
+    for url in ("file:///etc/passwd", "http://127.0.0.1/x", "ftp://x/", "data:x", "//x", "http://[", "C:\\x"):
+        yield service.post([text_part("x"), {"type": "image_url", "image_url": {"url": url}}])
+    for structured in (
+        {"regex": "("}, {"regex": "a{1000000000}"}, {"regex": "(?<=a)b"}, {"grammar": "root ::= "}, {"grammar": "x"},
+        {"json": {"type": "nothing"}}, {"json": {"$ref": "#/x"}}, {"json": {"type": "string", "pattern": "["}},
+        {"json": "{"},
+    ):  # fmt: skip
+        yield service.post(structured_outputs=structured)
+    for settings in (
+        {"temperature": 9},
+        {"n": 1000},
+        {"max_tokens": 10**9},
+        {"stop": [""]},
+        {"x": 1},
+        {"logit_bias": {"a": 1}},
+    ):
+        yield service.post(**settings)
+    service.steps.failures = service.encoder.failures = 1
+    yield service.post([image_part(), text_part("fails")])
+    yield service.post("fails too")
+    service.steps.failures = service.encoder.failures = 0
+
+
+def test_no_error_tells_of_the_inside(service: Served) -> None:
+    statuses = set()
+    for response in wrong_requests(service):
+        statuses.add(response.status_code)
+        if response.status_code != 200:
+            message = response.json()["error"]["message"]
+            assert not INNER.search(message), message
+    assert {400, 404, 405, 500} <= statuses
+
+
+def test_the_look_at_errors_can_find_something() -> None:
+    for text in ("at 0x7f00aabbcc", "in /usr/lib/x", 'File "x.py", line 3', "tcp://127.0.0.1:5", "triptych.roles"):
+        assert INNER.search(text)
+    assert not INNER.search("POST /v1/chat/completions took application/json")

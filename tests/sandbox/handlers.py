@@ -1,0 +1,91 @@
+"""What the workers of these tests run. Not a test."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from triptych.errors import InternalError, TruncatedMedia
+from triptych.sandbox.child import Handler
+
+Results = Iterator[tuple[bytes, Sequence[bytes]]]
+
+
+def obedient(argument: str) -> Handler:
+    return lambda request, data: globals()[request.decode()](argument, data)  # type: ignore[no-any-return]
+
+
+def broken(argument: str) -> Handler:
+    sys.exit("can't start")
+
+
+def echo(argument: str, data: bytes) -> Results:
+    yield argument.encode(), [data]
+
+
+def count(argument: str, data: bytes) -> Results:
+    for number in range(int(data)):
+        yield b"%d" % number, []
+
+
+def environment(argument: str, data: bytes) -> Results:
+    yield "\n".join(os.environ).encode(), []
+
+
+def pid(argument: str, data: bytes) -> Results:
+    yield b"%d" % os.getpid(), []
+
+
+def crash(argument: str, data: bytes) -> Results:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    yield b"", []
+
+
+def crash_later(argument: str, data: bytes) -> Results:
+    yield b"0", []
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def crash_once(argument: str, data: bytes) -> Results:
+    yield b"0", []
+    try:
+        os.close(os.open(data.decode(), os.O_CREAT | os.O_EXCL))
+        os.kill(os.getpid(), signal.SIGKILL)
+    except FileExistsError:
+        yield b"1", []
+
+
+def hang(argument: str, data: bytes) -> Results:
+    time.sleep(60)
+    yield b"", []
+
+
+def spin(argument: str, data: bytes) -> Results:
+    while True:
+        pass
+    yield b"", []
+
+
+def hoard(argument: str, data: bytes) -> Results:
+    kept = [bytes(2**24) for _ in range(1000)]
+    yield b"%d" % len(kept), []
+
+
+def write_much(argument: str, data: bytes) -> Results:
+    yield b"", [bytes(2**20)] * 100
+
+
+def refuse(argument: str, data: bytes) -> Results:
+    raise TruncatedMedia("it ends early")
+    yield b"", []
+
+
+def misfire(argument: str, data: bytes) -> Results:
+    raise RuntimeError("secret of /the/server")
+    yield b"", []
+
+
+def fail(argument: str, data: bytes) -> Results:
+    raise InternalError("it failed")
+    yield b"", []

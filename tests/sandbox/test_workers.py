@@ -1,0 +1,172 @@
+"""Sandboxed workers that do everything a hostile file could make them do."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sandbox import handlers
+from triptych.errors import DecodeFailed, InternalError, StartError, TruncatedMedia
+from triptych.sandbox.protocol import BrokenProtocol, Bulk, Limits, WorkerSpec
+from triptych.sandbox.workers import Workers
+
+LIMITS = Limits(memory_bytes=2**28, output_bytes=2**25, seconds=1.0)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
+    made.wait_until_ready()
+    yield made
+    made.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in made.pids)
+
+
+def ask(workers: Workers, what: str, data: bytes = b"") -> list[tuple[bytes, bytes]]:
+    return [(about, bytes(bulk or b"")) for about, bulk in workers.results(what.encode(), data)]
+
+
+def abouts(workers: Workers, what: str, data: bytes = b"") -> list[bytes]:
+    return [about for about, _ in ask(workers, what, data)]
+
+
+def test_results_come_with_their_bulk(workers: Workers) -> None:
+    for data in (b"", b"x", os.urandom(2**20)):
+        assert ask(workers, "echo", data) == [(b"hello", data)]
+
+
+def test_several_items_at_a_time_on_one_worker(workers: Workers) -> None:
+    iterators = [workers.results(b"count", b"%d" % number) for number in (3, 0, 5)]
+    seen: list[list[bytes]] = [[], [], []]
+    for _ in range(6):
+        for number, iterator in enumerate(iterators):
+            if (result := next(iterator, None)) is not None:
+                seen[number].append(result[0])
+    assert seen == [[b"0", b"1", b"2"], [], [b"0", b"1", b"2", b"3", b"4"]]
+
+
+def test_what_is_given_up_is_forgotten(workers: Workers) -> None:
+    (worker,) = workers._workers
+    iterator = workers.results(b"count", b"1000000")
+    next(iterator)
+    del iterator
+    assert abouts(workers, "count", b"2") == [b"0", b"1"]
+    assert len(worker.items) == 0
+    assert len(worker._known) <= 1
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("crash", DecodeFailed, "crashed"),
+        ("crash_later", DecodeFailed, "crashed"),
+        ("hang", DecodeFailed, "longer than 1 s"),
+        ("spin", DecodeFailed, "longer than 1 s"),
+        ("hoard", DecodeFailed, "memory"),
+        ("refuse", TruncatedMedia, "it ends early"),
+        ("fail", InternalError, "it failed"),
+        ("misfire", InternalError, "^it failed$"),
+        ("write_much", InternalError, "^it failed$"),
+    ],
+)
+def test_what_goes_wrong_is_one_items_error(workers: Workers, what: str, error: type[Exception], message: str) -> None:
+    other = workers.results(b"count", b"3")
+    assert next(other)[0] == b"0"
+    with pytest.raises(error, match=message):
+        ask(workers, what)
+    assert [about for about, _ in other] == [b"1", b"2"], "an item beside it goes on"
+    assert ask(workers, "echo", b"x") == [(b"hello", b"x")]
+
+
+def test_memory_is_bounded(workers: Workers) -> None:
+    with pytest.raises(DecodeFailed):
+        ask(workers, "hoard")
+    status = Path(f"/proc/{workers.pids[0]}/status").read_text()
+    peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    assert peak * 1024 < LIMITS.memory_bytes + 2**27
+
+
+def test_a_worker_killed_by_somebody_else_costs_nothing(workers: Workers, tmp_path: Path) -> None:
+    assert abouts(workers, "crash_once", str(tmp_path / "crashed").encode()) == [b"0", b"1"]
+    before = workers.pids
+    os.kill(before[0], signal.SIGKILL)
+    time.sleep(0.05)
+    assert ask(workers, "echo", b"x") == [(b"hello", b"x")]
+    assert workers.pids != before
+
+
+def test_workers_see_no_secrets(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPTYCH_API_KEY", "secret")
+    os.kill(workers.pids[0], signal.SIGKILL)
+    time.sleep(0.05)
+    (variables,) = abouts(workers, "environment")
+    assert b"TRIPTYCH" not in variables
+    assert b"PATH" in variables
+
+
+def test_several_workers_share_the_work() -> None:
+    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 2, DecodeFailed)
+    found: list[bytes] = []
+    iterators = [made.results(b"pid") for _ in range(2)]
+    threads = [threading.Thread(target=lambda one=one: found.append(next(one)[0])) for one in iterators]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    made.close()
+    assert len(set(found)) == 2
+
+
+def test_ending_gives_up_what_is_under_way() -> None:
+    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
+    made.wait_until_ready()
+    errors: list[BaseException] = []
+
+    def asks() -> None:
+        try:
+            ask(made, "hang")
+        except InternalError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=asks)
+    thread.start()
+    time.sleep(0.2)
+    began = time.monotonic()
+    made.close()
+    thread.join(5)
+    assert len(errors) == 1
+    assert time.monotonic() - began < 0.5
+
+
+def test_a_worker_ends_with_its_parent() -> None:
+    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
+    made.wait_until_ready()
+    (worker,) = made._workers
+    worker._connection.close()  # as the kernel does when the parent has died
+    assert worker.process.wait(5) == 0
+
+
+def test_workers_that_cannot_start() -> None:
+    made = Workers(WorkerSpec(f"{handlers.__name__}:broken", "", LIMITS), 1, DecodeFailed)
+    with pytest.raises(StartError, match="can't start"):
+        made.wait_until_ready()
+    with pytest.raises(InternalError, match="missing"):
+        ask(made, "echo")
+    made.close()
+
+
+def test_what_is_handed_over_is_sealed() -> None:
+    bulk = Bulk.of(b"abc")
+    assert bytes(bulk.sealed(3) or b"") == b"abc"
+    for change in (lambda: os.write(bulk.file, b"x"), lambda: os.ftruncate(bulk.file, 0)):
+        with pytest.raises(PermissionError):
+            change()
+    with pytest.raises(BrokenProtocol, match="3 bytes"):
+        Bulk.of(b"abc").sealed(2)
+    plain = Bulk(os.open(os.devnull, os.O_RDONLY))
+    with pytest.raises(BrokenProtocol, match="written"):
+        plain.sealed(3)

@@ -1,0 +1,67 @@
+"""How much one request may ask of decoders and towers, judged by headers and plans: before any pixel is decoded."""
+
+from dataclasses import dataclass
+
+from triptych.errors import MediaTooLarge
+from triptych.types import ItemPlan, MediaHeader, VideoHeader
+
+
+@dataclass(frozen=True)
+class VideoLimits:
+    """What a video file may have, however few of its frames are seen: ``gigapixels`` (10^9) are those of all its
+    frames, which may all have to be decoded."""
+
+    seconds: float = 3600.0
+    gigapixels: float = 100.0
+
+    def check(self, header: VideoHeader) -> None:
+        """Raises MediaTooLarge."""
+        if header.seconds > self.seconds:
+            raise MediaTooLarge(f"the video takes {header.seconds:.1f} s; at most {self.seconds:g} are taken")
+        gigapixels = header.frames * header.width * header.height / 1e9
+        if gigapixels > self.gigapixels:
+            raise MediaTooLarge(
+                f"the video's {header.frames} frames of {header.width} by {header.height} pixels have {gigapixels:.1f} "
+                f"gigapixels; at most {self.gigapixels:g} are taken"
+            )
+
+
+@dataclass(frozen=True)
+class MediaCaps:
+    """``pixels`` are those of an image as it is stored, ``total_pixels`` those of all images of a request; ``tokens``
+    are those that an item becomes."""
+
+    pixels: int = 50_000_000
+    total_pixels: int = 500_000_000
+    tokens: int = 16_384
+    video: VideoLimits = VideoLimits()
+
+
+class Counted:
+    """What the items of one request add up to."""
+
+    def __init__(self, caps: MediaCaps) -> None:
+        self._caps = caps
+        self._pixels = 0
+
+    def add_header(self, header: MediaHeader) -> None:
+        """Raises MediaTooLarge."""
+        if isinstance(header, VideoHeader):
+            self._caps.video.check(header)
+            return
+        pixels = header.width * header.height
+        if pixels > self._caps.pixels:
+            raise MediaTooLarge(
+                f"the {header.format} image has {pixels} pixels ({header.width} by {header.height}); at most "
+                f"{self._caps.pixels} are taken"
+            )
+        self._pixels += pixels
+        if self._pixels > self._caps.total_pixels:
+            raise MediaTooLarge(f"the images of this request have more than {self._caps.total_pixels} pixels together")
+
+    def add_plan(self, plan: ItemPlan) -> None:
+        """Raises MediaTooLarge."""
+        if plan.rows > self._caps.tokens:
+            raise MediaTooLarge(
+                f"the {plan.modality} becomes {plan.rows} tokens; at most {self._caps.tokens} are taken"
+            )
