@@ -15,6 +15,7 @@ from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import End, RowLayout
+from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     Cancel,
     Heartbeat,
@@ -68,6 +69,9 @@ class Recorder:
 
     def check_idle(self) -> None:
         self.on_idle()
+
+    def add_stats(self, stats: InstanceStats) -> None:
+        stats.resident_bytes = 1
 
     def close(self) -> None:
         self.told.append("close")
@@ -164,7 +168,8 @@ def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., De
     address = desk.instance.channel.address
     assert (register.name, register.role, register.address, register.layouts) == ("pd0", Role.PD, address, [LAYOUT])
     _until(lambda: desk.count(Heartbeat, 0.05) >= 3)
-    assert Heartbeat(address) in desk.received
+    beat = next(message for message in desk.received if isinstance(message, Heartbeat))
+    assert (beat.address, beat.stats.resident_bytes) == (address, 1), "its hosts have told of themselves"
     desk.send(Stop())
     desk.end()
     desk.await_count(Leave, 1)

@@ -122,7 +122,7 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
     desk.router.handle(Tokens(second.request, [5]))
     desk.router.handle(Tokens(second.request, [6, 7], finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)]))
     assert tokens_of(second) == [5, 6, 7]
-    assert second.intervals == [Interval("decode", 0.0, 1.0)]
+    assert second.intervals == [Interval("decode", 0.0, 1.0, engine="pd1")]
     assert desk.router.num_requests == 1
     assert desk.router.registry.get(PD1).outstanding == 0
     assert desk.router.registry.get(PD0).outstanding == 7  # three prompt tokens, four to come
@@ -163,7 +163,7 @@ def test_items_go_to_the_encoder_with_the_least_outstanding() -> None:
     desk.router.handle(Encoded(transfers[3], False, [Interval("encode", 1.0, 2.0)]))
     desk.router.handle(Encoded(transfers[3], False, []))
     assert [desk.router.registry.get(address).outstanding for address in (E0, E1)] == [5.0, 4.0]
-    assert stream.intervals == [Interval("encode", 1.0, 2.0, 3)]
+    assert stream.intervals == [Interval("encode", 1.0, 2.0, 3, "e1")]
 
 
 def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_fault() -> None:

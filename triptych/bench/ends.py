@@ -21,6 +21,7 @@ from triptych.errors import StartError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
+from triptych.messages.stats import InstanceStats
 from triptych.messages.work import PeerLost, Register, Welcome
 from triptych.roles.host import Handlers
 from triptych.roles.instance import Instance
@@ -179,6 +180,9 @@ class _End:
 
     def check_idle(self) -> None:
         """That nothing leaks is for tests to find."""
+
+    def add_stats(self, stats: InstanceStats) -> None:
+        """Nobody asks."""
 
     def close(self) -> None:
         """Ends with the process."""

@@ -3,9 +3,10 @@
 import enum
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from triptych.messages.rows import Count, Positive, RowLayout
+from triptych.messages.stats import InstanceStats
 from triptych.observe.timeline import Interval
 from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, Span, TransferId
@@ -40,9 +41,11 @@ class Rejected(Struct, frozen=True, tag=True):
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """Instance → front door: alive. An instance the front door doesn't know is asked to register again."""
+    """Instance → front door: alive, and how it is doing. An instance the front door doesn't know is asked to register
+    again."""
 
     address: Address
+    stats: InstanceStats = field(default_factory=InstanceStats)
 
 
 class Reregister(Struct, frozen=True, tag=True):

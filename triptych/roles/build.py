@@ -301,7 +301,8 @@ def _host_of_role(
     incoming = IncomingMedia(receiver, instance.name, address, dtype, width)
     if instance.role.sends_kv:
         outgoing = OutgoingKV(sender, CacheRows(cache), parts.scheduler.pool, model.kv_layout)
-        return PrefillHost(parts, incoming, outgoing, wake=instance.channel.wake, **place, send=send)
+        wake, name = instance.channel.wake, instance.name
+        return PrefillHost(parts, incoming, outgoing, wake=wake, name=name, **place, send=send)
     return LanguageHost(parts, incoming, **place, send=send)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from triptych.messages.stats import InstanceStats
 from triptych.messages.work import PeerLost
 
 Handlers = Mapping[type[Any], Callable[[Any], object]]
@@ -34,5 +35,8 @@ class Host(Protocol):
 
     def check_idle(self) -> None:
         """Raises when the host is idle and something wasn't given back."""
+
+    def add_stats(self, stats: InstanceStats) -> None:
+        """Fills in this host's part of what the instance tells of itself. Called with each heartbeat."""
 
     def close(self) -> None: ...

@@ -11,6 +11,7 @@ from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, Offer, Wrote
+from triptych.messages.stats import ReceivePool
 from triptych.observe.timeline import Interval
 from triptych.roles.host import Handlers
 from triptych.transfer.receiver import Failure, Receiver
@@ -79,6 +80,12 @@ class Incoming(ABC):
     def check_idle(self) -> None:
         """As ``Receiver.check_idle``."""
         self._receiver.check_idle()
+
+    def stats(self) -> ReceivePool:
+        """The blocks that rows land in, and what has landed so far."""
+        buffer = self._receiver.buffer
+        used = buffer.num_blocks - buffer.pool.num_free
+        return ReceivePool(buffer.layout.kind.value, buffer.num_blocks, used, self._receiver.counters)
 
     def __str__(self) -> str:
         return str(self._receiver.counters)

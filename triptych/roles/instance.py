@@ -16,7 +16,9 @@ from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, End, RowLayout
+from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Heartbeat, Leave, PeerLost, Register, Rejected, Reregister, Stop, Welcome
+from triptych.observe.machine import resident_bytes
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Host
 from triptych.topology import Role
@@ -129,8 +131,14 @@ class Instance:
         if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
             self._notice_lapse()
             self._last_heartbeat = time.monotonic()
-            self.send(self.front_door, Heartbeat(self.channel.address))
+            self.send(self.front_door, Heartbeat(self.channel.address, self._stats()))
             self._check_idle()
+
+    def _stats(self) -> InstanceStats:
+        stats = InstanceStats(busy_seconds=self.compute.busy_seconds, resident_bytes=resident_bytes())
+        for host in self.hosts:
+            host.add_stats(stats)
+        return stats
 
     def _advance(self) -> None:
         """A bug costs what is under way here, since nobody knows what it left half done, but neither the model that is

@@ -3,6 +3,7 @@
 import logging
 
 from triptych.messages.rows import Abort, Done, Grant
+from triptych.messages.stats import InstanceStats
 from triptych.messages.work import PeerLost
 from triptych.roles.host import Handlers
 from triptych.transfer.sender import Sender
@@ -40,6 +41,9 @@ class SendingHost:
 
     def check_idle(self) -> None:
         """Nothing here is handed out in pieces; the sender keeps rows only while a transfer is under way."""
+
+    def add_stats(self, stats: InstanceStats) -> None:
+        stats.sent = self._sender.counters
 
     def close(self) -> None:
         log.info("sent: %s", self._sender.counters)

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import Register
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import Heartbeat, Register
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -12,7 +13,8 @@ from triptych.types import Address
 @dataclass(eq=False)
 class InstanceLease:
     """An instance as the router sees it. ``outstanding`` is the cost of the work it has been given and not yet done:
-    patch-multiplications for an encode instance, tokens for a language instance."""
+    patch-multiplications for an encode instance, tokens for a language instance. ``stats`` came with its last
+    heartbeat."""
 
     name: str
     role: Role
@@ -22,6 +24,7 @@ class InstanceLease:
     context_length: int
     last_seen: float
     outstanding: float = 0.0
+    stats: InstanceStats = field(default_factory=InstanceStats)
 
 
 @dataclass
@@ -44,10 +47,11 @@ class Registry:
         self._leases[lease.address] = lease
         return lease
 
-    def refresh(self, address: Address, now: float) -> bool:
+    def refresh(self, message: Heartbeat, now: float) -> bool:
         """Takes note of a heartbeat. False when no such instance is registered."""
-        if lease := self._leases.get(address):
+        if lease := self._leases.get(message.address):
             lease.last_seen = now
+            lease.stats = message.stats
         return lease is not None
 
     def remove(self, address: Address) -> InstanceLease | None:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from triptych import errors
 from triptych.config import FrontDoorConfig, LeaseConfig
 from triptych.errors import (
@@ -40,8 +42,11 @@ from triptych.messages.work import (
     Tokens,
     Welcome,
 )
+from triptych.observe.metrics import Metrics
+from triptych.observe.requests import SequenceRecord, begin_sequence
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry
 from triptych.types import Address, RequestId, TransferId
@@ -52,10 +57,15 @@ log = logging.getLogger(__name__)
 class TokenStream:
     """The tokens of one request as they come. Ends after the tokens that carry a finish reason."""
 
-    def __init__(self, request: RequestId) -> None:
+    def __init__(self, request: RequestId, record: SequenceRecord) -> None:
         self.request = request
-        self.intervals: list[Interval] = []
+        self.record = record
         self._queue: asyncio.Queue[Tokens | TriptychError] = asyncio.Queue()
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """Where the request's time went, as far as its instances have said."""
+        return self.record.intervals
 
     def put(self, event: Tokens | TriptychError) -> None:
         """For the router. After a finish reason or an error nothing more comes."""
@@ -129,6 +139,8 @@ class Router:
         self._lease = lease
         self._clock = clock
         self._ticked = clock()
+        self.metrics = Metrics()
+        self.metrics.registry.register(InstanceCollector(self.registry))
         self._requests: dict[RequestId, _Request] = {}
         self._encodings: dict[TransferId, _Encoding] = {}
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -165,13 +177,21 @@ class Router:
         )
         self._send(generator.address, generate)
         generator.outstanding += cost
-        stream = TokenStream(request)
+        stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)))
+        self.metrics.admitted(stream.record)
         self._requests[request] = _Request(prompt, stream, generator, cost, deadline, generate)
         return stream
 
     def check_admission(self, *, has_media: bool) -> InstanceLease:
         """The language instance that a request would be given to now. Raises Overloaded when there is no room for it,
         Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
+        try:
+            return self._place(has_media=has_media)
+        except TriptychError as error:
+            self.metrics.rejected(error)
+            raise
+
+    def _place(self, *, has_media: bool) -> InstanceLease:
         if self.draining:
             raise Overloaded("the service is shutting down", retry_after=5)
         if len(self._requests) >= self._config.max_queue:
@@ -188,7 +208,7 @@ class Router:
 
     def cancel(self, request: RequestId) -> None:
         """Nobody waits for the request any more. Does nothing for one that has ended."""
-        if entry := self._end(request):
+        if entry := self._end(request, "abort"):
             self._tell(entry.generator.address, Cancel(request))
 
     @property
@@ -211,10 +231,13 @@ class Router:
         """Whether requests may have media, now or as soon as every stage has an instance."""
         return self._expects_encoders or bool(self.registry.encoders())
 
-    def _end(self, request: RequestId) -> _Request | None:
-        """Forgets a request and takes its work off the books."""
+    def _end(self, request: RequestId, reason: str) -> _Request | None:
+        """Forgets a request, for which a finish reason is noted unless it has one, and takes its work off the books."""
         if (entry := self._requests.pop(request, None)) is None:
             return None
+        record = entry.stream.record
+        record.finish_reason = record.finish_reason or reason
+        self.metrics.ended(record, time.time())
         entry.generator.outstanding -= entry.cost
         if entry.prefilling is not None:
             self._tell(entry.prefilling.prefiller.address, Cancel(request))
@@ -225,15 +248,19 @@ class Router:
         return entry
 
     def _fail(self, request: RequestId, error: TriptychError) -> None:
-        if entry := self._end(request):
+        if (failed := self._requests.get(request)) is not None:
+            failed.stream.record.error = type(error).__name__
+        if entry := self._end(request, "error"):
             entry.stream.put(error)
             self._tell(entry.generator.address, Cancel(request))
 
-    def _supersede(self, entry: _Request, item: int) -> None:
-        """After a preemption an item is needed anew: its earlier transfers are off the books."""
-        for transfer in [transfer for transfer, encoding in entry.transfers.items() if encoding.item == item]:
+    def _supersede(self, entry: _Request, item: int) -> bool:
+        """After a preemption an item is needed anew: its earlier transfers, if there were any, are off the books."""
+        earlier = [transfer for transfer, encoding in entry.transfers.items() if encoding.item == item]
+        for transfer in earlier:
             self._settle(entry.transfers.pop(transfer))
             del self._encodings[transfer]
+        return bool(earlier)
 
     @staticmethod
     def _settle_prefill(entry: _Request) -> None:
@@ -285,7 +312,8 @@ class Router:
             if encoder is None:
                 self._fail(message.request, Unavailable("no encode instance is ready"))
                 return
-            self._supersede(entry, needed.item)
+            if self._supersede(entry, needed.item):
+                self.metrics.reencoded()
             item = entry.prompt.items[needed.item]
             encoding = _Encoding(message.request, needed.item, encoder, item.plan.cost)
             encoder.outstanding += encoding.cost
@@ -296,9 +324,10 @@ class Router:
         if (encoding := self._encodings.get(message.transfer)) is None:
             return
         self._settle(encoding)
-        self._requests[encoding.request].stream.intervals += [
-            Interval(interval.stage, interval.start, interval.end, encoding.item) for interval in message.intervals
-        ]
+        self._requests[encoding.request].stream.intervals.extend(
+            msgspec.structs.replace(interval, item=encoding.item, engine=encoding.encoder.name)
+            for interval in message.intervals
+        )
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         if encoding := self._encodings.get(message.transfer):
@@ -309,9 +338,15 @@ class Router:
         if (entry := self._requests.get(message.request)) is None:
             return
         self._settle_prefill(entry)
+        record = entry.stream.record
+        record.num_reused = max(record.num_reused, message.reused)
+        self.metrics.took_tokens(record, len(message.tokens), time.time())
         if message.finish_reason is not None:
-            entry.stream.intervals += message.intervals
-            self._end(message.request)
+            record.intervals += [
+                interval if interval.engine else msgspec.structs.replace(interval, engine=entry.generator.name)
+                for interval in message.intervals
+            ]
+            self._end(message.request, message.finish_reason)
         entry.stream.put(message)
 
     def _on_failed(self, message: Failed) -> None:
@@ -343,7 +378,7 @@ class Router:
         return "" if message.layouts else "it doesn't say how its rows look"
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        if not self.registry.refresh(message.address, self._clock()):
+        if not self.registry.refresh(message, self._clock()):
             self._tell(message.address, Reregister())
             self._forget(message.address)  # it may have been refused, and be gone by now
 
@@ -372,7 +407,9 @@ class Router:
         self.registry.remove(lease.address)
         offering = [transfer for transfer, encoding in self._encodings.items() if encoding.encoder is lease]
         prefilling = (entry.prefilling for entry in self._requests.values() if entry.prefilling)
-        offering += [prefill.transfer for prefill in prefilling if prefill.prefiller is lease]
+        lost_prefills = [prefill.transfer for prefill in prefilling if prefill.prefiller is lease]
+        offering += lost_prefills
+        self.metrics.recovered("prefill", len(lost_prefills))
         for other in self.registry:
             self._tell(other.address, PeerLost(lease.address, offering))
         lost = {entry.stream.request for entry in self._requests.values() if entry.generator is lease}
