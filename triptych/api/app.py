@@ -17,6 +17,7 @@ from triptych import __version__
 from triptych.api import chat
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.observed import Observed
+from triptych.api.readiness import Readiness
 from triptych.api.schemas import parse_chat_request
 from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected
@@ -37,6 +38,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     app.add_middleware(Observed, observers=(service.router.metrics.answered, *service.observers))
     started = int(time.time())
+    readiness = Readiness(service.router, service.prompt_builder, sorted(service.tokenizer.eos_token_ids))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -63,14 +65,14 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """The front door answers."""
+        """This process lives: nothing about the instances."""
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Every stage has an instance, and new requests are admitted."""
-        is_ready = service.router.can_serve and not service.router.draining
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+        """A token came out of all stages within the last seconds, and new requests are admitted."""
+        reason = await readiness.reason_against()
+        return JSONResponse({"ready": False, "reason": reason}, 503) if reason else JSONResponse({"ready": True})
 
     @app.get("/metrics")
     async def metrics() -> Response:

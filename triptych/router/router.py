@@ -128,7 +128,8 @@ class Router:
         expects_encoders: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``expects_encoders``: False for a topology without any, which is ready and serves text without them."""
+        """``expects_encoders``: False for a topology without any, which is ready and serves text without them.
+        ``last_token`` and ``last_encoded`` are when, by the clock, an instance last made a token, and one rows."""
         self._expects_encoders = expects_encoders
         self.registry = Registry(lease.lease_expiry)
         self.draining = False
@@ -139,6 +140,7 @@ class Router:
         self._lease = lease
         self._clock = clock
         self._ticked = clock()
+        self.last_token = self.last_encoded = float("-inf")
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.registry))
         self._requests: dict[RequestId, _Request] = {}
@@ -324,6 +326,8 @@ class Router:
         if (encoding := self._encodings.get(message.transfer)) is None:
             return
         self._settle(encoding)
+        if not message.cached:
+            self.last_encoded = self._clock()
         self._requests[encoding.request].stream.intervals.extend(
             msgspec.structs.replace(interval, item=encoding.item, engine=encoding.encoder.name)
             for interval in message.intervals
@@ -338,6 +342,7 @@ class Router:
         if (entry := self._requests.get(message.request)) is None:
             return
         self._settle_prefill(entry)
+        self.last_token = self._clock()
         record = entry.stream.record
         record.num_reused = max(record.num_reused, message.reused)
         self.metrics.took_tokens(record, len(message.tokens), time.time())
