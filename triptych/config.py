@@ -224,10 +224,22 @@ class ObserveConfig:
     """What processes tell of themselves."""
 
     log_level: str = setting("info", "what is logged: debug (each state of each transfer, too), info, warning or error")
+    enable_log_requests: bool = setting(
+        False, "write a line of JSON for each request: how it ended and where its time went, nothing of what was said"
+    )
+    request_log_file: str = setting("", "file that these lines are appended to; standard output unless given")
+    otlp_traces_endpoint: str = setting(
+        "", "URL of an OpenTelemetry collector that each request's trace is posted to (http://host:4318/v1/traces)"
+    )
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"--log-level {self.log_level} is not one of {', '.join(LOG_LEVELS)}")
+        if self.request_log_file and not self.enable_log_requests:
+            raise ConfigError(f"--request-log-file {self.request_log_file} needs --enable-log-requests")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp-traces-endpoint {endpoint} is not a URL that begins with http:// or https://")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ import logging
 import sys
 
 from triptych import __version__
-from triptych.cli import bench, demo, doctor, run, serve
+from triptych.cli import bench, demo, doctor, run, serve, trace
 from triptych.errors import StartError
 
-COMMANDS = {"serve": serve, "run": run, "demo": demo, "doctor": doctor, "bench": bench}
+COMMANDS = {"serve": serve, "run": run, "demo": demo, "doctor": doctor, "bench": bench, "trace": trace}
 
 
 def main(arguments: list[str] | None = None) -> None:

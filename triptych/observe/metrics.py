@@ -38,7 +38,7 @@ class Metrics:
     """All metrics of a front door. ``registry`` is what is exposed; the router adds what instances report."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = CollectorRegistry(auto_describe=True)
         ProcessCollector(registry=self.registry)
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "from the HTTP request's arrival to its first token", _SECONDS

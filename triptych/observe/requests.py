@@ -34,7 +34,7 @@ class SequenceRecord:
 class RequestRecord:
     """One HTTP request. ``traceparent`` is the client's header of that name, empty for none; ``handler`` the path's
     template in the routing table, so that there are few; ``error`` the name of the error that it was answered with;
-    ``status`` 0 when the client was gone before there was one."""
+    ``status`` 0 when the client was gone before there was one; ``trace_id`` the trace that it was sent as."""
 
     id: str
     method: str
@@ -43,6 +43,7 @@ class RequestRecord:
     ended: float = 0.0
     handler: str = "unknown"
     status: int = 0
+    trace_id: str | None = None
     error: str | None = None
     sequences: list[SequenceRecord] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)

@@ -19,10 +19,11 @@ class Interval(msgspec.Struct, frozen=True):
     engine: str = ""
 
 
-def as_json(intervals: Iterable[Interval]) -> list[dict[str, Any]]:
-    """The intervals in order of their start, in milliseconds from the first."""
+def as_json(intervals: Iterable[Interval], origin: float | None = None) -> list[dict[str, Any]]:
+    """The intervals in order of their start, in milliseconds from ``origin``, or from the first."""
     ordered = sorted(intervals, key=lambda interval: (interval.start, interval.end))
-    origin = ordered[0].start if ordered else 0.0
+    if origin is None:
+        origin = ordered[0].start if ordered else 0.0
     return [
         {
             "stage": interval.stage,
