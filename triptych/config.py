@@ -1,11 +1,12 @@
 """Every setting, as frozen dataclasses by concern. A field's name is its flag's (``max_num_seqs`` ↔
-``--max-num-seqs``) and its environment variable's (``TRIPTYCH_MAX_NUM_SEQS``); ``cli/flags.py`` maps both onto it."""
+``--max-num-seqs``), its environment variable's (``TRIPTYCH_MAX_NUM_SEQS``) and its name in a file; ``cli/flags.py``
+maps all of them onto it."""
 
 import ipaddress
 import os
 import re
 import stat
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,15 @@ MAX_SECRET_BYTES = 4096
 """A longer file is something else, given by mistake."""
 
 
-def setting(default: Any, meaning: str) -> Any:
-    """A field with the text that ``--help`` shows for it."""
-    return field(default=default, metadata={"help": meaning})
+def setting(default: Any, meaning: str, *, also: tuple[str, ...] = ()) -> Any:
+    """A field with the text that ``--help`` shows for it. ``also`` are other names that it has: vLLM's, where it means
+    the same."""
+    return field(default=default, metadata={"help": meaning, "also": also})
+
+
+def names_of(item: Field[Any]) -> tuple[str, ...]:
+    """All names of a setting, its own first."""
+    return item.name, *item.metadata["also"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks")
     cuda_graphs: bool = setting(True, "on GPUs, run steps that only decode as CUDA graphs, recorded at the start")
     max_model_len: int = setting(0, "longest sequence in tokens; 0 takes what model and KV cache allow")
-    page_size: int = setting(16, "tokens in a page of the KV cache")
+    page_size: int = setting(16, "tokens in a page of the KV cache", also=("block_size",))
     kv_memory: str = setting(
         "25%",
         "memory for the KV cache: an amount for each language instance (8GiB, 500MB), or what the instances of one "
@@ -164,7 +171,9 @@ class LeaseConfig:
     heartbeat: float = setting(0.5, "seconds between an instance's signs of life")
     lease_expiry: float = setting(2.0, "seconds of silence after which an instance counts as gone")
     start_timeout: float = setting(600.0, "seconds that loading a model may take")
-    drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
+    drain_timeout: float = setting(
+        30.0, "seconds that running requests get to finish after SIGTERM", also=("shutdown_timeout",)
+    )
 
     def __post_init__(self) -> None:
         for name in ("start_timeout", "drain_timeout"):
