@@ -141,6 +141,9 @@ class FrontDoorConfig:
     control_port: int = setting(0, "port on which instances join; 0 takes any free one")
     served_model_name: str = setting("", "the name that requests give as model; the folder's name unless given")
     max_queue: int = setting(256, "requests waiting or running at a time; more are answered with 503")
+    max_queue_per_caller: int = setting(
+        0, "of these, requests of one caller (a key, or an address); more are answered with 429; 0 for no limit"
+    )
     max_body_mb: int = setting(64, "largest request body, in MiB")
     max_image_mb: int = setting(32, "largest image file, in MiB")
     max_images: int = setting(64, "images in one request")
@@ -154,8 +157,13 @@ class FrontDoorConfig:
         for name in ("max_queue", "max_body_mb", "max_image_mb", "request_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
-        if self.max_images < 0:
-            raise ConfigError(f"--max-images {self.max_images} is too small")
+        for name in ("max_images", "max_queue_per_caller"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
+        if self.max_queue_per_caller > self.max_queue:
+            raise ConfigError(
+                f"--max-queue-per-caller {self.max_queue_per_caller} exceeds --max-queue {self.max_queue}"
+            )
         if (self.max_image_mb + 1) * 2**20 > MAX_MESSAGE_BYTES:
             raise ConfigError(
                 f"--max-image-mb {self.max_image_mb} is too large: a message between processes carries images of at "

@@ -1,12 +1,13 @@
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.config import FrontDoorConfig, LeaseConfig
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig
 from triptych.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded, TruncatedMedia, Unavailable
 from triptych.families.base import Positions
 from triptych.messages.codec import Message
@@ -30,6 +31,7 @@ from triptych.messages.work import (
     Tokens,
     Welcome,
 )  # fmt: skip
+from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.router import Router, TokenStream
@@ -54,7 +56,9 @@ def prompt(*costs: float) -> PlannedPrompt:
 class Desk:
     """A router, the clock on its wall, and what it has sent."""
 
-    def __init__(self, *addresses: Address, max_queue: int = 8) -> None:
+    def __init__(self, *addresses: Address, max_queue: int = 8, **settings: Any) -> None:
+        """``settings`` of the front door, and of the engine those that have its names."""
+        engine = {name: settings.pop(name) for name in list(settings) if name in EngineConfig.__dataclass_fields__}
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
         self.forgotten: list[tuple[Address, int]] = []
@@ -62,7 +66,8 @@ class Desk:
             send=lambda to, message: self.sent.append((to, message)),
             forget=lambda address: self.forgotten.append((address, len(self.sent))),
             fingerprint="model",
-            front_door=FrontDoorConfig(max_queue=max_queue, request_timeout=60.0),
+            front_door=FrontDoorConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
+            engine=EngineConfig(**engine),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             clock=lambda: self.now,
         )
@@ -81,8 +86,13 @@ class Desk:
                 self.router.handle(Heartbeat(address))
             self.router.tick()
 
-    def submit(self, *costs: float) -> TokenStream:
-        return self.router.submit(prompt(*costs), Sampling(max_tokens=4), [])
+    def submit(self, *costs: float, caller: str = "", **how: Any) -> TokenStream:
+        """A request of ``caller``, with an item of each cost."""
+        context = CURRENT.set(RequestRecord("id", "POST", caller=caller))
+        try:
+            return self.router.submit(prompt(*costs), Sampling(max_tokens=4), [], **how)
+        finally:
+            CURRENT.reset(context)
 
     def need(self, stream: TokenStream, *items: int) -> list[TransferId]:
         needed = [NeededItem(item, TransferId(f"{stream.request}/{item}")) for item in items]
@@ -98,7 +108,7 @@ class Desk:
 
 def test_admission_can_be_asked_for_without_a_request() -> None:
     desk = Desk(PD0, max_queue=1)
-    assert desk.router.check_admission(has_media=False).address == PD0
+    desk.router.check_admission(has_media=False)
     with pytest.raises(Unavailable, match="encode"):
         desk.router.check_admission(has_media=True)
     assert (desk.router.num_requests, desk.outstanding(), desk.of(Generate)) == (0, 0, [])
@@ -342,7 +352,7 @@ def test_a_peer_that_cannot_be_reached_harms_nobody_else() -> None:
 
     desk.router._send = fail
     with pytest.raises(Unavailable):
-        desk.submit()
+        tokens_of(desk.submit())
     desk.need(stream, 0)
     desk.router.cancel(stream.request)
     assert desk.router.num_requests == 0

@@ -6,12 +6,16 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from blake3 import blake3
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.observe.requests import CURRENT, RequestRecord
 
 log = logging.getLogger(__name__)
+
+_SALT = secrets.token_bytes(32)
+"""Keys are told apart by their digests; these mean nothing outside this process."""
 
 REQUEST_ID = "x-request-id"
 TRACEPARENT = "traceparent"
@@ -38,6 +42,7 @@ class Observed:
         record = RequestRecord(
             id=given if _ID.fullmatch(given) else secrets.token_hex(16),
             method=scope["method"] if scope["method"] in METHODS else "other",
+            caller=_caller(scope, headers),
             traceparent=headers.get(TRACEPARENT, ""),
         )
 
@@ -65,3 +70,10 @@ class Observed:
                 observer(record)
             except Exception:  # what is said about a request must not cost its client the answer
                 log.exception("couldn't report request %s", record.id)
+
+
+def _caller(scope: Scope, headers: Headers) -> str:
+    if key := headers.get("authorization"):
+        return "key " + blake3(key.encode(), key=_SALT).hexdigest(16)
+    client = scope.get("client")
+    return "address " + (str(client[0]) if client else "unknown")

@@ -27,6 +27,8 @@ WAIT = 0.9
 """Seconds that who asks may wait for an answer: less than what Kubernetes waits for one unless told otherwise."""
 PATIENCE = 30.0
 """Seconds that a probe may take."""
+FIRST = -(2**62)
+"""A priority before all others: what is asked is whether the stages work, not how long the line is."""
 SIDE = 64
 """Pixels along each side of the probe's image."""
 
@@ -102,7 +104,8 @@ class Readiness:
         prompt = self._builder.build(messages, self._router.registry.context_length())
         sampling = Sampling(max_tokens=1, ignore_eos=True)
         # no cache may know any of it: what a cache answers shows nothing
-        stream = self._router.submit(prompt, sampling, self._eos_token_ids, cache_salt=secrets.token_hex(8))
+        salt = secrets.token_hex(8)
+        stream = self._router.submit(prompt, sampling, self._eos_token_ids, salt, priority=FIRST, timeout=PATIENCE)
         try:
             async for _ in stream:
                 pass

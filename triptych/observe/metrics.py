@@ -3,9 +3,9 @@
 Labels have few values, and none that a client chooses: stages, errors' names, routes, finish reasons.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 
 from triptych.observe.requests import RequestRecord, SequenceRecord
 from triptych.observe.timeline import Interval
@@ -127,6 +127,10 @@ class Metrics:
         """An HTTP request is over."""
         self._http.labels(record.handler, str(record.status)).inc()
         self._observe_times(record.intervals)
+
+    def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """Exposes what ``value`` says whenever it is asked."""
+        Gauge(PREFIX + name, meaning, registry=self.registry).set_function(value)
 
     # ── making them ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -32,12 +32,14 @@ class SequenceRecord:
 
 @dataclass(eq=False)
 class RequestRecord:
-    """One HTTP request. ``traceparent`` is the client's header of that name, empty for none; ``handler`` the path's
+    """One HTTP request. ``caller`` is who shares what there is with the others: a digest of the key that came with the
+    request, or its address. ``traceparent`` is the client's header of that name, empty for none; ``handler`` the path's
     template in the routing table, so that there are few; ``error`` the name of the error that it was answered with;
     ``status`` 0 when the client was gone before there was one; ``trace_id`` the trace that it was sent as."""
 
     id: str
     method: str
+    caller: str = ""
     traceparent: str = ""
     began: float = field(default_factory=time.time)
     ended: float = 0.0
@@ -65,6 +67,12 @@ def note(*intervals: Interval) -> None:
     """Adds what the front door did to the timeline of the request being answered, if there is one."""
     if (record := CURRENT.get()) is not None:
         record.intervals += intervals
+
+
+def current_caller() -> str:
+    """Whose request is being answered; empty for nobody's."""
+    record = CURRENT.get()
+    return record.caller if record else ""
 
 
 def begin_sequence(num_prompt: int, num_items: int) -> SequenceRecord:

@@ -62,6 +62,7 @@ class FrontDoor:
             fingerprint=builder.fingerprint,
             front_door=config.front_door,
             lease=config.lease,
+            engine=config.engine,
             expects_encoders=expects_encoders,
         )
         self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None

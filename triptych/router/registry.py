@@ -13,8 +13,8 @@ from triptych.types import Address
 @dataclass(eq=False)
 class InstanceLease:
     """An instance as the router sees it. ``outstanding`` is the cost of the work it has been given and not yet done:
-    patch-multiplications for an encode instance, tokens for a language instance. ``stats`` came with its last
-    heartbeat."""
+    patch-multiplications for an encode instance, tokens for a language instance; ``patches`` are those of the items
+    among it. ``stats`` came with its last heartbeat."""
 
     name: str
     role: Role
@@ -24,6 +24,7 @@ class InstanceLease:
     context_length: int
     last_seen: float
     outstanding: float = 0.0
+    patches: int = 0
     stats: InstanceStats = field(default_factory=InstanceStats)
 
 

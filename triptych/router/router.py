@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import msgspec
 
 from triptych import errors
-from triptych.config import FrontDoorConfig, LeaseConfig
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig
 from triptych.errors import (
     DeadlineExceeded,
     InstanceLost,
@@ -43,15 +45,21 @@ from triptych.messages.work import (
     Welcome,
 )
 from triptych.observe.metrics import Metrics
-from triptych.observe.requests import SequenceRecord, begin_sequence
+from triptych.observe.requests import SequenceRecord, begin_sequence, current_caller
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.admission import Admission, Waiting
+from triptych.router.fair_queue import FairQueue, Ticket
 from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry
 from triptych.types import Address, RequestId, TransferId
 
 log = logging.getLogger(__name__)
+
+
+AT_ONCE = 0.002
+"""Seconds that nobody has waited who was started within them."""
 
 
 class TokenStream:
@@ -82,16 +90,36 @@ class TokenStream:
                 return
 
 
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """An item that ``consumer`` lacks and no encode instance has been given yet."""
+
+    entry: "_Request"
+    item: int
+    transfer: TransferId
+    consumer: Address
+
+
 @dataclass(eq=False)
 class _Request:
+    """``wanted`` are its items in line for an encode instance. ``began`` by the router's clock."""
+
+    waiting: Waiting
     prompt: PlannedPrompt
     stream: TokenStream
     generator: InstanceLease
     cost: float
     deadline: float
     generate: Generate
+    began: float
+    wanted: dict[int, Ticket[_Wanted]] = field(default_factory=dict)
     prefilling: "_Prefilling | None" = None
     transfers: dict[TransferId, "_Encoding"] = field(default_factory=dict)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first token has come."""
+        return self.stream.record.first_token > 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +139,7 @@ class _Encoding:
     item: int
     encoder: InstanceLease
     cost: float
+    patches: int
     done: bool = False
 
 
@@ -125,10 +154,12 @@ class Router:
         fingerprint: str,
         front_door: FrontDoorConfig,
         lease: LeaseConfig,
+        engine: EngineConfig | None = None,
         expects_encoders: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``expects_encoders``: False for a topology without any, which is ready and serves text without them.
+        """``engine`` is how the service's instances are set up. ``expects_encoders``: False for a topology without any,
+        which is ready and serves text without them.
         ``last_token`` and ``last_encoded`` are when, by the clock, an instance last made a token, and one rows."""
         self._expects_encoders = expects_encoders
         self.registry = Registry(lease.lease_expiry)
@@ -143,6 +174,11 @@ class Router:
         self.last_token = self.last_encoded = float("-inf")
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.registry))
+        self._admission = Admission(front_door, engine or EngineConfig())
+        self._items: FairQueue[_Wanted] = FairQueue()
+        self.metrics.watch("num_requests_queued", "requests in line at the front door", lambda: len(self._admission))
+        self.metrics.watch("num_items_queued", "media items in line at the front door", lambda: len(self._items))
+        self._streams: dict[RequestId, TokenStream] = {}
         self._requests: dict[RequestId, _Request] = {}
         self._encodings: dict[TransferId, _Encoding] = {}
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -160,13 +196,24 @@ class Router:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
-        self, prompt: PlannedPrompt, sampling: Sampling, eos_token_ids: list[int], cache_salt: str = ""
+        self,
+        prompt: PlannedPrompt,
+        sampling: Sampling,
+        eos_token_ids: list[int],
+        cache_salt: str = "",
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> TokenStream:
-        """Admits a request and gives it to the least loaded language instance. Raises as ``check_admission`` does."""
-        generator = self.check_admission(has_media=bool(prompt.items))
+        """Admits a request; a language instance is given it when it is its turn, lower ``priority`` first. It has
+        ``timeout`` seconds, or as many as the settings say. Raises as ``check_admission`` does."""
+        caller = current_caller()
+        cost = self._admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
+        items_cost = sum(item.plan.cost for item in prompt.items)
+        self._check(
+            bool(prompt.items), caller=caller, cost=cost, items_cost=items_cost, priority=priority, timeout=timeout
+        )
         request = RequestId(secrets.token_hex(8))
-        cost = float(len(prompt.tokens) + sampling.max_tokens)
-        deadline = self._clock() + self._config.request_timeout
         generate = Generate(
             request=request,
             tokens=prompt.tokens,
@@ -177,46 +224,93 @@ class Router:
             eos_token_ids=eos_token_ids,
             cache_salt=cache_salt,
         )
-        self._send(generator.address, generate)
-        generator.outstanding += cost
         stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)))
         self.metrics.admitted(stream.record)
-        self._requests[request] = _Request(prompt, stream, generator, cost, deadline, generate)
+        deadline = self._clock() + (timeout or self._config.request_timeout)
+        self._streams[request] = stream
+        self._admission.add(Waiting(prompt, generate, caller, priority, deadline, cost, items_cost))
+        self._start_waiting()
         return stream
 
-    def check_admission(self, *, has_media: bool) -> InstanceLease:
-        """The language instance that a request would be given to now. Raises Overloaded when there is no room for it,
+    def check_admission(self, *, has_media: bool) -> None:
+        """Whether a request would be admitted now, as far as that can be said before it is planned. Raises Overloaded
+        when there is no room for it or it wouldn't be answered in time, RateLimited when its caller has too many,
         Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
+        self._check(has_media, caller=current_caller())
+
+    def _check(self, has_media: bool, *, caller: str, **known: Any) -> None:
         try:
-            return self._place(has_media=has_media)
+            if self.draining:
+                raise Overloaded("the service is shutting down", retry_after=5)
+            if unavailable := self._unavailable(has_media):
+                raise unavailable
+            encoding = sum(lease.outstanding for lease in self.registry.encoders()) if has_media else 0.0
+            self._admission.check(caller, self._requests.values(), encoding=encoding, **known)
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
 
-    def _place(self, *, has_media: bool) -> InstanceLease:
-        if self.draining:
-            raise Overloaded("the service is shutting down", retry_after=5)
-        if len(self._requests) >= self._config.max_queue:
-            raise Overloaded(f"{len(self._requests)} requests are waiting or running, the most allowed")
-        generators = self._generators()
-        if (generator := least_outstanding(generators)) is None:
+    def _unavailable(self, has_media: bool) -> TriptychError | None:
+        """Why no instance could serve a request; None when one could."""
+        if not self._generators():
             missing = "prefill" if self.registry.generators() else "language"
-            raise Unavailable(f"no {missing} instance is ready")
+            return Unavailable(f"no {missing} instance is ready")
         if has_media and not self.registry.encoders():
             if not self._expects_encoders:
-                raise MediaNotServed("this service has no encode instance: it takes text alone")
-            raise Unavailable("no encode instance is ready, so only text can be served")
-        return generator
+                return MediaNotServed("this service has no encode instance: it takes text alone")
+            return Unavailable("no encode instance is ready, so only text can be served")
+        return None
+
+    def _start_waiting(self) -> None:
+        """Gives requests to instances that have room, in the order that admission says."""
+        while len(self._admission):
+            taken = Counter(entry.generator.address for entry in self._requests.values())
+            room = [one for one in self._generators() if taken[one.address] < self._admission.max_running]
+            generator = least_outstanding(room)
+            waiting = self._admission.next(self._requests.values()) if generator is not None else None
+            if generator is None or waiting is None:
+                return
+            self._start(waiting, generator)
+
+    def _start(self, waiting: Waiting, generator: InstanceLease) -> None:
+        generate, prompt = waiting.generate, waiting.prompt
+        stream = self._streams.pop(generate.request)
+        try:
+            self._send(generator.address, generate)
+        except TriptychError as error:
+            self._refuse(stream, error)
+            return
+        now, cost = self._clock(), float(len(prompt.tokens) + generate.sampling.max_tokens)
+        generator.outstanding += cost
+        self._admission.started(now)
+        if (started := time.time()) - stream.record.submitted > AT_ONCE:
+            stream.intervals.append(Interval("queue", stream.record.submitted, started))
+        self._requests[generate.request] = _Request(
+            waiting, prompt, stream, generator, cost, waiting.deadline, generate, began=now
+        )
+
+    def _refuse(self, stream: TokenStream, error: TriptychError) -> None:
+        """A request ends that no instance knows."""
+        stream.record.finish_reason, stream.record.error = "error", type(error).__name__
+        self.metrics.ended(stream.record, time.time())
+        stream.put(error)
+
+    def _leave_line(self, request: RequestId) -> TokenStream | None:
+        """Takes a request out of the line; None when no such one is in it."""
+        return self._streams.pop(request) if self._admission.remove(request) else None
 
     def cancel(self, request: RequestId) -> None:
         """Nobody waits for the request any more. Does nothing for one that has ended."""
+        if stream := self._leave_line(request):
+            stream.record.finish_reason = "abort"
+            self.metrics.ended(stream.record, time.time())
         if entry := self._end(request, "abort"):
             self._tell(entry.generator.address, Cancel(request))
 
     @property
     def num_requests(self) -> int:
         """Requests admitted and not ended."""
-        return len(self._requests)
+        return len(self._requests) + len(self._admission)
 
     @property
     def can_serve(self) -> bool:
@@ -240,6 +334,8 @@ class Router:
         record = entry.stream.record
         record.finish_reason = record.finish_reason or reason
         self.metrics.ended(record, time.time())
+        whole = record.finish_reason not in ("abort", "error")
+        self._admission.ended(entry.waiting, record.num_tokens, entry.began, self._clock(), whole=whole)
         entry.generator.outstanding -= entry.cost
         if entry.prefilling is not None:
             self._tell(entry.prefilling.prefiller.address, Cancel(request))
@@ -247,6 +343,10 @@ class Router:
         for transfer, encoding in entry.transfers.items():
             self._settle(encoding)
             del self._encodings[transfer]
+        for ticket in entry.wanted.values():
+            self._items.remove(ticket)
+        self._encode_wanted()
+        self._start_waiting()
         return entry
 
     def _fail(self, request: RequestId, error: TriptychError) -> None:
@@ -262,7 +362,9 @@ class Router:
         for transfer in earlier:
             self._settle(entry.transfers.pop(transfer))
             del self._encodings[transfer]
-        return bool(earlier)
+        if ticket := entry.wanted.pop(item, None):
+            self._items.remove(ticket)
+        return bool(earlier or ticket)
 
     @staticmethod
     def _settle_prefill(entry: _Request) -> None:
@@ -270,11 +372,13 @@ class Router:
             entry.prefilling.prefiller.outstanding -= entry.prefilling.cost
             entry.prefilling = None
 
-    @staticmethod
-    def _settle(encoding: _Encoding) -> None:
+    def _settle(self, encoding: _Encoding, done: float = 0.0) -> None:
+        """An encode instance has nothing more to do for an item; so much of its cost was really work."""
         if not encoding.done:
             encoding.done = True
             encoding.encoder.outstanding -= encoding.cost
+            encoding.encoder.patches -= encoding.patches
+            self._admission.forecast.encode_rate.end(done, self._clock())
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -291,7 +395,7 @@ class Router:
         if entry is None or message.consumer != entry.generator.address:
             return
         self._settle_prefill(entry)
-        for item in {encoding.item for encoding in entry.transfers.values()}:
+        for item in {*entry.wanted, *(encoding.item for encoding in entry.transfers.values())}:
             self._supersede(entry, item)  # they were for the former one
         if (prefiller := least_outstanding(self.registry.prefillers())) is None:
             self._fail(message.request, Unavailable("no prefill instance is ready"))
@@ -303,35 +407,54 @@ class Router:
         self._tell(prefiller.address, prefill)
 
     def _on_need(self, message: Need) -> None:
-        """A language instance lacks these items' rows: each goes to the encode instance with the least to do."""
+        """A language instance lacks these items' rows."""
         if (entry := self._requests.get(message.request)) is None:
             return
         for needed in message.items:
             if needed.item >= len(entry.prompt.items):
                 log.error("request %s has no item %d", message.request, needed.item)
                 continue
-            encoder = least_outstanding(self.registry.encoders())
-            if encoder is None:
+            if not self.registry.encoders():
                 self._fail(message.request, Unavailable("no encode instance is ready"))
                 return
             if self._supersede(entry, needed.item):
                 self.metrics.reencoded()
-            item = entry.prompt.items[needed.item]
-            encoding = _Encoding(message.request, needed.item, encoder, item.plan.cost)
+            wanted = _Wanted(entry, needed.item, needed.transfer, message.consumer)
+            cost = entry.prompt.items[needed.item].plan.cost
+            entry.wanted[needed.item] = self._items.add(wanted, entry.waiting.caller, cost, entry.waiting.priority)
+        self._encode_wanted()
+
+    def _encode_wanted(self) -> None:
+        """Gives items to encode instances that have room: whose turn it is goes to the one with the least to do."""
+        while len(self._items):
+            room = [one for one in self.registry.encoders() if one.patches < self._admission.max_patches]
+            encoder = least_outstanding(room)
+            ticket = self._items.pop() if encoder is not None else None
+            if encoder is None or ticket is None:
+                return
+            wanted = ticket.work
+            entry = wanted.entry
+            del entry.wanted[wanted.item]
+            item = entry.prompt.items[wanted.item]
+            patches = math.prod(item.plan.grid)
+            encoding = _Encoding(entry.stream.request, wanted.item, encoder, item.plan.cost, patches)
             encoder.outstanding += encoding.cost
-            entry.transfers[needed.transfer] = self._encodings[needed.transfer] = encoding
-            self._tell(encoder.address, Encode(needed.transfer, message.consumer, item.key, item.plan, item.data))
+            encoder.patches += patches
+            self._admission.forecast.encode_rate.begin(self._clock())
+            entry.transfers[wanted.transfer] = self._encodings[wanted.transfer] = encoding
+            self._tell(encoder.address, Encode(wanted.transfer, wanted.consumer, item.key, item.plan, item.data))
 
     def _on_encoded(self, message: Encoded) -> None:
         if (encoding := self._encodings.get(message.transfer)) is None:
             return
-        self._settle(encoding)
+        self._settle(encoding, 0.0 if message.cached else encoding.cost)
         if not message.cached:
             self.last_encoded = self._clock()
         self._requests[encoding.request].stream.intervals.extend(
             msgspec.structs.replace(interval, item=encoding.item, engine=encoding.encoder.name)
             for interval in message.intervals
         )
+        self._encode_wanted()
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         if encoding := self._encodings.get(message.transfer):
@@ -371,6 +494,8 @@ class Router:
         lease = self.registry.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
         self._tell(lease.address, Welcome(self._lease.lease_expiry))
+        self._encode_wanted()
+        self._start_waiting()
 
     def _misfit(self, message: Register) -> str:
         """Why an instance can't join; empty when it can. Any encode instance may have to send rows to any language
@@ -403,8 +528,12 @@ class Router:
             why = f"has been silent for {self._lease.lease_expiry:g} s"
             log.warning("%s %s", lease.name, why)
             self._lose(lease, why)
+        late = DeadlineExceeded("not done within the time that it had")
         for request in [request for request, entry in self._requests.items() if entry.deadline < now]:
-            self._fail(request, DeadlineExceeded(f"not done within {self._config.request_timeout:g} s"))
+            self._fail(request, late)
+        for waiting in self._admission.overdue(now):
+            if stream := self._leave_line(waiting.generate.request):
+                self._refuse(stream, late)
 
     def _lose(self, lease: InstanceLease, why: str) -> None:
         """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but haven't all
@@ -423,7 +552,18 @@ class Router:
         }
         for request in lost:
             self._fail(request, InstanceLost(f"an instance that worked on this request {why}"))
+        self._refuse_hopeless()
         self._forget(lease.address)
+
+    def _refuse_hopeless(self) -> None:
+        """Ends what waits for an instance of a stage that has none any more."""
+        for waiting in self._admission.all():
+            unavailable = self._unavailable(bool(waiting.prompt.items))
+            if unavailable and (stream := self._leave_line(waiting.generate.request)):
+                self._refuse(stream, unavailable)
+        if not self.registry.encoders():
+            for request in {ticket.work.entry.stream.request for ticket in self._items}:
+                self._fail(request, Unavailable("no encode instance is ready"))
 
     def _tell(self, to: Address, message: Message) -> None:
         """Sends what nobody waits for: a peer that can't be reached loses its lease soon enough."""
