@@ -6,9 +6,8 @@ import os
 import resource
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,12 +16,10 @@ from triptych.config import ServeConfig, is_loopback, parse_cpus
 from triptych.errors import StartError, TriptychError
 from triptych.families.registry import family_of, resolve
 from triptych.models.config_files import load_config
-from triptych.models.devices import find_device, free_bytes
 from triptych.models.safetensors_header import read_folder
 from triptych.observe.machine import available_bytes
 from triptych.prompt.prompt import PromptBuilder
 from triptych.topology import Role
-from triptych.transfer.fabrics.opening import open_fabrics
 
 SUMMARY = "check machine, model, fabrics and ports, and show what each role would load, without loading it"
 FEW_FILES = 4096
@@ -95,6 +92,10 @@ def _memory(config: ServeConfig, stages: dict[str, int]) -> Check:
 
 
 def _device(config: ServeConfig) -> str:
+    import torch  # here, because the front door's process has this module too, and stays without it
+
+    from triptych.models.devices import find_device, free_bytes
+
     device = find_device(config.engine.device)
     memory = f"{free_bytes(device) / 2**30:.1f} GiB free"
     return f"{device}, {memory}, PyTorch {torch.__version__}"
@@ -108,7 +109,7 @@ def _prompts(config: ServeConfig) -> str:
 
 def _fabric(config: ServeConfig, name: str) -> Check:
     """Opened as an instance would, and closed again. One that only ``auto`` would use may be missing."""
-    from dataclasses import replace
+    from triptych.transfer.fabrics.opening import open_fabrics
 
     try:
         for fabric in reversed(open_fabrics(replace(config.transfer, fabric=name), config.cluster.cluster_host)):

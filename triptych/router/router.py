@@ -206,7 +206,7 @@ class Router:
         timeout: float | None = None,
     ) -> TokenStream:
         """Admits a request; a language instance is given it when it is its turn, lower ``priority`` first. It has
-        ``timeout`` seconds, or as many as the settings say. Raises as ``check_admission`` does."""
+        ``timeout`` seconds from its arrival, or as many as the settings say. Raises as ``check_admission`` does."""
         caller = current_caller()
         cost = self._admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
         items_cost = sum(item.plan.cost for item in prompt.items)
@@ -226,7 +226,8 @@ class Router:
         )
         stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)))
         self.metrics.admitted(stream.record)
-        deadline = self._clock() + (timeout or self._config.request_timeout)
+        spent = stream.record.submitted - stream.record.arrived  # on its body, its media and its plan
+        deadline = self._clock() + (timeout or self._config.request_timeout) - spent
         self._streams[request] = stream
         self._admission.add(Waiting(prompt, generate, caller, priority, deadline, cost, items_cost))
         self._start_waiting()
