@@ -382,4 +382,4 @@ def test_costs_settle_to_zero_however_requests_end(data: st.DataObject) -> None:
     for stream in streams:
         desk.router.cancel(stream.request)
     assert desk.outstanding() == 0
-    assert desk.router._encodings == {}
+    assert desk.router._encodings._in_hand == {}

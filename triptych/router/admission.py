@@ -102,11 +102,11 @@ class Admission:
             waiting, waiting.caller, waiting.cost, waiting.priority, kind
         )
 
-    def next(self, running: Collection[Running]) -> Waiting | None:
-        """Whose turn it is now that an instance has room; None when nobody may start. Prompts that wait for an encoder
-        hold at most half of the places, so that texts get by."""
+    def next(self, running: Collection[Running], num_generators: int) -> Waiting | None:
+        """Whose turn it is now that one of so many instances has room; None when nobody may start. Prompts that wait
+        for an encoder hold at most half of the places, so that texts get by."""
         encoding = sum(bool(entry.waiting.prompt.items) and not entry.has_begun for entry in running)
-        ticket = self._line.pop(lambda waiting: not waiting.prompt.items or encoding < self._max_media)
+        ticket = self._line.pop(lambda waiting: not waiting.prompt.items or encoding < num_generators * self._max_media)
         if ticket is None:
             return None
         del self._tickets[ticket.work.generate.request]

@@ -2,12 +2,11 @@
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,7 +24,6 @@ from triptych.errors import (
 from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
     Cancel,
-    Encode,
     Encoded,
     EncodeFailed,
     Failed,
@@ -49,7 +47,7 @@ from triptych.observe.requests import SequenceRecord, begin_sequence, current_ca
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission, Waiting
-from triptych.router.fair_queue import FairQueue, Ticket
+from triptych.router.encodings import Encodings, Wanted
 from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry
@@ -90,19 +88,9 @@ class TokenStream:
                 return
 
 
-@dataclass(frozen=True, eq=False)
-class _Wanted:
-    """An item that ``consumer`` lacks and no encode instance has been given yet."""
-
-    entry: "_Request"
-    item: int
-    transfer: TransferId
-    consumer: Address
-
-
 @dataclass(eq=False)
 class _Request:
-    """``wanted`` are its items in line for an encode instance. ``began`` by the router's clock."""
+    """One that a language instance has been given. ``began`` by the router's clock."""
 
     waiting: Waiting
     prompt: PlannedPrompt
@@ -112,9 +100,7 @@ class _Request:
     deadline: float
     generate: Generate
     began: float
-    wanted: dict[int, Ticket[_Wanted]] = field(default_factory=dict)
     prefilling: "_Prefilling | None" = None
-    transfers: dict[TransferId, "_Encoding"] = field(default_factory=dict)
 
     @property
     def has_begun(self) -> bool:
@@ -129,18 +115,6 @@ class _Prefilling:
     transfer: TransferId
     prefiller: InstanceLease
     cost: float
-
-
-@dataclass(eq=False)
-class _Encoding:
-    """One item on its way from ``encoder`` to a request's language instance."""
-
-    request: RequestId
-    item: int
-    encoder: InstanceLease
-    cost: float
-    patches: int
-    done: bool = False
 
 
 class Router:
@@ -175,12 +149,17 @@ class Router:
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.registry))
         self._admission = Admission(front_door, engine or EngineConfig())
-        self._items: FairQueue[_Wanted] = FairQueue()
+        self._encodings = Encodings(
+            encoders=self.registry.encoders,
+            max_patches=self._admission.max_patches,
+            tell=self._tell,
+            rate=self._admission.forecast.encode_rate,
+            clock=clock,
+        )
         self.metrics.watch("num_requests_queued", "requests in line at the front door", lambda: len(self._admission))
-        self.metrics.watch("num_items_queued", "media items in line at the front door", lambda: len(self._items))
+        self.metrics.watch("num_items_queued", "media items in line at the front door", lambda: len(self._encodings))
         self._streams: dict[RequestId, TokenStream] = {}
         self._requests: dict[RequestId, _Request] = {}
-        self._encodings: dict[TransferId, _Encoding] = {}
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Register: self._on_register,
             Heartbeat: self._on_heartbeat,
@@ -266,10 +245,13 @@ class Router:
         """Gives requests to instances that have room, in the order that admission says."""
         while len(self._admission):
             taken = Counter(entry.generator.address for entry in self._requests.values())
-            room = [one for one in self._generators() if taken[one.address] < self._admission.max_running]
-            generator = least_outstanding(room)
-            waiting = self._admission.next(self._requests.values()) if generator is not None else None
-            if generator is None or waiting is None:
+            generators = self._generators()
+            generator = least_outstanding(
+                [one for one in generators if taken[one.address] < self._admission.max_running]
+            )
+            if generator is None:
+                return
+            if (waiting := self._admission.next(self._requests.values(), len(generators))) is None:
                 return
             self._start(waiting, generator)
 
@@ -341,12 +323,8 @@ class Router:
         if entry.prefilling is not None:
             self._tell(entry.prefilling.prefiller.address, Cancel(request))
             self._settle_prefill(entry)
-        for transfer, encoding in entry.transfers.items():
-            self._settle(encoding)
-            del self._encodings[transfer]
-        for ticket in entry.wanted.values():
-            self._items.remove(ticket)
-        self._encode_wanted()
+        self._encodings.forget(request)
+        self._encodings.start()
         self._start_waiting()
         return entry
 
@@ -357,29 +335,11 @@ class Router:
             entry.stream.put(error)
             self._tell(entry.generator.address, Cancel(request))
 
-    def _supersede(self, entry: _Request, item: int) -> bool:
-        """After a preemption an item is needed anew: its earlier transfers, if there were any, are off the books."""
-        earlier = [transfer for transfer, encoding in entry.transfers.items() if encoding.item == item]
-        for transfer in earlier:
-            self._settle(entry.transfers.pop(transfer))
-            del self._encodings[transfer]
-        if ticket := entry.wanted.pop(item, None):
-            self._items.remove(ticket)
-        return bool(earlier or ticket)
-
     @staticmethod
     def _settle_prefill(entry: _Request) -> None:
         if entry.prefilling is not None:
             entry.prefilling.prefiller.outstanding -= entry.prefilling.cost
             entry.prefilling = None
-
-    def _settle(self, encoding: _Encoding, done: float = 0.0) -> None:
-        """An encode instance has nothing more to do for an item; so much of its cost was really work."""
-        if not encoding.done:
-            encoding.done = True
-            encoding.encoder.outstanding -= encoding.cost
-            encoding.encoder.patches -= encoding.patches
-            self._admission.forecast.encode_rate.end(done, self._clock())
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -396,8 +356,7 @@ class Router:
         if entry is None or message.consumer != entry.generator.address:
             return
         self._settle_prefill(entry)
-        for item in {*entry.wanted, *(encoding.item for encoding in entry.transfers.values())}:
-            self._supersede(entry, item)  # they were for the former one
+        self._encodings.forget(message.request)  # they were for the former one
         if (prefiller := least_outstanding(self.registry.prefillers())) is None:
             self._fail(message.request, Unavailable("no prefill instance is ready"))
             return
@@ -418,49 +377,27 @@ class Router:
             if not self.registry.encoders():
                 self._fail(message.request, Unavailable("no encode instance is ready"))
                 return
-            if self._supersede(entry, needed.item):
+            item = entry.prompt.items[needed.item]
+            wanted = Wanted(entry.stream.request, needed.item, item, needed.transfer, message.consumer)
+            if self._encodings.want(wanted, entry.waiting.caller, entry.waiting.priority):
                 self.metrics.reencoded()
-            wanted = _Wanted(entry, needed.item, needed.transfer, message.consumer)
-            cost = entry.prompt.items[needed.item].plan.cost
-            entry.wanted[needed.item] = self._items.add(wanted, entry.waiting.caller, cost, entry.waiting.priority)
-        self._encode_wanted()
-
-    def _encode_wanted(self) -> None:
-        """Gives items to encode instances that have room: whose turn it is goes to the one with the least to do."""
-        while len(self._items):
-            room = [one for one in self.registry.encoders() if one.patches < self._admission.max_patches]
-            encoder = least_outstanding(room)
-            ticket = self._items.pop() if encoder is not None else None
-            if encoder is None or ticket is None:
-                return
-            wanted = ticket.work
-            entry = wanted.entry
-            del entry.wanted[wanted.item]
-            item = entry.prompt.items[wanted.item]
-            patches = math.prod(item.plan.grid)
-            encoding = _Encoding(entry.stream.request, wanted.item, encoder, item.plan.cost, patches)
-            encoder.outstanding += encoding.cost
-            encoder.patches += patches
-            self._admission.forecast.encode_rate.begin(self._clock())
-            entry.transfers[wanted.transfer] = self._encodings[wanted.transfer] = encoding
-            self._tell(encoder.address, Encode(wanted.transfer, wanted.consumer, item.key, item.plan, item.data))
+        self._encodings.start()
 
     def _on_encoded(self, message: Encoded) -> None:
         if (encoding := self._encodings.get(message.transfer)) is None:
             return
-        self._settle(encoding, 0.0 if message.cached else encoding.cost)
         if not message.cached:
             self.last_encoded = self._clock()
-        self._requests[encoding.request].stream.intervals.extend(
-            msgspec.structs.replace(interval, item=encoding.item, engine=encoding.encoder.name)
+        self._requests[encoding.wanted.request].stream.intervals.extend(
+            msgspec.structs.replace(interval, item=encoding.wanted.index, engine=encoding.encoder.name)
             for interval in message.intervals
         )
-        self._encode_wanted()
+        self._encodings.encoded(encoding, cached=message.cached)
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         if encoding := self._encodings.get(message.transfer):
-            param = self._requests[encoding.request].prompt.items[encoding.item].param
-            self._fail(encoding.request, errors.from_wire(message.error, message.message, param))
+            error = errors.from_wire(message.error, message.message, encoding.wanted.item.param)
+            self._fail(encoding.wanted.request, error)
 
     def _on_tokens(self, message: Tokens) -> None:
         if (entry := self._requests.get(message.request)) is None:
@@ -495,7 +432,7 @@ class Router:
         lease = self.registry.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
         self._tell(lease.address, Welcome(self._lease.lease_expiry))
-        self._encode_wanted()
+        self._encodings.start()
         self._start_waiting()
 
     def _misfit(self, message: Register) -> str:
@@ -540,18 +477,16 @@ class Router:
         """An instance is gone: what it held fails, and the others let go of it. Rows that were encoded but haven't all
         been read are missed by their consumer, which says so; one that it was to prefill for turns to another."""
         self.registry.remove(lease.address)
-        offering = [transfer for transfer, encoding in self._encodings.items() if encoding.encoder is lease]
+        self._encodings.consumer_lost(lease.address)
+        offering = self._encodings.offered_by(lease)
         prefilling = (entry.prefilling for entry in self._requests.values() if entry.prefilling)
         lost_prefills = [prefill.transfer for prefill in prefilling if prefill.prefiller is lease]
         offering += lost_prefills
         self.metrics.recovered("prefill", len(lost_prefills))
         for other in self.registry:
             self._tell(other.address, PeerLost(lease.address, offering))
-        lost = {entry.stream.request for entry in self._requests.values() if entry.generator is lease}
-        lost |= {
-            encoding.request for encoding in self._encodings.values() if encoding.encoder is lease and not encoding.done
-        }
-        for request in lost:
+        lost = [entry.stream.request for entry in self._requests.values() if entry.generator is lease]
+        for request in [*lost, *self._encodings.unfinished_at(lease)]:
             self._fail(request, InstanceLost(f"an instance that worked on this request {why}"))
         self._refuse_hopeless()
         self._forget(lease.address)
@@ -563,7 +498,7 @@ class Router:
             if unavailable and (stream := self._leave_line(waiting.generate.request)):
                 self._refuse(stream, unavailable)
         if not self.registry.encoders():
-            for request in {ticket.work.entry.stream.request for ticket in self._items}:
+            for request in self._encodings.in_line():
                 self._fail(request, Unavailable("no encode instance is ready"))
 
     def _tell(self, to: Address, message: Message) -> None:
