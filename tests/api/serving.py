@@ -14,7 +14,7 @@ import httpx
 
 from tests.harness import Running, running
 from tests.parity.cases import picture, png
-from triptych.config import FrontDoorConfig
+from triptych.config import FrontDoorConfig, ObserveConfig
 from triptych.errors import TriptychError
 from triptych.roles.encode import EncodeHost
 from triptych.roles.instance import Instance
@@ -102,7 +102,9 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path, topology: str = "1E1PD", **front_door: Any) -> Iterator[Served]:
+def served(
+    folder: Path, topology: str = "1E1PD", observe: ObserveConfig | None = None, **front_door: Any
+) -> Iterator[Served]:
     steps, encoder, preprocessor = Gate(), Gate(), Gate()
 
     def prepare(instance: Instance) -> None:
@@ -117,7 +119,7 @@ def served(folder: Path, topology: str = "1E1PD", **front_door: Any) -> Iterator
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     config = FrontDoorConfig(port=0, **front_door)
-    service = running(folder, topology, front_door=config, prepare=prepare)
+    service = running(folder, topology, front_door=config, observe=observe, prepare=prepare)
 
     def on_loop(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)

@@ -9,16 +9,20 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from triptych import __version__
 from triptych.api import chat
 from triptych.api.errors import body_of, error_body, headers_of, status_of
+from triptych.api.observed import Observed
+from triptych.api.readiness import Readiness
 from triptych.api.schemas import parse_chat_request
 from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected
 from triptych.errors import PayloadTooLarge, TriptychError
+from triptych.observe.requests import CURRENT
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +36,9 @@ CLIENT_CLOSED_REQUEST = 499
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Triptych", version=__version__)
     app.state.service = service
+    app.add_middleware(Observed, observers=(service.router.metrics.answered, *service.observers))
     started = int(time.time())
+    readiness = Readiness(service.router, service.prompt_builder, sorted(service.tokenizer.eos_token_ids))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -59,14 +65,19 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """The front door answers."""
+        """This process lives: nothing about the instances."""
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Every stage has an instance, and new requests are admitted."""
-        is_ready = service.router.can_serve and not service.router.draining
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+        """A token came out of all stages within the last seconds, and new requests are admitted."""
+        reason = await readiness.reason_against()
+        return JSONResponse({"ready": False, "reason": reason}, 503) if reason else JSONResponse({"ready": True})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus: of the front door, and of all instances."""
+        return Response(generate_latest(service.router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     app.add_exception_handler(TriptychError, _on_error)
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=CLIENT_CLOSED_REQUEST))
@@ -119,6 +130,8 @@ async def _resumed(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGe
 
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, TriptychError)
+    if (record := CURRENT.get()) is not None:
+        record.error = type(error).__name__
     if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
     return JSONResponse(body_of(error), status_of(error), headers_of(error))

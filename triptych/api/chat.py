@@ -18,11 +18,12 @@ from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.errors import InternalError, InvalidRequest, PromptTooLong, RequestError, TriptychError, UnknownModel
 from triptych.messages.work import Sampling, TokenLogprob
+from triptych.observe.requests import note
 from triptych.observe.timeline import Interval, as_json
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.media import fetch
 from triptych.prompt.prompt import PlannedPrompt, image_param
-from triptych.router.router import TokenStream
+from triptych.router.stream import TokenStream
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Completion:
             text = detokenizer.push(report.tokens[:shown])
             logprobs = self._logprobs(report.tokens[:shown], report.logprobs)
             if detokenizer.stopped:
+                tokens.record.finish_reason = "stop"
                 yield Piece(number, text, logprobs, "stop")
                 return
             if report.finish_reason:
@@ -125,14 +127,15 @@ async def prepare(service: Service, request: ChatCompletionRequest) -> Completio
     fetched = time.time()
     # off the loop: a long text takes a while to tokenize, and other requests' tokens shouldn't wait for it
     prompt = await asyncio.to_thread(service.prompt_builder.build, messages, service.context_length)
-    planned = time.time()
+    intervals = [Interval("fetch", began, fetched), Interval("plan", fetched, time.time())]
+    note(*intervals)
     return Completion(
         service=service,
         prompt=prompt,
         samplings=_samplings(service, request, len(prompt.tokens)),
         stop_strings=request.stop_strings,
         cache_salt=request.cache_salt or "",
-        intervals=[Interval("fetch", began, fetched), Interval("plan", fetched, planned)],
+        intervals=intervals,
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from triptych.api.observed import Observer
 from triptych.api.schemas import Temperature, TopK, TopP
 from triptych.config import FrontDoorConfig
 from triptych.errors import CheckpointError
@@ -56,7 +57,8 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class Service:
-    """The front door's parts, wired together by ``roles/front_door.py``."""
+    """The front door's parts, wired together by ``roles/front_door.py``. ``observers`` are told of every request once
+    it is over."""
 
     model_name: str
     router: Router
@@ -65,6 +67,7 @@ class Service:
     media: MediaLimits
     generation_defaults: GenerationDefaults
     front_door: FrontDoorConfig
+    observers: tuple[Observer, ...] = ()
 
     @property
     def context_length(self) -> int:

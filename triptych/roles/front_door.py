@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -17,9 +18,13 @@ from triptych.families.registry import family_of
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
 from triptych.models.config_files import load_config
+from triptych.observe.request_log import RequestLog
 from triptych.prompt.media import MediaLimits
 from triptych.prompt.prompt import PromptBuilder
 from triptych.router.router import Router
+
+if TYPE_CHECKING:
+    from triptych.observe.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +66,11 @@ class FrontDoor:
             fingerprint=builder.fingerprint,
             front_door=config.front_door,
             lease=config.lease,
+            engine=config.engine,
             expects_encoders=expects_encoders and takes_media,
         )
+        self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
+        self._traces = _open_traces(config.observe.otlp_traces_endpoint)
         self.service = Service(
             model_name=config.front_door.served_model_name or config.model.name,
             router=self.router,
@@ -71,6 +79,8 @@ class FrontDoor:
             media=MediaLimits(max_bytes=config.front_door.max_image_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
             front_door=config.front_door,
+            # traces first: they give a request its trace id
+            observers=tuple(observer for observer in (self._traces, self._log) if observer),
         )
         settings = uvicorn.Config(
             create_app(self.service),
@@ -117,6 +127,10 @@ class FrontDoor:
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         self._socket.close()
         self.channel.close()
+        if self._traces:
+            await asyncio.to_thread(self._traces.close)
+        if self._log:
+            self._log.close()
 
     async def drain(self) -> None:
         """Admits nothing more and waits for what runs, up to the drain timeout."""
@@ -144,6 +158,17 @@ class FrontDoor:
                 self.router.tick()
             except Exception:  # leases and deadlines must go on being looked after
                 log.exception("the router's tick failed")
+
+
+def _open_traces(endpoint: str) -> "Traces | None":
+    """None for no endpoint. Raises StartError when the extra isn't installed."""
+    if not endpoint:
+        return None
+    try:
+        from triptych.observe.traces import Traces
+    except ImportError:
+        raise StartError("--otlp-traces-endpoint needs another package: pip install 'triptych[otel]'") from None
+    return Traces(endpoint)
 
 
 def _listen(host: str, port: int) -> socket.socket:
