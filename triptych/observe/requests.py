@@ -75,6 +75,12 @@ def current_caller() -> str:
     return record.caller if record else ""
 
 
+def seconds_spent() -> float:
+    """How long ago the request being answered came: on its body, its media and its plan; 0 for nobody's."""
+    record = CURRENT.get()
+    return time.time() - record.began if record else 0.0
+
+
 def begin_sequence(num_prompt: int, num_items: int) -> SequenceRecord:
     """A new choice of the request being answered, or of none."""
     now, record = time.time(), CURRENT.get()

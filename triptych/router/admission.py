@@ -88,7 +88,7 @@ class Admission:
         cost = self.forecast.mean_cost if cost is None else cost
         ahead = self._line.ahead(caller, cost, priority) + sum(entry.waiting.cost for entry in running) / 2
         seconds = self.forecast.seconds(ahead, cost, encoding + self._items_ahead(caller, items_cost))
-        limit_seconds = timeout or self._config.request_timeout
+        limit_seconds = self._config.request_timeout if timeout is None else timeout
         if seconds > limit_seconds:
             raise Overloaded(
                 f"the answer would take about {seconds:.0f} s, more than the {limit_seconds:g} s it may take",

@@ -1,6 +1,7 @@
 """The router owns every request from its admission to its end: who works on it, what it waits for, until when."""
 
 import logging
+import math
 import secrets
 import time
 from collections import Counter
@@ -48,7 +49,7 @@ from triptych.messages.work import (
     Welcome,
 )
 from triptych.observe.metrics import Metrics
-from triptych.observe.requests import begin_sequence, current_caller
+from triptych.observe.requests import begin_sequence, current_caller, seconds_spent
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission, Waiting
@@ -170,13 +171,15 @@ class Router:
         sampling: Sampling,
         eos_token_ids: list[int],
         cache_salt: str = "",
+        timeout: float = math.inf,
         *,
         priority: int = 0,
-        timeout: float | None = None,
     ) -> TokenStream:
-        """Admits a request; a language instance is given it when it is its turn, lower ``priority`` first. It has
-        ``timeout`` seconds from its arrival, or as many as the settings say. Raises as ``check_admission`` does."""
+        """Admits a request; a language instance is given it when it is its turn, lower ``priority`` first. ``timeout``
+        is how many seconds it has, if those are fewer than are left of what the service allows. Raises as
+        ``check_admission`` does."""
         caller = current_caller()
+        timeout = min(timeout, self._config.request_timeout - seconds_spent())
         cost = self._admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
         items_cost = sum(item.plan.cost for item in prompt.items)
         self._check(
@@ -195,8 +198,7 @@ class Router:
         )
         stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)))
         self.metrics.admitted(stream.record)
-        spent = stream.record.submitted - stream.record.arrived  # on its body, its media and its plan
-        deadline = self._clock() + (timeout or self._config.request_timeout) - spent
+        deadline = self._clock() + timeout
         self._streams[request] = stream
         self._admission.add(Waiting(prompt, generate, caller, priority, deadline, cost, items_cost))
         self._start_waiting()
