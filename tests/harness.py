@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ServeConfig, TransferConfig
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ObserveConfig, ServeConfig, TransferConfig
 from triptych.messages.channel import Channel
 from triptych.messages.work import Sampling
 from triptych.models.checkpoint import Checkpoint
@@ -67,6 +67,7 @@ async def running(
     *,
     front_door: FrontDoorConfig | None = None,
     transfer: TransferConfig | None = None,
+    observe: ObserveConfig | None = None,
     prepare: Callable[[Instance], None] = lambda _: None,
 ) -> AsyncIterator[Running]:
     """Starts a service and stops it; on the way out every instance checks that blocks and pages are back.
@@ -77,6 +78,7 @@ async def running(
         transfer=transfer or TransferConfig(),
         front_door=front_door or FrontDoorConfig(port=0),
         lease=LeaseConfig(lease_expiry=60.0),
+        observe=observe or ObserveConfig(),
     )
     roles = Topology.parse(topology).roles
     async with FrontDoor(config, expects_encoders=any(role.encodes for role in roles)) as door:

@@ -1,5 +1,6 @@
 """Every setting, as frozen dataclasses by concern. A field's name is its flag's (``max_num_seqs`` ↔
-``--max-num-seqs``) and its environment variable's (``TRIPTYCH_MAX_NUM_SEQS``); ``cli/flags.py`` maps both onto it."""
+``--max-num-seqs``), its environment variable's (``TRIPTYCH_MAX_NUM_SEQS``) and its name in a file; ``cli/flags.py``
+maps all of them onto it."""
 
 import ipaddress
 import os
@@ -7,7 +8,7 @@ import re
 import ssl
 import stat
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,15 @@ MAX_SECRET_BYTES = 4096
 """A longer file is something else, given by mistake."""
 
 
-def setting(default: Any, meaning: str) -> Any:
-    """A field with the text that ``--help`` shows for it."""
-    return field(default=default, metadata={"help": meaning})
+def setting(default: Any, meaning: str, *, also: tuple[str, ...] = ()) -> Any:
+    """A field with the text that ``--help`` shows for it. ``also`` are other names that it has: vLLM's, where it means
+    the same."""
+    return field(default=default, metadata={"help": meaning, "also": also})
+
+
+def names_of(item: Field[Any]) -> tuple[str, ...]:
+    """All names of a setting, its own first."""
+    return item.name, *item.metadata["also"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks")
     cuda_graphs: bool = setting(True, "on GPUs, run steps that only decode as CUDA graphs, recorded at the start")
     max_model_len: int = setting(0, "longest sequence in tokens; 0 takes what model and KV cache allow")
-    page_size: int = setting(16, "tokens in a page of the KV cache")
+    page_size: int = setting(16, "tokens in a page of the KV cache", also=("block_size",))
     kv_memory: str = setting(
         "25%",
         "memory for the KV cache: an amount for each language instance (8GiB, 500MB), or what the instances of one "
@@ -150,6 +157,9 @@ class FrontDoorConfig:
     control_port: int = setting(0, "port on which instances join; 0 takes any free one")
     served_model_name: str = setting("", "the name that requests give as model; the folder's name unless given")
     max_queue: int = setting(256, "requests waiting or running at a time; more are answered with 503")
+    max_queue_per_caller: int = setting(
+        0, "of these, requests of one caller (a key, or an address); more are answered with 429; 0 for no limit"
+    )
     max_body_mb: int = setting(64, "largest request body, in MiB")
     max_image_mb: int = setting(32, "largest image file, in MiB")
     max_images: int = setting(64, "images in one request")
@@ -209,9 +219,13 @@ class FrontDoorConfig:
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("--allow-credentials and --allowed-origins * exclude each other")
-        for name in ("max_images", "max_videos", "named_media_mb"):
+        for name in ("max_images", "max_videos", "named_media_mb", "max_queue_per_caller"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
+        if self.max_queue_per_caller > self.max_queue:
+            raise ConfigError(
+                f"--max-queue-per-caller {self.max_queue_per_caller} exceeds --max-queue {self.max_queue}"
+            )
         self._check_media()
 
     def _check_media(self) -> None:
@@ -266,7 +280,9 @@ class LeaseConfig:
     heartbeat: float = setting(0.5, "seconds between an instance's signs of life")
     lease_expiry: float = setting(2.0, "seconds of silence after which an instance counts as gone")
     start_timeout: float = setting(600.0, "seconds that loading a model may take")
-    drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
+    drain_timeout: float = setting(
+        30.0, "seconds that running requests get to finish after SIGTERM", also=("shutdown_timeout",)
+    )
 
     def __post_init__(self) -> None:
         for name in ("start_timeout", "drain_timeout"):
@@ -319,10 +335,22 @@ class ObserveConfig:
     """What processes tell of themselves."""
 
     log_level: str = setting("info", "what is logged: debug (each state of each transfer, too), info, warning or error")
+    enable_log_requests: bool = setting(
+        False, "write a line of JSON for each request: how it ended and where its time went, nothing of what was said"
+    )
+    request_log_file: str = setting("", "file that these lines are appended to; standard output unless given")
+    otlp_traces_endpoint: str = setting(
+        "", "URL of an OpenTelemetry collector that each request's trace is posted to (http://host:4318/v1/traces)"
+    )
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"--log-level {self.log_level} is not one of {', '.join(LOG_LEVELS)}")
+        if self.request_log_file and not self.enable_log_requests:
+            raise ConfigError(f"--request-log-file {self.request_log_file} needs --enable-log-requests")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp-traces-endpoint {endpoint} is not a URL that begins with http:// or https://")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@
     │       ├── MediaNotServed      the topology has no encoder
     │       └── UnknownMedia        a uuid that nothing is remembered by
     ├── ServiceError                our side's fault or state
-    │   ├── Overloaded              the queue is full; carries retry_after
+    │   ├── Overloaded              the queue is full, or too long for the deadline; carries retry_after
+    │   │   └── RateLimited         one caller's share of it is full
     │   ├── Unavailable             no instance can do this (now, or in this topology)
     │   ├── InstanceLost            the instance that held the request is gone
     │   ├── DeadlineExceeded
@@ -124,11 +125,15 @@ class ServiceError(TriptychError):
 
 
 class Overloaded(ServiceError):
-    """The queue is full. ``retry_after`` is in seconds."""
+    """The queue is full, or too long for the request to be answered in time. ``retry_after`` is in seconds."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RateLimited(Overloaded):
+    """This caller has as many requests waiting or running as it may."""
 
 
 class Unavailable(ServiceError):

@@ -14,7 +14,7 @@ import httpx
 
 from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import picture, png
-from triptych.config import EngineConfig, FrontDoorConfig
+from triptych.config import EngineConfig, FrontDoorConfig, ObserveConfig
 from triptych.errors import TriptychError
 from triptych.roles.encode import EncodeHost
 from triptych.roles.instance import Instance
@@ -103,7 +103,12 @@ class Served:
 
 @contextmanager
 def served(
-    folder: Path, topology: str = "1E1PD", *, engine: EngineConfig = FLOAT32, **front_door: Any
+    folder: Path,
+    topology: str = "1E1PD",
+    observe: ObserveConfig | None = None,
+    *,
+    engine: EngineConfig = FLOAT32,
+    **front_door: Any,
 ) -> Iterator[Served]:
     steps, encoder, preprocessor = Gate(), Gate(), Gate()
 
@@ -119,7 +124,7 @@ def served(
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     config = FrontDoorConfig(port=0, **front_door)
-    service = running(folder, topology, engine, front_door=config, prepare=prepare)
+    service = running(folder, topology, engine, front_door=config, observe=observe, prepare=prepare)
 
     def on_loop(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)

@@ -165,7 +165,7 @@ def test_draining_admits_nothing_new_and_finishes_what_runs(small: Served) -> No
         assert "retry-after" in refused.headers
         assert [line for line in lines if line][-1] == "data: [DONE]"
     with small.client() as client:
-        assert client.get("/ready").json() == {"ready": False}
+        assert client.get("/ready").json() == {"ready": False, "reason": "the service is shutting down"}
 
 
 def test_a_request_that_takes_too_long(folder: Path) -> None:

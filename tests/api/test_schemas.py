@@ -95,7 +95,7 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
     (with_content("x", tools=TOOLS, tool_choice=3), "tool_choice", "string or an object"),
     (with_content("x", tools=TOOLS, tool_choice=NAMED), "tool_choice.function.name", "'hear'"),
     (with_content("x", functions=[]), "functions", "unknown"),
-    (with_content("x", priority=1), "priority", "0"),
+    (with_content("x", priority=-1), "priority", "greater than or equal to 0"),
     (with_content("x", timeout=0), "timeout", "greater"),
     (with_content("x", store=True), "store", "False"),
     (with_content("x", cache_salt="s" * 129), "cache_salt", "128"),

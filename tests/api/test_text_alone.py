@@ -102,5 +102,7 @@ def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
 def test_doctor_shows_the_roles_that_there_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["doctor", str(folder)])
-    roles = [match[1] for line in capsys.readouterr().out.splitlines() if (match := re.match(r"│ (\w+) ", line))]
+    roles = [
+        match[1] for line in capsys.readouterr().out.splitlines() if (match := re.match(r"│ (\w+) +│ +[\d,]+ ", line))
+    ]
     assert roles == ["P", "D", "PD"]

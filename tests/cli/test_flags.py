@@ -152,6 +152,112 @@ def test_a_variable_that_makes_no_sense_is_named(
     assert "TRIPTYCH_MAX_QUEUE 'many' is not a whole number" in refused(capsys, "serve", folder)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--max-num-seq", "8"], "there is no --max-num-seq; did you mean --max-num-seqs?"),
+        (["--max-num"], "there is no --max-num"),
+        (["--trust-remote-code"], "no code of a checkpoint is ever run"),
+        (["--gpu-memory-utilization=0.9"], "there is no --gpu-memory-utilization: give the KV cache's part"),
+        (["--zzz"], "there is no --zzz\n"),
+        (["and", "more"], "nobody knows what to do with 'and'"),
+    ],
+)
+def test_a_flag_that_is_not_here_is_named_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str], given: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "demo", *given])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_names_of_vllm_mean_the_same_and_two_names_of_one_setting_may_not_differ(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert flags.settings(EngineConfig, parsed(folder, "--block-size", "32")).page_size == 32
+    assert flags.settings(LeaseConfig, parsed(folder, "--shutdown-timeout", "7")).drain_timeout == 7
+    both = parsed(folder, "--shutdown-timeout", "7", "--drain-timeout", "8")
+    with pytest.raises(ConfigError, match="--drain-timeout 8 and --shutdown-timeout 7 are one setting"):
+        flags.settings(LeaseConfig, both)
+    assert flags.settings(EngineConfig, parsed(folder, "--block-size", "8", "--page-size", "8")).page_size == 8
+    monkeypatch.setenv("TRIPTYCH_SHUTDOWN_TIMEOUT", "9")
+    assert flags.settings(LeaseConfig, parsed(folder)).drain_timeout == 9
+
+
+def test_a_variable_that_is_no_setting_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_MAX_NUM_SEQ", "8")
+    said = refused(capsys, "serve", folder)
+    assert "TRIPTYCH_MAX_NUM_SEQ=8 is no setting; did you mean TRIPTYCH_MAX_NUM_SEQS?" in said
+
+
+class TestFile:
+    """Of ``--config``."""
+
+    def write(self, folder: Path, text: str) -> Path:
+        path = folder / "triptych.toml"
+        path.write_text(text)
+        return path
+
+    def test_flags_win_over_variables_over_the_file_over_defaults(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = self.write(
+            tmp_path,
+            "max-num-seqs = 1\nmax_queue = 2\nrequest-timeout = 3\nkv-memory = '4GiB'\n"
+            "enable-prefix-caching = false\nallowed-media-domains = ['a.org', 'b.org']\nshutdown-timeout = 5.5\n",
+        )
+        monkeypatch.setenv("TRIPTYCH_MAX_QUEUE", "20")
+        monkeypatch.setenv("TRIPTYCH_REQUEST_TIMEOUT", "30")
+        config = flags.serve_config(parsed(folder, "--config", path, "--request-timeout", "300"))
+        assert (config.engine.max_num_seqs, config.front_door.max_queue) == (1, 20)
+        assert (config.front_door.request_timeout, config.engine.kv_memory) == (300.0, "4GiB")
+        assert config.engine.enable_prefix_caching is False
+        assert config.front_door.allowed_media_domains == ("a.org", "b.org")
+        assert config.lease.drain_timeout == 5.5
+        assert config.engine.page_size == EngineConfig().page_size
+
+    def test_it_may_say_what_to_serve(self, folder: Path, tmp_path: Path) -> None:
+        path = self.write(tmp_path, f"model = {str(folder)!r}\ntopology = '1EPD'\n")
+        arguments = parsed("--config", path)
+        flags.fill_in_start(arguments)
+        assert (arguments.model, arguments.topology) == (str(folder), "1EPD")
+        arguments = parsed("--config", path, "--role", "E")
+        flags.fill_in_start(arguments)
+        assert (arguments.role, arguments.topology) == ("E", None)
+        with pytest.raises(ConfigError, match="which MODEL"):
+            flags.fill_in_start(parsed())
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("max-num-seq = 8", "max-num-seq = 8 is no setting; did you mean max-num-seqs?"),
+            ("max-num-seqs = 'many'", "max-num-seqs 'many' is not a whole number"),
+            ("max-num-seqs = 1.5", "max-num-seqs 1.5 is not a whole number"),
+            ("max-num-seqs = true", "max-num-seqs True is not a whole number"),
+            ("dtype = 3", "dtype 3 is not text"),
+            ("enable-prefix-caching = 'maybe'", "enable-prefix-caching 'maybe' is not one of"),
+            ("trust-remote-code = true", "no code of a checkpoint is ever run"),
+            ("max_queue = 1\nmax-queue = 2", "max-queue is there twice: 1 and 2"),
+            ("[engine]\nmax_queue = 1", "engine = {'max_queue': 1} is no setting"),
+            ("drain-timeout = 1\nshutdown-timeout = 2", "shutdown-timeout 2 are one setting"),
+            ("role = 'E'\ntopology = '1EPD'", "role 'E' and topology '1EPD' exclude each other"),
+            ("quantization = 'int8'\ndtype = 'float32'", "int8 and --dtype float32 exclude each other"),
+            ("max-queue = ", "Invalid value"),
+            ("\0", "triptych.toml: "),
+        ],
+    )
+    def test_what_makes_no_sense_in_it_is_named(
+        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+    ) -> None:
+        assert says in refused(capsys, "serve", folder, "--config", self.write(tmp_path, text))
+
+    def test_one_that_is_not_there(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "No such file" in refused(capsys, "serve", folder, "--config", tmp_path / "none.toml")
+
+
 def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such folder" in refused(capsys, "serve", tmp_path / "nowhere")
     assert str(tmp_path) in refused(capsys, "serve", tmp_path)
@@ -178,7 +284,7 @@ def test_doctor_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_commands_without_sense_show_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["fly"], ["serve"], ["serve", "demo", "--no-such-flag"]):
+    for arguments in ([], ["fly"], ["run", "demo"], ["serve", "demo", "--no-such-flag"]):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2

@@ -11,11 +11,10 @@ import pytest
 from triptych.cli import main
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
+from triptych.messages.stats import Load, Pool
 from triptych.messages.work import (
     AskStatus,
     InstanceStatus,
-    Load,
-    Pool,
     RoleRefused,
     RoleSet,
     SetRole,

@@ -45,7 +45,7 @@ def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
         assert "libtorch" not in Path(f"/proc/{command.process.pid}/maps").read_text(), "the front door has no torch"
         assert "libtorch" in Path(f"/proc/{command.child('e0').pid}/maps").read_text()
         with httpx.Client(base_url=url, trust_env=False) as idle, stream_of(url, "tiny", 1000) as lines:
-            assert idle.get("/ready").status_code == 200
+            wait_for(lambda: idle.get("/ready").status_code == 200, 10, command)
             command.send(signal.SIGTERM)
             command.wait_for_line("SIGTERM: no new requests")
             assert list(lines)[-1] == "data: [DONE]"

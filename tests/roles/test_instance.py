@@ -15,14 +15,13 @@ from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import End, RowLayout
+from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     Cancel,
     ChangeRole,
     Heartbeat,
     Leave,
-    Load,
     PeerLost,
-    Pool,
     Register,
     Rejected,
     Reregister,
@@ -53,7 +52,6 @@ class Recorder:
     next_advance: float = float("inf")
     context_length: int = 0
     idle: bool = True
-    load: Load = field(default_factory=lambda: Load(1, 2, [Pool("kv_pages", 8, 3)]))
 
     @property
     def handlers(self) -> Handlers:
@@ -75,6 +73,9 @@ class Recorder:
 
     def check_idle(self) -> None:
         self.on_idle()
+
+    def add_stats(self, stats: InstanceStats) -> None:
+        stats.resident_bytes = 1
 
     def close(self) -> None:
         self.told.append("close")
@@ -189,7 +190,8 @@ def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., De
     address = desk.instance.channel.address
     assert (register.name, register.role, register.address, register.layouts) == ("pd0", Role.PD, address, [LAYOUT])
     _until(lambda: desk.count(Heartbeat, 0.05) >= 3)
-    assert Heartbeat(address, desk.host.load) in desk.received
+    beat = next(message for message in desk.received if isinstance(message, Heartbeat))
+    assert (beat.address, beat.stats.resident_bytes) == (address, 1), "its hosts have told of themselves"
     desk.send(Stop())
     desk.end()
     desk.await_count(Leave, 1)

@@ -1,12 +1,13 @@
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import Load, Register
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import Heartbeat, Register
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry
 from triptych.topology import Role
 from triptych.types import Address
 
 LAYOUT = RowLayout("model", "float32", 4, 16)
-BUSY = Load(running=3)
+BUSY = InstanceStats(resident_bytes=3)
 
 
 def register(name: str, role: Role = Role.PD, pid: int = 1) -> Register:
@@ -26,11 +27,11 @@ def test_the_least_outstanding_is_chosen_and_the_first_of_equals() -> None:
 def test_a_lease_lasts_as_long_as_its_heartbeats() -> None:
     registry = Registry(expiry=10.0)
     silent, alive = registry.add(register("silent"), 0.0), registry.add(register("alive"), 0.0)
-    assert registry.refresh(alive.address, 9.0, BUSY)
-    assert (silent.load, alive.load) == (Load(), BUSY)
+    assert registry.refresh(Heartbeat(alive.address, BUSY), 9.0)
+    assert (silent.stats, alive.stats) == (InstanceStats(), BUSY)
     assert registry.expired(10.0) == []
     assert registry.expired(10.1) == [silent]
-    assert not registry.refresh(Address("unknown"), 9.0, BUSY)
+    assert not registry.refresh(Heartbeat(Address("unknown"), BUSY), 9.0)
 
 
 def test_instances_are_found_by_what_they_run() -> None:

@@ -9,6 +9,7 @@ from triptych.config import FrontDoorConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
+from triptych.messages.stats import InstanceStats, LanguageStats, Load, Pool
 from triptych.messages.work import (
     AskStatus,
     ChangeRole,
@@ -16,10 +17,8 @@ from triptych.messages.work import (
     Heartbeat,
     InstanceStatus,
     Leave,
-    Load,
     NeedPrefill,
     PeerLost,
-    Pool,
     Prefill,
     Register,
     RoleKept,
@@ -233,8 +232,12 @@ def test_nobody_changes_while_the_service_ends() -> None:
 
 def test_status_says_who_is_there_and_what_they_have_in_hand() -> None:
     desk = Desk("p0", "d0", "d1", "epd0")
+    language = LanguageStats(
+        waiting=1, prefilling=0, decoding=2, kv_pages=8, kv_pages_used=3, kv_pages_kept=1, prefix_queries=0,
+        prefix_hits=0, preemptions=0, steps=0, computed_tokens=0,
+    )  # fmt: skip
     load = Load(2, 1, [Pool("kv_pages", 8, 3, 1)])
-    desk.router.handle(Heartbeat(Address("d0"), load))
+    desk.router.handle(Heartbeat(Address("d0"), InstanceStats(language=language)))
     desk.submit()
     desk.set_role("d1", Role.P)
     desk.now += 1.5

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.config import FrontDoorConfig, LeaseConfig
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig
 from triptych.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded, TruncatedMedia, Unavailable
 from triptych.families.base import Positions
 from triptych.messages.codec import Message
@@ -33,6 +34,7 @@ from triptych.messages.work import (
     Tokens,
     Welcome,
 )  # fmt: skip
+from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.router import Router, TokenStream
@@ -63,7 +65,9 @@ def prompt(*costs: float) -> PlannedPrompt:
 class Desk:
     """A router, the clock on its wall, and what it has sent."""
 
-    def __init__(self, *addresses: Address, max_queue: int = 8) -> None:
+    def __init__(self, *addresses: Address, max_queue: int = 8, **settings: Any) -> None:
+        """``settings`` of the front door, and of the engine those that have its names."""
+        engine = {name: settings.pop(name) for name in list(settings) if name in EngineConfig.__dataclass_fields__}
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
         self.forgotten: list[tuple[Address, int]] = []
@@ -71,7 +75,8 @@ class Desk:
             send=lambda to, message: self.sent.append((to, message)),
             forget=lambda address: self.forgotten.append((address, len(self.sent))),
             fingerprint="model",
-            front_door=FrontDoorConfig(max_queue=max_queue, request_timeout=60.0),
+            front_door=FrontDoorConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
+            engine=EngineConfig(**engine),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             clock=lambda: self.now,
         )
@@ -90,8 +95,13 @@ class Desk:
                 self.router.handle(Heartbeat(address))
             self.router.tick()
 
-    def submit(self, *costs: float) -> TokenStream:
-        return self.router.submit(prompt(*costs), Sampling(max_tokens=4), [])
+    def submit(self, *costs: float, caller: str = "", **how: Any) -> TokenStream:
+        """A request of ``caller``, with an item of each cost."""
+        context = CURRENT.set(RequestRecord("id", "POST", caller=caller))
+        try:
+            return self.router.submit(prompt(*costs), Sampling(max_tokens=4), [], **how)
+        finally:
+            CURRENT.reset(context)
 
     def need(self, stream: TokenStream, *items: int) -> list[TransferId]:
         needed = [NeededItem(item, TransferId(f"{stream.request}/{item}")) for item in items]
@@ -107,7 +117,7 @@ class Desk:
 
 def test_admission_can_be_asked_for_without_a_request() -> None:
     desk = Desk(PD0, max_queue=1)
-    assert desk.router.check_admission(has_media=False).address == PD0
+    desk.router.check_admission(has_media=False)
     with pytest.raises(Unavailable, match="encode"):
         desk.router.check_admission(has_media=True)
     assert (desk.router.num_requests, desk.outstanding(), desk.of(Generate)) == (0, 0, [])
@@ -131,7 +141,7 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
     desk.router.handle(Tokens(second.request, [5]))
     desk.router.handle(Tokens(second.request, [6, 7], finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)]))
     assert tokens_of(second) == [5, 6, 7]
-    assert second.intervals == [Interval("decode", 0.0, 1.0)]
+    assert second.intervals == [Interval("decode", 0.0, 1.0, engine="pd1")]
     assert desk.router.num_requests == 1
     assert desk.router.registry.get(PD1).outstanding == 0
     assert desk.router.registry.get(PD0).outstanding == 7  # three prompt tokens, four to come
@@ -172,7 +182,7 @@ def test_items_go_to_the_encoder_with_the_least_outstanding() -> None:
     desk.router.handle(Encoded(transfers[3], False, [Interval("encode", 1.0, 2.0)]))
     desk.router.handle(Encoded(transfers[3], False, []))
     assert [desk.router.registry.get(address).outstanding for address in (E0, E1)] == [5.0, 4.0]
-    assert stream.intervals == [Interval("encode", 1.0, 2.0, 3)]
+    assert stream.intervals == [Interval("encode", 1.0, 2.0, 3, "e1")]
 
 
 def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_fault() -> None:
@@ -221,7 +231,7 @@ def test_a_request_whose_instance_is_lost_goes_on_at_another_from_where_it_was()
     (first, (to, second)) = [(to, message) for to, message in desk.of(Generate) if message.request != kept.request]
     assert to == PD1
     assert second == msgspec.structs.replace(first[1], request=second.request, generated=[5, 6])
-    assert desk.router._encodings == {}
+    assert desk.router._encodings._in_hand == {}
     assert desk.router.registry.get(E0).outstanding == 0
     for message in (
         Tokens(lost.request, [7], finish_reason="stop"),
@@ -415,7 +425,7 @@ def test_a_peer_that_cannot_be_reached_harms_nobody_else() -> None:
 
     desk.router._send = fail
     with pytest.raises(Unavailable):
-        desk.submit()
+        tokens_of(desk.submit())
     desk.need(stream, 0)
     desk.router.cancel(stream.request)
     assert desk.router.num_requests == 0
@@ -445,4 +455,4 @@ def test_costs_settle_to_zero_however_requests_end(data: st.DataObject) -> None:
     for stream in streams:
         desk.router.cancel(stream.request)
     assert desk.outstanding() == 0
-    assert desk.router._encodings == {}
+    assert desk.router._encodings._in_hand == {}

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from blake3 import blake3
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -21,13 +22,16 @@ from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
 from triptych.api.generation import Caller
+from triptych.api.observed import Observed
 from triptych.api.openapi import add_openapi, answers, streams, takes
 from triptych.api.parsing import parse
+from triptych.api.readiness import Readiness
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected, error_event
 from triptych.errors import InternalError, InvalidRequest, TriptychError
+from triptych.observe.requests import CURRENT
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,7 @@ CLIENT_CLOSED_REQUEST = 499
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Triptych", version=__version__)
     app.state.service = service
+    app.add_middleware(Observed, observers=(service.router.metrics.answered, *service.observers))
     _add_generating(app, service)
     _add_tokens(app, service)
     _add_about(app, service)
@@ -126,6 +131,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 def _add_about(app: FastAPI, service: Service) -> None:
     started = int(time.time())
+    readiness = Readiness(service.router, service.prompt_builder, sorted(service.tokenizer.eos_token_ids))
 
     @app.get("/v1/models", responses=answers(objects.Models))
     async def models() -> Response:
@@ -147,14 +153,19 @@ def _add_about(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", responses=answers(objects.Health))
     async def health() -> Response:
-        """The front door answers."""
+        """This process lives: nothing about the instances."""
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready", responses=answers(objects.Ready) | {503: {"model": objects.Ready}})
     async def ready() -> Response:
-        """Every stage has an instance, and new requests are admitted."""
-        is_ready = service.router.can_serve and not service.router.draining
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+        """A token came out of all stages within the last seconds, and new requests are admitted."""
+        reason = await readiness.reason_against()
+        return JSONResponse({"ready": False, "reason": reason}, 503) if reason else JSONResponse({"ready": True})
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        """For Prometheus: of the front door, and of all instances."""
+        return Response(generate_latest(service.router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _caller(request: Request, service: Service, body: Body) -> Caller:
@@ -230,6 +241,8 @@ async def _resumed(
 
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, TriptychError)
+    if (record := CURRENT.get()) is not None:
+        record.error = type(error).__name__
     if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
     return JSONResponse(body_of(error), status_of(error), headers_of(error))

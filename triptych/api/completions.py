@@ -14,6 +14,7 @@ from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.errors import InvalidRequest
 from triptych.messages.work import TokenLogprob
+from triptych.observe.requests import note
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.prompt.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ async def prepare(service: Service, request: CompletionRequest, caller: Caller) 
     service.router.check_admission(has_media=False)
     began = time.time()
     prompts = await asyncio.to_thread(_planned, service, request)
+    planned = Interval("plan", began, time.time())
+    note(planned)
     return Generation(
         service=service,
         prompts=prompts,
@@ -44,7 +47,7 @@ async def prepare(service: Service, request: CompletionRequest, caller: Caller) 
         fields=request,
         caller=caller,
         id=f"cmpl-{secrets.token_hex(12)}",
-        intervals=[Interval("plan", began, time.time())],
+        intervals=[planned],
     )
 
 

@@ -16,6 +16,7 @@ from triptych.api.schemas import (
 )
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest
+from triptych.observe.requests import note
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 
@@ -47,7 +48,9 @@ async def planned(
             )
     except TimeoutError:
         raise DeadlineExceeded("the request's time ran out while its prompt was made") from None
-    return prompt, [Interval("fetch", began, fetched), Interval("plan", fetched, time.time())]
+    intervals = [Interval("fetch", began, fetched), Interval("plan", fetched, time.time())]
+    note(*intervals)
+    return prompt, intervals
 
 
 def template_variables(service: Service, request: ConversationFields) -> dict[str, Any]:

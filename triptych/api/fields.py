@@ -148,8 +148,8 @@ class SamplingFields(Strict):
     response_format: ResponseFormat | None = None
     cache_salt: Name | None = None
     session_id: Name | None = None
-    priority: Literal[0] | None = None
-    """Requests are served in order of arrival: only the neutral value is taken."""
+    priority: int | None = Field(None, ge=0, le=2**31 - 1)
+    """Lower goes first. Clients can only step back: whoever could go before all others would."""
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
     """Seconds from the request's arrival until it fails, if it isn't done by then; the header X-Request-Timeout says
     the same. Never more than the service's own limit."""

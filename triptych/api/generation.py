@@ -18,7 +18,7 @@ from triptych.observe.timeline import Interval
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.media import RequestMedia
 from triptych.prompt.prompt import PlannedPrompt
-from triptych.router.router import TokenStream
+from triptych.router.stream import TokenStream
 
 N = TypeVar("N")
 
@@ -99,8 +99,10 @@ class Generation:
 
     def end(self, choice: int) -> None:
         """The choice has all it needs: it is generated no further, and has no more pieces."""
-        self.service.router.cancel(self._streams[choice].request)
-        self._streams[choice].close()
+        stream = self._streams[choice]
+        stream.record.finish_reason = "stop"
+        self.service.router.cancel(stream.request)
+        stream.close()
 
     def _submit(self, choice: int) -> TokenStream:
         return self.service.router.submit(
@@ -109,6 +111,7 @@ class Generation:
             sorted(self.service.tokenizer.eos_token_ids),
             self.fields.cache_salt or "",
             self.caller.remaining,
+            priority=self.fields.priority or 0,
         )
 
     async def _pieces(self, number: int, tokens: TokenStream) -> AsyncGenerator[Piece, None]:
@@ -124,6 +127,8 @@ class Generation:
             if report.finish_reason:
                 text += detokenizer.finish()
             reason = "stop" if detokenizer.stopped else report.finish_reason
+            if detokenizer.stopped:
+                tokens.record.finish_reason = "stop"
             yield Piece(number, text, shown[:used], report.logprobs[:used], reason)
             if reason:
                 return

@@ -190,7 +190,10 @@ class Health(TypedDict):
 
 
 class Ready(TypedDict):
+    """``reason`` says why not."""
+
     ready: bool
+    reason: NotRequired[str]
 
 
 class ErrorDetails(TypedDict):

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from triptych.api.fields import Temperature, TopK, TopP
 from triptych.api.named_media import NamedMedia
+from triptych.api.observed import Observer
 from triptych.config import FrontDoorConfig
 from triptych.errors import CheckpointError
 from triptych.models.config_files import GENERATION_CONFIG, load_generation_config
@@ -57,7 +58,8 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class Service:
-    """The front door's parts, wired together by ``roles/front_door.py``."""
+    """The front door's parts, wired together by ``roles/front_door.py``. ``observers`` are told of every request once
+    it is over."""
 
     model_name: str
     router: Router
@@ -67,6 +69,7 @@ class Service:
     named_media: NamedMedia
     generation_defaults: GenerationDefaults
     front_door: FrontDoorConfig
+    observers: tuple[Observer, ...] = ()
 
     @property
     def input_modalities(self) -> list[str]:

@@ -21,7 +21,8 @@ from triptych.errors import StartError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
-from triptych.messages.work import Load, PeerLost, Register, Welcome
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import PeerLost, Register, Welcome
 from triptych.roles.host import Handlers
 from triptych.roles.instance import Instance
 from triptych.topology import Role
@@ -144,7 +145,6 @@ class _End:
 
     context_length = 0
     idle = True
-    load = Load()
 
     def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
         self.sent = 0
@@ -181,6 +181,9 @@ class _End:
 
     def check_idle(self) -> None:
         """That nothing leaks is for tests to find."""
+
+    def add_stats(self, stats: InstanceStats) -> None:
+        """Nobody asks."""
 
     def close(self) -> None:
         """Ends with the process."""

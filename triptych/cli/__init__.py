@@ -5,10 +5,14 @@ import logging
 import sys
 
 from triptych import __version__
-from triptych.cli import bench, demo, doctor, run, serve, status
+from triptych.cli import bench, demo, doctor, run, serve, status, trace
+from triptych.cli.flags import known_names
+from triptych.cli.sources import unknown_flags
 from triptych.errors import StartError
 
-COMMANDS = {"serve": serve, "run": run, "demo": demo, "doctor": doctor, "status": status, "bench": bench}
+COMMANDS = {
+    "serve": serve, "run": run, "demo": demo, "doctor": doctor, "status": status, "trace": trace, "bench": bench,
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -19,11 +23,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"triptych {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY)
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     try:
-        parsed = parser.parse_args(arguments)
+        parsed, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            parser.error(unknown_flags(unknown, known_names()))
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request
         code = parsed.run(parsed)

@@ -1,35 +1,143 @@
-"""``triptych doctor``: what a checkpoint would load where, without loading it."""
+"""``triptych doctor``: whether this machine can serve a model with these settings, before anything is loaded."""
 
 import argparse
+import importlib.util
 import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 
 from triptych.cli import flags
+from triptych.config import ServeConfig, is_loopback, parse_cpus
+from triptych.errors import StartError, TriptychError
 from triptych.families.registry import family_of, resolve
 from triptych.models.config_files import load_config
 from triptych.models.safetensors_header import read_folder
+from triptych.observe.machine import available_bytes
+from triptych.prompt.prompt import PromptBuilder
 from triptych.topology import Role
 
-SUMMARY = "show what each role would load of a model, in bytes, without loading it"
+SUMMARY = "check machine, model, fabrics and ports, and show what each role would load, without loading it"
+FEW_FILES = 4096
+"""Descriptors below which a few thousand clients would be turned away."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. ``wrong`` is what keeps the service from starting, empty when nothing does."""
+
+    what: str
+    found: str
+    wrong: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
+    flags.add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = flags.model_folder(arguments.model)
-    config = load_config(folder)
-    files = family_of(config)
-    family = resolve(files.tower)(config)
-    stages = family.stage_bytes(read_folder(folder))
+    config = flags.serve_config(arguments)
+    model = load_config(config.model)
+    files = family_of(model)
+    family = resolve(files.tower)(model)
+    stages = family.stage_bytes(read_folder(config.model))
     console = Console()
-    console.print(f"{arguments.model}: {config['model_type']}, rows of {family.row_width} values", markup=False)
-    console.print(f"this machine: {len(os.sched_getaffinity(0))} cores")
+    console.print(f"{arguments.model}: {model['model_type']}, rows of {family.row_width} values", markup=False)
     console.print(_table(stages, [role for role in Role if files.takes_media or not role.encodes]))
-    return 0
+    checks = list(_checks(config, stages))
+    shown = Table("", "what", "found")
+    for check in checks:
+        shown.add_row("[red]wrong[/]" if check.wrong else "[green]ok[/]", check.what, check.wrong or check.found)
+    console.print(shown)
+    return 1 if any(check.wrong for check in checks) else 0
+
+
+def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
+    cores = len(parse_cpus(config.engine.cpus) or os.sched_getaffinity(0))
+    yield Check("cores", str(cores))
+    yield _memory(config, stages)
+    yield _tried("device", lambda: _device(config))
+    yield _tried("tokenizer, chat template", lambda: _prompts(config))
+    for name in ("shm", "nixl", "mooncake") if config.transfer.fabric == "auto" else (config.transfer.fabric,):
+        yield _fabric(config, name)
+    yield _tried("cluster secret", lambda: _secret(config))
+    for what, host, port in (
+        ("--port", config.front_door.host, config.front_door.port),
+        ("--control-port", config.cluster.cluster_host, config.front_door.control_port),
+    ):
+        yield _tried(what, lambda host=host, port=port: _port(host, port))  # type: ignore[misc]
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield Check("open files", f"{soft}" + ("" if soft >= FEW_FILES else f"; raise it (ulimit -n {FEW_FILES})"))
+    if config.observe.otlp_traces_endpoint:
+        missing = not importlib.util.find_spec("opentelemetry.exporter")
+        yield Check("traces", "installed", "pip install 'triptych[otel]'" if missing else "")
+
+
+def _tried(what: str, look: Callable[[], str]) -> Check:
+    try:
+        return Check(what, look())
+    except (TriptychError, OSError) as error:
+        return Check(what, "", str(error) or type(error).__name__)
+
+
+def _memory(config: ServeConfig, stages: dict[str, int]) -> Check:
+    """Weights as the files have them: what a process makes of them may be half as much, or twice."""
+    needed, there = stages["tower"] + stages["decoder"], available_bytes()
+    found = f"{there / 2**30:.1f} GiB available, the weights have {needed / 2**30:.1f} GiB"
+    return Check("memory", found, f"{found}: too little" if needed > there else "")
+
+
+def _device(config: ServeConfig) -> str:
+    import torch  # here, because the front door's process has this module too, and stays without it
+
+    from triptych.models.devices import find_device, free_bytes
+
+    device = find_device(config.engine.device)
+    memory = f"{free_bytes(device) / 2**30:.1f} GiB free"
+    return f"{device}, {memory}, PyTorch {torch.__version__}"
+
+
+def _prompts(config: ServeConfig) -> str:
+    builder = PromptBuilder(config.model, config.engine.max_model_len or None)
+    prompt = builder.build([{"role": "user", "content": "?"}])
+    return f"a question mark is {len(prompt.tokens)} tokens; at most {builder.context_length} fit the model"
+
+
+def _fabric(config: ServeConfig, name: str) -> Check:
+    """Opened as an instance would, and closed again. One that only ``auto`` would use may be missing."""
+    from triptych.transfer.fabrics.opening import open_fabrics
+
+    try:
+        for fabric in reversed(open_fabrics(replace(config.transfer, fabric=name), config.cluster.cluster_host)):
+            fabric.close()
+    except StartError as error:
+        wanted = config.transfer.fabric != "auto"
+        return Check(f"fabric {name}", "not installed", str(error) if wanted else "")
+    return Check(f"fabric {name}", "works")
+
+
+def _secret(config: ServeConfig) -> str:
+    if config.cluster.secret() is not None:
+        return "can be read, by its owner alone"
+    return "none: only processes of this machine can join" if is_loopback(config.cluster.cluster_host) else ""
+
+
+def _port(host: str, port: int) -> str:
+    """Raises OSError when it can't be listened on."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen()
+        except OSError as error:
+            raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
+        return f"{host}:{port} is free" if port else f"any free one on {host}"
 
 
 def _table(stages: dict[str, int], roles: list[Role]) -> Table:

@@ -1,14 +1,15 @@
-"""Where settings come from: flags first, then TRIPTYCH_* variables, then the defaults in ``config.py``."""
+"""Where settings come from: flags first, then TRIPTYCH_* variables, then a file, then the defaults in ``config.py``."""
 
 import argparse
 import dataclasses
-import logging
 import math
-import os
 import re
+from argparse import SUPPRESS
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from triptych.cli import sources
 from triptych.config import (
     ClusterConfig,
     EngineConfig,
@@ -19,6 +20,7 @@ from triptych.config import (
     TransferConfig,
     flag,
     is_loopback,
+    names_of,
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
@@ -35,13 +37,23 @@ DEMO = "demo"
 
 C = TypeVar("C")
 
+CONFIGS = (EngineConfig, TransferConfig, ClusterConfig, FrontDoorConfig, LeaseConfig, ObserveConfig)
+START = ("model", "topology", "role", "join", "name")
+"""What a file may say besides settings."""
+NOT_SETTINGS = ("supervisor",)
+"""Variables that only processes of the service set for each other."""
+
 _HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
 
-log = logging.getLogger(__name__)
+
+def add_model(parser: argparse.ArgumentParser, *, may_be_in_file: bool = False) -> None:
+    meaning = f"a checkpoint folder, or {DEMO!r} for the bundled model"
+    parser.add_argument("model", metavar="MODEL", help=meaning, nargs="?" if may_be_in_file else None)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=f"a checkpoint folder, or {DEMO!r} for the bundled model")
+def known_names() -> set[str]:
+    """Every name that a setting has."""
+    return {name for config in CONFIGS for item in dataclasses.fields(config) for name in names_of(item)}
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +62,13 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """One flag per setting of a service, in groups of ``--help``."""
+    """One flag per setting of a service, in groups of ``--help``, and one for a file of them."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a TOML file with a line for each setting, as in max-num-seqs = 8; flags and TRIPTYCH_* variables win",
+    )
     _add_group(parser, "how instances compute", EngineConfig)
     _add_group(parser, "how rows travel", TransferConfig)
     add_trust(parser)
@@ -62,32 +80,76 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def _add_group(parser: argparse.ArgumentParser, title: str, config: type[Any]) -> None:
     group = parser.add_argument_group(title)
     for item in dataclasses.fields(config):
-        text = f"{item.metadata['help']} (default: {_shown(item.default)})"
-        if isinstance(item.default, bool):
-            group.add_argument(
-                flag(item.name), dest=item.name, default=None, action=argparse.BooleanOptionalAction, help=text
-            )
-            continue
-        group.add_argument(
-            flag(item.name),
-            dest=item.name,
-            default=None,
-            metavar=item.name.upper().rsplit("_", 1)[-1],
-            help=text,
-        )
+        also = ", ".join(map(flag, item.metadata["also"]))
+        text = f"{item.metadata['help']} (default: {_shown(item.default)}{'; also ' + also if also else ''})"
+        for name in names_of(item):
+            shown: dict[str, Any] = {"dest": name, "default": None, "help": text if name == item.name else SUPPRESS}
+            if isinstance(item.default, bool):
+                group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **shown)
+            else:
+                group.add_argument(flag(name), metavar=name.upper().rsplit("_", 1)[-1], **shown)
 
 
 def settings(config: type[C], arguments: argparse.Namespace) -> C:
-    """A config from flags, environment and defaults. Raises ConfigError for a value that isn't one."""
+    """A config from flags, environment, file and defaults. Raises ConfigError for a value that isn't one, for two that
+    contradict each other, and for names that no setting has."""
     values = {}
     for item in dataclasses.fields(config):  # type: ignore[arg-type]
-        variable = f"TRIPTYCH_{item.name.upper()}"
-        given, source = getattr(arguments, item.name), flag(item.name)
-        if given is None and (value := _from_environment(variable)) is not None:
-            given, source = value, variable
-        if given is not None:
+        for given, source in _given(item, arguments):
             values[item.name] = _parsed(given, item.default, source)
+            break
     return config(**values)
+
+
+def fill_in_start(arguments: argparse.Namespace) -> None:
+    """Takes from the file what of model, topology and so on wasn't given. A role that was given stands for itself: the
+    file's topology is for the service as a whole. Raises ConfigError when no model is named."""
+    file = _besides_flags(arguments).file
+    if "role" in file and "topology" in file:
+        raise ConfigError(
+            f"--config {arguments.config}: role {file['role']!r} and topology {file['topology']!r} exclude each other"
+        )
+    what = arguments.role is not None or arguments.topology is not None
+    for name in START:
+        if getattr(arguments, name) is None and name in file and not (what and name in ("role", "topology")):
+            setattr(arguments, name, str(file[name]))
+    if arguments.model is None:
+        raise ConfigError("which MODEL? Give a checkpoint folder first, or as model in the file of --config")
+
+
+@dataclasses.dataclass(frozen=True)
+class _BesidesFlags:
+    environment: sources.Values
+    file: sources.Values
+
+
+def _besides_flags(arguments: argparse.Namespace) -> _BesidesFlags:
+    """Read once for each command."""
+    if not hasattr(arguments, "besides_flags"):
+        path, known = getattr(arguments, "config", None), known_names()
+        arguments.besides_flags = _BesidesFlags(
+            sources.from_environment(known | set(NOT_SETTINGS)),
+            sources.from_file(path, known | set(START)) if path else {},
+        )
+    return cast(_BesidesFlags, arguments.besides_flags)
+
+
+def _given(item: dataclasses.Field[Any], arguments: argparse.Namespace) -> Iterator[tuple[Any, str]]:
+    """What was given for a setting, and where: the source that wins first. Raises ConfigError when one source says two
+    things by two of its names."""
+    names = names_of(item)
+    environment, file = _besides_flags(arguments).environment, _besides_flags(arguments).file
+    for found in (
+        {flag(name): value for name in names if (value := getattr(arguments, name, None)) is not None},
+        {sources.as_variable(name): environment[name] for name in names if name in environment},
+        {f"--config {arguments.config}: {sources.as_key(name)}": file[name] for name in names if name in file}
+        if file
+        else {},
+    ):
+        if len({str(value) for value in found.values()}) > 1:
+            said = " and ".join(f"{name} {value}" for name, value in found.items())
+            raise ConfigError(f"{said} are one setting: give it once")
+        yield from ((value, name) for name, value in found.items())
 
 
 def serve_config(arguments: argparse.Namespace) -> ServeConfig:
@@ -138,23 +200,16 @@ def topology(arguments: argparse.Namespace, config: ServeConfig, default: str) -
     return Topology.parse(arguments.topology or default)
 
 
-def _from_environment(variable: str) -> str | None:
-    """Kubernetes sets TRIPTYCH_PORT=tcp://… in pods beside a service named triptych. Nobody means that as a setting,
-    and to refuse it would make the service's name decide whether Triptych starts."""
-    value = os.environ.get(variable)
-    if value is None or not value.startswith(("tcp://", "udp://", "sctp://")):
-        return value
-    log.warning("%s=%s comes from Kubernetes, not from you; ignoring it", variable, value)
-    return None
-
-
-def _parsed(given: str, default: Any, source: str) -> Any:
+def _parsed(given: Any, default: Any, source: str) -> Any:
+    """A value of the default's type. ``given`` is text, or what TOML makes of a line."""
     if isinstance(default, bool):
-        return _truth(str(given), source)
+        return given if isinstance(given, bool) else _truth(str(given), source)
     if isinstance(default, tuple):
-        return tuple(part.strip() for part in given.split(",") if part.strip())
+        parts = given if isinstance(given, list) else str(given).split(",")
+        return tuple(str(part).strip() for part in parts if str(part).strip())
     try:
-        value = type(default)(given)
+        fits = isinstance(given, str | type(default)) or (isinstance(default, float) and isinstance(given, int))
+        value = type(default)(given) if fits and not isinstance(given, bool) else math.nan
     except ValueError:
         value = math.nan
     if isinstance(value, float) and math.isnan(value):

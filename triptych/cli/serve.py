@@ -27,16 +27,18 @@ from triptych.topology import Role, Topology
 
 SUMMARY = "serve a model: all processes of a topology, or one instance that joins a front door"
 FRONT_DOOR = "front-door"
+DEFAULT_TOPOLOGY = "1E1PD"
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    flags.add_model(parser)
+    flags.add_model(parser, may_be_in_file=True)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--topology",
-        help="instances to start, such as 1EPD, 1E1PD, 1E1P1D, 2E1P3D (default: 1E1PD; for text alone: 1PD)",
+        help="instances to start, such as 1EPD, 1E1PD, 1E1P1D, 2E1P3D (default: "
+        f"{DEFAULT_TOPOLOGY}; for text alone: 1PD)",
     )
     what.add_argument("--role", help=f"run one part alone: {', '.join(Role)}, or {FRONT_DOOR}")
     parser.add_argument(
@@ -47,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    flags.fill_in_start(arguments)
     config = flags.serve_config(arguments)
     logging.getLogger("triptych").setLevel(config.observe.log_level.upper())
     stay_on(parse_cpus(config.engine.cpus))
@@ -55,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.role is None or arguments.role == FRONT_DOOR:
         if arguments.join is not None:
             raise ConfigError("--join is for --role and an instance, such as --role E")
-        topology = flags.topology(arguments, config, "1E1PD") if arguments.role is None else None
+        topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY) if arguments.role is None else None
         if topology is not None:
             check_ranks(config.engine, topology.roles)
         return asyncio.run(_serve(config, topology))

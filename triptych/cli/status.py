@@ -12,7 +12,8 @@ from triptych.cli import flags
 from triptych.cluster.operator import Operator
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
-from triptych.messages.work import InstanceStatus, Pool, Status
+from triptych.messages.stats import Pool
+from triptych.messages.work import InstanceStatus, Status
 from triptych.topology import Role
 
 SUMMARY = "show a running service's instances, or give one of them another role"

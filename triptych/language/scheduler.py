@@ -63,6 +63,8 @@ class Scheduler:
         self._sequences: dict[RequestId, Sequence] = {}
         self._arrivals = 0
         self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
 
     def add(self, sequence: Sequence) -> None:
         """Puts a sequence at the end of the line, with the pages of its prefix that are known."""
@@ -70,6 +72,8 @@ class Scheduler:
         self._arrivals += 1
         self._sequences[sequence.request] = sequence
         self._reuse(sequence, len(sequence.tokens) - 1)  # the last token must be computed: its logits are wanted
+        self.num_prefix_queries += len(sequence.tokens) if self._reuse_prefixes else 0
+        self.num_prefix_hits += sequence.num_reused
 
     def remove(self, request: RequestId) -> Sequence | None:
         """Takes a sequence out, whatever it was doing, and its pages back."""

@@ -3,9 +3,10 @@
 import enum
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from triptych.messages.rows import RowLayout
+from triptych.messages.stats import InstanceStats, Load
 from triptych.observe.timeline import Interval
 from triptych.topology import Role
 from triptych.types import Address, Count, ItemPlan, Placement, Positive, RequestId, TransferId
@@ -15,28 +16,10 @@ Seconds = Annotated[float, Meta(gt=0, le=10**9)]
 # ── registration: instance ⇄ front door ──────────────────────────────────────────────────────────────────────
 
 
-class Pool(Struct, frozen=True):
-    """How much of something that is bounded is in use, and how much is ``kept``, which is there for who asks for it but
-    gives way when room is needed. In pages, blocks or bytes, as the name says."""
-
-    name: str
-    size: Count
-    used: Count
-    kept: Count = 0
-
-
-class Load(Struct, frozen=True):
-    """What an instance has in hand: requests or items it works on, those that wait for their turn, and its pools."""
-
-    running: Count = 0
-    waiting: Count = 0
-    pools: list[Pool] = []
-
-
 class Register(Struct, frozen=True, tag=True):
     """Instance → front door, once its model is loaded. ``layouts`` is how rows look that it makes or takes, one for
-    each kind; ``context_length`` the longest sequence that it can hold, in tokens: 0 without a decoder; ``load`` what
-    it has in hand, as in each Heartbeat."""
+    each kind; ``context_length`` the longest sequence that it can hold, in tokens: 0 without a decoder; ``stats``
+    what it says of itself with each Heartbeat."""
 
     name: str
     role: Role
@@ -44,7 +27,7 @@ class Register(Struct, frozen=True, tag=True):
     layouts: list[RowLayout]
     pid: int
     context_length: Count
-    load: Load = Load()
+    stats: InstanceStats = field(default_factory=InstanceStats)
 
 
 class Welcome(Struct, frozen=True, tag=True):
@@ -62,11 +45,11 @@ class Rejected(Struct, frozen=True, tag=True):
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """Instance → front door: alive, and what it has in hand. An instance the front door doesn't know is asked to
-    register again."""
+    """Instance → front door: alive, and how it is doing. An instance the front door doesn't know is asked to register
+    again."""
 
     address: Address
-    load: Load = Load()
+    stats: InstanceStats = field(default_factory=InstanceStats)
 
 
 class Reregister(Struct, frozen=True, tag=True):
@@ -91,7 +74,7 @@ class Stop(Struct, frozen=True, tag=True):
     """Front door → instance: end now."""
 
 
-NO_TIMEOUT = 1e9
+NO_TIMEOUT, MIN_TIMEOUT = 1e9, 0.001
 Timeout = Annotated[float, Meta(gt=0, le=NO_TIMEOUT)]
 """Seconds that are left. Not a point in time, because clocks of machines differ."""
 

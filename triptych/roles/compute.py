@@ -1,5 +1,6 @@
 """The one thread of an instance that computes, so that its loop stays free to answer messages."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -10,15 +11,24 @@ T = TypeVar("T")
 
 class ComputeThread:
     """Runs jobs one at a time in the order given. An instance with several stages gives each of them one job at a
-    time, so they take turns on the same cores: what ``EPD`` in one process means."""
+    time, so they take turns on the same cores: what ``EPD`` in one process means. ``busy_seconds`` is how long
+    jobs have run so far."""
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         """``on_done`` is called, on the compute thread, whenever a job has ended."""
+        self.busy_seconds = 0.0
         self._on_done = on_done
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        future = self._executor.submit(job, *args, **kwargs)
+        def timed() -> T:
+            began = time.monotonic()
+            try:
+                return job(*args, **kwargs)
+            finally:
+                self.busy_seconds += time.monotonic() - began
+
+        future = self._executor.submit(timed)
         future.add_done_callback(lambda _: self._on_done())
         return future
 

@@ -16,7 +16,8 @@ from triptych.errors import DeadlineExceeded, PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import Encode, Encoded, EncodeFailed, Load, PeerLost, Pool
+from triptych.messages.stats import EncodeStats, InstanceStats
+from triptych.messages.work import Encode, Encoded, EncodeFailed, PeerLost
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Handlers
@@ -84,7 +85,7 @@ class EncodeHost:
         self._front_door = front_door
         self._send = send
         self._workers = ThreadPoolExecutor(preprocessor.number, thread_name_prefix="preprocess")
-        self.num_asked = 0
+        self.num_asked = self.num_encoded = 0
         self._jobs: dict[str, EncodeJob] = {}
         self._parts: dict[str, EncodePart] = {}
         self._preprocessing: dict[Future[list[TowerInput]], EncodeJob] = {}
@@ -121,11 +122,17 @@ class EncodeHost:
     def idle(self) -> bool:
         return not self._jobs and not self._preprocessing and self._batch is None
 
-    @property
-    def load(self) -> Load:
+    def add_stats(self, stats: InstanceStats) -> None:
         running = len(self._batch[0]) if self._batch else 0
-        cache = Pool("encode_cache_bytes", self._cache.max_bytes, 0, self._cache.num_bytes)
-        return Load(running, max(0, len(self._jobs) - running), [cache])
+        stats.encode = EncodeStats(
+            waiting=max(0, len(self._jobs) - running),
+            running=running,
+            encoded=self.num_encoded,
+            cache_queries=self._cache.hits + self._cache.misses,
+            cache_hits=self._cache.hits,
+            cache_bytes=self._cache.num_bytes,
+            cache_max_bytes=self._cache.max_bytes,
+        )
 
     def close(self) -> None:
         self.preprocessors.close()
@@ -310,6 +317,7 @@ class EncodeHost:
         if not self._is_wanted(job):
             return
         self._settle(job)
+        self.num_encoded += 1
         self._cache.put_item(job.key, tuple(job.names))
         for transfer in job.transfers:
             self._send(self._front_door, Encoded(transfer, not job.encode_began, _intervals(job)))

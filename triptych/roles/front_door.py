@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -21,6 +22,7 @@ from triptych.families.registry import family_of
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
 from triptych.models.config_files import load_config
+from triptych.observe.request_log import RequestLog
 from triptych.prompt.caps import MediaCaps, VideoLimits
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
@@ -28,6 +30,9 @@ from triptych.prompt.media import MediaLimits, MediaSource
 from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.web import WebFetcher, WebLimits
 from triptych.router.router import Router
+
+if TYPE_CHECKING:
+    from triptych.observe.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +83,11 @@ class FrontDoor:
             fingerprint=builder.fingerprint,
             front_door=config.front_door,
             lease=config.lease,
+            engine=config.engine,
             expects_encoders=expects_encoders and takes_media,
         )
+        self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
+        self._traces = _open_traces(config.observe.otlp_traces_endpoint)
         self.service = Service(
             model_name=config.front_door.served_model_name or config.model.name,
             router=self.router,
@@ -89,6 +97,8 @@ class FrontDoor:
             named_media=NamedMedia(config.front_door.named_media_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
             front_door=config.front_door,
+            # traces first: they give a request its trace id
+            observers=tuple(observer for observer in (self._traces, self._log) if observer),
         )
         settings = uvicorn.Config(
             secured(create_app(self.service), config.front_door),
@@ -141,6 +151,10 @@ class FrontDoor:
         await self._media.web.aclose()
         self._socket.close()
         self.channel.close()
+        if self._traces:
+            await asyncio.to_thread(self._traces.close)
+        if self._log:
+            self._log.close()
 
     async def drain(self) -> None:
         """Admits nothing more and waits for what runs, up to the drain timeout."""
@@ -179,6 +193,17 @@ def _media_source(config: FrontDoorConfig) -> MediaSource:
         folder=MediaFolder(config.allowed_local_media_path) if config.allowed_local_media_path else None,
         limits=MediaLimits(config.max_image_mb * 2**20, config.max_video_mb * 2**20, config.max_media_mb * 2**20),
     )
+
+
+def _open_traces(endpoint: str) -> "Traces | None":
+    """None for no endpoint. Raises StartError when the extra isn't installed."""
+    if not endpoint:
+        return None
+    try:
+        from triptych.observe.traces import Traces
+    except ImportError:
+        raise StartError("--otlp-traces-endpoint needs another package: pip install 'triptych[otel]'") from None
+    return Traces(endpoint)
 
 
 def _listen(host: str, port: int) -> socket.socket:

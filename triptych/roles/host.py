@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from triptych.messages.work import Load, PeerLost
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import PeerLost
 
 Handlers = Mapping[type[Any], Callable[[Any], object]]
 """Message type → what to do with it."""
@@ -35,14 +36,13 @@ class Host(Protocol):
     def check_idle(self) -> None:
         """Raises when the host is idle and something wasn't given back."""
 
+    def add_stats(self, stats: InstanceStats) -> None:
+        """Fills in this host's part of what the instance tells of itself. Cheap: called at every heartbeat."""
+
     @property
     def idle(self) -> bool:
         """Whether nothing is under way, nothing that has been said is still to be acted on, and nothing is in anybody
         else's hands: the host could be closed, and nobody would miss it."""
-
-    @property
-    def load(self) -> Load:
-        """What it has in hand. Cheap: asked for at every heartbeat."""
 
     def close(self) -> None:
         """Lets go of what is its own. What others may make a host of again (weights, caches) stays."""

@@ -11,7 +11,7 @@ from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, Offer, Wrote
-from triptych.messages.work import Pool
+from triptych.messages.stats import ReceivePool
 from triptych.observe.timeline import Interval
 from triptych.roles.host import Handlers
 from triptych.transfer.receiver import Failure, Receiver
@@ -81,16 +81,16 @@ class Incoming(ABC):
         """As ``Receiver.check_idle``."""
         self._receiver.check_idle()
 
+    def stats(self) -> ReceivePool:
+        """The blocks that rows land in, and what has landed so far."""
+        buffer = self._receiver.buffer
+        used = buffer.num_blocks - buffer.pool.num_free
+        return ReceivePool(buffer.layout.kind.value, buffer.num_blocks, used, self._receiver.counters)
+
     @property
     def idle(self) -> bool:
         """Whether nothing is on its way."""
         return self._receiver.idle
-
-    @property
-    def blocks(self) -> Pool:
-        """The receive buffer's."""
-        buffer = self._receiver.buffer
-        return Pool(f"{buffer.layout.kind}_blocks", buffer.num_blocks, buffer.num_blocks - buffer.pool.num_free)
 
     def close(self) -> None:
         """Takes the receive buffer back from peers."""

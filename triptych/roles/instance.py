@@ -17,11 +17,11 @@ from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, End, RowLayout
+from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     ChangeRole,
     Heartbeat,
     Leave,
-    Load,
     PeerLost,
     Register,
     Rejected,
@@ -30,6 +30,7 @@ from triptych.messages.work import (
     Stop,
     Welcome,
 )
+from triptych.observe.machine import resident_bytes
 from triptych.roles.compute import ComputeThread
 from triptych.roles.host import Host
 from triptych.topology import Role
@@ -188,8 +189,14 @@ class Instance:
         if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
             self._notice_lapse()
             self._last_heartbeat = time.monotonic()
-            self.send(self.front_door, Heartbeat(self.channel.address, self._load()))
+            self.send(self.front_door, Heartbeat(self.channel.address, self._stats()))
             self._check_idle()
+
+    def _stats(self) -> InstanceStats:
+        stats = InstanceStats(busy_seconds=self.compute.busy_seconds, resident_bytes=resident_bytes())
+        for host in self.hosts:
+            host.add_stats(stats)
+        return stats
 
     def _advance(self) -> None:
         """A bug costs what is under way here, since nobody knows what it left half done, but neither the model that is
@@ -251,14 +258,6 @@ class Instance:
         self._change = None
         self.send(self.front_door, RoleKept(self.channel.address, reason))
 
-    def _load(self) -> Load:
-        loads = [host.load for host in self.hosts]
-        return Load(
-            sum(load.running for load in loads),
-            sum(load.waiting for load in loads),
-            [pool for load in loads for pool in load.pools],
-        )
-
     def _check_idle(self) -> None:
         try:
             for host in self.hosts:
@@ -296,7 +295,7 @@ class Instance:
             layouts=self._layouts,
             pid=os.getpid(),
             context_length=context_length,
-            load=self._load(),
+            stats=self._stats(),
         )
         self.send(self.front_door, register)
 

@@ -15,7 +15,8 @@ from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk, Scheduler, Step
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Send
-from triptych.messages.work import Cancel, Failed, Generate, Load, PeerLost, Pool, TokenLogprob, Tokens
+from triptych.messages.stats import InstanceStats, LanguageStats
+from triptych.messages.work import Cancel, Failed, Generate, PeerLost, TokenLogprob, Tokens
 from triptych.models.decoder import ForwardBatch
 from triptych.observe.timeline import Interval
 from triptych.roles.compute import ComputeThread
@@ -92,6 +93,7 @@ class LanguageHost:
         self._address = address
         self._front_door = front_door
         self._send = send
+        self.num_steps = 0
         self.num_computed_tokens = 0
         self._times: dict[RequestId, _Times] = {}
         self._deadlines: dict[RequestId, float] = {}
@@ -136,11 +138,24 @@ class LanguageHost:
     def idle(self) -> bool:
         return not self.scheduler and self._running is None and not self._untold and self._incoming.idle
 
-    @property
-    def load(self) -> Load:
-        running, pool = sum(sequence.running for sequence in self.scheduler), self.scheduler.pool
-        pages = Pool("kv_pages", pool.num_pages, pool.num_held, pool.num_kept)
-        return Load(running, len(self.scheduler) - running, [pages, self._incoming.blocks])
+    def add_stats(self, stats: InstanceStats) -> None:
+        running = [sequence for sequence in self.scheduler if sequence.running]
+        decoding = sum(sequence.num_generated > 0 for sequence in running)
+        pool = self.scheduler.pool
+        stats.received = self._incoming.stats()
+        stats.language = LanguageStats(
+            waiting=len(self.scheduler) - len(running),
+            prefilling=len(running) - decoding,
+            decoding=decoding,
+            kv_pages=pool.num_pages,
+            kv_pages_used=pool.num_held,
+            kv_pages_kept=pool.num_kept,
+            prefix_queries=self.scheduler.num_prefix_queries,
+            prefix_hits=self.scheduler.num_prefix_hits,
+            preemptions=self.scheduler.num_preemptions,
+            steps=self.num_steps,
+            computed_tokens=self.num_computed_tokens,
+        )
 
     def close(self) -> None:
         log.info("received: %s", self._incoming)
@@ -262,6 +277,7 @@ class LanguageHost:
                     self._fail(chunk.sequence.request, "InternalError", "the model failed on this request's batch")
             return
         self.scheduler.computed(step)
+        self.num_steps += 1
         self.num_computed_tokens += step.num_tokens
         for chunk in step.chunks:
             if (times := self._times.get(chunk.sequence.request)) and not times.first_token:

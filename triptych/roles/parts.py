@@ -92,7 +92,8 @@ class Parts:
         incoming = IncomingMedia(receiver, instance.name, address, parts.row_dtype, parts.row_width)
         if role.sends_kv:
             outgoing = OutgoingKV(self.sender, CacheRows(parts.cache), engine.scheduler.pool, self.kv_layout)
-            return PrefillHost(engine, incoming, outgoing, wake=instance.channel.wake, **place, send=send)
+            wake, name = instance.channel.wake, instance.name
+            return PrefillHost(engine, incoming, outgoing, wake=wake, name=name, **place, send=send)
         return LanguageHost(engine, incoming, **place, send=send)
 
     def _receiver(self, layout: RowLayout, parts: LanguageParts) -> Receiver:

@@ -3,7 +3,8 @@
 import logging
 
 from triptych.messages.rows import Abort, Done, Grant
-from triptych.messages.work import Load, PeerLost
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import PeerLost
 from triptych.roles.host import Handlers
 from triptych.transfer.sender import Sender
 
@@ -45,10 +46,8 @@ class SendingHost:
     def idle(self) -> bool:
         return self._sender.idle
 
-    @property
-    def load(self) -> Load:
-        """What is being sent counts where it is received."""
-        return Load()
+    def add_stats(self, stats: InstanceStats) -> None:
+        stats.sent = self._sender.counters
 
     def close(self) -> None:
         log.info("sent: %s", self._sender.counters)

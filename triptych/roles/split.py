@@ -7,6 +7,8 @@ from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from triptych.errors import InvalidRequest
 from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk
@@ -40,6 +42,7 @@ class PrefillHost(LanguageHost):
         outgoing: OutgoingKV,
         *,
         wake: Callable[[], None],
+        name: str,
         address: Address,
         front_door: Address,
         send: Send,
@@ -47,6 +50,7 @@ class PrefillHost(LanguageHost):
         super().__init__(engine, incoming, address=address, front_door=front_door, send=send)
         self._outgoing = outgoing
         self._wake = wake
+        self._name = name
         self._prefills: dict[RequestId, Prefill] = {}
         self._layers: deque[tuple[int, Rows[Chunk]]] = deque()
 
@@ -108,7 +112,7 @@ class PrefillHost(LanguageHost):
         request = sequence.request
         prefill, times = self._prefills[request], self._times[request]
         times.transfers += self._incoming.intervals(request)
-        intervals = times.until_first_token()
+        intervals = [msgspec.structs.replace(one, engine=self._name) for one in times.until_first_token()]
         self._send(
             prefill.consumer, Prefilled(prefill.transfer, drawn.token, logprob_of(drawn), times.reused, intervals)
         )

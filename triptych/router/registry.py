@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import Load, Register
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import Heartbeat, Register
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -12,8 +13,9 @@ from triptych.types import Address
 @dataclass(eq=False)
 class InstanceLease:
     """An instance as the router sees it. ``outstanding`` is the cost of the work it has been given and not yet done:
-    patch-multiplications for an encode instance, tokens for a language instance. ``next_role`` is what it will be once
-    it has done what it has been given; until then it is given nothing that begins."""
+    patch-multiplications for an encode instance, tokens for a language instance; ``patches`` are those of the items
+    among it. ``next_role`` is what it will be once it has done what it has been given; until then it is given nothing
+    that begins. ``stats`` are what it said of itself last."""
 
     name: str
     role: Role
@@ -23,7 +25,8 @@ class InstanceLease:
     context_length: int
     last_seen: float
     outstanding: float = 0.0
-    load: Load = field(default_factory=Load)
+    patches: int = 0
+    stats: InstanceStats = field(default_factory=InstanceStats)
     next_role: Role | None = None
 
 
@@ -49,15 +52,15 @@ class Registry:
             layouts=message.layouts,
             context_length=message.context_length,
             last_seen=now,
-            load=message.load,
+            stats=message.stats,
         )
         self._leases[lease.address] = lease
         return lease
 
-    def refresh(self, address: Address, now: float, load: Load) -> bool:
+    def refresh(self, message: Heartbeat, now: float) -> bool:
         """Takes note of a heartbeat. False when no such instance is registered."""
-        if lease := self._leases.get(address):
-            lease.last_seen, lease.load = now, load
+        if lease := self._leases.get(message.address):
+            lease.last_seen, lease.stats = now, message.stats
         return lease is not None
 
     def remove(self, address: Address) -> InstanceLease | None:

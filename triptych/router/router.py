@@ -1,18 +1,18 @@
 """The router owns every request from its admission to its end: who works on it, what it waits for, until when."""
 
-import asyncio
 import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from triptych import errors
-from triptych.config import FrontDoorConfig, LeaseConfig
+from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig
 from triptych.errors import (
     DeadlineExceeded,
     InstanceLost,
@@ -23,9 +23,9 @@ from triptych.errors import (
 )
 from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
+    MIN_TIMEOUT,
     AskStatus,
     Cancel,
-    Encode,
     Encoded,
     EncodeFailed,
     Failed,
@@ -49,91 +49,49 @@ from triptych.messages.work import (
     Tokens,
     Welcome,
 )
+from triptych.observe.metrics import Metrics
+from triptych.observe.requests import begin_sequence, current_caller, seconds_spent
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.admission import Admission, Waiting
+from triptych.router.encodings import Encodings, Wanted
+from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry, is_same
 from triptych.router.role_changes import RoleChanges
+from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId
 
 log = logging.getLogger(__name__)
 
 MAX_PLACEMENTS = 3
 """How many language instances a request may be given to, one after the other. Not more: it may be what ends them."""
-MIN_TIMEOUT = 0.001
-"""Seconds: what a message says to be left of a request's time, at least."""
-
-
-class TokenStream:
-    """The tokens of one request as they come. Ends after the tokens that carry a finish reason."""
-
-    def __init__(self, request: RequestId) -> None:
-        self.request = request
-        self.intervals: list[Interval] = []
-        self._untaken: list[Tokens] = []
-        self._error: TriptychError | None = None
-        self._closed = False
-        self._news = asyncio.Event()
-
-    def put(self, event: Tokens | TriptychError) -> None:
-        """For the router. After a finish reason or an error nothing more comes."""
-        if isinstance(event, TriptychError):
-            self._error = event
-        else:
-            self._untaken.append(event)
-        self._news.set()
-
-    def close(self) -> None:
-        """Whoever iterates gets nothing more."""
-        self._closed = True
-        self._news.set()
-
-    async def __aiter__(self) -> AsyncIterator[Tokens]:
-        """What came since the last look counts as one report, so that a reader who is slow is told less often, not
-        later and later. Raises RequestError or ServiceError when the request failed."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._closed:
-                return
-            if self._untaken:
-                tokens, self._untaken = _joined(self._untaken), []
-                yield tokens
-                if tokens.finish_reason is not None:
-                    return
-            if self._error is not None:
-                raise self._error
-
-
-def _joined(reports: list[Tokens]) -> Tokens:
-    if len(reports) == 1:
-        return reports[0]
-    last = reports[-1]
-    return Tokens(
-        last.request,
-        [token for report in reports for token in report.tokens],
-        [logprob for report in reports for logprob in report.logprobs],
-        last.finish_reason,
-        last.reused,
-        last.intervals,
-    )
+AT_ONCE = 0.002
+"""Seconds that nobody has waited who was started within them."""
 
 
 @dataclass(eq=False)
 class _Request:
-    """``generate`` is what its generator was told, under a name of its own if it isn't the first: what an earlier one
-    still says is nobody's. ``generated`` are the tokens that have come."""
+    """One that a language instance has been given. ``generate`` is what its generator was told, under a name of its own
+    if it isn't the first: what an earlier one still says is nobody's. ``generated`` are the tokens that have come.
+    ``began`` by the router's clock."""
 
+    waiting: Waiting
     prompt: PlannedPrompt
     stream: TokenStream
     generator: InstanceLease
     cost: float
     deadline: float
     generate: Generate
+    began: float
     num_placements: int = 1
     generated: list[int] = field(default_factory=list)
     prefilling: "_Prefilling | None" = None
-    transfers: dict[TransferId, "_Encoding"] = field(default_factory=dict)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first token has come."""
+        return self.stream.record.first_token > 0
 
     @property
     def workers(self) -> set[Address]:
@@ -150,17 +108,6 @@ class _Prefilling:
     cost: float
 
 
-@dataclass(eq=False)
-class _Encoding:
-    """One item on its way from ``encoder`` to a request's language instance."""
-
-    request: RequestId
-    item: int
-    encoder: InstanceLease
-    cost: float
-    done: bool = False
-
-
 class Router:
     """Admits requests, places their work, and turns what instances say into token streams. Used by one event loop."""
 
@@ -172,10 +119,13 @@ class Router:
         fingerprint: str,
         front_door: FrontDoorConfig,
         lease: LeaseConfig,
+        engine: EngineConfig | None = None,
         expects_encoders: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``expects_encoders``: False for a topology without any, which is ready and serves text without them."""
+        """``engine`` is how the service's instances are set up. ``expects_encoders``: False for a topology without any,
+        which is ready and serves text without them.
+        ``last_token`` and ``last_encoded`` are when, by the clock, an instance last made a token, and one rows."""
         self._expects_encoders = expects_encoders
         self.registry = Registry(lease.lease_expiry)
         self.draining = False
@@ -186,8 +136,21 @@ class Router:
         self._lease = lease
         self._clock = clock
         self._ticked = clock()
+        self.last_token = self.last_encoded = float("-inf")
+        self.metrics = Metrics()
+        self.metrics.registry.register(InstanceCollector(self.registry))
+        self._admission = Admission(front_door, engine or EngineConfig())
+        self._encodings = Encodings(
+            encoders=lambda: self.registry.encoders(begun=True),
+            max_patches=self._admission.max_patches,
+            tell=self._tell,
+            rate=self._admission.forecast.encode_rate,
+            clock=clock,
+        )
+        self.metrics.watch("num_requests_queued", "requests in line at the front door", lambda: len(self._admission))
+        self.metrics.watch("num_items_queued", "media items in line at the front door", lambda: len(self._encodings))
+        self._streams: dict[RequestId, TokenStream] = {}
         self._requests: dict[RequestId, _Request] = {}
-        self._encodings: dict[TransferId, _Encoding] = {}
         self._role_changes = RoleChanges(self.registry, tell=self._tell, answer=self._answer)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Register: self._on_register,
@@ -213,13 +176,20 @@ class Router:
         eos_token_ids: list[int],
         cache_salt: str = "",
         timeout: float = math.inf,
+        *,
+        priority: int = 0,
     ) -> TokenStream:
-        """Admits a request and gives it to the least loaded language instance. ``timeout`` is how many seconds it has,
-        if those are fewer than the service allows. Raises as ``check_admission`` does."""
-        generator = self.check_admission(has_media=bool(prompt.items))
+        """Admits a request; a language instance is given it when it is its turn, lower ``priority`` first. ``timeout``
+        is how many seconds it has, if those are fewer than are left of what the service allows. Raises as
+        ``check_admission`` does."""
+        caller = current_caller()
+        timeout = min(timeout, self._config.request_timeout - seconds_spent())
+        cost = self._admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
+        items_cost = sum(item.plan.cost for item in prompt.items)
+        self._check(
+            bool(prompt.items), caller=caller, cost=cost, items_cost=items_cost, priority=priority, timeout=timeout
+        )
         request = RequestId(secrets.token_hex(8))
-        cost = float(len(prompt.tokens) + sampling.max_tokens)
-        timeout = min(timeout, self._config.request_timeout)
         generate = Generate(
             request=request,
             tokens=prompt.tokens,
@@ -229,45 +199,107 @@ class Router:
             sampling=sampling,
             eos_token_ids=eos_token_ids,
             cache_salt=cache_salt,
-            timeout=timeout,
+            timeout=max(timeout, MIN_TIMEOUT),
         )
-        self._send(generator.address, generate)
-        generator.outstanding += cost
-        stream = TokenStream(request)
-        self._requests[request] = _Request(prompt, stream, generator, cost, self._clock() + timeout, generate)
+        stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)))
+        self.metrics.admitted(stream.record)
+        deadline = self._clock() + timeout
+        self._streams[request] = stream
+        self._admission.add(Waiting(prompt, generate, caller, priority, deadline, cost, items_cost))
+        self._start_waiting()
         return stream
 
-    def check_admission(self, *, has_media: bool) -> InstanceLease:
-        """The language instance that a request would be given to now. Raises Overloaded when there is no room for it,
+    def check_admission(self, *, has_media: bool) -> None:
+        """Whether a request would be admitted now, as far as that can be said before it is planned. Raises Overloaded
+        when there is no room for it or it wouldn't be answered in time, RateLimited when its caller has too many,
         Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
-        if self.draining:
-            raise Overloaded("the service is shutting down", retry_after=5)
-        if len(self._requests) >= self._config.max_queue:
-            raise Overloaded(f"{len(self._requests)} requests are waiting or running, the most allowed")
-        generators = self._generators()
-        if (generator := least_outstanding(generators)) is None:
+        self._check(has_media, caller=current_caller())
+
+    def _check(self, has_media: bool, *, caller: str, **known: Any) -> None:
+        try:
+            if self.draining:
+                raise Overloaded("the service is shutting down", retry_after=5)
+            if unavailable := self._unavailable(has_media):
+                raise unavailable
+            encoding = sum(lease.outstanding for lease in self.registry.encoders()) if has_media else 0.0
+            self._admission.check(caller, self._requests.values(), encoding=encoding, **known)
+        except TriptychError as error:
+            self.metrics.rejected(error)
+            raise
+
+    def _unavailable(self, has_media: bool) -> TriptychError | None:
+        """Why no instance could serve a request; None when one could."""
+        if not self._generators():
             missing = "prefill" if self.registry.generators() else "language"
-            raise Unavailable(f"no {missing} instance is ready")
+            return Unavailable(f"no {missing} instance is ready")
         if has_media and not self.registry.encoders():
             if not self._expects_encoders:
-                raise MediaNotServed("this service has no encode instance: it takes text alone")
-            raise Unavailable("no encode instance is ready, so only text can be served")
-        return generator
+                return MediaNotServed("this service has no encode instance: it takes text alone")
+            return Unavailable("no encode instance is ready, so only text can be served")
+        return None
+
+    def _start_waiting(self) -> None:
+        """Gives requests to instances that have room, in the order that admission says."""
+        while len(self._admission):
+            taken = Counter(entry.generator.address for entry in self._requests.values())
+            generators = self._generators()
+            generator = least_outstanding(
+                [one for one in generators if taken[one.address] < self._admission.max_running]
+            )
+            if generator is None:
+                return
+            if (waiting := self._admission.next(self._requests.values(), len(generators))) is None:
+                return
+            self._start(waiting, generator)
+
+    def _start(self, waiting: Waiting, generator: InstanceLease) -> None:
+        generate = msgspec.structs.replace(waiting.generate, timeout=self._remaining(waiting.deadline))
+        prompt = waiting.prompt
+        stream = self._streams.pop(generate.request)
+        try:
+            self._send(generator.address, generate)
+        except TriptychError as error:
+            self._refuse(stream, error)
+            return
+        now, cost = self._clock(), float(len(prompt.tokens) + generate.sampling.max_tokens)
+        generator.outstanding += cost
+        self._admission.started(now)
+        if (started := time.time()) - stream.record.submitted > AT_ONCE:
+            stream.intervals.append(Interval("queue", stream.record.submitted, started))
+        self._requests[generate.request] = _Request(
+            waiting, prompt, stream, generator, cost, waiting.deadline, generate, began=now
+        )
+
+    def _refuse(self, stream: TokenStream, error: TriptychError) -> None:
+        """A request ends that no instance knows."""
+        stream.record.finish_reason, stream.record.error = "error", type(error).__name__
+        self.metrics.ended(stream.record, time.time())
+        stream.put(error)
+
+    def _leave_line(self, request: RequestId) -> TokenStream | None:
+        """Takes a request out of the line; None when no such one is in it."""
+        return self._streams.pop(request) if self._admission.remove(request) else None
 
     def cancel(self, request: RequestId) -> None:
         """Nobody waits for the request any more. Does nothing for one that has ended."""
-        if entry := self._end(request):
+        if stream := self._leave_line(request):
+            stream.record.finish_reason = "abort"
+            self.metrics.ended(stream.record, time.time())
+        if entry := self._end(request, "abort"):
             self._tell(entry.generator.address, Cancel(entry.generate.request))
 
     def end_all(self, error: TriptychError) -> None:
         """Every request fails with ``error``, wherever it is."""
+        for waiting in self._admission.all():
+            if stream := self._leave_line(waiting.generate.request):
+                self._refuse(stream, error)
         for request in list(self._requests):
             self._fail(request, error)
 
     @property
     def num_requests(self) -> int:
         """Requests admitted and not ended."""
-        return len(self._requests)
+        return len(self._requests) + len(self._admission)
 
     @property
     def can_serve(self) -> bool:
@@ -284,23 +316,29 @@ class Router:
         """Whether requests may have media, now or as soon as every stage has an instance."""
         return self._expects_encoders or bool(self.registry.encoders())
 
-    def _end(self, request: RequestId) -> _Request | None:
-        """Forgets a request and takes its work off the books."""
+    def _end(self, request: RequestId, reason: str) -> _Request | None:
+        """Forgets a request, for which a finish reason is noted unless it has one, and takes its work off the books."""
         if (entry := self._requests.pop(request, None)) is None:
             return None
+        record = entry.stream.record
+        record.finish_reason = record.finish_reason or reason
+        self.metrics.ended(record, time.time())
+        whole = record.finish_reason not in ("abort", "error")
+        self._admission.ended(entry.waiting, record.num_tokens, entry.began, self._clock(), whole=whole)
         self._take_off_the_books(entry)
+        self._encodings.start()
+        self._start_waiting()
         return entry
 
     def _take_off_the_books(self, entry: _Request) -> None:
         entry.generator.outstanding -= entry.cost
         self._end_prefill(entry)
-        for transfer, encoding in entry.transfers.items():
-            self._settle(encoding)
-            del self._encodings[transfer]
-        entry.transfers.clear()
+        self._encodings.forget(entry.stream.request)
 
     def _fail(self, request: RequestId, error: TriptychError) -> None:
-        if entry := self._end(request):
+        if (failed := self._requests.get(request)) is not None:
+            failed.stream.record.error = type(error).__name__
+        if entry := self._end(request, "error"):
             entry.stream.put(error)
             self._tell(entry.generator.address, Cancel(entry.generate.request))
 
@@ -313,13 +351,14 @@ class Router:
             self._fail(request, error)
             return
         self._take_off_the_books(entry)
+        self.metrics.recovered("decode")
         self._tell(entry.generator.address, Cancel(entry.generate.request))
         log.info("request %s goes on at %s after %d tokens: %s", request, generator.name, len(entry.generated), error)
         name = RequestId(f"{request}.{entry.num_placements}")
         entry.num_placements += 1
         entry.generator = generator
         entry.generate = msgspec.structs.replace(
-            entry.generate, request=name, generated=list(entry.generated), timeout=self._remaining(entry)
+            entry.generate, request=name, generated=list(entry.generated), timeout=self._remaining(entry.deadline)
         )
         generator.outstanding += entry.cost
         self._tell(generator.address, entry.generate)
@@ -329,15 +368,9 @@ class Router:
         entry = self._requests.get(RequestId(name.partition(".")[0]))
         return entry if entry is not None and entry.generate.request == name else None
 
-    def _remaining(self, entry: _Request) -> float:
-        """Seconds until the deadline; a little where it has passed, and the next tick ends the request."""
-        return max(entry.deadline - self._clock(), MIN_TIMEOUT)
-
-    def _supersede(self, entry: _Request, item: int) -> None:
-        """After a preemption an item is needed anew: its earlier transfers are off the books."""
-        for transfer in [transfer for transfer, encoding in entry.transfers.items() if encoding.item == item]:
-            self._settle(entry.transfers.pop(transfer))
-            del self._encodings[transfer]
+    def _remaining(self, deadline: float) -> float:
+        """Seconds until then; a little where it has passed, and the next tick ends the request."""
+        return max(deadline - self._clock(), MIN_TIMEOUT)
 
     def _end_prefill(self, entry: _Request) -> None:
         """What it has not sent yet won't be waited for."""
@@ -350,12 +383,6 @@ class Router:
         if entry.prefilling is not None:
             entry.prefilling.prefiller.outstanding -= entry.prefilling.cost
             entry.prefilling = None
-
-    @staticmethod
-    def _settle(encoding: _Encoding) -> None:
-        if not encoding.done:
-            encoding.done = True
-            encoding.encoder.outstanding -= encoding.cost
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -372,59 +399,65 @@ class Router:
         if entry is None or message.consumer != entry.generator.address:
             return
         self._end_prefill(entry)
-        for item in {encoding.item for encoding in entry.transfers.values()}:
-            self._supersede(entry, item)  # they were for the former one
+        self._encodings.forget(entry.stream.request)  # they were for the former one
         if (prefiller := least_outstanding(self.registry.prefillers(begun=True))) is None:
             self._place_again(entry, Unavailable("no prefill instance is ready"))
             return
         cost = float(max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token))
         prefiller.outstanding += cost
         entry.prefilling = _Prefilling(message.transfer, prefiller, cost)
-        generate = msgspec.structs.replace(entry.generate, timeout=self._remaining(entry))
+        generate = msgspec.structs.replace(entry.generate, timeout=self._remaining(entry.deadline))
         prefill = Prefill(generate, message.generated, message.consumer, message.transfer, message.first_token)
         self._tell(prefiller.address, prefill)
 
     def _on_need(self, message: Need) -> None:
-        """A language instance lacks these items' rows: each goes to the encode instance with the least to do."""
+        """A language instance lacks these items' rows."""
         if (entry := self._under_way(message.request)) is None:
             return
         for needed in message.items:
             if needed.item >= len(entry.prompt.items):
                 log.error("request %s has no item %d", message.request, needed.item)
                 continue
-            encoder = least_outstanding(self.registry.encoders(begun=True))
-            if encoder is None:
+            if not self.registry.encoders(begun=True):
                 self._fail(entry.stream.request, Unavailable("no encode instance is ready"))
                 return
-            self._supersede(entry, needed.item)
             item = entry.prompt.items[needed.item]
-            encoding = _Encoding(entry.stream.request, needed.item, encoder, item.plan.cost)
-            encoder.outstanding += encoding.cost
-            entry.transfers[needed.transfer] = self._encodings[needed.transfer] = encoding
-            encode = Encode(needed.transfer, message.consumer, item.key, item.plan, item.data, self._remaining(entry))
-            self._tell(encoder.address, encode)
+            wanted = Wanted(entry.stream.request, needed.item, item, needed.transfer, message.consumer, entry.deadline)
+            if self._encodings.want(wanted, entry.waiting.caller, entry.waiting.priority):
+                self.metrics.reencoded()
+        self._encodings.start()
 
     def _on_encoded(self, message: Encoded) -> None:
         if (encoding := self._encodings.get(message.transfer)) is None:
             return
-        self._settle(encoding)
-        self._requests[encoding.request].stream.intervals += [
-            Interval(interval.stage, interval.start, interval.end, encoding.item) for interval in message.intervals
-        ]
+        if not message.cached:
+            self.last_encoded = self._clock()
+        self._requests[encoding.wanted.request].stream.intervals.extend(
+            msgspec.structs.replace(interval, item=encoding.wanted.index, engine=encoding.encoder.name)
+            for interval in message.intervals
+        )
+        self._encodings.encoded(encoding, cached=message.cached)
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         if encoding := self._encodings.get(message.transfer):
-            param = self._requests[encoding.request].prompt.items[encoding.item].param
-            self._fail(encoding.request, errors.from_wire(message.error, message.message, param))
+            error = errors.from_wire(message.error, message.message, encoding.wanted.item.param)
+            self._fail(encoding.wanted.request, error)
 
     def _on_tokens(self, message: Tokens) -> None:
         if (entry := self._under_way(message.request)) is None:
             return
         self._settle_prefill(entry)
+        self.last_token = self._clock()
         entry.generated += message.tokens
+        record = entry.stream.record
+        record.num_reused = max(record.num_reused, message.reused)
+        self.metrics.took_tokens(record, len(message.tokens), time.time())
         if message.finish_reason is not None:
-            entry.stream.intervals += message.intervals
-            self._end(entry.stream.request)
+            record.intervals += [
+                interval if interval.engine else msgspec.structs.replace(interval, engine=entry.generator.name)
+                for interval in message.intervals
+            ]
+            self._end(entry.stream.request, message.finish_reason)
         entry.stream.put(message)
 
     def _on_failed(self, message: Failed) -> None:
@@ -444,7 +477,7 @@ class Router:
                 pid=lease.pid,
                 outstanding=lease.outstanding,
                 silent=max(0.0, now - lease.last_seen),
-                load=lease.load,
+                load=lease.stats.load,
                 next_role=lease.next_role,
             )
             for lease in self.registry
@@ -478,6 +511,8 @@ class Router:
         lease = self.registry.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
         self._tell(lease.address, Welcome(self._lease.lease_expiry))
+        self._encodings.start()
+        self._start_waiting()
 
     def _misfit(self, message: Register) -> str:
         """Why an instance can't join; empty when it can. Any encode instance may have to send rows to any language
@@ -490,7 +525,7 @@ class Router:
         return "" if message.layouts else "it doesn't say how its rows look"
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        if not self.registry.refresh(message.address, self._clock(), message.load):
+        if not self.registry.refresh(message, self._clock()):
             self._tell(message.address, Reregister())
             self._forget(message.address)  # it may have been refused, and be gone by now
 
@@ -510,8 +545,12 @@ class Router:
             why = f"has been silent for {self._lease.lease_expiry:g} s"
             log.warning("%s %s", lease.name, why)
             self._lose(lease, why)
-        for request, entry in [(name, entry) for name, entry in self._requests.items() if entry.deadline < now]:
-            self._fail(request, DeadlineExceeded(f"not done within {entry.generate.timeout:.3g} s"))
+        late = DeadlineExceeded("not done within the time that it had")
+        for request in [request for request, entry in self._requests.items() if entry.deadline < now]:
+            self._fail(request, late)
+        for waiting in self._admission.overdue(now):
+            if stream := self._leave_line(waiting.generate.request):
+                self._refuse(stream, late)
 
     def _lose(self, lease: InstanceLease, why: str) -> None:
         """An instance is gone, and the others let go of it. What it generated goes on elsewhere. Rows that were encoded
@@ -519,18 +558,32 @@ class Router:
         another."""
         self.registry.remove(lease.address)
         self._role_changes.lost(lease, why)
-        offering = [transfer for transfer, encoding in self._encodings.items() if encoding.encoder is lease]
+        self._encodings.consumer_lost(lease.address)
+        offering = self._encodings.offered_by(lease)
         prefilling = (entry.prefilling for entry in self._requests.values() if entry.prefilling)
-        offering += [prefill.transfer for prefill in prefilling if prefill.prefiller is lease]
+        lost_prefills = [prefill.transfer for prefill in prefilling if prefill.prefiller is lease]
+        offering += lost_prefills
+        self.metrics.recovered("prefill", len(lost_prefills))
         for other in self.registry:
             self._tell(other.address, PeerLost(lease.address, offering))
         error = InstanceLost(f"an instance that worked on this request {why}")
         for entry in [entry for entry in self._requests.values() if entry.generator is lease]:
             self._place_again(entry, error)
-        encodings = self._encodings.values()
-        for request in {encoding.request for encoding in encodings if encoding.encoder is lease and not encoding.done}:
+        for request in self._encodings.unfinished_at(lease):
             self._fail(request, error)
+        self._encodings.start()
+        self._refuse_hopeless()
         self._forget(lease.address)
+
+    def _refuse_hopeless(self) -> None:
+        """Ends what waits for an instance of a stage that has none any more."""
+        for waiting in self._admission.all():
+            unavailable = self._unavailable(bool(waiting.prompt.items))
+            if unavailable and (stream := self._leave_line(waiting.generate.request)):
+                self._refuse(stream, unavailable)
+        if not self.registry.encoders(begun=True):
+            for request in self._encodings.in_line():
+                self._fail(request, Unavailable("no encode instance is ready"))
 
     def _tell(self, to: Address, message: Message) -> None:
         """Sends what nobody waits for: a peer that can't be reached loses its lease soon enough."""

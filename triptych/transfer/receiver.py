@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from triptych.errors import TransferError, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, Wrote
+from triptych.messages.stats import ReceiverCounters
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.checksum import checksum
-from triptych.transfer.counters import ReceiverCounters
 from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.flow import GrantCap
 from triptych.transfer.memory import Bytes

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 from triptych.errors import TransferError
 from triptych.messages.codec import Message, Send
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, Reach, RegionHandle, RowLayout, Wrote
+from triptych.messages.stats import SenderCounters
 from triptych.transfer.checksum import checksum
-from triptych.transfer.counters import SenderCounters
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
 from triptych.transfer.memory import Bytes
 from triptych.transfer.states import Deadlines, Progress, TransferState

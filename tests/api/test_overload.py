@@ -1,0 +1,81 @@
+"""A service with more to do than it can: refusals at once, others' requests unharmed, and every answer right."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.api.scraping import scrape
+from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+
+
+def test_a_caller_with_its_share_is_told_to_slow_down_and_others_are_served(folder: Path) -> None:
+    with served(folder, topology="1EPD", max_queue_per_caller=1) as service, ThreadPoolExecutor(2) as pool:
+        service.steps.close()
+        first = pool.submit(service.post)
+        assert service.steps.entered.wait(10)
+        refused = service.post()
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limited"
+        assert int(refused.headers["retry-after"]) >= 1
+        with service.client() as client:
+            headers = {"authorization": "Bearer another"}
+            other = pool.submit(client.post, CHAT, json=service.body(), headers=headers)
+            wait_for(lambda: service.running.front_door.router.num_requests == 2)
+            service.steps.opened.set()
+            assert (first.result(20).status_code, other.result(20).status_code) == (200, 200)
+
+
+def test_refusals_of_a_full_house_come_at_once(folder: Path) -> None:
+    with served(folder, topology="1EPD", max_queue=8) as service, ThreadPoolExecutor(8) as pool:
+        service.steps.close()
+        waiting = [pool.submit(service.post) for _ in range(8)]
+        wait_for(lambda: service.running.front_door.router.num_requests == 8)
+        took = []
+        with service.client() as client:
+            for _ in range(20):
+                began = time.monotonic()
+                response = client.post(CHAT, json=service.body([image_part(), text_part("?")]))
+                took.append(time.monotonic() - began)
+                assert response.status_code == 503
+                assert "retry-after" in response.headers
+            assert scrape(client).total("admission_rejections_total", error="Overloaded") == 20
+        assert sorted(took)[10] < 0.1
+        service.steps.opened.set()
+        assert {answer.result(20).status_code for answer in waiting} == {200}
+
+
+def test_texts_are_answered_while_anothers_sixty_images_are_encoded(folder: Path) -> None:
+    with served(folder) as service, ThreadPoolExecutor(1) as pool:
+        service.encoder.delay = 0.2
+        album = [image_part(image(224, 224, seed=5000 + number)) for number in range(60)]  # a few to a batch
+        with service.client() as client:
+            headers = {"authorization": "Bearer album"}
+            body = service.body([*album, text_part("?")])
+            pending = pool.submit(client.post, CHAT, json=body, headers=headers, timeout=60)
+            assert service.encoder.entered.wait(10)
+            for number in range(3):
+                assert service.text(f"text {number}")
+            picture = service.text([image_part(image(seed=5500)), text_part("?")])
+            assert not pending.done(), "the album still takes its time"
+            service.encoder.delay = 0.0
+            assert pending.result(60).status_code == 200
+        assert service.text([image_part(image(seed=5500)), text_part("?")]) == picture
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+def test_simultaneous_image_requests_on_one_encoder_all_get_their_right_answer(folder: Path, count: int) -> None:
+    def ask(service: Served, number: int) -> str:
+        content = [image_part(image(96, 64, seed=6000 + number)), text_part(f"What is number {number}?")]
+        with service.client() as client:
+            response = client.post(CHAT, json=service.body(content, temperature=0, max_tokens=4), timeout=120)
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["message"]["content"])
+
+    with served(folder) as service:
+        with ThreadPoolExecutor(count) as pool:
+            answers = list(pool.map(lambda number: ask(service, number), range(count)))
+        wait_for(service.everything_is_back)
+    with served(folder) as alone:
+        assert answers == [ask(alone, number) for number in range(count)]

@@ -1,0 +1,63 @@
+"""The Grafana dashboard asks for metrics that exist, by labels that they have."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.observe.metrics import PREFIX, Metrics
+from triptych.router.instance_metrics import SERIES
+
+DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/triptych.json"
+_NAME = re.compile(r"(?:triptych:|process_)\w+")
+_BY = re.compile(r"by \(([\w, ]+)\)")
+_LEGEND = re.compile(r"{{(\w+)}}")
+
+
+def exposed() -> dict[str, set[str]]:
+    """Every sample's name, and the labels that it can have."""
+    metrics = Metrics()
+    names: dict[str, set[str]] = {}
+    for collector, own in metrics.registry._collector_to_names.items():
+        labels = set(getattr(collector, "_labelnames", ()))
+        for name in (one for one in own if not one.endswith("_created")):
+            names[name] = labels | ({"le"} if name.endswith("_bucket") else set())
+    for series in SERIES:
+        name = PREFIX + series.name + ("_total" if series.counts else "")
+        names[name] = {"engine", "role", *([series.label] if series.label else [])}
+    return names
+
+
+def targets() -> list[dict[str, Any]]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target for panel in panels for target in panel.get("targets", [])]
+
+
+@pytest.mark.parametrize("target", targets(), ids=lambda target: target["expr"][:60])
+def test_every_expression_names_metrics_and_labels_that_exist(target: dict[str, Any]) -> None:
+    names = exposed()
+    asked = _NAME.findall(target["expr"])
+    assert asked
+    for name in asked:
+        assert name in names
+        by = {label for group in _BY.findall(target["expr"]) for label in group.split(", ")}
+        assert by <= names[name]
+        if not by:
+            assert set(_LEGEND.findall(target["legendFormat"])) <= names[name]
+    if by:
+        assert set(_LEGEND.findall(target["legendFormat"])) <= by
+
+
+def test_every_metric_that_we_expose_is_on_the_dashboard_or_known_to_be_left_out() -> None:
+    shown = set(_NAME.findall(DASHBOARD.read_text()))
+    left_out = {
+        "engine_computed_tokens", "engine_outstanding", "engine_steps", "kv_cache_pages", "mm_items",
+        "mm_items_encoded", "request_generation_tokens", "request_prompt_tokens",
+        "request_time_per_output_token_seconds", "transfer_received", "transfer_revoked", "transfer_sent",
+        "transfer_sent_bytes",
+    }  # fmt: skip
+    families = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in exposed() if name.startswith(PREFIX)}
+    families -= {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in shown}
+    assert families == {PREFIX + name for name in left_out}

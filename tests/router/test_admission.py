@@ -1,0 +1,273 @@
+"""Who is let in, who is told to come back, and whose turn it is: a router without sockets, and a clock on the wall."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.router.test_router import E0, E1, PD0, PD1, Desk, tokens_of
+from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
+from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Tokens
+from triptych.router.router import TokenStream
+from triptych.types import RequestId, TransferId
+
+ROOM = 4 + 2
+"""What an instance with --max-num-seqs 4 is given at a time."""
+
+
+def desk_of(*addresses: Any, **settings: Any) -> Desk:
+    return Desk(*(addresses or (E0, PD0)), **{"max_queue": 1000, "max_num_seqs": 4} | settings)
+
+
+def placed(desk: Desk) -> list[str]:
+    return [message.request for _, message in desk.of(Generate)]
+
+
+def name(desk: Desk, stream: TokenStream) -> RequestId:
+    """What the instance that generates for a request calls it."""
+    return desk.router._requests[stream.request].generate.request
+
+
+def begin(desk: Desk, stream: TokenStream) -> None:
+    desk.router.handle(Tokens(name(desk, stream), [1]))
+
+
+def finish(desk: Desk, stream: TokenStream) -> None:
+    desk.router.handle(Tokens(name(desk, stream), [1], finish_reason="length"))
+
+
+def test_an_instance_is_given_what_it_has_room_for_and_the_rest_keeps_its_order() -> None:
+    desk = desk_of(PD0, PD1)
+    streams = [desk.submit() for _ in range(2 * ROOM + 3)]
+    assert placed(desk) == [stream.request for stream in streams[: 2 * ROOM]]
+    assert desk.router.num_requests == 2 * ROOM + 3
+    desk.router.cancel(streams[2 * ROOM].request)
+    for stream in streams[:2]:
+        finish(desk, stream)
+    assert placed(desk)[2 * ROOM :] == [stream.request for stream in streams[2 * ROOM + 1 :]]
+    assert desk.router.num_requests == 2 * ROOM
+    assert streams[2 * ROOM].record.finish_reason == "abort"
+
+
+def test_one_callers_backlog_is_not_anothers_wait_and_priorities_go_first() -> None:
+    desk = desk_of(PD0)
+    crowd = [desk.submit(caller="a") for _ in range(ROOM + 20)]
+    others = [desk.submit(caller="b") for _ in range(2)]
+    urgent = desk.submit(caller="a", priority=-1)
+    later = desk.submit(caller="c", priority=1)
+    for stream in crowd[:6]:
+        finish(desk, stream)
+    started = placed(desk)[ROOM:]
+    assert started[0] == urgent.request
+    assert {stream.request for stream in others} <= set(started[:5]), (
+        "they share with the crowd, and don't queue for it"
+    )
+    assert later.request not in started
+
+
+def test_texts_get_by_prompts_that_wait_for_an_encoder() -> None:
+    desk = desk_of(E0, PD0)
+    pictures = [desk.submit(1.0) for _ in range(10)]
+    texts = [desk.submit() for _ in range(4)]
+    assert set(placed(desk)) == {stream.request for stream in (*pictures[:2], *texts)}
+    for stream in pictures[:2]:
+        begin(desk, stream)
+    finish(desk, texts[0])
+    assert placed(desk)[-1] == pictures[2].request
+
+
+def need(desk: Desk, stream: TokenStream, count: int) -> list[TransferId]:
+    transfers = [TransferId(f"{stream.request}/{item}") for item in range(count)]
+    needed = [NeededItem(item, transfer) for item, transfer in enumerate(transfers)]
+    desk.router.handle(Need(name(desk, stream), PD0, needed))
+    return transfers
+
+
+def encodes(desk: Desk) -> list[TransferId]:
+    return [message.transfer for _, message in desk.of(Encode)]
+
+
+def test_a_request_of_two_hundred_images_does_not_hold_up_anothers_one() -> None:
+    """Items have a patch each here: an encoder has four batches of two at a time."""
+    desk = desk_of(E0, PD0, encode_batch_patches=2)
+    album, photo = desk.submit(*[1.0] * 200, caller="a"), desk.submit(1.0, caller="b")
+    pages = need(desk, album, 200)
+    assert encodes(desk) == pages[:8]
+    (single,) = need(desk, photo, 1)
+    for number in range(3):
+        desk.router.handle(Encoded(pages[number], False, []))
+    assert single in encodes(desk)[8:10], "next, or after one more"
+    desk.router.handle(Encoded(single, False, []))
+    for transfer in pages[3:]:
+        desk.router.handle(Encoded(transfer, False, []))
+    assert set(encodes(desk)) == {*pages, single}
+    finish(desk, album)
+    finish(desk, photo)
+    assert desk.outstanding() == 0
+    assert desk.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
+
+
+def test_items_in_line_leave_it_with_their_request_and_are_asked_for_anew_once() -> None:
+    desk = desk_of(E0, PD0, encode_batch_patches=1)
+    stream, other = desk.submit(*[1.0] * 8), desk.submit(1.0)
+    first = need(desk, stream, 8)
+    again = [NeededItem(item, TransferId(f"again/{item}")) for item in range(8)]
+    desk.router.handle(Need(stream.request, PD0, again))
+    assert encodes(desk)[:4] == first[:4]
+    for _ in range(20):
+        waiting = [transfer for transfer in encodes(desk) if transfer in desk.router._encodings._in_hand]
+        for transfer in waiting:
+            desk.router.handle(Encoded(transfer, False, []))
+    assert encodes(desk)[4:] == [needed.transfer for needed in again]
+    (single,) = need(desk, other, 1)
+    need(desk, stream, 8)
+    desk.router.cancel(stream.request)
+    assert len(desk.router._encodings) == 0
+    assert single in encodes(desk)
+    desk.router.cancel(other.request)
+    assert desk.outstanding() == 0
+
+
+def test_who_waits_too_long_in_line_or_for_an_instance_that_is_gone_is_told() -> None:
+    desk = desk_of(E0, PD0)
+    running = [desk.submit() for _ in range(ROOM)]
+    late, patient = desk.submit(timeout=5.0), desk.submit()
+    desk.wait(6, E0, PD0)
+    with pytest.raises(DeadlineExceeded):
+        tokens_of(late)
+    desk.router.handle(Leave(PD0))
+    with pytest.raises(Unavailable):
+        tokens_of(patient)
+    assert desk.router.num_requests == 0
+    assert all(stream.record.finish_reason == "error" for stream in (late, patient, *running))
+
+
+def test_nothing_is_encoded_for_a_language_instance_that_is_gone() -> None:
+    """Rows that were offered to it after the encoder was told that it is gone would be kept for ever."""
+    desk = desk_of(E0, PD0, PD1, encode_batch_patches=1)
+    streams = [desk.submit(*[1.0] * 9, caller=caller) for caller in "abc"]
+    assert [to for to, _ in desk.of(Generate)] == [PD0, PD1, PD0]
+    first = need(desk, streams[0], 9)
+    need(desk, streams[2], 9)
+    for transfer in first[:2]:
+        desk.router.handle(Encoded(transfer, False, []))
+    elsewhere = [NeededItem(item, TransferId(f"elsewhere/{item}")) for item in range(9)]
+    desk.router.handle(Need(streams[1].request, PD1, elsewhere))
+    before = len(encodes(desk))  # the encoder has two items of each of the two that are about to be lost
+    desk.router.handle(Leave(PD0))
+    assert encodes(desk)[before:] == [needed.transfer for needed in elsewhere[:4]]
+
+
+def test_items_that_wait_for_an_encoder_that_is_gone_fail_their_requests() -> None:
+    desk = desk_of(E0, PD0, encode_batch_patches=1)
+    stream = desk.submit(*[1.0] * 9)
+    transfers = need(desk, stream, 9)
+    for transfer in transfers[:4]:
+        desk.router.handle(Encoded(transfer, False, []))
+    for transfer in transfers[4:8]:
+        desk.router.handle(Encoded(transfer, False, []))
+    desk.router.handle(Leave(E0))
+    assert stream.record.finish_reason == "error"
+    assert desk.outstanding() == 0
+
+
+def test_a_caller_with_its_share_is_refused_and_nobody_else() -> None:
+    desk = desk_of(PD0, max_queue_per_caller=2)
+    streams = [desk.submit(caller="a") for _ in range(2)]
+    with pytest.raises(RateLimited):
+        desk.submit(caller="a")
+    desk.submit(caller="b")
+    desk.router.cancel(streams[0].request)
+    desk.submit(caller="a")
+
+
+def busy_desk(seconds_each: float, **settings: Any) -> Desk:
+    """One that has seen sixteen requests, two at a time, each of which took so long."""
+    desk = desk_of(PD0, **settings)
+    for _ in range(8):
+        pair = [desk.submit(), desk.submit()]
+        desk.wait(seconds_each, PD0)
+        for stream in pair:
+            finish(desk, stream)
+    return desk
+
+
+def test_who_cannot_be_answered_in_time_is_refused_at_once_and_told_when_to_come_back() -> None:
+    desk = busy_desk(2.0, request_timeout=20.0)
+    admitted = []
+    began = time.monotonic()
+    with pytest.raises(Overloaded, match="would take about") as caught:
+        for _ in range(200):
+            admitted.append(desk.submit(caller="a"))
+    assert time.monotonic() - began < 5
+    # one a second: those in hand count half
+    assert 15 <= len(admitted) <= 25
+    assert 1 <= caught.value.retry_after <= 60
+    assert not isinstance(caught.value, RateLimited)
+    light = desk.submit(caller="b")
+    with pytest.raises(Overloaded):
+        desk.submit(caller="a")
+    for stream in (*admitted, light):
+        desk.router.cancel(stream.request)
+    assert desk.router.num_requests == 0
+
+
+def test_nobody_is_refused_for_what_was_measured_while_little_was_or_nobody_waits() -> None:
+    desk = desk_of(PD0, request_timeout=1.0)
+    stream = desk.submit()
+    desk.wait(0.75, PD0)
+    finish(desk, stream)
+    for _ in range(50):
+        desk.submit()
+    idle = busy_desk(2.0, request_timeout=20.0)
+    idle.now += 3600
+    idle.wait(1, PD0)
+    assert idle.submit()
+
+
+STEPS: dict[str, Callable[[Desk, TokenStream], object]] = {
+    "need": lambda desk, stream: need(desk, stream, len(desk.router._requests[stream.request].prompt.items)),
+    "token": begin,
+    "finish": finish,
+    "cancel": lambda desk, stream: desk.router.cancel(stream.request),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(data: st.DataObject) -> None:
+    desk = desk_of(E0, E1, PD0, PD1, max_num_seqs=1, encode_batch_patches=1, max_queue=12)
+    streams: list[TokenStream] = []
+    for _ in range(data.draw(st.integers(1, 60))):
+        step = data.draw(st.sampled_from(["submit", "submit", "need", "encoded", "token", "finish", "cancel", "leave"]))
+        alive = [stream for stream in streams if stream.request in desk.router._requests]
+        if step == "submit":
+            costs = data.draw(st.lists(st.just(1.0), max_size=6))
+            try:
+                streams.append(desk.submit(*costs, caller=data.draw(st.sampled_from("abc"))))
+            except (Overloaded, Unavailable):
+                continue
+        elif step == "encoded" and desk.router._encodings._in_hand:
+            transfers = list(desk.router._encodings._in_hand)
+            desk.router.handle(Encoded(transfers[data.draw(st.integers(0, len(transfers) - 1))], False, []))
+        elif step == "leave":
+            address = data.draw(st.sampled_from([E0, E1, PD0, PD1]))
+            desk.router.handle(Leave(address))
+            desk.register(address)
+        elif alive and step in STEPS:
+            stream = alive[data.draw(st.integers(0, len(alive) - 1))]
+            STEPS[step](desk, stream)
+    for _ in range(200):
+        for transfer in list(desk.router._encodings._in_hand):
+            desk.router.handle(Encoded(transfer, False, []))
+        for stream in streams:
+            if stream.request in desk.router._requests:
+                finish(desk, stream)
+    assert desk.router.num_requests == 0
+    assert desk.outstanding() == 0
+    assert all(lease.patches == 0 for lease in desk.router.registry)
+    assert (desk.router._encodings._requests, desk.router._streams, len(desk.router._encodings)) == ({}, {}, 0)
+    assert all(stream.record.finish_reason for stream in streams)

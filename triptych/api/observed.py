@@ -1,0 +1,81 @@
+"""Around every request: its record, its id, and who is told of it once it is over."""
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from blake3 import blake3
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from triptych.observe.requests import CURRENT, RequestRecord
+
+log = logging.getLogger(__name__)
+
+_SALT = secrets.token_bytes(32)
+"""Keys are told apart by their digests; these mean nothing outside this process."""
+
+REQUEST_ID = "x-request-id"
+TRACEPARENT = "traceparent"
+METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH")
+_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+Observer = Callable[[RequestRecord], None]
+
+
+class Observed:
+    """ASGI middleware. A request keeps the id that its client gave it, if it is one that can be logged and sent back as
+    it is; every answer carries its request's id."""
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
+        self._app = app
+        self._observers = observers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        record = RequestRecord(
+            id=given if _ID.fullmatch(given) else secrets.token_hex(16),
+            method=scope["method"] if scope["method"] in METHODS else "other",
+            caller=_caller(scope, headers),
+            traceparent=headers.get(TRACEPARENT, ""),
+        )
+
+        async def noting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = record.id
+            await send(message)
+
+        context = CURRENT.set(record)
+        try:
+            await self._app(scope, receive, noting_send)
+        except Exception:
+            record.status = 500
+            raise
+        finally:
+            CURRENT.reset(context)
+            record.ended = time.time()
+            record.handler = getattr(scope.get("route"), "path", "unknown")
+            self._tell(record)
+
+    def _tell(self, record: RequestRecord) -> None:
+        for observer in self._observers:
+            try:
+                observer(record)
+            except Exception:  # what is said about a request must not cost its client the answer
+                log.exception("couldn't report request %s", record.id)
+
+
+def _caller(scope: Scope, headers: Headers) -> str:
+    if name := scope.get("state", {}).get("api_key"):
+        return f"key {name}"
+    if key := headers.get("authorization"):
+        return "key " + blake3(key.encode(), key=_SALT).hexdigest(16)
+    client = scope.get("client")
+    return "address " + (str(client[0]) if client else "unknown")

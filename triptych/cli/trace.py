@@ -1,0 +1,70 @@
+"""``triptych trace``: requests of a log as a file for Perfetto."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from triptych.errors import ConfigError
+from triptych.observe.perfetto import trace_events
+from triptych.observe.request_log import timeline_of
+from triptych.observe.timeline import Interval
+
+SUMMARY = "turn a request, or a window of time, of a request log into a file for ui.perfetto.dev"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("request", nargs="?", metavar="REQUEST", help="a request's id (default: all requests)")
+    parser.add_argument("--log", type=Path, required=True, help="what serve wrote with --request-log-file")
+    parser.add_argument("--since", metavar="TIME", help="leave out what came before, such as 2026-01-31T12:00:00")
+    parser.add_argument("--until", metavar="TIME", help="leave out what came after")
+    parser.add_argument("--out", type=Path, default=Path("trace.json"), help="the file to write (default: trace.json)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    since, until = (_moment(name, getattr(arguments, name)) for name in ("since", "until"))
+    try:
+        requests = [
+            found
+            for line in arguments.log.read_text().splitlines()
+            for found in _wanted(line, arguments.request, since, until)
+        ]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--log {arguments.log}: {getattr(error, 'strerror', 'it is not text')}") from None
+    if not requests:
+        what = f"no request {arguments.request!r}" if arguments.request else "no requests"
+        raise ConfigError(f"{arguments.log} has {what} of that time")
+    try:
+        arguments.out.write_text(json.dumps(trace_events(requests)) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out {arguments.out}: {error.strerror}") from None
+    Console().print(f"wrote {len(requests)} requests to {arguments.out}: open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _wanted(
+    line: str, request: str | None, since: datetime | None, until: datetime | None
+) -> Iterator[tuple[str, list[Interval]]]:
+    """What one line has to add; nothing for a line that isn't a request's, since other programs may write there too."""
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        name, moment = str(fields["request_id"]), datetime.fromisoformat(fields["time"])
+        timeline = timeline_of(fields)
+    except (ValueError, KeyError, TypeError):
+        return
+    if request in (None, name) and (since is None or since <= moment) and (until is None or moment <= until):
+        yield name, timeline
+
+
+def _moment(name: str, text: str | None) -> datetime | None:
+    """In this machine's time zone unless it says another."""
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except ValueError:
+        raise ConfigError(f"--{name} {text!r} is not a time such as 2026-01-31T12:00:00") from None

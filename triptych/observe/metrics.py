@@ -1,0 +1,150 @@
+"""What the front door measures, under vLLM's names where they mean the same, for Prometheus.
+
+Labels have few values, and none that a client chooses: stages, errors' names, routes, finish reasons.
+"""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+
+from triptych.observe.requests import RequestRecord, SequenceRecord
+from triptych.observe.timeline import Interval
+
+PREFIX = "triptych:"
+FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
+
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+)  # fmt: skip
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+STAGES = {
+    "fetch": "front door", "plan": "front door", "preprocess": "encode", "encode": "encode", "prefill": "prefill",
+    "decode": "decode",
+}  # fmt: skip
+"""Which panel an interval belongs to, where that doesn't depend on what it is about."""
+TIMES = ("queue", "transfer", *STAGES)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+def stage_of(interval: Interval) -> str:
+    """What an item waits for, and is carried by, belongs to its encoding; what the whole request waits for, and its KV,
+    to prefill."""
+    return STAGES.get(interval.stage, "prefill" if interval.item is None else "encode")
+
+
+class Metrics:
+    """All metrics of a front door. ``registry`` is what is exposed; the router adds what instances report."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        ProcessCollector(registry=self.registry)
+        self._time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "from the HTTP request's arrival to its first token", _SECONDS
+        )
+        self._inter_token = self._histogram("inter_token_latency_seconds", "between two tokens of a choice", _SECONDS)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "a choice's mean time per token after the first", _SECONDS
+        )
+        self._end_to_end = self._histogram(
+            "e2e_request_latency_seconds", "from the HTTP request's arrival to its last token", _SECONDS
+        )
+        self._prompt_length = self._histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
+        self._answer_length = self._histogram("request_generation_tokens", "tokens of a choice", _TOKENS)
+        self._times = {
+            name: self._histogram(
+                f"request_{name}_time_seconds", f"one {name} interval of a request", _SECONDS, "stage"
+            )
+            for name in TIMES
+        }
+        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of requests that were admitted")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "of these, known to a prefix cache")
+        self._generation_tokens = self._counter("generation_tokens", "tokens generated")
+        self._items = self._counter("mm_items", "media items of requests that were admitted")
+        self._success = self._counter("request_success", "choices that ended by themselves", "finished_reason")
+        self._failure = self._counter("request_failure", "choices that failed, by the error's name", "error")
+        self._rejections = self._counter("admission_rejections", "requests that were not admitted", "error")
+        self._reencoded = self._counter("reencode", "items that were needed again, after a preemption or a loss")
+        self._recovered = self._counter(
+            "recovered_requests", "times that a request went on with another instance, by the stage lost", "stage"
+        )
+        self._http = self._counter("http_requests", "HTTP requests answered", "handler", "status")
+        for reason in FINISH_REASONS[:3]:
+            self._success.labels(reason)
+
+    # ── sequences: called by the router ──────────────────────────────────────────────────────────────────────
+
+    def admitted(self, sequence: SequenceRecord) -> None:
+        if sequence.counted:
+            self._prompt_tokens.inc(sequence.num_prompt)
+            self._items.inc(sequence.num_items)
+            self._prompt_length.observe(sequence.num_prompt)
+
+    def rejected(self, error: Exception) -> None:
+        self._rejections.labels(type(error).__name__).inc()
+
+    def took_tokens(self, sequence: SequenceRecord, count: int, now: float) -> None:
+        """New tokens of a sequence have come; notes them in its record, too."""
+        if sequence.counted:
+            self._generation_tokens.inc(count)
+            if sequence.first_token:
+                self._inter_token.observe(now - sequence.last_token)
+            else:
+                self._time_to_first_token.observe(now - sequence.arrived)
+        sequence.first_token = sequence.first_token or now
+        sequence.last_token = now
+        sequence.num_tokens += count
+
+    def ended(self, sequence: SequenceRecord, now: float) -> None:
+        """A sequence has its finish reason."""
+        if not sequence.counted:
+            return
+        if sequence.finish_reason == "error":
+            self._failure.labels(sequence.error or "unknown").inc()
+        else:
+            self._success.labels(_known(sequence.finish_reason, FINISH_REASONS)).inc()
+        self._cached_tokens.inc(sequence.num_reused)
+        self._answer_length.observe(sequence.num_tokens)
+        self._observe_times(sequence.intervals)
+        if sequence.finish_reason in ("abort", "error"):
+            return
+        self._end_to_end.observe(now - sequence.arrived)
+        if sequence.num_tokens > 1:
+            self._per_token.observe((sequence.last_token - sequence.first_token) / (sequence.num_tokens - 1))
+
+    def reencoded(self) -> None:
+        """An item is encoded once more for the same request."""
+        self._reencoded.inc()
+
+    def recovered(self, stage: str, count: int = 1) -> None:
+        """Requests go on with another instance in place of one that was lost."""
+        self._recovered.labels(stage).inc(count)
+
+    # ── HTTP ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def answered(self, record: RequestRecord) -> None:
+        """An HTTP request is over."""
+        self._http.labels(record.handler, str(record.status)).inc()
+        self._observe_times(record.intervals)
+
+    def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """Exposes what ``value`` says whenever it is asked."""
+        Gauge(PREFIX + name, meaning, registry=self.registry).set_function(value)
+
+    # ── making them ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _observe_times(self, intervals: Iterable[Interval]) -> None:
+        for interval in intervals:
+            if times := self._times.get(interval.stage):
+                times.labels(stage_of(interval)).observe(max(0.0, interval.end - interval.start))
+
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(PREFIX + name, meaning, labels, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, meaning, labels, registry=self.registry)
+
+
+def _known(value: str | None, known: tuple[str, ...]) -> str:
+    return value if value in known else "other"

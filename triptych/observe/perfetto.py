@@ -1,0 +1,42 @@
+"""Requests' timelines as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open: each instance a process,
+each request a row in it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from triptych.observe.timeline import Interval
+
+FRONT_DOOR = "front door"
+
+
+def trace_events(requests: Iterable[tuple[str, list[Interval]]]) -> dict[str, Any]:
+    """The trace of requests, each an id and its intervals, in the Trace Event Format's JSON Object Format: complete
+    events with times in microseconds, and the names of processes and threads."""
+    events: list[dict[str, Any]] = []
+    processes: dict[str, int] = {}
+    rows: dict[tuple[int, str], int] = {}
+    for request, intervals in requests:
+        for interval in intervals:
+            engine = interval.engine or FRONT_DOOR
+            process = processes.setdefault(engine, len(processes) + 1)
+            item = "" if interval.item is None else f" item {interval.item + 1}"
+            row = rows.setdefault((process, request + item), len(rows) + 1)
+            events.append(
+                {
+                    "name": interval.stage,
+                    "cat": "request",
+                    "ph": "X",
+                    "ts": round(interval.start * 1e6),
+                    "dur": max(0, round((interval.end - interval.start) * 1e6)),
+                    "pid": process,
+                    "tid": row,
+                    "args": {"request_id": request},
+                }
+            )
+    events += [_name("process_name", process, 0, engine) for engine, process in processes.items()]
+    events += [_name("thread_name", process, row, name) for (process, name), row in rows.items()]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(kind: str, process: int, row: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}

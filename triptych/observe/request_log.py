@@ -1,0 +1,77 @@
+"""One line of JSON for each request that asked the model something: what it was, how it ended, where its time went.
+
+Never what was said: no prompt, no answer, no URL, no header but the request's id. ``triptych trace`` reads these lines.
+"""
+
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import msgspec
+
+from triptych.errors import StartError
+from triptych.observe.requests import RequestRecord, SequenceRecord
+from triptych.observe.timeline import Interval, as_json
+
+
+class RequestLog:
+    """Writes a line per request to a file, which it appends to, or to standard output."""
+
+    def __init__(self, path: str = "") -> None:
+        """Raises StartError for a file that can't be written to."""
+        try:
+            self._file: TextIO = open(path, "a", encoding="utf-8") if path else sys.stdout  # noqa: SIM115 - closed by close
+        except OSError as error:
+            raise StartError(f"--request-log-file {path}: {error.strerror}") from None
+        self._encoder = msgspec.json.Encoder()
+
+    def __call__(self, record: RequestRecord) -> None:
+        if record.generates:
+            self._file.write(self._encoder.encode(line_of(record)).decode() + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not sys.stdout:
+            self._file.close()
+
+
+def line_of(record: RequestRecord) -> dict[str, Any]:
+    """The line's fields. Times in ms from the request's arrival, which ``time`` says."""
+    sequences = record.sequences
+    return {
+        "time": datetime.fromtimestamp(record.began, UTC).isoformat(timespec="microseconds"),
+        "request_id": record.id,
+        "trace_id": record.trace_id,
+        "path": record.handler,
+        "status": record.status,
+        "error": record.error or next((one.error for one in sequences if one.error), None),
+        "finish_reasons": [one.finish_reason for one in sequences],
+        "prompt_tokens": max((one.num_prompt for one in sequences), default=0),
+        "cached_tokens": max((one.num_reused for one in sequences), default=0),
+        "generation_tokens": sum(one.num_tokens for one in sequences),
+        "mm_items": max((one.num_items for one in sequences), default=0),
+        "ttft_ms": _first_token_ms(record.began, sequences),
+        "e2e_ms": round((record.ended - record.began) * 1000, 3),
+        "timeline": as_json(record.timeline(), record.began),
+    }
+
+
+def timeline_of(line: dict[str, Any]) -> list[Interval]:
+    """The intervals of a line that ``line_of`` made. Raises KeyError, TypeError or ValueError for any other."""
+    began = datetime.fromisoformat(line["time"]).timestamp()
+    return [
+        Interval(
+            str(row["stage"]),
+            began + float(row["start_ms"]) / 1000,
+            began + float(row["end_ms"]) / 1000,
+            row.get("item"),
+            str(row.get("engine", "")),
+        )
+        for row in line["timeline"]
+    ]
+
+
+def _first_token_ms(began: float, sequences: Iterable[SequenceRecord]) -> float | None:
+    first = min((one.first_token for one in sequences if one.first_token), default=None)
+    return None if first is None else round((first - began) * 1000, 3)

@@ -1,0 +1,157 @@
+"""Which requests are let in, and whose turn it is among those that wait. Holds no device and no socket.
+
+Instances are given what they can work on at a time and a little more, so that the order of the rest is still to choose.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from triptych.config import EngineConfig, FrontDoorConfig
+from triptych.errors import Overloaded, RateLimited
+from triptych.messages.work import Generate
+from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.fair_queue import FairQueue, Ticket
+from triptych.router.forecast import Forecast
+from triptych.types import RequestId
+
+AHEAD = 4
+"""Of every so many sequences that an instance works on, one more waits there: its next step needn't wait for us."""
+ENCODE_BATCHES_AHEAD = 4
+"""Batches of patches that an encode instance has at a time: one in the tower, the others being preprocessed."""
+MAX_RETRY_AFTER = 60
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A request that no instance has been given yet. ``cost`` as the forecast has it, ``items_cost`` as plans have
+    it."""
+
+    prompt: PlannedPrompt
+    generate: Generate
+    caller: str
+    priority: int
+    deadline: float
+    cost: float
+    items_cost: float
+
+
+class Running(Protocol):
+    """A request that instances work on."""
+
+    waiting: Waiting
+    """As it was before."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first token has come."""
+
+
+class Admission:
+    """The requests that wait, and what is known of how fast they are worked off."""
+
+    def __init__(self, config: FrontDoorConfig, engine: EngineConfig) -> None:
+        """``engine`` is how this service's instances are set up; those with other settings are given work as if they
+        had these."""
+        self.forecast = Forecast()
+        self.max_running = engine.max_num_seqs + max(2, engine.max_num_seqs // AHEAD)
+        self.max_patches = ENCODE_BATCHES_AHEAD * engine.encode_batch_patches
+        self._max_media = max(1, engine.max_num_seqs // 2)
+        self._config = config
+        self._line: FairQueue[Waiting] = FairQueue()
+        self._tickets: dict[RequestId, Ticket[Waiting]] = {}
+
+    def check(
+        self,
+        caller: str,
+        running: Collection[Running],
+        *,
+        cost: float | None = None,
+        items_cost: float = 0.0,
+        encoding: float = 0.0,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Raises RateLimited for a caller that has as much here as it may, and Overloaded when the house is full or the
+        answer wouldn't come within ``timeout`` seconds. ``cost`` and ``items_cost`` are the request's, if they are
+        known already; ``encoding`` the cost of what encode instances have in hand."""
+        here = len(running) + len(self._line)
+        if here >= self._config.max_queue:
+            raise Overloaded(f"{here} requests are waiting or running, the most allowed", self._retry_after(0.0))
+        if limit := self._config.max_queue_per_caller:
+            own = sum(entry.waiting.caller == caller for entry in running)
+            own += sum(ticket.caller == caller for ticket in self._line)
+            if own >= limit:
+                raise RateLimited(f"{own} of your requests are waiting or running, the most allowed")
+        cost = self.forecast.mean_cost if cost is None else cost
+        ahead = self._line.ahead(caller, cost, priority) + sum(entry.waiting.cost for entry in running) / 2
+        seconds = self.forecast.seconds(ahead, cost, encoding + self._items_ahead(caller, items_cost))
+        limit_seconds = self._config.request_timeout if timeout is None else timeout
+        if seconds > limit_seconds:
+            raise Overloaded(
+                f"the answer would take about {seconds:.0f} s, more than the {limit_seconds:g} s it may take",
+                self._retry_after(seconds - limit_seconds),
+            )
+
+    def add(self, waiting: Waiting) -> None:
+        """Puts a request in line. One with media waits apart from its caller's texts."""
+        kind = "media" if waiting.prompt.items else "text"
+        self._tickets[waiting.generate.request] = self._line.add(
+            waiting, waiting.caller, waiting.cost, waiting.priority, kind
+        )
+
+    def next(self, running: Collection[Running], num_generators: int) -> Waiting | None:
+        """Whose turn it is now that one of so many instances has room; None when nobody may start. Prompts that wait
+        for an encoder hold at most half of the places, so that texts get by."""
+        encoding = sum(bool(entry.waiting.prompt.items) and not entry.has_begun for entry in running)
+        ticket = self._line.pop(lambda waiting: not waiting.prompt.items or encoding < num_generators * self._max_media)
+        if ticket is None:
+            return None
+        del self._tickets[ticket.work.generate.request]
+        return ticket.work
+
+    def remove(self, request: RequestId) -> Waiting | None:
+        """Takes a request out of the line; None when it isn't there."""
+        if (ticket := self._tickets.pop(request, None)) is None:
+            return None
+        self._line.remove(ticket)
+        return ticket.work
+
+    def started(self, now: float) -> None:
+        self.forecast.rate.begin(now)
+
+    def ended(self, waiting: Waiting, num_generated: int, began: float, now: float, *, whole: bool) -> None:
+        """A request that was started at ``began`` is over; ``whole``: it was answered to its end."""
+        num_prompt = len(waiting.prompt.tokens)
+        if whole:
+            cost = self.forecast.ended(num_prompt, num_generated, now - began)
+        else:
+            cost = self.forecast.cost_of(num_prompt, num_generated) if num_generated else 0.0
+        self.forecast.rate.end(cost, now)
+        self._line.charge(waiting.caller, cost - waiting.cost)
+
+    def overdue(self, now: float) -> list[Waiting]:
+        """Those whose time has run out in line."""
+        return [ticket.work for ticket in self._line if ticket.work.deadline < now]
+
+    def all(self) -> list[Waiting]:
+        return [ticket.work for ticket in self._line]
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def _items_ahead(self, caller: str, cost: float) -> float:
+        """Of the media of those in line, what will be encoded before a new request's: as ``FairQueue.ahead``."""
+        by_caller: Counter[str] = Counter()
+        for ticket in self._line:
+            by_caller[ticket.caller] += ticket.work.items_cost  # type: ignore[assignment]
+        own = by_caller.pop(caller, 0.0)
+        return own + sum(min(waiting, own + cost) for waiting in by_caller.values())
+
+    def _retry_after(self, seconds: float) -> int:
+        """When there may be room, in whole seconds."""
+        rate = self.forecast.rate.per_second()
+        one_more = self.forecast.mean_cost / rate if rate else 0.0
+        return min(MAX_RETRY_AFTER, max(1, math.ceil(max(seconds, one_more))))

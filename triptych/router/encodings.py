@@ -1,0 +1,158 @@
+"""The media items of all requests on their way through encode instances: in line, and in hand. Holds no socket.
+
+Instances are given a few batches at a time, so that the order of the rest is still to choose: whose turn it is, is the
+fair queue's to say.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from triptych.messages.codec import Message
+from triptych.messages.work import MIN_TIMEOUT, Encode
+from triptych.prompt.prompt import PlannedItem
+from triptych.router.fair_queue import FairQueue, Ticket
+from triptych.router.forecast import Rate
+from triptych.router.placement import least_outstanding
+from triptych.router.registry import InstanceLease
+from triptych.types import Address, RequestId, TransferId
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """An item, the ``index``-th of its request, whose rows ``consumer`` lacks; by the ``deadline``, on the router's
+    clock, they are of no use any more."""
+
+    request: RequestId
+    index: int
+    item: PlannedItem
+    transfer: TransferId
+    consumer: Address
+    deadline: float
+
+
+@dataclass(eq=False)
+class Encoding:
+    """One item in the hands of ``encoder``, on its way to a language instance."""
+
+    wanted: Wanted
+    encoder: InstanceLease
+    patches: int
+    done: bool = False
+
+
+@dataclass
+class _Items:
+    """Of one request: by item's index those in line, by transfer those in hand."""
+
+    in_line: dict[int, Ticket[Wanted]] = field(default_factory=dict)
+    in_hand: dict[TransferId, Encoding] = field(default_factory=dict)
+
+
+class Encodings:
+    """Which items wait, and who encodes the others."""
+
+    def __init__(
+        self,
+        *,
+        encoders: Callable[[], Collection[InstanceLease]],
+        max_patches: int,
+        tell: Callable[[Address, Message], None],
+        rate: Rate,
+        clock: Callable[[], float],
+    ) -> None:
+        """``encoders`` says which encode instances there are; each is given more while it has less than
+        ``max_patches`` in hand. ``rate`` learns how fast they are, in cost per second."""
+        self._encoders = encoders
+        self._max_patches = max_patches
+        self._tell = tell
+        self._rate = rate
+        self._clock = clock
+        self._line: FairQueue[Wanted] = FairQueue()
+        self._requests: dict[RequestId, _Items] = {}
+        self._in_hand: dict[TransferId, Encoding] = {}
+
+    def want(self, wanted: Wanted, caller: str, priority: int) -> bool:
+        """Puts an item in line. Whether it is there or in hand already, for a transfer that this one replaces: after a
+        preemption an item is needed anew. Call ``start`` afterwards."""
+        items = self._requests.setdefault(wanted.request, _Items())
+        anew = self._drop(items, wanted.index)
+        items.in_line[wanted.index] = self._line.add(wanted, caller, wanted.item.plan.cost, priority)
+        return anew
+
+    def start(self) -> None:
+        """Gives items to encode instances that have room: whose turn it is goes to the one with the least to do."""
+        while len(self._line):
+            encoder = least_outstanding([one for one in self._encoders() if one.patches < self._max_patches])
+            ticket = self._line.pop() if encoder is not None else None
+            if encoder is None or ticket is None:
+                return
+            wanted = ticket.work
+            plan = wanted.item.plan
+            items, encoding = self._requests[wanted.request], Encoding(wanted, encoder, math.prod(plan.grid))
+            del items.in_line[wanted.index]
+            items.in_hand[wanted.transfer] = self._in_hand[wanted.transfer] = encoding
+            encoder.outstanding += plan.cost
+            encoder.patches += encoding.patches
+            self._rate.begin(self._clock())
+            item, timeout = wanted.item, max(wanted.deadline - self._clock(), MIN_TIMEOUT)
+            encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout)
+            self._tell(encoder.address, encode)
+
+    def get(self, transfer: TransferId) -> Encoding | None:
+        """The item that was given to an encode instance for that transfer, and whose request goes on."""
+        return self._in_hand.get(transfer)
+
+    def encoded(self, encoding: Encoding, *, cached: bool) -> None:
+        """The instance has done its part; ``cached`` when that was little."""
+        self._settle(encoding, 0.0 if cached else encoding.wanted.item.plan.cost)
+        self.start()
+
+    def forget(self, request: RequestId) -> None:
+        """The request has ended, or its prompt is somebody else's to compute: its items are off the books. Call
+        ``start`` afterwards."""
+        if items := self._requests.pop(request, None):
+            for index in [*items.in_line, *(encoding.wanted.index for encoding in items.in_hand.values())]:
+                self._drop(items, index)
+
+    def consumer_lost(self, consumer: Address) -> None:
+        """Nobody is there any more to whom rows could be offered that haven't been asked of an instance yet."""
+        for ticket in self._line:
+            if ticket.work.consumer == consumer:
+                self._line.remove(ticket)
+                del self._requests[ticket.work.request].in_line[ticket.work.index]
+
+    def offered_by(self, encoder: InstanceLease) -> list[TransferId]:
+        """What that instance was given to offer."""
+        return [transfer for transfer, encoding in self._in_hand.items() if encoding.encoder is encoder]
+
+    def unfinished_at(self, encoder: InstanceLease) -> list[RequestId]:
+        """The requests with items that it has in hand, each once."""
+        in_hand = [one for one in self._in_hand.values() if one.encoder is encoder and not one.done]
+        return list(dict.fromkeys(one.wanted.request for one in in_hand))
+
+    def in_line(self) -> list[RequestId]:
+        """The requests with items in line, each once."""
+        return list(dict.fromkeys(ticket.work.request for ticket in self._line))
+
+    def __len__(self) -> int:
+        """Items in line."""
+        return len(self._line)
+
+    def _drop(self, items: _Items, index: int) -> bool:
+        """Takes an item off the books, wherever it is; False when it is nowhere."""
+        earlier = [transfer for transfer, encoding in items.in_hand.items() if encoding.wanted.index == index]
+        for transfer in earlier:
+            self._settle(items.in_hand.pop(transfer), 0.0)
+            del self._in_hand[transfer]
+        if ticket := items.in_line.pop(index, None):
+            self._line.remove(ticket)
+        return bool(earlier or ticket)
+
+    def _settle(self, encoding: Encoding, done: float) -> None:
+        """An encode instance has nothing more to do for an item; so much of its cost was really work."""
+        if not encoding.done:
+            encoding.done = True
+            encoding.encoder.outstanding -= encoding.wanted.item.plan.cost
+            encoding.encoder.patches -= encoding.patches
+            self._rate.end(done, self._clock())

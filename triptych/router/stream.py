@@ -1,0 +1,70 @@
+"""What a request's caller reads its tokens from."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from triptych.errors import TriptychError
+from triptych.messages.work import Tokens
+from triptych.observe.requests import SequenceRecord
+from triptych.observe.timeline import Interval
+from triptych.types import RequestId
+
+
+class TokenStream:
+    """The tokens of one request as they come. Ends after the tokens that carry a finish reason."""
+
+    def __init__(self, request: RequestId, record: SequenceRecord) -> None:
+        self.request = request
+        self.record = record
+        self._untaken: list[Tokens] = []
+        self._error: TriptychError | None = None
+        self._closed = False
+        self._news = asyncio.Event()
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """Where the request's time went, as far as its instances have said."""
+        return self.record.intervals
+
+    def put(self, event: Tokens | TriptychError) -> None:
+        """For the router. After a finish reason or an error nothing more comes."""
+        if isinstance(event, TriptychError):
+            self._error = event
+        else:
+            self._untaken.append(event)
+        self._news.set()
+
+    def close(self) -> None:
+        """Whoever iterates gets nothing more."""
+        self._closed = True
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[Tokens]:
+        """What came since the last look counts as one report, so that a reader who is slow is told less often, not
+        later and later. Raises RequestError or ServiceError when the request failed."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._closed:
+                return
+            if self._untaken:
+                tokens, self._untaken = _joined(self._untaken), []
+                yield tokens
+                if tokens.finish_reason is not None:
+                    return
+            if self._error is not None:
+                raise self._error
+
+
+def _joined(reports: list[Tokens]) -> Tokens:
+    if len(reports) == 1:
+        return reports[0]
+    last = reports[-1]
+    return Tokens(
+        last.request,
+        [token for report in reports for token in report.tokens],
+        [logprob for report in reports for logprob in report.logprobs],
+        last.finish_reason,
+        last.reused,
+        last.intervals,
+    )
