@@ -104,7 +104,7 @@ def test_limits(folder: Path) -> None:
         assert service.post([text_part("x"), video_part(clip(frames=40))]).status_code == 200
         assert "6.0 s; at most 5" in error(clip(frames=60))
         assert "gigapixels; at most 0.0005" in error(clip(frames=40, width=160, height=96))
-        assert "the video is larger than 1048576 bytes" in error(bytes(2**20 + 1))
+        assert "the file has more than 1048576 bytes" in error(bytes(2**20 + 1))
         assert "at least 1" not in error(clip(frames=60))
         response = service.post([video_part(MP4), video_part(MP4), text_part("x")])
         assert "2 videos, at most 1" in the_error(response, 400, "messages")

@@ -74,6 +74,7 @@ class EncodeHost:
         front_door: Address,
         send: Send,
     ) -> None:
+        self._preprocessor: Preprocessor = preprocessor
         self.preprocessors = preprocessor
         self._encoder = encoder
         self._queue = queue
@@ -208,7 +209,7 @@ class EncodeHost:
 
     def _inputs(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
         """Nothing of the preprocessor runs before the first part is asked for, on a worker."""
-        yield from self.preprocessors(data, plan)
+        yield from self._preprocessor(data, plan)
 
     def _next_parts(self, job: EncodeJob) -> list[TowerInput]:
         """A batch's worth of a job's parts; none when it has no more. Runs on a worker."""
