@@ -46,10 +46,10 @@ class RowCache:
             self.num_bytes -= oldest.nbytes
 
     def get_item(self, key: str) -> list[Rows] | None:
-        """The rows of all parts of an item, in order; None unless all are here."""
+        """The rows of all parts of an item, in order; None unless all are here. Then each part is looked up as it is
+        needed, and counts then."""
         names = self._items.get(key)
         if names is None or any(name not in self._entries for name in names):
-            self.misses += 1
             return None
         self._items.move_to_end(key)
         return [rows for name in names if (rows := self.get(name)) is not None]
