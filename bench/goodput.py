@@ -65,11 +65,11 @@ class Arrival:
     seed: int
 
 
-def arrivals(mix: dict[Load, float], rate: float, seconds: float, seed: int) -> list[Arrival]:
+def arrivals(mix: dict[Load, float], rate: float, requests: int, seed: int) -> list[Arrival]:
     """Poisson arrivals at ``rate`` a second, each of a random make-up."""
     rng = random.Random(seed)
-    found, now = [], rng.expovariate(rate)
-    while now < seconds:
+    found, now = [], 0.0
+    while len(found) < requests:
         load = rng.choices(list(mix), weights=list(mix.values()))[0]
         found.append(Arrival(now, load, rng.randrange(2**31)))
         now += rng.expovariate(rate)
@@ -152,13 +152,13 @@ async def study(options: argparse.Namespace) -> dict[str, Any]:
         "mixes": {},
     }
     for name in options.mixes:
-        base = await capacity(options.model, options.setups[0], MIXES[name], options.capacity_requests)
+        base = await capacity(options.model, options.setups[0], MIXES[name], options.requests)
         points: dict[str, list[dict[str, Any]]] = {setup: [] for setup in options.setups}
         for setup in options.setups:
             async with Setup(options.model, setup) as client:
                 for times in options.rates:
                     rate = times * base
-                    at = arrivals(MIXES[name], rate, options.seconds, seed=int(1000 * times))
+                    at = arrivals(MIXES[name], rate, options.requests, seed=int(1000 * times))
                     bodies, began = bodies_of(at), time.perf_counter()
                     samples = await arrive(client, bodies, at)
                     shown = judged(at, samples, promised, time.perf_counter() - began)
@@ -200,8 +200,7 @@ def main() -> None:
     parser.add_argument("--setups", nargs="+", default=SETUPS, help="topology:threads")
     parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.1], help="of the capacity")
-    parser.add_argument("--seconds", type=float, default=25.0, help="how long requests arrive at each rate")
-    parser.add_argument("--capacity-requests", type=int, default=40)
+    parser.add_argument("--requests", type=int, default=40, help="at each rate")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON, mix by mix")
     parser.add_argument("--plot", type=Path, help="where to draw goodput over rate; needs matplotlib")
     options = parser.parse_args()
