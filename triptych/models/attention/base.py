@@ -95,9 +95,12 @@ class AttentionBatch:
         if (index, window) not in self._masks:
             first = self.first_seen(index, window)
             before = kv_len - query_len - first
-            hidden = torch.full((query_len, kv_len - first), -torch.inf, dtype=dtype, device=self.slots.device)
-            mask = hidden.triu(before + 1)
-            self._masks[index, window] = mask if window is None else mask + hidden.tril_(before - window)
+            everything = torch.full((query_len, kv_len - first), -torch.inf, dtype=dtype, device=self.slots.device)
+            # in place: over a long context a mask is most of what a step needs
+            too_early = None if window is None else everything.tril(before - window)
+            mask = self._masks[index, window] = everything.triu_(before + 1)
+            if too_early is not None:
+                mask += too_early
         return self._masks[index, window]
 
     def paged(self, tile: int) -> PagedTables:
