@@ -166,11 +166,11 @@ async def reports(service: Running, messages: Any, **sampling: Any) -> list[tupl
     prompt = front.prompt_builder.build(messages)
     settings = Sampling(**({"max_tokens": 12, "ignore_eos": True} | sampling))
     stream = front.router.submit(prompt, settings, sorted(front.tokenizer.eos_token_ids))
-    return [
-        (token, [top for entry in report.logprobs for top, _ in entry.top], report.finish_reason)
-        async for report in stream
-        for token in report.tokens
-    ]
+    told = [report async for report in stream]
+    tokens = [token for report in told for token in report.tokens]
+    logprobs = [[top for top, _ in entry.top] for report in told for entry in report.logprobs]
+    likeliest = logprobs or [[] for _ in tokens]
+    return [(token, top, told[-1].finish_reason) for token, top in zip(tokens, likeliest, strict=True)]
 
 
 def test_what_the_decode_instance_knows_is_not_sent_again(model: Model) -> None:

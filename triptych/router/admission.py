@@ -57,7 +57,7 @@ class Admission:
         had these."""
         self.forecast = Forecast()
         self.max_running = engine.max_num_seqs + max(2, engine.max_num_seqs // AHEAD)
-        self.max_patches = ENCODE_BATCHES_AHEAD * engine.encode_batch_patches
+        self.batch_patches = engine.encode_batch_patches
         self._max_media = max(1, engine.max_num_seqs // 2)
         self._config = config
         self._line: FairQueue[Waiting] = FairQueue()

@@ -15,7 +15,7 @@ from triptych.router.fair_queue import FairQueue, Ticket
 from triptych.router.forecast import Rate
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease
-from triptych.types import Address, RequestId, TransferId
+from triptych.types import Address, ItemPlan, RequestId, TransferId
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +56,18 @@ class Encodings:
         self,
         *,
         encoders: Callable[[], Collection[InstanceLease]],
-        max_patches: int,
+        batch_patches: int,
+        batches_ahead: int,
         tell: Callable[[Address, Message], None],
         rate: Rate,
         clock: Callable[[], float],
     ) -> None:
         """``encoders`` says which encode instances there are; each is given more while it has less than
-        ``max_patches`` in hand. ``rate`` learns how fast they are, in cost per second."""
+        ``batches_ahead`` batches of ``batch_patches`` in hand. An item counts as one batch at most: a larger one is
+        encoded by turns with others. ``rate`` learns how fast they are, in cost per second."""
         self._encoders = encoders
-        self._max_patches = max_patches
+        self._batch_patches = batch_patches
+        self._max_patches = batches_ahead * batch_patches
         self._tell = tell
         self._rate = rate
         self._clock = clock
@@ -89,7 +92,7 @@ class Encodings:
                 return
             wanted = ticket.work
             plan = wanted.item.plan
-            items, encoding = self._requests[wanted.request], Encoding(wanted, encoder, math.prod(plan.grid))
+            items, encoding = self._requests[wanted.request], Encoding(wanted, encoder, self._weight(plan))
             del items.in_line[wanted.index]
             items.in_hand[wanted.transfer] = self._in_hand[wanted.transfer] = encoding
             encoder.outstanding += plan.cost
@@ -98,6 +101,9 @@ class Encodings:
             item, timeout = wanted.item, max(wanted.deadline - self._clock(), MIN_TIMEOUT)
             encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout)
             self._tell(encoder.address, encode)
+
+    def _weight(self, plan: ItemPlan) -> int:
+        return min(math.prod(plan.grid), self._batch_patches)
 
     def get(self, transfer: TransferId) -> Encoding | None:
         """The item that was given to an encode instance for that transfer, and whose request goes on."""

@@ -53,7 +53,7 @@ from triptych.observe.metrics import Metrics
 from triptych.observe.requests import begin_sequence, current_caller, seconds_spent
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
-from triptych.router.admission import Admission, Waiting
+from triptych.router.admission import ENCODE_BATCHES_AHEAD, Admission, Waiting
 from triptych.router.encodings import Encodings, Wanted
 from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
@@ -142,7 +142,8 @@ class Router:
         self._admission = Admission(front_door, engine or EngineConfig())
         self._encodings = Encodings(
             encoders=lambda: self.registry.encoders(begun=True),
-            max_patches=self._admission.max_patches,
+            batch_patches=self._admission.batch_patches,
+            batches_ahead=ENCODE_BATCHES_AHEAD,
             tell=self._tell,
             rate=self._admission.forecast.encode_rate,
             clock=clock,
