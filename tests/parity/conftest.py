@@ -40,6 +40,17 @@ class Model:
         return answers
 
 
+DENSE_ALONE = ("test_split", "test_wide_split", "test_lost_generator", "test_prefix_cache")
+"""What these show doesn't depend on a layer's MLP: mixtures of experts are left to the slow suite."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in DENSE_ALONE and item.path.parent.name == "parity" and "moe" in item.name:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", params=["dense", "moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     torch.set_num_threads(1)
