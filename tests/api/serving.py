@@ -118,7 +118,7 @@ def served(
                 host.runner.run = steps.guard(host.runner.run)  # type: ignore[method-assign]
             if isinstance(host, EncodeHost):
                 host._encoder = encoder.guard(host._encoder)
-                host._preprocessor = preprocessor.guard(host._preprocessor)
+                host._next_parts = preprocessor.guard(host._next_parts)  # type: ignore[method-assign]
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

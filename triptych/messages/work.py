@@ -79,6 +79,12 @@ Timeout = Annotated[float, Meta(gt=0, le=NO_TIMEOUT)]
 """Seconds that are left. Not a point in time, because clocks of machines differ."""
 
 
+def time_left(deadline: float, now: float) -> float:
+    """Seconds until then, as messages say it: a little where it has passed, since whoever ends what is late does so at
+    its next look."""
+    return max(deadline - now, MIN_TIMEOUT)
+
+
 class ChangeRole(Struct, frozen=True, tag=True):
     """Front door → instance: nothing new comes; once what there is has ended, register again with this role. An
     instance that isn't idle within ``timeout`` seconds, or can't have the role, answers RoleKept."""

@@ -74,7 +74,6 @@ class EncodeHost:
         front_door: Address,
         send: Send,
     ) -> None:
-        self._preprocessor: Preprocessor = preprocessor
         self.preprocessors = preprocessor
         self._encoder = encoder
         self._queue = queue
@@ -209,7 +208,7 @@ class EncodeHost:
 
     def _inputs(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
         """Nothing of the preprocessor runs before the first part is asked for, on a worker."""
-        yield from self._preprocessor(data, plan)
+        yield from self.preprocessors(data, plan)
 
     def _next_parts(self, job: EncodeJob) -> list[TowerInput]:
         """A batch's worth of a job's parts; none when it has no more. Runs on a worker."""
@@ -318,7 +317,7 @@ class EncodeHost:
         if not self._is_wanted(job):
             return
         self._settle(job)
-        self.num_encoded += 1
+        self.num_encoded += job.encode_began > 0
         self._cache.put_item(job.key, tuple(job.names))
         for transfer in job.transfers:
             self._send(self._front_door, Encoded(transfer, not job.encode_began, _intervals(job)))

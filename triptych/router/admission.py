@@ -19,8 +19,6 @@ from triptych.types import RequestId
 
 AHEAD = 4
 """Of every so many sequences that an instance works on, one more waits there: its next step needn't wait for us."""
-ENCODE_BATCHES_AHEAD = 4
-"""Batches of patches that an encode instance has at a time: one in the tower, the others being preprocessed."""
 MAX_RETRY_AFTER = 60
 
 
@@ -57,7 +55,6 @@ class Admission:
         had these."""
         self.forecast = Forecast()
         self.max_running = engine.max_num_seqs + max(2, engine.max_num_seqs // AHEAD)
-        self.batch_patches = engine.encode_batch_patches
         self._max_media = max(1, engine.max_num_seqs // 2)
         self._config = config
         self._line: FairQueue[Waiting] = FairQueue()

@@ -9,13 +9,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from triptych.messages.codec import Message
-from triptych.messages.work import MIN_TIMEOUT, Encode
+from triptych.messages.work import Encode, time_left
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.fair_queue import FairQueue, Ticket
 from triptych.router.forecast import Rate
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease
 from triptych.types import Address, ItemPlan, RequestId, TransferId
+
+ENCODE_BATCHES_AHEAD = 4
+"""Batches of patches that an encode instance has at a time: one in the tower, the others being preprocessed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,17 +60,16 @@ class Encodings:
         *,
         encoders: Callable[[], Collection[InstanceLease]],
         batch_patches: int,
-        batches_ahead: int,
         tell: Callable[[Address, Message], None],
         rate: Rate,
         clock: Callable[[], float],
     ) -> None:
         """``encoders`` says which encode instances there are; each is given more while it has less than
-        ``batches_ahead`` batches of ``batch_patches`` in hand. An item counts as one batch at most: a larger one is
-        encoded by turns with others. ``rate`` learns how fast they are, in cost per second."""
+        ``ENCODE_BATCHES_AHEAD`` batches of ``batch_patches`` in hand. An item counts as one batch at most: a larger
+        one is encoded by turns with others. ``rate`` learns how fast they are, in cost per second."""
         self._encoders = encoders
         self._batch_patches = batch_patches
-        self._max_patches = batches_ahead * batch_patches
+        self._max_patches = ENCODE_BATCHES_AHEAD * batch_patches
         self._tell = tell
         self._rate = rate
         self._clock = clock
@@ -98,7 +100,7 @@ class Encodings:
             encoder.outstanding += plan.cost
             encoder.patches += encoding.patches
             self._rate.begin(self._clock())
-            item, timeout = wanted.item, max(wanted.deadline - self._clock(), MIN_TIMEOUT)
+            item, timeout = wanted.item, time_left(wanted.deadline, self._clock())
             encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout)
             self._tell(encoder.address, encode)
 

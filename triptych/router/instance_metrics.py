@@ -75,8 +75,8 @@ SERIES = [
     Series("num_preemptions", "sequences that lost their pages", True, _language(lambda one: one.preemptions)),
     Series("engine_steps", "forward passes", True, _language(lambda one: one.steps)),
     Series("engine_computed_tokens", "tokens computed in them", True, _language(lambda one: one.computed_tokens)),
-    Series("mm_cache_queries", "media items looked up", True, _encode(lambda one: one.cache_queries)),
-    Series("mm_cache_hits", "media items found", True, _encode(lambda one: one.cache_hits)),
+    Series("mm_cache_queries", "parts of media looked up", True, _encode(lambda one: one.cache_queries)),
+    Series("mm_cache_hits", "parts of media found", True, _encode(lambda one: one.cache_hits)),
     Series("mm_cache_bytes", "embedding rows remembered, in bytes", False, _encode(lambda one: one.cache_bytes)),
     Series("mm_items_encoded", "media items that went through the tower", True, _encode(lambda one: one.encoded)),
     Series(

@@ -23,7 +23,6 @@ from triptych.errors import (
 )
 from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
-    MIN_TIMEOUT,
     AskStatus,
     Cancel,
     Encoded,
@@ -48,12 +47,13 @@ from triptych.messages.work import (
     Status,
     Tokens,
     Welcome,
+    time_left,
 )
 from triptych.observe.metrics import Metrics
 from triptych.observe.requests import begin_sequence, current_caller, seconds_spent
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
-from triptych.router.admission import ENCODE_BATCHES_AHEAD, Admission, Waiting
+from triptych.router.admission import Admission, Waiting
 from triptych.router.encodings import Encodings, Wanted
 from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
@@ -77,11 +77,9 @@ class _Request:
     ``began`` by the router's clock."""
 
     waiting: Waiting
-    prompt: PlannedPrompt
     stream: TokenStream
     generator: InstanceLease
     cost: float
-    deadline: float
     generate: Generate
     began: float
     num_placements: int = 1
@@ -139,11 +137,11 @@ class Router:
         self.last_token = self.last_encoded = float("-inf")
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.registry))
-        self._admission = Admission(front_door, engine or EngineConfig())
+        engine = engine or EngineConfig()
+        self._admission = Admission(front_door, engine)
         self._encodings = Encodings(
             encoders=lambda: self.registry.encoders(begun=True),
-            batch_patches=self._admission.batch_patches,
-            batches_ahead=ENCODE_BATCHES_AHEAD,
+            batch_patches=engine.encode_batch_patches,
             tell=self._tell,
             rate=self._admission.forecast.encode_rate,
             clock=clock,
@@ -200,7 +198,7 @@ class Router:
             sampling=sampling,
             eos_token_ids=eos_token_ids,
             cache_salt=cache_salt,
-            timeout=max(timeout, MIN_TIMEOUT),
+            timeout=time_left(timeout, 0.0),
         )
         stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)))
         self.metrics.admitted(stream.record)
@@ -254,22 +252,19 @@ class Router:
             self._start(waiting, generator)
 
     def _start(self, waiting: Waiting, generator: InstanceLease) -> None:
-        generate = msgspec.structs.replace(waiting.generate, timeout=self._remaining(waiting.deadline))
-        prompt = waiting.prompt
+        generate = msgspec.structs.replace(waiting.generate, timeout=time_left(waiting.deadline, self._clock()))
         stream = self._streams.pop(generate.request)
         try:
             self._send(generator.address, generate)
         except TriptychError as error:
             self._refuse(stream, error)
             return
-        now, cost = self._clock(), float(len(prompt.tokens) + generate.sampling.max_tokens)
+        now, cost = self._clock(), float(len(generate.tokens) + generate.sampling.max_tokens)
         generator.outstanding += cost
         self._admission.started(now)
         if (started := time.time()) - stream.record.submitted > AT_ONCE:
             stream.intervals.append(Interval("queue", stream.record.submitted, started))
-        self._requests[generate.request] = _Request(
-            waiting, prompt, stream, generator, cost, waiting.deadline, generate, began=now
-        )
+        self._requests[generate.request] = _Request(waiting, stream, generator, cost, generate, began=now)
 
     def _refuse(self, stream: TokenStream, error: TriptychError) -> None:
         """A request ends that no instance knows."""
@@ -359,7 +354,10 @@ class Router:
         entry.num_placements += 1
         entry.generator = generator
         entry.generate = msgspec.structs.replace(
-            entry.generate, request=name, generated=list(entry.generated), timeout=self._remaining(entry.deadline)
+            entry.generate,
+            request=name,
+            generated=list(entry.generated),
+            timeout=time_left(entry.waiting.deadline, self._clock()),
         )
         generator.outstanding += entry.cost
         self._tell(generator.address, entry.generate)
@@ -368,10 +366,6 @@ class Router:
         """The request that its present generator knows by that name."""
         entry = self._requests.get(RequestId(name.partition(".")[0]))
         return entry if entry is not None and entry.generate.request == name else None
-
-    def _remaining(self, deadline: float) -> float:
-        """Seconds until then; a little where it has passed, and the next tick ends the request."""
-        return max(deadline - self._clock(), MIN_TIMEOUT)
 
     def _end_prefill(self, entry: _Request) -> None:
         """What it has not sent yet won't be waited for."""
@@ -407,7 +401,7 @@ class Router:
         cost = float(max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token))
         prefiller.outstanding += cost
         entry.prefilling = _Prefilling(message.transfer, prefiller, cost)
-        generate = msgspec.structs.replace(entry.generate, timeout=self._remaining(entry.deadline))
+        generate = msgspec.structs.replace(entry.generate, timeout=time_left(entry.waiting.deadline, self._clock()))
         prefill = Prefill(generate, message.generated, message.consumer, message.transfer, message.first_token)
         self._tell(prefiller.address, prefill)
 
@@ -416,14 +410,16 @@ class Router:
         if (entry := self._under_way(message.request)) is None:
             return
         for needed in message.items:
-            if needed.item >= len(entry.prompt.items):
+            if needed.item >= len(entry.waiting.prompt.items):
                 log.error("request %s has no item %d", message.request, needed.item)
                 continue
             if not self.registry.encoders(begun=True):
                 self._fail(entry.stream.request, Unavailable("no encode instance is ready"))
                 return
-            item = entry.prompt.items[needed.item]
-            wanted = Wanted(entry.stream.request, needed.item, item, needed.transfer, message.consumer, entry.deadline)
+            item = entry.waiting.prompt.items[needed.item]
+            wanted = Wanted(
+                entry.stream.request, needed.item, item, needed.transfer, message.consumer, entry.waiting.deadline
+            )
             if self._encodings.want(wanted, entry.waiting.caller, entry.waiting.priority):
                 self.metrics.reencoded()
         self._encodings.start()
@@ -547,7 +543,7 @@ class Router:
             log.warning("%s %s", lease.name, why)
             self._lose(lease, why)
         late = DeadlineExceeded("not done within the time that it had")
-        for request in [request for request, entry in self._requests.items() if entry.deadline < now]:
+        for request in [request for request, entry in self._requests.items() if entry.waiting.deadline < now]:
             self._fail(request, late)
         for waiting in self._admission.overdue(now):
             if stream := self._leave_line(waiting.generate.request):

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
-from triptych.types import MODEL_BOUNDS, FrameSampling, PixelBounds, VideoHeader
+from triptych.families.shared.geometry import bounded
+from triptych.types import FrameSampling, PixelBounds, VideoHeader
 
 MAX_ASPECT_RATIO = 200
 FILE = "video_preprocessor_config.json"
@@ -45,8 +46,7 @@ class VideoSampling:
 
     def asked(self, sampling: FrameSampling) -> "VideoSampling":
         """The same as a request asks for it. Raises UnsupportedMedia for what excludes each other, or asks for more
-        than
-        ``max_frames``."""
+        than ``max_frames``."""
         if sampling.fps and sampling.num_frames:
             raise UnsupportedMedia("fps and num_frames exclude each other")
         if sampling.num_frames > self.max_frames:
@@ -94,17 +94,8 @@ class VideoGeometry:
         )
 
     def within(self, bounds: PixelBounds) -> "VideoGeometry":
-        """The same with a request's bounds. Raises BadMediaSize for bounds that contradict each other, or that allow
-        more than the model's own ``max_pixels``, which is what the service is prepared for."""
-        if bounds == MODEL_BOUNDS:
-            return self
-        max_pixels = bounds.max_pixels or self.max_pixels
-        min_pixels = bounds.min_pixels or min(self.min_pixels, max_pixels)
-        if max_pixels > self.max_pixels:
-            raise BadMediaSize(f"max_pixels {max_pixels} exceeds the model's own, {self.max_pixels}")
-        if min_pixels > max_pixels or max_pixels < self.factor**2:
-            raise BadMediaSize(f"no video has at least {min_pixels} and at most {max_pixels} pixels once it is resized")
-        return replace(self, min_pixels=min_pixels, max_pixels=max_pixels)
+        """As ``bounded`` does."""
+        return bounded(self, bounds, "video")
 
     def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         """(height, width) after resizing: multiples of ``factor``, aspect ratio nearly kept, and all frames together

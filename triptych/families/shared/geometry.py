@@ -6,7 +6,7 @@ equal.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from triptych.errors import BadMediaSize, CheckpointError
 from triptych.families.base import ModelConfig
@@ -18,6 +18,36 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 # What the reference processor assumes where preprocessor_config.json says nothing.
 _DEFAULT_MIN_PIXELS = 56 * 56
 _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
+
+
+class Geometry(Protocol):
+    """How something becomes patches, as a frozen dataclass; ``factor`` is a token's side in pixels."""
+
+    @property
+    def factor(self) -> int: ...
+
+    @property
+    def min_pixels(self) -> int: ...
+
+    @property
+    def max_pixels(self) -> int: ...
+
+
+G = TypeVar("G", bound=Geometry)
+
+
+def bounded(own: G, bounds: PixelBounds, what: str) -> G:
+    """The same geometry with a request's bounds. Raises BadMediaSize for bounds that contradict each other, or that
+    allow more than its own ``max_pixels``, which is what the service is prepared for."""
+    if bounds == MODEL_BOUNDS:
+        return own
+    max_pixels = bounds.max_pixels or own.max_pixels
+    min_pixels = bounds.min_pixels or min(own.min_pixels, max_pixels)
+    if max_pixels > own.max_pixels:
+        raise BadMediaSize(f"max_pixels {max_pixels} exceeds the model's own, {own.max_pixels}")
+    if min_pixels > max_pixels or max_pixels < own.factor**2:
+        raise BadMediaSize(f"no {what} has at least {min_pixels} and at most {max_pixels} pixels once it is resized")
+    return replace(own, min_pixels=min_pixels, max_pixels=max_pixels)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
@@ -50,17 +80,8 @@ class ImageGeometry:
         return self.patch_size * self.merge_size
 
     def within(self, bounds: PixelBounds) -> "ImageGeometry":
-        """The same with a request's bounds. Raises BadMediaSize for bounds that contradict each other, or that allow
-        more than the model's own ``max_pixels``, which is what the service is prepared for."""
-        if bounds == MODEL_BOUNDS:
-            return self
-        max_pixels = bounds.max_pixels or self.max_pixels
-        min_pixels = bounds.min_pixels or min(self.min_pixels, max_pixels)
-        if max_pixels > self.max_pixels:
-            raise BadMediaSize(f"max_pixels {max_pixels} exceeds the model's own, {self.max_pixels}")
-        if min_pixels > max_pixels or max_pixels < self.factor**2:
-            raise BadMediaSize(f"no image has at least {min_pixels} and at most {max_pixels} pixels once it is resized")
-        return replace(self, min_pixels=min_pixels, max_pixels=max_pixels)
+        """As ``bounded`` does."""
+        return bounded(self, bounds, "image")
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) after resizing: multiples of patch * merge, area within bounds, aspect ratio nearly kept.
