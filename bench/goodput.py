@@ -35,8 +35,8 @@ MODEL = "m"
 
 TEXT = Load(images=0, text_length=256, output_tokens=OUTPUT_TOKENS)
 SMALL = Load(images=1, width=256, height=256, text_length=128, output_tokens=OUTPUT_TOKENS)
-LARGE = Load(images=1, width=768, height=768, text_length=128, output_tokens=OUTPUT_TOKENS)
-MANY = Load(images=4, width=448, height=448, text_length=128, output_tokens=OUTPUT_TOKENS)
+LARGE = Load(images=1, width=512, height=512, text_length=128, output_tokens=OUTPUT_TOKENS)
+MANY = Load(images=4, width=256, height=256, text_length=128, output_tokens=OUTPUT_TOKENS)
 
 MIXES: dict[str, dict[Load, float]] = {
     "image-heavy": {SMALL: 0.3, LARGE: 0.4, MANY: 0.2, TEXT: 0.1},
@@ -170,11 +170,14 @@ async def study(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def best(points: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+def best(points: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
     """Each setup's highest goodput, and that beside the first setup's."""
     highest = {setup: max(point["goodput"] for point in found) for setup, found in points.items()}
     first = next(iter(highest.values()))
-    return {setup: {"goodput": value, "of_first": round(value / first, 3)} for setup, value in highest.items()}
+    return {
+        setup: {"goodput": value, "of_first": round(value / first, 3) if first else None}
+        for setup, value in highest.items()
+    }
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -199,8 +202,8 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a checkpoint folder")
     parser.add_argument("--setups", nargs="+", default=SETUPS, help="topology:threads")
     parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.1], help="of the capacity")
-    parser.add_argument("--requests", type=int, default=40, help="at each rate")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.5, 0.8, 1.1], help="of the capacity")
+    parser.add_argument("--requests", type=int, default=30, help="at each rate")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON, mix by mix")
     parser.add_argument("--plot", type=Path, help="where to draw goodput over rate; needs matplotlib")
     options = parser.parse_args()

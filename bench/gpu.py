@@ -60,7 +60,7 @@ class Bench:
         weights = CUDA_FORMATS[dtype]
         keys = decoder_keys(family.decoder_config, checkpoint, "model.language_model.", "lm_head.weight")
         self.decoder = Decoder.load(family.decoder_config, checkpoint, keys, weights, device, backend=backend)
-        self.tower = family.load_tower(checkpoint, self.dtype, device)
+        self.tower = family.load_tower(checkpoint, weights, device)
         self.budget = budget
         self.linears = [module for module in self.decoder.modules() if isinstance(module, PlainLinear)]
 

@@ -49,7 +49,7 @@ def test_logits(tiny: Tiny, name: str, layout: str) -> None:
         images, prompt = [], make_prompt_of_text(tokens, family.row_width)
     else:
         images = IMAGES
-        rows = family.load_tower(checkpoint, torch.float32, CPU).encode(images)
+        rows = family.load_tower(checkpoint, FP32, CPU).encode(images)
         prompt = make_prompt(reference, list(b"hello"), images, rows, family.row_width)
         expected = reference_logits(reference, prompt, images)
     assert_close(step(pool, [(Running(prompt), len(prompt.tokens))]), expected, 1e-4)
@@ -64,7 +64,7 @@ def make_prompt_of_text(tokens: torch.Tensor, width: int) -> Prompt:
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_tower_rows(tiny: Tiny, name: str) -> None:
     folder = tiny(name, "published")
-    tower = load_family(folder).load_tower(Checkpoint(folder), torch.float32, CPU)
+    tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
     assert all(not tensor.is_meta for tensor in (*tower.module.parameters(), *tower.module.buffers()))
     with torch.inference_mode():
         expected = load_reference(folder).model.visual(
@@ -94,7 +94,7 @@ def test_keys_as_the_newer_families_have_them(tiny: Tiny, name: str, tmp_path: P
     decoder = load_family(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
     for ours, other in zip(decoder.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, other)
-    rows = [load_family(p).load_tower(Checkpoint(p), torch.float32, CPU).encode(IMAGES)[2] for p in (folder, tmp_path)]
+    rows = [load_family(p).load_tower(Checkpoint(p), FP32, CPU).encode(IMAGES)[2] for p in (folder, tmp_path)]
     assert torch.equal(*rows)
 
 
@@ -151,7 +151,7 @@ def test_models_of_text_alone_have_one_half(tiny: Tiny) -> None:
     assert family.tower_keys(checkpoint.tensors) == []
     assert family.stage_bytes(checkpoint.tensors)["tower"] == 0
     with pytest.raises(CheckpointError, match="has no tower"):
-        family.load_tower(checkpoint, torch.float32, CPU)
+        family.load_tower(checkpoint, FP32, CPU)
     with pytest.raises(CheckpointError, match=r"'visual\.x' belongs to no part"):
         family.decoder_keys([*checkpoint.tensors, "visual.x"])
 

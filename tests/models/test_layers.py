@@ -58,7 +58,7 @@ def test_int8_weights_are_close_and_a_quarter_of_the_bytes() -> None:
     error = (linear(activations) - expected).norm() / expected.norm()
     assert 1e-4 < error < 0.03
     assert not list(linear.parameters())
-    assert isinstance(QUANTIZED_FORMATS["int8"].head(weight, CPU), PackedHalfLinear)
+    assert isinstance(QUANTIZED_FORMATS["int8"].unquantized(weight, None, CPU), PackedHalfLinear)
 
 
 def test_a_weight_that_has_the_dtype_is_not_copied() -> None:

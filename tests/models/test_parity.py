@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.checkpoints import load_family, load_reference, make_checkpoint
@@ -24,7 +24,7 @@ from tests.models.driving import (
 from triptych.families.base import TowerInput
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder
-from triptych.models.layers import WEIGHT_FORMATS
+from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
@@ -39,7 +39,7 @@ class Model:
         self.family = load_family(folder)
         self.checkpoint = Checkpoint(folder)
         self.reference: PreTrainedModel = load_reference(folder)
-        self.tower = self.family.load_tower(self.checkpoint, torch.float32, CPU)
+        self.tower = self.family.load_tower(self.checkpoint, WEIGHT_FORMATS["float32"], CPU)
 
     @cache  # noqa: B019 (lives as long as the module's fixture)
     def decoder(self, weights: str = "float32") -> Decoder:
@@ -181,10 +181,21 @@ def test_tower_rows_do_not_depend_on_the_batch(models: Callable[..., Model]) -> 
 
 def test_tower_in_bf16(models: Callable[..., Model]) -> None:
     model = models()
-    tower = model.family.load_tower(model.checkpoint, torch.bfloat16, CPU)
+    tower = model.family.load_tower(model.checkpoint, WEIGHT_FORMATS["bfloat16"], CPU)
     rows = torch.cat(tower.encode(IMAGES))
     assert rows.dtype == torch.bfloat16
     assert_close(rows.float(), torch.cat(model.tower.encode(IMAGES)), 0.3)
+
+
+def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
+    """Rounded to fp16 where a linear layer is, and nothing of its fp32 weights kept."""
+    model = models()
+    tower = model.family.load_tower(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
+    assert any(isinstance(module, PackedHalfLinear) for module in tower.module.modules())
+    assert not any(isinstance(module, nn.Linear) for module in tower.module.modules())
+    rows = torch.cat(tower.encode(IMAGES))
+    assert rows.dtype == torch.float32
+    assert_close(rows, torch.cat(model.tower.encode(IMAGES)), 0.02)
 
 
 def test_bf16_checkpoint(tmp_path: Path) -> None:

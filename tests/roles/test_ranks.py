@@ -32,7 +32,7 @@ from triptych.language.group import CacheSize, agree_on_size, gather_memory
 from triptych.messages.channel import Channel
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder
-from triptych.models.layers import PackedHalfLinear, PlainLinear
+from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear, PlainLinear
 from triptych.models.parallel import SINGLE_RANK, Dimension, Group, SingleRank
 from triptych.roles.build import Model, build_instance
 from triptych.roles.ranks import ChildRanks
@@ -94,7 +94,7 @@ class Case:
     @classmethod
     def of(cls, folder: Path) -> "Case":
         family, reference = load_family(folder), load_reference(folder)
-        rows = family.load_tower(Checkpoint(folder), torch.float32, CPU).encode(IMAGES)
+        rows = family.load_tower(Checkpoint(folder), WEIGHT_FORMATS["float32"], CPU).encode(IMAGES)
         prompts = [
             make_prompt(reference, list(b"look here"), IMAGES, rows, family.row_width),
             make_prompt(reference, list(b"words, and nothing but words"), [], [], family.row_width),

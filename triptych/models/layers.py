@@ -68,7 +68,7 @@ class PackedInt8Linear(Linear):
 
 
 class WeightFormat(Protocol):
-    """How a decoder keeps the weights of its linear layers, and in which dtype it computes."""
+    """How a decoder or a tower keeps the weights of its linear layers, and in which dtype it computes."""
 
     @property
     def activations(self) -> torch.dtype:
@@ -77,8 +77,9 @@ class WeightFormat(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         """A layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for a device it can't use."""
 
-    def head(self, weight: Tensor, device: torch.device) -> Linear:
-        """The projection to the vocabulary: tokens are chosen by small differences between its outputs."""
+    def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        """The same for a layer that isn't quantized where others are: the projection to the vocabulary, because tokens
+        are chosen by small differences between its outputs, and a tower's."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,13 @@ class PlainFormat:
         bias = None if bias is None else bias.to(device, self.activations)
         return PlainLinear(weight.to(device, self.activations), bias)
 
-    def head(self, weight: Tensor, device: torch.device) -> Linear:
-        return self.linear(weight, None, device)
+    def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        return self.linear(weight, bias, device)
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """Weights packed for a kernel of their own, and fp32 activations; CPUs only. The head is always in fp16."""
+    """Weights packed for a kernel of their own, and fp32 activations; CPUs only. What isn't quantized is in fp16."""
 
     layer: type[PackedHalfLinear | PackedInt8Linear]
     activations: torch.dtype = torch.float32
@@ -106,9 +107,9 @@ class PackedFormat:
         _check_cpu(device)
         return self.layer(weight, bias)
 
-    def head(self, weight: Tensor, device: torch.device) -> Linear:
+    def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
-        return PackedHalfLinear(weight, None)
+        return PackedHalfLinear(weight, bias)
 
 
 def _check_cpu(device: torch.device) -> None:

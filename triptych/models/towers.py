@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from triptych.errors import CheckpointError
 from triptych.models.checkpoint import Checkpoint
@@ -57,7 +57,7 @@ class TowerFamily(Protocol):
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """The keys of the decoder's half, sorted. Raises as ``tower_keys``."""
 
-    def load_tower(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:
+    def load_tower(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Tower:
         """The tower, and nothing of the decoder."""
 
     def load_decoder(
@@ -78,15 +78,17 @@ def load_module(
     checkpoint: Checkpoint,
     keys: Mapping[str, str],
     *,
-    dtype: torch.dtype,
+    weights: WeightFormat,
     device: torch.device,
 ) -> Module:
-    """A transformers module with a checkpoint's weights, for inference, with PyTorch's fused attention.
+    """A transformers module with a checkpoint's weights, for inference, with PyTorch's fused attention and with linear
+    layers of a weight format.
 
     ``keys`` maps the module's parameter names to the checkpoint's. Built without initialising or copying weights:
-    those that have the dtype and device already stay memory-mapped. Raises CheckpointError, naming one, for weights
-    that are missing, misshapen or that the module has no place for.
+    those that the format takes as they are stay memory-mapped. Raises CheckpointError, naming one, for weights that
+    are missing, misshapen or that the module has no place for, and ConfigError for a format that the device can't use.
     """
+    dtype = weights.activations
     with torch.device("meta"):
         module = module_class._from_config(config, attn_implementation="sdpa", dtype=dtype)
     expected = module.state_dict()
@@ -100,8 +102,13 @@ def load_module(
                 f"{checkpoint.folder}: tensor {key!r} has shape {list(found)}; the config makes it {list(shape)}"
             )
     tensors = checkpoint.read(keys.values())
-    weights = {name: tensors[key].to(device, dtype) for name, key in keys.items()}
-    module.load_state_dict(weights, assign=True)
+    linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
+    within = {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}
+    state = {name: tensors[key].to(device, dtype) for name, key in keys.items() if name not in within}
+    for name, linear in linears.items():
+        bias = None if linear.bias is None else tensors[keys[f"{name}.bias"]]
+        module.set_submodule(name, weights.unquantized(tensors[keys[f"{name}.weight"]], bias, device))
+    module.load_state_dict(state, assign=True, strict=False)
     _materialise_buffers(module, device)
     return module.eval().requires_grad_(False)
 

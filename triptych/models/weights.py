@@ -90,7 +90,7 @@ class WeightReader:
 
     def head(self, weight: Tensor) -> nn.Module:
         """The projection to the vocabulary by ``weight`` [vocab, hidden]; all logits are on rank 0."""
-        part = self.weights.head(weight[Dimension(len(weight)).part(self.group)], self.device)
+        part = self.weights.unquantized(weight[Dimension(len(weight)).part(self.group)], None, self.device)
         return part if self.group.size == 1 else Gather(part, self.group)
 
     def plain_linear(self, name: str, out_features: int, in_features: int) -> Linear:

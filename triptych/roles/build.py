@@ -74,7 +74,7 @@ class Model:
         return stages["tower"] * role.encodes + stages["decoder"] * role.has_decoder
 
     def load_tower(self) -> Tower:
-        return self.family.load_tower(self.checkpoint, self.weights.activations, self.device)
+        return self.family.load_tower(self.checkpoint, self.weights, self.device)
 
     def load_decoder(self, group: Group) -> Decoder:
         return self.family.load_decoder(self.checkpoint, self.weights, rank_device(self.device, group.rank), group)

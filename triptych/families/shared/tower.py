@@ -114,13 +114,13 @@ class PatchTowerFamily:
         """The keys of the decoder's half, sorted. Raises CheckpointError for a key that is in neither half."""
         return self._split(all_keys)[1]
 
-    def load_tower(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> PatchTower:
+    def load_tower(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> PatchTower:
         """The vision tower alone. Raises CheckpointError for a vision config that transformers refuses, and for tensors
-        missing, misshapen or unknown."""
+        missing, misshapen or unknown, and ConfigError for a weight format that the device can't use."""
         prefix = self.halves(checkpoint.tensors).tower
         keys = {key.removeprefix(prefix): key for key in self.tower_keys(checkpoint.tensors)}
         config = self._transformers_config()
-        module = load_module(resolve(self.spec.module), config, checkpoint, keys, dtype=dtype, device=device)
+        module = load_module(resolve(self.spec.module), config, checkpoint, keys, weights=weights, device=device)
         return PatchTower(module, self.row_width, config.spatial_merge_size)
 
     def load_decoder(

@@ -45,7 +45,7 @@ class TextFamily:
                 raise CheckpointError(f"tensor {key!r} belongs to no part of a model of text alone")
         return keys
 
-    def load_tower(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:
+    def load_tower(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Tower:
         """Raises CheckpointError."""
         raise CheckpointError(f"{checkpoint.folder}: a model of text alone has no tower")
 
