@@ -236,7 +236,7 @@ def wait_for(condition: Callable[[], object], seconds: float) -> None:
 
 @contextmanager
 def cluster(folder: Path, roles: dict[str, str] = TOGETHER, ranks: dict[str, int] | None = None) -> Iterator[Cluster]:
-    """Started, warm, and with its baseline taken."""
+    """Started, warm, and with its baseline taken. At the end nobody may have complained in its log."""
     with ExitStack() as stack:
         started = Cluster(folder, stack, roles, ranks or {})
         started.reference = stack.enter_context(served(folder, "1EPD")).url
@@ -247,3 +247,18 @@ def cluster(folder: Path, roles: dict[str, str] = TOGETHER, ranks: dict[str, int
         time.sleep(0.2)
         started.baseline = started.held()
         yield started
+        time.sleep(2 * HEARTBEAT)  # so that everybody has looked at what it holds while idle
+        assert "while idle" not in started.log()
+        assert "Traceback" not in started.log()
+
+
+@contextmanager
+def whole_again(started: Cluster, *more: Callable[[], Asking]) -> Iterator[Cluster]:
+    """Everything is there before the test, and after it everything works and nothing has leaked. ``more`` is asked
+    besides a picture."""
+    started.restore()
+    yield started
+    started.restore()
+    asked = [ask() for ask in (started.ask_picture, *more)]
+    assert all(started.is_right(asking) for asking in asked)
+    wait_for(started.is_back, SOON)
