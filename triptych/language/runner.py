@@ -35,10 +35,10 @@ class MediaRows:
 @dataclass(frozen=True)
 class ChunkInputs:
     """What a chunk brings to a step besides its tokens: rope positions, int64 of shape (3, length); its sequence's page
-    table; and slots, int64 of shape (length,)."""
+    table, int64 [pages]; and slots, int64 of shape (length,)."""
 
     positions: NDArray[np.int64]
-    page_table: NDArray[np.int64]
+    page_table: Tensor
     slots: NDArray[np.int64]
 
 
@@ -66,7 +66,7 @@ class Runner:
             attention=AttentionBatch(
                 query_lens=[c.length for c in chunks],
                 kv_lens=[c.start + c.length for c in chunks],
-                page_tables=[torch.from_numpy(i.page_table) for i in inputs],
+                page_tables=[i.page_table for i in inputs],
                 slots=torch.from_numpy(np.concatenate([i.slots for i in inputs])),
             ),
         )
@@ -89,6 +89,6 @@ class Runner:
         token = np.arange(chunk.start, chunk.start + chunk.length)
         return ChunkInputs(
             positions=chunk.sequence.positions_of(chunk.start, chunk.length),
-            page_table=page_table,
+            page_table=torch.from_numpy(page_table),
             slots=page_table[token // self._page_size] * self._page_size + token % self._page_size,
         )

@@ -36,7 +36,7 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
     vocabulary = logits.shape[1]
     plan = Plan(draws, vocabulary, logits.device)
     adjusted = _adjusted(logits, plan)
-    tokens = adjusted.argmax(dim=-1)
+    tokens = _likeliest(adjusted)
     if plan.free is not None:
         tokens[plan.free.rows] = _inverse(_weights(adjusted, plan.free), plan.free.thresholds)
     if plan.limited is None:
@@ -50,6 +50,13 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
         tokens[chances.rows], _ = _limited(adjusted, chances, vocabulary)
         found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, plan)])
     return _drawn(draws, plan, found.tolist(), logprobs)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """The first of each row's highest, int64 of shape (rows,). PyTorch's own search takes ten times as long on a CPU."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 # ── penalties, biases and bans ───────────────────────────────────────────────────────────────────────────────────

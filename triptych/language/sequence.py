@@ -72,7 +72,9 @@ class Sequence:
 
     def positions_of(self, start: int, count: int) -> NDArray[np.int64]:
         """Rope positions, int64 of shape (3, count), of tokens ``[start, start + count)``."""
+        found = np.empty((3, count), dtype=np.int64)
         in_prompt = self.positions[:, start : start + count]
-        generated = np.arange(start + in_prompt.shape[1], start + count, dtype=np.int64)
-        offset = self.next_position - self.num_prompt
-        return np.concatenate([in_prompt, np.broadcast_to(generated + offset, (3, generated.size))], axis=1)
+        known = in_prompt.shape[1]
+        found[:, :known] = in_prompt
+        found[:, known:] = np.arange(start + known, start + count) + (self.next_position - self.num_prompt)
+        return found
