@@ -229,7 +229,7 @@ def test_nobody_is_refused_for_what_was_measured_while_little_was_or_nobody_wait
 
 
 STEPS: dict[str, Callable[[Desk, TokenStream], object]] = {
-    "need": lambda desk, stream: need(desk, stream, len(desk.router._requests[stream.request].entry.waiting.prompt.items)),
+    "need": lambda desk, stream: need(desk, stream, len(desk.router._requests[stream.request].waiting.prompt.items)),
     "token": begin,
     "finish": finish,
     "cancel": lambda desk, stream: desk.router.cancel(stream.request),
