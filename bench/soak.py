@@ -3,8 +3,9 @@
     python -m bench.soak --minutes 10
     python -m bench.soak --minutes 0.2 --concurrency 2      # does it run?
 
-Starts ``triptych serve`` by itself. A process's memory is what it has for itself and its share of what it shares (PSS),
-once a second. After the first third, in which caches fill, a line is fitted through it against the number of answers;
+Starts ``triptych serve`` by itself. A process's memory is what it has allocated and its share of what is shared (PSS of
+anonymous and shared memory), once a second; how much of mapped files counts as a process's own depends on who else has
+them open, so they are left out. After the first third, in which caches fill, a line is fitted through it against the number of answers;
 a slope above 1 MiB per 1000 requests fails, with exit code 1.
 """
 
@@ -54,8 +55,8 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def pss_mib(pid: int) -> float:
-    match = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-    return int(match[1]) / 1024 if match else 0.0
+    found = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    return sum(map(int, found)) / 1024
 
 
 async def ask(client: httpx.AsyncClient, number: int, side: int) -> None:
