@@ -5,8 +5,8 @@
 
 Starts ``triptych serve`` by itself. A process's memory is what it has allocated and its share of what is shared (PSS of
 anonymous and shared memory), once a second; how much of mapped files counts as a process's own depends on who else has
-them open, so they are left out. After the first third, in which caches fill, a line is fitted through it against the number of answers;
-a slope above 1 MiB per 1000 requests fails, with exit code 1.
+them open, so they are left out. After the first third, in which caches fill, a line is fitted through it against the
+number of answers; a slope above 1 MiB per 1000 requests fails, with exit code 1.
 """
 
 import argparse
