@@ -181,7 +181,7 @@ def test_positions_as_the_reference(reference: Qwen3VLModel) -> None:
             video_grid_thw=grids(plans, "video"),
         )
         positions = planner.positions(len(tokens), placements, plans)
-        assert positions.prompt.dtype == np.int64
+        assert positions.prompt.dtype == np.float64
         np.testing.assert_array_equal(positions.prompt, expected[:, 0].numpy())
         assert positions.next_position == len(tokens) + delta.item()
 

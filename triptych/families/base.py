@@ -17,12 +17,12 @@ from triptych.types import FrameSampling, ItemPlan, MediaHeader, PixelBounds, Pl
 class Positions(msgspec.Struct, frozen=True):
     """Rope positions of a prompt.
 
-    ``prompt`` is int64 of shape (3, number of prompt tokens): temporal, height and width. The k-th generated
-    token has position ``next_position + k`` on all three axes.
+    ``prompt`` is float64 of shape (3, number of prompt tokens): temporal, height and width, whole numbers unless a
+    family places frames between them. The k-th generated token has position ``next_position + k`` on all three axes.
     """
 
-    prompt: NDArray[np.int64]
-    next_position: int
+    prompt: NDArray[np.float64]
+    next_position: float
 
 
 class Planner(Protocol):

@@ -76,8 +76,9 @@ class DecodeGraphs:
 
     def _inputs(self, size: int) -> list[Tensor]:
         """Of a step of ``size`` rows, with as many pages as there may be: shapes only."""
-        shapes = (size,), (3, size), (size,), (size,), (size,), (self._max_pages,)
-        return [torch.empty(shape, dtype=torch.int64) for shape in shapes]
+        tokens, slots, kv_lens, page_starts = (torch.empty(size, dtype=torch.int64) for _ in range(4))
+        positions = torch.empty(3, size, dtype=torch.float64)
+        return [tokens, positions, slots, kv_lens, page_starts, torch.empty(self._max_pages, dtype=torch.int64)]
 
     def _step(self, size: int) -> Callable[[], object]:
         """A step over this bucket's part of the buffer, which holds padding only."""
@@ -163,4 +164,6 @@ def _recorder() -> Record:
 def _no_rows(batch: ForwardBatch) -> ForwardBatch:
     """A step of no tokens, in host memory."""
     none = torch.empty(0, dtype=torch.int64)
-    return ForwardBatch(none, none.new_empty(3, 0), none, batch.media_rows, none, AttentionBatch([], [], [], none))
+    return ForwardBatch(
+        none, torch.empty(3, 0, dtype=torch.float64), none, batch.media_rows, none, AttentionBatch([], [], [], none)
+    )

@@ -34,10 +34,10 @@ class MediaRows:
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """What a chunk brings to a step besides its tokens: rope positions, int64 of shape (3, length); its sequence's page
-    table, int64 [pages]; and slots, int64 of shape (length,)."""
+    """What a chunk brings to a step besides its tokens: rope positions, float64 of shape (3, length); its sequence's
+    page table, int64 [pages]; and slots, int64 of shape (length,)."""
 
-    positions: NDArray[np.int64]
+    positions: NDArray[np.float64]
     page_table: Tensor
     slots: NDArray[np.int64]
 

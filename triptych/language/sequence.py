@@ -13,7 +13,7 @@ from triptych.types import RequestId
 class Sequence:
     """Prompt, output and progress of one request.
 
-    ``tokens`` is the prompt followed by what was generated; ``positions`` is int64 of shape (3, prompt tokens);
+    ``tokens`` is the prompt followed by what was generated; ``positions`` is float64 of shape (3, prompt tokens);
     ``num_computed`` tokens have their keys and values in ``pages``, the first ``num_reused`` of the prompt's without
     having been computed for this request. Filled in by the scheduler: ``arrival`` and what follows it. Filled in by
     the host: ``tokens`` beyond the prompt.
@@ -24,8 +24,8 @@ class Sequence:
 
     request: RequestId
     tokens: list[int]
-    positions: NDArray[np.int64]
-    next_position: int
+    positions: NDArray[np.float64]
+    next_position: float
     items: list[PlacedItem]
     sampling: Sampling
     eos_token_ids: frozenset[int]
@@ -70,9 +70,9 @@ class Sequence:
             return "stop"
         return "length" if self.num_generated >= self.sampling.max_tokens else None
 
-    def positions_of(self, start: int, count: int) -> NDArray[np.int64]:
-        """Rope positions, int64 of shape (3, count), of tokens ``[start, start + count)``."""
-        found = np.empty((3, count), dtype=np.int64)
+    def positions_of(self, start: int, count: int) -> NDArray[np.float64]:
+        """Rope positions, float64 of shape (3, count), of tokens ``[start, start + count)``."""
+        found = np.empty((3, count))
         in_prompt = self.positions[:, start : start + count]
         known = in_prompt.shape[1]
         found[:, :known] = in_prompt

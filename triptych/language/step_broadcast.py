@@ -19,7 +19,7 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
     counts = [len(batch.tokens), len(batch.media_index), len(batch.logits_index), len(tables), sum(table_lens)]
     group.broadcast(torch.tensor(counts))
     lens = torch.tensor([*attention.query_lens, *attention.kv_lens, *table_lens])
-    positions = batch.positions.flatten()
+    positions = batch.positions.flatten().view(torch.int64)  # the same bits
     integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, attention.slots, *tables)
     group.broadcast(torch.cat(integers).cpu())
     if len(batch.media_rows):
@@ -36,7 +36,7 @@ def receive_step(group: Group, row_width: int, row_dtype: torch.dtype) -> Forwar
     rows = torch.empty(media, row_width, dtype=row_dtype)
     return ForwardBatch(
         tokens=token_ids,
-        positions=positions.view(3, tokens),
+        positions=positions.view(torch.float64).view(3, tokens),
         media_index=media_index,
         media_rows=group.broadcast(rows) if media else rows,
         logits_index=logits_index,

@@ -215,7 +215,7 @@ class Generate(Struct, frozen=True, tag=True):
     """Front door → language instance: prefill this prompt and decode. The answer begins with the tokens ``generated``,
     which another instance told before it was lost.
 
-    ``positions`` is the little-endian int64 bytes of an array of shape (3, len(tokens)). Requests share what the KV
+    ``positions`` is the little-endian float64 bytes of an array of shape (3, len(tokens)). Requests share what the KV
     cache knows of their prefixes only with those of the same ``cache_salt``. After ``timeout`` seconds nobody wants the
     answer any more.
     """
@@ -223,7 +223,7 @@ class Generate(Struct, frozen=True, tag=True):
     request: RequestId
     tokens: list[int]
     positions: bytes
-    next_position: Annotated[int, Meta(ge=0, le=2**31)]
+    next_position: Annotated[float, Meta(ge=0, le=2**31)]
     items: list[PlacedItem]
     sampling: Sampling
     eos_token_ids: list[int]

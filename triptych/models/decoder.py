@@ -27,7 +27,7 @@ class ForwardBatch:
     tokens: Tensor
     """int64 [T]; a media token's id must be in the vocabulary, but isn't looked at."""
     positions: Tensor
-    """int64 [3, T]: temporal, height, width."""
+    """float64 [3, T]: temporal, height, width."""
     media_index: Tensor
     """int64 [M]: which of the T tokens are media tokens; M may be 0."""
     media_rows: Tensor

@@ -59,7 +59,7 @@ class Rope(nn.Module):
         self.register_buffer("axes", _axes(head_dim, rope).to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [T, 1, head_dim], in ``dtype``, for int64 positions [3, T]."""
+        """cos and sin, each [T, 1, head_dim], in ``dtype``, for positions [3, T]."""
         per_frequency = positions[self.axes].T.float()  # [T, head_dim / 2]
         angles = per_frequency * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, head_dim]

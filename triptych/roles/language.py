@@ -347,7 +347,7 @@ def _sequence(message: Generate, generated: list[int], context_length: int, voca
     sequence = Sequence(
         request=message.request,
         tokens=list(message.tokens),
-        positions=np.frombuffer(message.positions, dtype="<i8").reshape(3, num_tokens),
+        positions=np.frombuffer(message.positions, dtype="<f8").reshape(3, num_tokens),
         next_position=message.next_position,
         items=message.items,
         sampling=message.sampling,

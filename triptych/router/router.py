@@ -192,7 +192,7 @@ class Router:
         generate = Generate(
             request=request,
             tokens=prompt.tokens,
-            positions=prompt.positions.prompt.astype("<i8").tobytes(),
+            positions=prompt.positions.prompt.astype("<f8").tobytes(),
             next_position=prompt.positions.next_position,
             items=[PlacedItem(item.key, item.placement, item.plan.rows_per_part) for item in prompt.items],
             sampling=sampling,

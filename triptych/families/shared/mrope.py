@@ -7,6 +7,7 @@ transformers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,23 +19,33 @@ from triptych.types import Span
 
 @dataclass(frozen=True)
 class Shape:
-    """The positions of a run of media tokens, int64 of shape (3, tokens), counted from its start, and how far after
+    """The positions of a run of media tokens, float64 of shape (3, tokens), counted from its start, and how far after
     its start the next token is."""
 
-    offsets: NDArray[np.int64]
-    advance: int
+    offsets: NDArray[np.float64]
+    advance: float
 
 
 def grid_shape(frames: int, height: int, width: int, interval: float = 1.0) -> Shape:
     """A grid of so many frames, rows and columns of tokens, in that order. Frames are ``interval`` positions apart,
     rounded down; like the reference, what follows doesn't count them, only the longer side."""
-    offsets = np.empty((3, frames, height, width), dtype=np.int64)
     # in float32, as the reference
-    times = np.arange(frames, dtype=np.float32) * np.float32(interval)
-    offsets[0] = times.astype(np.int64)[:, None, None]
+    times = np.floor(np.arange(frames, dtype=np.float32) * np.float32(interval))
+    return Shape(_grid(times, height, width), max(height, width))
+
+
+def timed_shape(frames: int, height: int, width: int, interval: float) -> Shape:
+    """As ``grid_shape``, but frames are ``interval`` positions apart exactly, and what follows counts them."""
+    offsets = _grid(np.arange(frames) * interval, height, width)
+    return Shape(offsets, float(offsets.max()) + 1)
+
+
+def _grid(times: NDArray[np.floating[Any]], height: int, width: int) -> NDArray[np.float64]:
+    offsets = np.empty((3, len(times), height, width))
+    offsets[0] = times[:, None, None]
     offsets[1] = np.arange(height)[:, None]
     offsets[2] = np.arange(width)
-    return Shape(offsets.reshape(3, -1), max(height, width))
+    return offsets.reshape(3, -1)
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[Span], shapes: Sequence[Shape]) -> Positions:
@@ -43,8 +54,8 @@ def mrope_positions(num_tokens: int, spans: Sequence[Span], shapes: Sequence[Sha
     Generated tokens go on after the highest position of all. Raises PlanMismatch where a span's length isn't its
     shape's, or spans overlap or leave the prompt.
     """
-    prompt = np.empty((3, num_tokens), dtype=np.int64)
-    token = position = 0
+    prompt = np.empty((3, num_tokens))
+    token, position = 0, 0.0
     for span, shape in zip(spans, shapes, strict=True):
         rows = shape.offsets.shape[1]
         if span.length != rows or span.start < token or span.end > num_tokens:
@@ -53,10 +64,10 @@ def mrope_positions(num_tokens: int, spans: Sequence[Span], shapes: Sequence[Sha
                 f"of a prompt of {num_tokens} whose first {token} are taken"
             )
         text = span.start - token
-        prompt[:, token : span.start] = np.arange(position, position + text)
+        prompt[:, token : span.start] = position + np.arange(text)
         position += text
         prompt[:, span.start : span.end] = shape.offsets + position
         position += shape.advance
         token = span.end
-    prompt[:, token:] = np.arange(position, position + num_tokens - token)
-    return Positions(prompt=prompt, next_position=int(prompt.max(initial=-1)) + 1)
+    prompt[:, token:] = position + np.arange(num_tokens - token)
+    return Positions(prompt=prompt, next_position=float(prompt.max(initial=-1)) + 1)
