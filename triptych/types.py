@@ -76,8 +76,8 @@ MediaHeader = ImageHeader | VideoHeader
 
 
 class PixelBounds(msgspec.Struct, frozen=True):
-    """Bounds of the area, in pixels, that an image is resized to, or of that of all frames of a video together; 0 where
-    the model's own holds."""
+    """Bounds of the area, in pixels, that an image is resized to, or a video: each of its frames, or all together, as
+    the model's processor counts; 0 where the model's own holds."""
 
     min_pixels: int = 0
     max_pixels: int = 0
@@ -104,8 +104,8 @@ class ItemPlan(msgspec.Struct, frozen=True):
     ``resized_height`` and ``resized_width`` are in pixels; ``grid`` counts patches (in time, rows, columns);
     ``rows`` counts the tokens, hence embedding rows, that stand for the item in the prompt;
     ``cost`` is the work of encoding it, in patch-multiplications (linear in patches plus the attention's square);
-    ``bounds`` are those that the request asked for; ``frames`` are the numbers of a video's frames that are seen, in
-    the order of display, from 0 on.
+    ``bounds`` and ``sampling`` are what the request asked for; ``frames`` are the numbers of a video's frames that are
+    seen, in the order of display, from 0 on.
     """
 
     modality: str
@@ -116,6 +116,7 @@ class ItemPlan(msgspec.Struct, frozen=True):
     rows: Positive
     cost: float
     bounds: PixelBounds = MODEL_BOUNDS
+    sampling: FrameSampling = MODEL_SAMPLING
     frames: tuple[int, ...] = ()
 
     @property

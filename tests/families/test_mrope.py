@@ -1,100 +1,174 @@
-"""Positions of random prompts of text, images and videos, against each family's ``get_rope_index``."""
+"""Positions of random prompts of text, images and videos, as planned, against each family's ``get_rope_index``."""
 
 import importlib
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
+from transformers.video_utils import VideoMetadata
 
+from tests.families.test_qwen3_vl_preprocess import CONFIG
+from tests.tiny import TINY
 from triptych.errors import PlanMismatch
-from triptych.families.shared.mrope import Shape, grid_shape, mrope_positions
-from triptych.types import Span
+from triptych.families.base import Planner
+from triptych.families.registry import FAMILIES, resolve
+from triptych.families.shared.mrope import Shape, mrope_positions
+from triptych.types import FrameSampling, ImageHeader, ItemPlan, PixelBounds, Placement, Span, VideoHeader
 
-MERGE = 2
-TEXT, IMAGE, VIDEO = 0, 1, 2
 MODELS = {
     "qwen2_vl": ("qwen2_vl", "Qwen2VL"),
     "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VL"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VL"),
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoe"),
+    "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeThinker"),
 }
-TOKENS_PER_SECOND = 2
+TEXT = 65
+KINDS = {"image": 1, "video": 2}
+BOUNDS = PixelBounds(4 * 32 * 32, 30 * 32 * 32)
+
+
+def config_of(family: str) -> dict[str, Any]:
+    return CONFIG if family.startswith("qwen3_vl") else TINY[family].config
+
+
+def planner_of(family: str) -> Planner:
+    images = {"size": {"shortest_edge": 1024, "longest_edge": 300 * 300}}
+    settings = {"size": {"shortest_edge": 1024, "longest_edge": 300 * 300}, "max_frames": 24}
+    planner: Planner = resolve(FAMILIES[family].planner)(config_of(family), images, settings)
+    return planner
 
 
 @dataclass
 class Mix:
-    """A random prompt as the reference takes it, and as we do. Grids count patches; ``seconds`` is a frame's length."""
+    """A random prompt as the reference takes it, and as we do. ``types`` says of what kind each token is; ``seconds``
+    how long a patch in time of each video is."""
 
+    tokens: list[int] = field(default_factory=list)
     types: list[int] = field(default_factory=list)
-    images: list[tuple[int, int, int]] = field(default_factory=list)
-    videos: list[tuple[int, int, int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    shapes: list[Shape] = field(default_factory=list)
+    plans: list[ItemPlan] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
 
-    def add(self, kind: int, frames: int, height: int, width: int, interval: float = 1.0) -> None:
-        rows = frames * height * width
-        self.spans.append(Span(len(self.types), rows))
-        self.shapes.append(grid_shape(frames, height, width, interval))
-        self.types += [kind] * rows
+    def add_text(self, count: int, token: int = TEXT) -> None:
+        self.tokens += [token] * count
+        self.types += [0] * count
+
+    def add(self, planner: Planner, plan: ItemPlan, marks: tuple[int, int] | None) -> None:
+        """``marks`` stand before and behind each run."""
+        spans = []
+        for run in planner.runs(plan):
+            if spans:
+                self.add_text(3)  # a time
+            if marks:
+                self.add_text(1, marks[0])
+            spans.append(Span(len(self.tokens), run))
+            self.tokens += [planner.placeholder_ids[plan.modality]] * run
+            self.types += [KINDS[plan.modality]] * run
+            if marks:
+                self.add_text(1, marks[1])
+        self.plans.append(plan)
+        self.placements.append(Placement(tuple(spans)))
+
+    def grids(self, modality: str) -> torch.Tensor | None:
+        grids = [plan.grid for plan in self.plans if plan.modality == modality]
+        return torch.tensor(grids) if grids else None
 
 
-def random_mix(source: random.Random, family: str) -> Mix:
-    """The ends may be bare, but two items always have text between them, as in templates."""
-    mix = Mix(types=[TEXT] * source.choice([0, 1, 20]))
+def random_video(source: random.Random) -> tuple[VideoHeader, FrameSampling]:
+    rate = source.choice([1.0, 2.0, 12.5, 24.0, 29.97002997002997])
+    size = source.randint(20, 300), source.randint(20, 300)
+    header = VideoHeader("MP4", *size, source.randint(1, 100), rate, chosen=source.random() < 0.2)
+    asked = source.choice([{}, {"fps": 2.0}, {"fps": 3.0}, {"fps": 0.7}, {"num_frames": source.randint(1, 24)}])
+    return header, FrameSampling(**asked)
+
+
+def seconds_of(family: str, plan: ItemPlan) -> float:
+    """How long a patch in time is, as the family's processor says it, in words of its own."""
+    header = plan.header
+    assert isinstance(header, VideoHeader)
+    if family == "qwen3_omni_moe" and not header.chosen and not plan.sampling.num_frames:
+        return 2 / (plan.sampling.fps or 1.0)
+    seen = None if header.chosen else list(plan.frames)
+    sampled: float = VideoMetadata(header.frames, fps=header.rate, frames_indices=seen).sampled_fps
+    return 2 / sampled
+
+
+def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
+    """The ends may be bare, but two items always have text between them, as in templates; Omni looks for the marks."""
+    config = config_of(family)
+    config = config.get("thinker_config", config)
+    marks = config["vision_start_token_id"], config["vision_end_token_id"]
+    mix = Mix()
+    mix.add_text(source.choice([0, 1, 20]))
     for _ in range(source.randrange(6)):
-        height, width = source.randint(1, 9), source.randint(1, 9)
+        bare = family != "qwen3_omni_moe" and source.random() < 0.3
         if source.random() < 0.5:
-            mix.images.append((1, MERGE * height, MERGE * width))
-            mix.add(IMAGE, 1, height, width)
+            plan = planner.plan(ImageHeader("PNG", source.randint(20, 300), source.randint(20, 300)))
         else:
-            frames, seconds = source.randint(1, 12), source.choice([1.0, 0.5, 2 / 3, 1.7, 0.04])
-            mix.videos.append((frames, MERGE * height, MERGE * width))
-            mix.seconds.append(seconds)
-            if family.startswith("qwen3"):  # each frame by itself, behind its time stamp
-                for frame in range(frames):
-                    mix.add(VIDEO, 1, height, width)
-                    mix.types += [TEXT] * (3 if frame < frames - 1 else 0)
-            else:
-                mix.add(VIDEO, frames, height, width, TOKENS_PER_SECOND * seconds if family == "qwen2_5_vl" else 1.0)
-        mix.types += [TEXT] * source.choice([1, 2, 30])
-    if mix.spans and source.random() < 0.3:
-        del mix.types[mix.spans[-1].end :]
-    return mix if mix.types else Mix(types=[TEXT])
+            header, sampling = random_video(source)
+            plan = planner.plan(header, BOUNDS, sampling)
+            mix.seconds.append(seconds_of(family, plan))
+        mix.add(planner, plan, None if bare else marks)
+        mix.add_text(source.choice([1, 2, 30]))
+    if mix.plans and source.random() < 0.3:
+        end = mix.placements[-1].end + (family == "qwen3_omni_moe")
+        del mix.tokens[end:], mix.types[end:]
+    return mix if mix.tokens else Mix([TEXT], [0])
+
+
+def reference_of(family: str) -> Any:
+    """A model without weights: ``get_rope_index`` reads the config only."""
+    if family == "qwen3_omni_moe":
+        model_class: Any = Qwen3OmniMoeThinkerForConditionalGeneration
+        config = Qwen3OmniMoeThinkerConfig(**TINY[family].config["thinker_config"])
+    else:
+        folder, prefix = MODELS[family]
+        package = f"transformers.models.{folder}"
+        model_class = getattr(importlib.import_module(f"{package}.modeling_{folder}"), f"{prefix}Model")
+        config = getattr(importlib.import_module(f"{package}.configuration_{folder}"), f"{prefix}Config")()
+    reference = model_class.__new__(model_class)
+    torch.nn.Module.__init__(reference)
+    reference.config = config
+    if family == "qwen2_5_vl":
+        config.vision_config.tokens_per_second = TINY[family].config["vision_config"]["tokens_per_second"]
+    reference.spatial_merge_size = config.vision_config.spatial_merge_size
+    return reference
 
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_as_the_reference(family: str, count: int) -> None:
-    folder, prefix = MODELS[family]
-    package = f"transformers.models.{folder}"
-    model_class = getattr(importlib.import_module(f"{package}.modeling_{folder}"), f"{prefix}Model")
-    config_class = getattr(importlib.import_module(f"{package}.configuration_{folder}"), f"{prefix}Config")
-    reference = model_class.__new__(model_class)  # ``get_rope_index`` reads the config only
-    torch.nn.Module.__init__(reference)
-    reference.config = config_class()
-    reference.config.vision_config.tokens_per_second = TOKENS_PER_SECOND
-    source = random.Random(count)
+    reference, planner, source = reference_of(family), planner_of(family), random.Random(count)
+    seconds_name = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_omni_moe": "second_per_grids"}.get(family)
     for _ in range(count):
-        mix = random_mix(source, family)
-        expected, delta = reference.get_rope_index(
-            torch.zeros(1, len(mix.types), dtype=torch.int64),
-            torch.tensor([mix.types]),
-            image_grid_thw=torch.tensor(mix.images) if mix.images else None,
-            video_grid_thw=torch.tensor(mix.videos) if mix.videos else None,
-            **({"second_per_grid_ts": mix.seconds} if family == "qwen2_5_vl" else {}),
-        )
-        positions = mrope_positions(len(mix.types), mix.spans, mix.shapes)
-        assert positions.prompt.dtype == np.int64
-        np.testing.assert_array_equal(positions.prompt, expected[:, 0].numpy())
-        assert positions.next_position == len(mix.types) + delta.item()
+        mix = random_mix(source, family, planner)
+        tokens = torch.tensor([mix.tokens])
+        given = {"image_grid_thw": mix.grids("image"), "video_grid_thw": mix.grids("video")}
+        if family == "qwen3_omni_moe":
+            given["attention_mask"] = torch.ones_like(tokens)
+        else:
+            given["mm_token_type_ids"] = torch.tensor([mix.types])
+        if seconds_name:
+            given[seconds_name] = torch.tensor(mix.seconds)
+        expected, delta = reference.get_rope_index(tokens, **given)
+        positions = planner.positions(len(mix.tokens), mix.placements, mix.plans)
+        assert positions.prompt.dtype == np.float64
+        if expected.is_floating_point():  # Omni's, in float32, where frames may be between whole numbers
+            np.testing.assert_allclose(positions.prompt, expected[:, 0].numpy(), rtol=1e-6, atol=1e-3)
+            assert positions.next_position == pytest.approx(len(mix.tokens) + delta.item(), abs=1e-3)
+        else:
+            np.testing.assert_array_equal(positions.prompt, expected[:, 0].numpy())
+            assert positions.next_position == len(mix.tokens) + delta.item()
 
 
 def test_any_shape() -> None:
     """A shape that isn't a grid: what follows goes on where the shape says."""
-    shape = Shape(np.array([[0, 0, 5], [0, 1, 1], [3, 2, 1]]), advance=4)
+    shape = Shape(np.array([[0, 0, 5.0], [0, 1, 1], [3, 2, 1]]), advance=4)
     positions = mrope_positions(6, [Span(1, 3)], [shape])
     assert positions.prompt.tolist() == [[0, 1, 1, 6, 5, 6], [0, 1, 2, 2, 5, 6], [0, 4, 3, 2, 5, 6]]
     assert positions.next_position == 7

@@ -80,6 +80,23 @@ def test_tower_rows(tiny: Tiny, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
+def test_rows_of_videos(tiny: Tiny, name: str) -> None:
+    """Patches in time don't see each other: encoded by themselves, they get the rows of the whole."""
+    folder = tiny(name, "published")
+    tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
+    parts = [random_input((1, *size), seed, PATCH_VALUES) for size in ((4, 6), (18, 10)) for seed in range(3)]
+    with torch.inference_mode():
+        expected = load_reference(folder).model.visual(
+            torch.cat([torch.from_numpy(part.patches) for part in parts]),
+            grid_thw=torch.tensor([(3, 4, 6), (3, 18, 10)]),
+        )
+    features = getattr(expected, "deepstack_features", None) or []
+    whole = torch.cat((expected.pooler_output, *features), dim=1)
+    assert_close(torch.cat(tower.encode(parts)), whole, 1e-5)
+    assert_close(torch.cat([tower.encode([part])[0] for part in parts]), whole, 1e-5)
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
 def test_keys_as_the_newer_families_have_them(tiny: Tiny, name: str, tmp_path: Path) -> None:
     """``model.visual.…`` and ``model.language_model.…``, as the modules of transformers are called."""
     folder = tiny(name, "published")

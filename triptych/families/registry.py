@@ -35,9 +35,9 @@ QWEN2 = Family(
 QWEN2_VL = Family(
     name="Qwen2-VL",
     planner="triptych.families.qwen2_vl.plan:Qwen2VLPlanner",
-    preprocessor="triptych.families.shared.patches:PatchPreprocessor",
+    preprocessor="triptych.families.shared.frames:VideoPreprocessor",
     tower="triptych.families.qwen2_vl.tower:Qwen2VL",
-    modalities=("text", "image"),
+    modalities=("text", "image", "video"),
 )
 QWEN2_5_VL = replace(
     QWEN2_VL,
@@ -58,7 +58,7 @@ QWEN3_OMNI = Family(
     planner="triptych.families.qwen3_omni.plan:Qwen3OmniPlanner",
     preprocessor="triptych.families.qwen3_omni.preprocess:Qwen3OmniPreprocessor",
     tower="triptych.families.qwen3_omni.tower:Qwen3Omni",
-    modalities=("text", "image"),
+    modalities=("text", "image", "video"),
 )
 
 FAMILIES = {

@@ -1,6 +1,7 @@
-"""Plans Qwen2-VL's images and prompts. Front door; numpy only.
+"""Plans Qwen2-VL's images, videos and prompts. Front door; numpy only.
 
-The reference is ``Qwen2VLImageProcessor`` and ``Qwen2VLModel.get_rope_index`` in transformers.
+The reference is ``Qwen2VLImageProcessor``, ``Qwen2VLVideoProcessor`` and ``Qwen2VLModel.get_rope_index`` in
+transformers.
 """
 
 from typing import Any
@@ -8,10 +9,14 @@ from typing import Any
 from triptych.families.base import ModelConfig
 from triptych.families.shared.planner import PatchPlanner, TowerWork
 from triptych.families.shared.settings import setting, text_section
+from triptych.families.shared.video import EqualSteps, FrameGeometry
 
 
 class Qwen2VLPlanner(PatchPlanner):
     """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
+
+    video_sampling = EqualSteps
+    video_geometry = FrameGeometry
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
@@ -20,6 +25,7 @@ class Qwen2VLPlanner(PatchPlanner):
         super().__init__(
             config,
             preprocessor_config,
+            video_config,
             context_length=setting(text_section(config), "max_position_embeddings", int),
             work=TowerWork(hidden_size, hidden_size * setting(config, "vision_config.mlp_ratio", int, default=4)),
         )

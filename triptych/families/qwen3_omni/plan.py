@@ -1,14 +1,17 @@
-"""Plans Qwen3-Omni's images and prompts. Front door; numpy only.
+"""Plans Qwen3-Omni's images, videos and prompts. Front door; numpy only.
 
-The reference is ``Qwen2VLImageProcessor`` and ``Qwen3OmniMoeThinkerForConditionalGeneration.get_rope_index`` in
-transformers.
+The reference is ``Qwen2VLImageProcessor``, ``Qwen2VLVideoProcessor``, ``Qwen3OmniMoeProcessor`` and
+``Qwen3OmniMoeThinkerForConditionalGeneration.get_rope_index`` in transformers.
 """
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from triptych.families.base import ModelConfig
+from triptych.families.shared.mrope import Shape, timed_shape
 from triptych.families.shared.planner import VISION_TOKENS, PatchPlanner, TowerWork
 from triptych.families.shared.settings import setting
+from triptych.families.shared.video import EqualSteps, FrameGeometry
+from triptych.types import ItemPlan, VideoHeader
 
 
 def thinker_config(config: ModelConfig) -> ModelConfig:
@@ -16,8 +19,28 @@ def thinker_config(config: ModelConfig) -> ModelConfig:
     return setting(config, "thinker_config", dict, default=config)
 
 
+class OmniSampling(EqualSteps):
+    """The reference's processor takes frames to be a second apart where nothing is said."""
+
+    default_fps = 1.0
+
+
+class OmniGeometry(FrameGeometry):
+    """The reference's processor has bounds of its own, whatever the files say."""
+
+    default_size: ClassVar = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], factor: int, temporal_patch_size: int) -> Self:
+        silent = config | {"size": None, "min_pixels": None, "max_pixels": None}
+        return super().from_config(silent, factor, temporal_patch_size)
+
+
 class Qwen3OmniPlanner(PatchPlanner):
     """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
+
+    video_sampling = OmniSampling
+    video_geometry = OmniGeometry
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
@@ -26,6 +49,7 @@ class Qwen3OmniPlanner(PatchPlanner):
         super().__init__(
             thinker,
             preprocessor_config,
+            video_config,
             context_length=setting(thinker, "text_config.max_position_embeddings", int),
             work=TowerWork(
                 hidden_size=setting(thinker, "vision_config.hidden_size", int),
@@ -33,3 +57,16 @@ class Qwen3OmniPlanner(PatchPlanner):
             ),
             media_tokens=(*VISION_TOKENS, "audio_token_id", "audio_start_token_id"),
         )
+        self._positions_per_second = setting(thinker, "position_id_per_seconds", float, default=25.0)
+
+    def _shape(self, plan: ItemPlan, frames: int, height: int, width: int) -> Shape:
+        """A video's patches in time are as far apart as they are in seconds, at the rate that was asked for; at that of
+        the frames that are seen where their number was."""
+        if not isinstance(plan.header, VideoHeader):
+            return super()._shape(plan, frames, height, width)
+        asked = self._sampling.asked(plan.sampling)
+        rate = asked.fps
+        if plan.header.chosen or asked.num_frames is not None:
+            rate = len(plan.frames) / plan.header.frames * plan.header.rate
+        interval = self._geometry.temporal_patch_size / rate * self._positions_per_second
+        return timed_shape(frames, height, width, interval)

@@ -1,13 +1,13 @@
-"""Turns an image's bytes into patches for Qwen3-Omni's tower, as planned. Encode workers; numpy and Pillow only."""
+"""Turns an image's or a video's bytes into patches for Qwen3-Omni's tower, as planned. Encode workers."""
 
 from typing import Any
 
 from triptych.families.base import ModelConfig
 from triptych.families.qwen3_omni.plan import thinker_config
-from triptych.families.shared.patches import PatchPreprocessor
+from triptych.families.shared.frames import VideoPreprocessor
 
 
-class Qwen3OmniPreprocessor(PatchPreprocessor):
+class Qwen3OmniPreprocessor(VideoPreprocessor):
     """Satisfies ``families.base.Preprocessor``. Raises CheckpointError for a setting that can't be honoured."""
 
     def __init__(

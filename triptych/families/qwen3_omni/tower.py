@@ -1,5 +1,5 @@
-"""Qwen3-Omni-MoE's thinker, for text and images: the vision tower, the decoder's parameters, and the names in the
-checkpoints.
+"""Qwen3-Omni-MoE's thinker, for text, images and videos: the vision tower, the decoder's parameters, and the names in
+the checkpoints.
 
 Published files hold the whole model: ``thinker.visual.…``, ``thinker.model.…`` and ``thinker.lm_head.weight``, and
 beside them what hears (``thinker.audio_tower.…``) and what speaks (``talker.…``, ``code2wav.…``), neither of which is

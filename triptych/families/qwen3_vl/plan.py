@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from triptych.families.base import ModelConfig
-from triptych.families.qwen3_vl.video import VideoGeometry, VideoSampling
 from triptych.families.shared.mrope import Shape, grid_shape
 from triptych.families.shared.planner import MAX_SOURCE_PIXELS, PatchPlanner, TowerWork
 from triptych.families.shared.settings import setting
-from triptych.types import FrameSampling, ItemPlan, PixelBounds, VideoHeader
+from triptych.families.shared.video import ClipGeometry, EndToEnd
+from triptych.types import ItemPlan, VideoHeader
 
 
 class Qwen3VLPlanner(PatchPlanner):
     """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
+
+    video_sampling = EndToEnd
+    video_geometry = ClipGeometry
 
     def __init__(
         self,
@@ -28,6 +31,7 @@ class Qwen3VLPlanner(PatchPlanner):
         super().__init__(
             config,
             preprocessor_config,
+            video_config,
             context_length=setting(config, "text_config.max_position_embeddings", int),
             work=TowerWork(
                 hidden_size=setting(config, "vision_config.hidden_size", int),
@@ -37,16 +41,6 @@ class Qwen3VLPlanner(PatchPlanner):
         )
         self._vision_start = setting(config, "vision_start_token_id", int)
         self._vision_end = setting(config, "vision_end_token_id", int)
-        self.placeholder_ids = {**self.placeholder_ids, "video": setting(config, "video_token_id", int)}
-        self._sampling = VideoSampling.from_config(video_config or {})
-        self._video_geometry = VideoGeometry.from_config(
-            video_config or {}, self._geometry.factor, self._geometry.temporal_patch_size
-        )
-
-    def _plan_video(self, header: VideoHeader, bounds: PixelBounds, sampling: FrameSampling) -> ItemPlan:
-        frames = self._sampling.asked(sampling).frames(header)
-        resized = self._video_geometry.within(bounds).resized(len(frames), header.height, header.width)
-        return self._item_plan("video", header, bounds, resized, frames)
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
         """An image's placeholder stays as it is; a video's becomes one for each patch in time, each behind its time and
@@ -54,8 +48,14 @@ class Qwen3VLPlanner(PatchPlanner):
         if not isinstance(plan.header, VideoHeader):
             return super().placeholder(plan, spelling)
         frame = "".join(map(spelling, (self._vision_start, self.placeholder_ids["video"], self._vision_end)))
-        times = self._video_geometry.timestamps(plan.frames, plan.header.rate)
-        return "".join(f"<{time:.1f} seconds>{frame}" for time in times)
+        return "".join(f"<{time:.1f} seconds>{frame}" for time in self._timestamps(plan.frames, plan.header.rate))
+
+    def _timestamps(self, frames: tuple[int, ...], rate: float) -> list[float]:
+        """When each patch in time is shown, in seconds: halfway between its first frame and its last."""
+        size = self._geometry.temporal_patch_size
+        padded = frames + frames[-1:] * (-len(frames) % size)
+        times = [frame / rate for frame in padded]
+        return [(times[i] + times[i + size - 1]) / 2 for i in range(0, len(times), size)]
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """As many rows for each patch in time."""

@@ -84,22 +84,33 @@ class ImageGeometry:
         return bounded(self, bounds, "image")
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) after resizing: multiples of patch * merge, area within bounds, aspect ratio nearly kept.
+        """(height, width) after resizing: multiples of patch * merge, area within bounds, aspect ratio nearly kept."""
+        return smart_resize(height, width, self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
-        The reference calls this ``smart_resize``; its rounding is Python's, half to even.
-        """
-        factor = self.factor
-        new_height = round(height / factor) * factor
-        new_width = round(width / factor) * factor
-        if new_height * new_width > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
-            new_height = max(factor, math.floor(height / shrink / factor) * factor)
-            new_width = max(factor, math.floor(width / shrink / factor) * factor)
-        elif new_height * new_width < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
-            new_height = math.ceil(height * grow / factor) * factor
-            new_width = math.ceil(width * grow / factor) * factor
-        return new_height, new_width
+
+def smart_resize(
+    height: int,
+    width: int,
+    factor: int,
+    *,
+    min_pixels: int,
+    max_pixels: int,
+    num_frames: int = 1,
+    temporal_patch_size: int = 1,
+) -> tuple[int, int]:
+    """(height, width) as multiples of ``factor``, such that so many frames together have an area within bounds; the
+    reference's function of this name, whose rounding is Python's, half to even."""
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    pixels = round(num_frames / temporal_patch_size) * temporal_patch_size * new_height * new_width
+    if pixels > max_pixels:
+        shrink = math.sqrt(num_frames * height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif pixels < min_pixels:
+        grow = math.sqrt(min_pixels / (num_frames * height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
 
 
 def _pixel_bounds(preprocessor_config: dict[str, Any]) -> tuple[int, int]:

@@ -24,8 +24,8 @@ CHANNELS = 3
 _PATCHES_AT_A_TIME = 64
 
 # What the reference processor assumes where preprocessor_config.json says nothing (CLIP's statistics).
-_DEFAULT_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_DEFAULT_STD = (0.26862954, 0.26130258, 0.27577711)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class PatchPreprocessor:
@@ -108,8 +108,8 @@ def _normalised_bytes(preprocessor_config: dict[str, Any]) -> NDArray[np.float32
         values = (values.astype(np.float64) * rescale_factor(preprocessor_config)).astype(np.float32)
     table = np.tile(values, (CHANNELS, 1))
     if preprocessor_config.get("do_normalize", True):
-        mean = per_channel(preprocessor_config, "image_mean", _DEFAULT_MEAN)
-        std = per_channel(preprocessor_config, "image_std", _DEFAULT_STD)
+        mean = per_channel(preprocessor_config, "image_mean", CLIP_MEAN)
+        std = per_channel(preprocessor_config, "image_std", CLIP_STD)
         table = (table - mean) / std
     return table
 

@@ -1,15 +1,17 @@
-"""Plans images for towers that take any grid of patches, and prompts in M-RoPE positions. Front door; numpy only."""
+"""Plans images and videos for towers that take any grid of patches, and prompts in M-RoPE positions. Front door; numpy
+only."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch, UnsupportedMedia
+from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch
 from triptych.families.base import ModelConfig, Positions
 from triptych.families.shared.geometry import ImageGeometry
 from triptych.families.shared.mrope import Shape, grid_shape, mrope_positions
 from triptych.families.shared.settings import setting
+from triptych.families.shared.video import VideoGeometry, VideoSampling
 from triptych.types import (
     MODEL_BOUNDS,
     MODEL_SAMPLING,
@@ -51,12 +53,20 @@ class TowerWork:
 
 
 class PatchPlanner:
-    """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
+    """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type.
+
+    ``video_sampling`` and ``video_geometry`` are a family's own, and so is what it overrides: here a video's rows stand
+    at one run, and its patches in time are a position apart.
+    """
+
+    video_sampling: ClassVar[type[VideoSampling]]
+    video_geometry: ClassVar[type[VideoGeometry]]
 
     def __init__(
         self,
         config: ModelConfig,
         preprocessor_config: dict[str, Any],
+        video_config: dict[str, Any] | None = None,
         *,
         context_length: int,
         work: TowerWork,
@@ -64,10 +74,16 @@ class PatchPlanner:
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
         """``media_tokens`` names the settings that say which tokens may only come from the template."""
-        self.placeholder_ids: Mapping[str, int] = {"image": setting(config, "image_token_id", int)}
+        self.placeholder_ids: Mapping[str, int] = {
+            "image": setting(config, "image_token_id", int),
+            "video": setting(config, "video_token_id", int),
+        }
         self.media_token_ids = frozenset(setting(config, key, int) for key in media_tokens)
         self.context_length = context_length
         self._geometry = ImageGeometry.from_configs(config, preprocessor_config)
+        in_time = self._geometry.temporal_patch_size
+        self._sampling = self.video_sampling.from_config(video_config or {}, in_time)
+        self._video_geometry = self.video_geometry.from_config(video_config or {}, self._geometry.factor, in_time)
         self._max_source_pixels = max_source_pixels
         self._work = work
 
@@ -77,8 +93,7 @@ class PatchPlanner:
         """What the image or video will become.
 
         Raises MediaTooLarge for more than ``max_source_pixels`` (of an image, or of one frame), BadMediaSize for an
-        aspect ratio above 200 and for bounds that can't be kept, and UnsupportedMedia for such sampling and for videos
-        where the family takes none.
+        aspect ratio above 200 and for bounds that can't be kept, and UnsupportedMedia for such sampling.
         """
         kind = "video" if isinstance(header, VideoHeader) else "image"
         width, height = header.width, header.height
@@ -99,17 +114,21 @@ class PatchPlanner:
             raise BadMediaSize(
                 f"the image is {width} by {height} pixels; its sides may differ at most {MAX_ASPECT_RATIO}-fold"
             )
-        return self._item_plan("image", header, bounds, self._geometry.within(bounds).resized(height, width))
+        return self._item_plan("image", header, self._geometry.within(bounds).resized(height, width), bounds=bounds)
 
     def _plan_video(self, header: VideoHeader, bounds: PixelBounds, sampling: FrameSampling) -> ItemPlan:
-        raise UnsupportedMedia("the model takes no videos")
+        frames = self._sampling.asked(sampling).frames(header)
+        resized = self._video_geometry.within(bounds).resized(len(frames), header.height, header.width)
+        return self._item_plan("video", header, resized, bounds=bounds, sampling=sampling, frames=frames)
 
     def _item_plan(
         self,
         modality: str,
         header: MediaHeader,
-        bounds: PixelBounds,
         resized: tuple[int, int],
+        *,
+        bounds: PixelBounds,
+        sampling: FrameSampling = MODEL_SAMPLING,
         frames: tuple[int, ...] = (),
     ) -> ItemPlan:
         height, width = resized
@@ -124,6 +143,7 @@ class PatchPlanner:
             rows=math.prod(grid) // self._geometry.merge_size**2,
             cost=in_time * self._work.cost(grid[1] * grid[2]),
             bounds=bounds,
+            sampling=sampling,
             frames=frames,
         )
 
@@ -139,7 +159,11 @@ class PatchPlanner:
         """The positions of each run of an item's rows."""
         merge = self._geometry.merge_size
         frames, rows, columns = plan.grid
-        return [grid_shape(frames, rows // merge, columns // merge)]
+        return [self._shape(plan, frames, rows // merge, columns // merge)]
+
+    def _shape(self, plan: ItemPlan, frames: int, height: int, width: int) -> Shape:
+        """The positions of an item of so many frames, rows and columns of tokens."""
+        return grid_shape(frames, height, width)
 
     def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
         """M-RoPE positions. Raises PlanMismatch where a placement isn't its plan's, or placements overlap or leave the
