@@ -4,50 +4,21 @@ a long one is prefilled before its last frames are encoded."""
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from tests.checkpoints import load_reference, make_checkpoint
+from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Messages, Running, running
-from tests.media.clips import clip, picture, turned
-from tests.parity.cases import picture as still
-from tests.parity.cases import png
+from tests.media.clips import clip, turned
+from tests.parity.videos import Model, image_part, listed, user, video_part
 from triptych.config import EngineConfig
 from triptych.encode.cache import Rows
 from triptych.families.base import TowerInput
-from triptych.families.qwen3_vl.preprocess import Qwen3VLPreprocessor
-from triptych.media.frames import PackedFrames, pack_frames
-from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
-from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
 from triptych.roles.encode import EncodeHost
 from triptych.roles.instance import Instance
-
-
-def video_part(data: bytes, **options: Any) -> dict[str, Any]:
-    return {"type": "video", "data": data, **options}
-
-
-def image_part(width: int, height: int, seed: int) -> dict[str, Any]:
-    return {"type": "image", "data": png(still(width, height, seed))}
-
-
-def user(*parts: str | dict[str, Any]) -> Messages:
-    return [{"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}]
-
-
-def listed(numbers: Sequence[int], rate: float = 2.0) -> bytes:
-    files = []
-    for number in numbers:
-        files.append(png(Image.fromarray(picture(number, 80, 48))))
-    return pack_frames(PackedFrames(rate, files))
-
 
 CASES: dict[str, Messages] = {
     "mp4": user(video_part(clip("mp4", frames=50)), "What happens?"),
@@ -61,45 +32,10 @@ CASES: dict[str, Messages] = {
 }
 
 
-@dataclass(frozen=True)
-class Model:
-    folder: Path
-
-    @cached_property
-    def prompts(self) -> list[PlannedPrompt]:
-        builder = PromptBuilder(self.folder)
-        return [builder.build(messages) for messages in CASES.values()]
-
-    @cached_property
-    def answers(self) -> list[list[int]]:
-        """What transformers says to what its own processor would make of the videos (``tests/families``)."""
-        reference = load_reference(self.folder)
-        configs = load_config(self.folder), load_preprocessor_config(self.folder), load_video_config(self.folder)
-        preprocess = Qwen3VLPreprocessor(*configs)
-        answers = []
-        for prompt in self.prompts:
-            tokens = torch.tensor([prompt.tokens])
-            kinds = (tokens == reference.config.image_token_id).int() + 2 * (tokens == reference.config.video_token_id)
-            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": kinds.int()}
-            for modality, values in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-                items = [item for item in prompt.items if item.plan.modality == modality]
-                if items:
-                    parts = [part.patches for item in items for part in preprocess(item.data, item.plan)]
-                    inputs[values] = torch.from_numpy(np.concatenate(parts))
-                    inputs[f"{modality}_grid_thw"] = torch.tensor([item.plan.grid for item in items])
-            with torch.inference_mode():
-                output = reference.generate(
-                    **inputs, max_new_tokens=32, min_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0
-                )
-            answers.append(output[0, len(prompt.tokens) :].tolist())
-        assert len({tuple(answer) for answer in answers}) >= len(answers) - 1
-        return answers
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     torch.set_num_threads(1)
-    yield Model(make_checkpoint(tmp_path_factory.mktemp("video")))
+    yield Model(make_checkpoint(tmp_path_factory.mktemp("video")), CASES)
     asyncio.set_event_loop(None)
 
 

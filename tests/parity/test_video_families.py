@@ -1,0 +1,97 @@
+"""Videos in the families that ``test_video.py`` isn't about: answered as transformers answers them."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.harness import FLOAT32, Messages, running
+from tests.media.clips import clip
+from tests.parity.test_video import count_parts
+from tests.parity.videos import Model, image_part, listed, user, video_part
+from tests.tiny import make_tiny
+from triptych.config import EngineConfig
+from triptych.types import FrameSampling, PixelBounds
+
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
+SMALL = {"bounds": PixelBounds(4 * 28 * 28, 12 * 28 * 28)}
+CASES: dict[str, Messages] = {
+    "mp4": user(video_part(clip("mp4", frames=50), **SMALL), "What happens?"),
+    "three a second": user(video_part(clip("mp4", frames=27), sampling=FrameSampling(fps=3.0), **SMALL), "How fast?"),
+    "gif and an image": user(video_part(clip("gif", frames=9), **SMALL), "or ", image_part(96, 64, 1), " which?"),
+    "two videos": user(
+        video_part(clip("webm", frames=30, seed=3), sampling=FrameSampling(num_frames=6), **SMALL),
+        " and ",
+        video_part(clip("mp4", frames=20, width=64, height=96, seed=4)),
+        "Same?",
+    ),
+    "a list of frames": user(image_part(64, 64, 2), video_part(listed([0, 1, 2, 3, 4], 1.0), **SMALL), "And now?"),
+    "one frame": user(video_part(clip("mp4", frames=1), **SMALL), "What is it?"),
+}
+WHOLE, CHUNKS = 4096, 7
+ONE_BLOCK = {"receive_blocks": 1, "receive_block_rows": 8, "kv_receive_blocks": 4}
+RUNS = [
+    ("1EPD", WHOLE, {}),
+    ("1E1PD", CHUNKS, ONE_BLOCK),
+    ("1E1P1D", WHOLE, ONE_BLOCK),
+]
+MORE = [
+    (topology, chunk, pool)
+    for topology in ("1EPD", "1E1PD", "1E1P1D")
+    for chunk in (WHOLE, CHUNKS)
+    for pool in ({}, ONE_BLOCK)
+    if (topology, chunk, pool) not in RUNS and not (topology == "1EPD" and pool)
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model]]:
+    torch.set_num_threads(1)
+    yield {family: Model(make_tiny(tmp_path_factory.mktemp(family), family), CASES) for family in FAMILIES}
+    asyncio.set_event_loop(None)
+
+
+def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
+    async def run() -> list[list[int]]:
+        async with running(model.folder, topology, engine) as service:
+            return await service.answers(list(CASES.values()))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("topology", "chunk", "pool"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_the_reference(
+    models: dict[str, Model], family: str, topology: str, chunk: int, pool: dict[str, int]
+) -> None:
+    engine = replace(FLOAT32, max_num_batched_tokens=chunk, **pool)
+    assert answered(models[family], topology, engine) == models[family].answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("patches", [1, 50, 10**6])
+def test_batches(models: dict[str, Model], family: str, patches: int) -> None:
+    engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)
+    assert answered(models[family], "1E1PD", engine) == models[family].answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clips_that_share_frames_share_the_work(models: dict[str, Model], family: str) -> None:
+    """Whatever their rate: a patch in time looks the same, wherever it is."""
+    seen: list[int] = []
+    first, second = listed([0, 1, 2, 3, 4, 5]), listed([2, 3, 0, 1, 8, 9], rate=0.5)
+
+    async def run() -> None:
+        prepare = lambda one: count_parts(one, seen)  # noqa: E731
+        async with running(models[family].folder, "1E1PD", prepare=prepare) as service:
+            await service.answer(user(video_part(first, **SMALL), "?"), max_tokens=1)
+            assert sum(seen) == 3
+            await service.answer(user(video_part(second, **SMALL), "?"), max_tokens=1)
+            assert sum(seen) == 4
+
+    asyncio.run(run())

@@ -1,0 +1,97 @@
+"""Prompts with videos, and what transformers answers to them. Not a test."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.checkpoints import load_reference
+from tests.families.test_mrope import seconds_of
+from tests.harness import Messages
+from tests.media.clips import picture
+from tests.parity.cases import picture as still
+from tests.parity.cases import png
+from triptych.families.registry import family_of, resolve
+from triptych.media.frames import PackedFrames, pack_frames
+from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
+
+
+def video_part(data: bytes, **options: Any) -> dict[str, Any]:
+    return {"type": "video", "data": data, **options}
+
+
+def image_part(width: int, height: int, seed: int) -> dict[str, Any]:
+    return {"type": "image", "data": png(still(width, height, seed))}
+
+
+def user(*parts: str | dict[str, Any]) -> Messages:
+    return [{"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}]
+
+
+def listed(numbers: Sequence[int], rate: float = 2.0) -> bytes:
+    files = []
+    for number in numbers:
+        files.append(png(Image.fromarray(picture(number, 80, 48))))
+    return pack_frames(PackedFrames(rate, files))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, and its expected answers to all cases."""
+
+    folder: Path
+    cases: dict[str, Messages]
+
+    @cached_property
+    def prompts(self) -> list[PlannedPrompt]:
+        builder = PromptBuilder(self.folder)
+        return [builder.build(messages) for messages in self.cases.values()]
+
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """What transformers says to what its own processor would make of the videos (``tests/families``)."""
+        reference = load_reference(self.folder)
+        answers = []
+        for prompt in self.prompts:
+            with torch.inference_mode():
+                output = reference.generate(
+                    **self._inputs(prompt),
+                    max_new_tokens=32,
+                    min_new_tokens=32,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                )
+            answers.append(output[0, len(prompt.tokens) :].tolist())
+        assert len({tuple(answer) for answer in answers}) >= len(answers) - 1
+        return answers
+
+    def _inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
+        config = load_config(self.folder)
+        family = config["model_type"]
+        preprocess = resolve(family_of(config).preprocessor or "")(
+            config, load_preprocessor_config(self.folder), load_video_config(self.folder)
+        )
+        ids = config.get("thinker_config", config)
+        tokens = torch.tensor([prompt.tokens])
+        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if family != "qwen3_omni_moe":  # which finds out by itself
+            kinds = (tokens == ids["image_token_id"]).int() + 2 * (tokens == ids["video_token_id"]).int()
+            inputs["mm_token_type_ids"] = kinds
+        for modality, values in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            items = [item for item in prompt.items if item.plan.modality == modality]
+            if items:
+                parts = [part.patches for item in items for part in preprocess(item.data, item.plan)]
+                inputs[values] = torch.from_numpy(np.concatenate(parts))
+                inputs[f"{modality}_grid_thw"] = torch.tensor([item.plan.grid for item in items])
+        name = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_omni_moe": "video_second_per_grid"}.get(family)
+        if name and "pixel_values_videos" in inputs:
+            seconds = [seconds_of(family, item.plan) for item in prompt.items if item.plan.modality == "video"]
+            inputs[name] = torch.tensor(seconds)
+        return inputs
