@@ -40,6 +40,58 @@ def test_the_prompt_has_the_rows_that_were_planned(service: Served) -> None:
     assert rows[0] == rows[1] < rows[2]
 
 
+def prompt_tokens(service: Served, part: dict[str, Any], **fields: Any) -> int:
+    response = service.post([part, text_part("x")], max_tokens=1, **fields)
+    assert response.status_code == 200, response.text
+    tokens: int = response.json()["usage"]["prompt_tokens"]
+    return tokens
+
+
+def test_a_request_says_how_many_frames_are_seen(service: Served) -> None:
+    part = video_part(clip("mp4", frames=80))  # 8 s, of which two frames a second are seen
+    all_of_it = prompt_tokens(service, part)
+    halved = prompt_tokens(service, part, mm_processor_kwargs={"fps": 1})
+    assert halved < all_of_it
+    assert prompt_tokens(service, part, mm_processor_kwargs={"num_frames": 8}) == halved
+    assert prompt_tokens(service, part, mm_processor_kwargs={"num_frames": 4}) < halved
+    smaller = prompt_tokens(service, part, mm_processor_kwargs={"max_pixels": 16 * 32 * 32, "min_pixels": 1})
+    assert smaller < all_of_it
+    assert service.text([part, text_part("x")], mm_processor_kwargs={"fps": 1}, max_tokens=24) != service.text(
+        [part, text_part("x")], max_tokens=24
+    )
+
+
+def test_samplings_that_cannot_be_kept(service: Served) -> None:
+    content = [text_part("x"), video_part(clip("mp4", frames=20))]
+    response = service.post(content, mm_processor_kwargs={"fps": 1, "num_frames": 4})
+    assert "exclude each other" in the_error(response, 400, "mm_processor_kwargs.fps")
+    response = service.post(content, mm_processor_kwargs={"num_frames": 769})
+    assert "769 is more than the model takes" in the_error(response, 400, VIDEO, "unsupported_media")
+    response = service.post(content, mm_processor_kwargs={"max_pixels": 10**8})
+    the_error(response, 400, VIDEO, "bad_media_size")
+    for options in ({"fps": 1e-300}, {"fps": 1000}, {"num_frames": 0}, {"num_frames": 1.5}):
+        response = service.post(content, mm_processor_kwargs=options)
+        the_error(response, 400, f"mm_processor_kwargs.{next(iter(options))}")
+
+
+def test_a_video_is_sent_once_and_referred_to_later(service: Served) -> None:
+    first, other = (clip("mp4", frames=20, seed=seed) for seed in (71, 72))
+    known = {"type": "video_url", "video_url": None, "uuid": "clip"}
+
+    def answer(part: dict[str, Any]) -> str:
+        return service.text([part, text_part("x")], max_tokens=24)
+
+    expected = answer(video_part(first))
+    assert answer(video_part(first) | {"uuid": "clip"}) == answer(known) == expected
+    sampled = {"mm_processor_kwargs": {"num_frames": 2}}
+    assert prompt_tokens(service, known, **sampled) < prompt_tokens(service, known), "seen as each request says"
+    assert answer(video_part(other) | {"uuid": "clip"}) == answer(known) != expected
+    response = service.post([text_part("x"), known | {"uuid": "another"}])
+    the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
+    response = service.post([text_part("x"), {"type": "image_url", "image_url": None, "uuid": "clip"}])
+    the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
+
+
 def test_frames_are_a_video(service: Served) -> None:
     frames = [image(64, 64, seed) for seed in range(4)]
     slow = service.text([frames_part(*frames, fps=0.5), text_part("x")])

@@ -175,7 +175,7 @@ class MediaOptions(Strict):
     min_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
     max_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
     size: ImageSize | None = None
-    fps: float | None = Field(None, gt=0.0, le=240.0)
+    fps: float | None = Field(None, ge=0.001, le=240.0)
     num_frames: int | None = Field(None, ge=1, le=2**16)
 
 
