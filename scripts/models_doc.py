@@ -8,9 +8,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.families import test_mrope, test_patches
+from tests.families import test_mrope, test_patches, test_videos
+from tests.families.golden.make_videos import family_of
 from tests.models import test_families as halves
 from tests.parity import test_families as service
+from tests.parity import test_video_families
 from tests.tiny import TINY
 from triptych.families.registry import FAMILIES, Family, resolve
 from triptych.families.shared.decoder import Backbone
@@ -40,6 +42,12 @@ CHECKS = (
         {*test_patches.FAMILIES, *QWEN3_VL},
     ),
     Check(
+        "plans, placeholders and patches of videos",
+        "bit for bit those of transformers' processors, made where torchvision can be imported",
+        "tests/families/test_videos.py",
+        {family_of(case) for case in test_videos.CASES},
+    ),
+    Check(
         "positions",
         "of 1,000 random mixes of text, images and videos (50 in CI) equal to `get_rope_index`",
         "tests/families/test_mrope.py",
@@ -58,6 +66,12 @@ CHECKS = (
         "receive pool of one block; logits of the first within 1e-4",
         "tests/parity",
         {*TINY, *QWEN3_VL},
+    ),
+    Check(
+        "answers about videos",
+        "the same, in the same topologies, from MP4, WebM, GIF and lists of frames",
+        "tests/parity",
+        {*test_video_families.FAMILIES, "qwen3_vl"},
     ),
     Check("tensor parallelism", "the same answers from two ranks", "tests/parity", {*service.TWO_RANKS, *QWEN3_VL}),
     Check("sliding windows", "the same answers with windows switched on", "tests/parity", service.WITH_WINDOWS),
