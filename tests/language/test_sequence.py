@@ -26,6 +26,12 @@ def test_positions_go_on_beyond_the_prompts_end() -> None:
             np.testing.assert_array_equal(one.positions_of(start, count), whole[:, start : start + count])
 
 
+def test_positions_go_on_between_whole_numbers() -> None:
+    one = sequence()
+    one.next_position = 8.75
+    np.testing.assert_array_equal(one.positions_of(2, 3), [[1, 8.75, 9.75], [2, 8.75, 9.75], [3, 8.75, 9.75]])
+
+
 @pytest.mark.parametrize(
     ("sampling", "generated", "reason"),
     [

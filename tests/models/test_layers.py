@@ -114,7 +114,7 @@ def test_rope_equals_transformers(
     else:
         config = Qwen2VLTextConfig(hidden_size=2 * head_dim, num_attention_heads=2, rope_parameters=parameters)
         reference = Qwen2VLRotaryEmbedding(config)
-    positions = torch.randint(0, 100_000, (3, 9))
+    positions = torch.randint(0, 300_000, (3, 9)) / torch.tensor(3, dtype=torch.float64)
     query = torch.randn(1, 3, 9, head_dim, dtype=dtype)  # [1, heads, T, head_dim]
     reference_cos, reference_sin = reference(query, positions[:, None])
     expected, _ = apply_rotary_pos_emb(query, query, reference_cos, reference_sin)

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.api.serving import served
+from tests.api.test_videos import url_of
 from tests.harness import FLOAT32, Messages, running
 from tests.media.clips import clip
 from tests.parity.test_video import count_parts
 from tests.parity.videos import Model, image_part, listed, user, video_part
 from tests.tiny import make_tiny
 from triptych.config import EngineConfig
+from triptych.prompt.tokenizer import Tokenizer
 from triptych.types import FrameSampling, PixelBounds
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
@@ -78,6 +81,28 @@ def test_as_the_reference(
 def test_batches(models: dict[str, Model], family: str, patches: int) -> None:
     engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)
     assert answered(models[family], "1E1PD", engine) == models[family].answers
+
+
+@pytest.mark.parametrize(
+    ("family", "topology"), [("qwen2_vl", "1E1P1D"), ("qwen2_5_vl", "1EPD"), ("qwen3_omni_moe", "1E1PD")]
+)
+def test_over_http(models: dict[str, Model], family: str, topology: str) -> None:
+    model = models[family]
+    number = list(CASES).index("three a second")
+    data, tokenizer = CASES["three a second"][0]["content"][0]["data"], Tokenizer(model.folder)
+    with served(model.folder, topology) as service:
+        with service.client() as client:
+            (about,) = client.get("/v1/models").json()["data"]
+        assert about["input_modalities"] == ["text", "image", "video"]
+        bounds = {"min_pixels": SMALL["bounds"].min_pixels, "max_pixels": SMALL["bounds"].max_pixels}
+        text = service.text(
+            [{"type": "video_url", "video_url": {"url": url_of(data)}}, {"type": "text", "text": "How fast?"}],
+            mm_processor_kwargs={"fps": 3, **bounds},
+            max_tokens=32,
+            temperature=0,
+            skip_special_tokens=False,
+        )
+    assert text == tokenizer.decode(model.answers[number], skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
