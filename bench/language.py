@@ -5,8 +5,9 @@
 
 Each engine is a process of its own that is started, loaded and stopped in turn, round after round, so that a machine
 that slows down slows all of them: Triptych in several weight formats, transformers in float32, and, where ``--vllm``
-names an environment that has it, vLLM in float32. Then what bounds decoding and prefill: how fast this machine reads
-memory, and how fast it multiplies matrices of the model's own shapes.
+names an environment that has it, vLLM in float32. What bounds decoding and prefill is measured beside each of ours,
+because it changes with what else the machine does: how fast this machine reads memory, and how fast it multiplies
+matrices of the model's own shapes.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from bench.language_limits import limits
+from bench.language_limits import decoder_elements, limits
 from bench.language_steps import overhead
 from bench.serve import Load, ask, request_body, run
 from bench.topologies import memory
@@ -97,6 +98,13 @@ async def _answers(client: httpx.AsyncClient) -> bool:
         return False
 
 
+async def of_triptych(options: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
+    """One round's figures in a weight format, and the machine's limits right after."""
+    async with triptych(options.model, engine_config(name, options.threads)) as url:
+        found = await served(url, seed, options.requests)
+    return found | await asyncio.to_thread(limits, options.model, Load(), int(found["prompt_tokens"]), options.threads)
+
+
 async def served(url: str, seed: int, requests: int) -> dict[str, Any]:
     """One round's figures of an endpoint, in ms and tokens/s."""
     alone = await run(url, MODEL, Load(), requests=requests, concurrency=1, seed=seed)
@@ -105,6 +113,7 @@ async def served(url: str, seed: int, requests: int) -> dict[str, Any]:
         "ttft_ms": alone["ttft_ms"]["p50"],
         "tpot_ms": alone["tpot_ms"]["p50"],
         "tokens_per_second_8": crowd["output_tokens_per_second"],
+        "prompt_tokens": alone["prompt_tokens"],
         **{f"{stage}_ms": ms for stage, ms in alone["stages_ms"].items() if stage in {"encode", "prefill"}},
         "errors": alone["errors"] + crowd["errors"],
     }
@@ -124,8 +133,8 @@ async def compare(options: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
     rounds: dict[str, list[dict[str, Any]]] = {}
     for number in range(options.rounds):
         for name in ("fp16", "int8", "fp32"):
-            async with triptych(options.model, engine_config(name, options.threads)) as url:
-                rounds.setdefault(f"triptych {name}", []).append(await served(url, number * 10, options.requests))
+            found = await of_triptych(options, name, number * 10)
+            rounds.setdefault(f"triptych {name}", []).append(found)
         peer = await asyncio.to_thread(of_transformers, options.model, options.threads, number * 10, options.requests)
         rounds.setdefault("transformers fp32", []).append(peer)
         yield {name: _medians(entries) for name, entries in rounds.items()}
@@ -238,18 +247,11 @@ def _client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, trust_env=False, timeout=httpx.Timeout(None, connect=10.0))
 
 
-async def bounds(options: argparse.Namespace) -> dict[str, Any]:
-    """The machine's limits, for the very request that the engines are compared with."""
-    async with triptych(options.model, engine_config("fp16", options.threads)) as url, _client(url) as client:
-        sample = await ask(client, request_body(MODEL, Load(output_tokens=2), 0))
-    return await asyncio.to_thread(limits, options.model, Load(), sample.prompt_tokens, options.threads)
-
-
 async def outside_the_model(options: argparse.Namespace) -> dict[str, float]:
     return await overhead(options.model, engine_config("fp16", options.threads), 8)
 
 
-def ratios(engines: dict[str, Any], limited: dict[str, Any]) -> dict[str, float]:
+def ratios(engines: dict[str, Any], elements: int) -> dict[str, float]:
     """What the issue of speed asks about: Triptych ÷ peer; below 1 is faster for times, above 1 for tokens/s."""
     found = {}
     for peer in ("vllm fp32", "transformers fp32"):
@@ -263,12 +265,11 @@ def ratios(engines: dict[str, Any], limited: dict[str, Any]) -> dict[str, float]
                 rate = ours["tokens_per_second_8"] / engines[peer]["tokens_per_second_8"]
                 found[f"{name} tokens/s at 8 ÷ {peer}"] = rate
     ours = engines["triptych fp16"]
-    found["prefill and encode: time of F.linear alone ÷ time taken"] = limited["request_linear_ms"] / (
+    found["prefill and encode: time of F.linear alone ÷ time taken"] = ours["request_linear_ms"] / (
         ours["encode_ms"] + ours["prefill_ms"]
     )
-    fp16 = ours["tpot_ms"] / 1e3
     found["fp16 weight bytes read per second ÷ read bandwidth"] = (
-        2 * limited["decoder_elements"] / fp16 / 1e9 / limited["read_gb_per_s"]
+        2 * elements / (1e6 * ours["tpot_ms"]) / ours["read_gb_per_s"]
     )
     return {name: round(value, 3) for name, value in found.items()}
 
@@ -276,7 +277,6 @@ def ratios(engines: dict[str, Any], limited: dict[str, Any]) -> dict[str, float]
 async def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Fills in ``found``, part by part; each is saved as soon as it is there."""
     parts: dict[str, Callable[[argparse.Namespace], Awaitable[Any]]] = {
-        "limits": bounds,
         "outside_the_model": outside_the_model,
         "while_a_long_prompt_prefills": while_a_long_prompt_prefills,
         "second_turn": second_turn,
@@ -295,8 +295,8 @@ async def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    if "engines" in found and "limits" in found:
-        found["ratios"] = ratios(found["engines"], found["limits"])
+    if "engines" in found:
+        found["ratios"] = ratios(found["engines"], decoder_elements(options.model))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     if options.plot and "growth" in found:
