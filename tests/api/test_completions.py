@@ -96,6 +96,88 @@ def test_logprobs_have_an_entry_for_each_token(service: Served) -> None:
     assert all(len(top) == 1 for top in none["top_logprobs"])
 
 
+def test_the_prompt_is_told_with_its_logprobs(service: Served) -> None:
+    """As evaluation harnesses ask for them."""
+    fields: dict[str, Any] = {"prompt": ["Once <|im_start|>upon", "Größe"], "logprobs": 2, "temperature": 0}
+    plain = answer(service, **fields)
+    echoed = answer(service, **fields, echo=True)
+    for choice, without, prompt in zip(echoed["choices"], plain["choices"], fields["prompt"], strict=True):
+        spelled = answer(service, "/tokenize", prompt=prompt)
+        count = spelled["count"]
+        logprobs, own = choice["logprobs"], without["logprobs"]
+        assert choice["text"] == prompt.replace("<|im_start|>", "") + without["text"]
+        assert len(logprobs["tokens"]) == count + 8
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        assert "".join(logprobs["tokens"][:count]) == prompt or "\ufffd" in "".join(logprobs["tokens"])
+        told = list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
+        for token, logprob, top in told[1:]:
+            assert top[token] == logprob <= max(top.values()) <= 0
+            assert 1 <= len(top) <= 3
+        for name in ("tokens", "token_logprobs", "top_logprobs"):
+            if name == "tokens":
+                assert logprobs[name][count:] == own[name]
+        assert logprobs["token_logprobs"][count:] == pytest.approx(own["token_logprobs"], abs=1e-4)
+        assert logprobs["text_offset"][0] == 0
+        assert logprobs["text_offset"][count:] == [
+            offset + len(choice["text"]) - len(without["text"]) for offset in own["text_offset"]
+        ]
+    parts = streamed(service, **fields, echo=True)
+    for choice in echoed["choices"]:
+        mine = [event["choices"][0] for event in parts if event["choices"][0]["index"] == choice["index"]]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert [token for one in mine for token in one["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
+        offsets = [offset for one in mine for offset in one["logprobs"]["text_offset"]]
+        assert offsets == choice["logprobs"]["text_offset"]
+
+
+def test_the_prompt_alone(service: Served) -> None:
+    fields = {"prompt": "Once upon a time", "logprobs": 1, "echo": True, "temperature": 0}
+    count = answer(service, "/tokenize", prompt=fields["prompt"])["count"]
+    alone, with_more = answer(service, **fields, max_tokens=0), answer(service, **fields)
+    (choice,) = alone["choices"]
+    assert choice["text"] == fields["prompt"]
+    assert choice["finish_reason"] == "length"
+    for name in ("tokens", "text_offset"):
+        assert choice["logprobs"][name] == with_more["choices"][0]["logprobs"][name][:count]
+    assert alone["usage"]["completion_tokens"] == 0
+    (event,) = streamed(service, **fields, max_tokens=0)
+    assert event["choices"][0]["text"] == fields["prompt"]
+    one_token = answer(service, prompt=[5], logprobs=1, echo=True, max_tokens=0, prompt_logprobs=1)["choices"][0]
+    assert one_token["logprobs"]["token_logprobs"] == one_token["prompt_logprobs"] == [None]
+
+
+def test_prompt_logprobs_in_vllms_words(service: Served) -> None:
+    fields = {"prompt": ["Once upon", "a time"], "prompt_logprobs": 2, "temperature": 0}
+    made = answer(service, **fields)
+    echoed = answer(service, **fields, echo=True, logprobs=5)
+    for choice, other, prompt in zip(made["choices"], echoed["choices"], fields["prompt"], strict=True):
+        tokens = answer(service, "/tokenize", prompt=prompt)["tokens"]
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        assert len(others) == len(tokens) - 1
+        assert choice["logprobs"] is None
+        for n, (token, entry) in enumerate(zip(tokens[1:], others, strict=True), start=1):
+            own = entry[str(token)]
+            assert own["logprob"] == pytest.approx(other["logprobs"]["token_logprobs"][n], abs=1e-4)
+            assert own["decoded_token"] == other["logprobs"]["tokens"][n]
+            likeliest = [one for one in entry.values() if one["rank"] <= 2]
+            assert [one["rank"] for one in sorted(likeliest, key=lambda one: -one["logprob"])] == [1, 2]
+            assert len(entry) == (2 if own["rank"] <= 2 else 3)
+            assert len(other["prompt_logprobs"][n]) == len(entry), "as many as were asked for, each for itself"
+
+
+def test_prompt_logprobs_of_a_chat_with_a_picture(service: Served) -> None:
+    content = [image_part(), text_part("What is it?")]
+    made = service.post(content, prompt_logprobs=1, n=2, temperature=0).json()
+    tokens = answer(service, "/tokenize", messages=[{"role": "user", "content": content}])["tokens"]
+    assert len(made["choices"]) == 2
+    assert [entry and str(token) in entry for token, entry in zip(tokens, made["prompt_logprobs"], strict=True)] == [
+        None,
+        *[True] * (len(tokens) - 1),
+    ]
+    assert "prompt_logprobs" not in service.post(content).json()
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -112,7 +194,12 @@ def test_logprobs_have_an_entry_for_each_token(service: Served) -> None:
         ({"prompt": "x", "max_tokens": 4096}, "prompt", "context"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "''"),
         ({"prompt": "x", "best_of": 2}, "best_of", "n is supported"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", "not supported"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens", "echo"),
+        ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "20"),
+        ({"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs", "greater"),
+        ({"prompt": "x", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "streams"),
+        ({"prompt": ["x" * 500] * 10, "prompt_logprobs": 20}, "prompt_logprobs", "65536"),
+        ({"prompt": ["x" * 500] * 10, "n": 2, "echo": True, "logprobs": 20}, "echo", "65536"),
         ({"prompt": ["x"] * 100, "n": 64}, "prompt", "6400"),
         ({"prompt": "x", "messages": []}, "messages", "unknown"),
         ({"prompt": "x", "tools": []}, "tools", "unknown"),

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.language.kv_cache import PagePool
-from triptych.language.scheduler import Scheduler, Step
+from triptych.language.scheduler import MAX_SCORED, Scheduler, Step
 from triptych.language.sequence import Sequence
 from triptych.messages.work import PlacedItem, Sampling
 from triptych.types import Placement, RequestId, Span
@@ -247,3 +247,35 @@ def test_one_that_waits_with_its_prefix_gives_it_up_to_those_before_it() -> None
     while len(scheduler):
         run(scheduler, scheduler.schedule(everything))
     pool.check_all_free()
+
+
+def scoring(name: str, prompt: int) -> Sequence:
+    one = sequence(name, prompt, 1)
+    one.sampling = Sampling(max_tokens=1, prompt_logprobs=0)
+    return one
+
+
+def test_prompts_are_scored_a_few_tokens_at_a_time_and_others_take_the_rest_of_the_budget() -> None:
+    scheduler = Scheduler(PagePool(200, 4), 8, max_num_batched_tokens=512)
+    first, second = scoring("first", 100), scoring("second", 100)
+    for one in (first, second, plain := sequence("plain", 300, 1)):
+        scheduler.add(one)
+    steps = []
+    while len(scheduler):
+        step = scheduler.schedule(everything)
+        assert step.num_scored <= MAX_SCORED
+        steps.append({chunk.sequence.request: chunk.length for chunk in step.chunks})
+        run(scheduler, step)
+    assert steps[0] == {"first": MAX_SCORED, "plain": 300}
+    assert steps[1] == {"first": 36, "second": MAX_SCORED - 35}, "the last token is not scored, but sampled from"
+    assert sum(step.get("second", 0) for step in steps) == 100
+    assert plain.num_generated == first.num_generated == second.num_generated == 1
+
+
+def test_a_prompt_that_is_scored_is_computed_whole_and_others_find_it() -> None:
+    scheduler = Scheduler(PagePool(40, 4), 8, max_num_batched_tokens=64)
+    assert finish(scheduler, sequence("plain", 18, 1)) == 18
+    queries = scheduler.num_prefix_queries
+    assert finish(scheduler, scoring("scored", 18)) == 18
+    assert scheduler.num_prefix_queries == queries
+    assert finish(scheduler, sequence("again", 18, 1)) == 2

@@ -8,11 +8,12 @@ import torch
 
 from triptych.language.kv_cache import PagePool
 from triptych.language.padding import only_decodes
+from triptych.language.prompt_logprobs import asked_of, joined
 from triptych.language.runner import MediaRows, Runner
 from triptych.language.sampler import Draw
 from triptych.language.scheduler import Chunk, Scheduler
 from triptych.language.sequence import Sequence
-from triptych.messages.work import Sampling
+from triptych.messages.work import PromptLogprobs, Sampling
 from triptych.models.decoder import Decoder
 from triptych.types import RequestId
 
@@ -31,6 +32,8 @@ class Generating:
     budget: int = 12
     batches: dict[int, int] = field(default_factory=dict)
     num_preemptions: int = 0
+    scored: dict[int, PromptLogprobs | None] = field(default_factory=dict)
+    """What the prompts' log probabilities are, by the prompts' numbers."""
 
     def answers(self, prompts: Rows[list[int]], samplings: Rows[Sampling]) -> list[list[int]]:
         """The generated tokens of each prompt."""
@@ -54,12 +57,15 @@ class Generating:
         sampling = [c.sequence for c in step.chunks if c.samples]
         draws = [Draw(s.sampling, s.tokens, s.num_prompt, s.end_token_ids) for s in sampling]
         self.runner.prepare(step.chunks)
-        drawn = self.runner.run(batch, draws)
+        outcome = self.runner.run(batch, draws, asked_of(step.chunks))
+        for one, scored in zip([c.sequence for c in step.chunks if c.num_scored], outcome.scored, strict=True):
+            one.prompt_logprobs.append(scored)
         if only_decodes(batch):
             self.batches[len(step.chunks)] = self.batches.get(len(step.chunks), 0) + 1
         scheduler.computed(step)
-        for one, token in zip(sampling, drawn, strict=True):
+        for one, token in zip(sampling, outcome.drawn, strict=True):
             one.tokens.append(token.token)
+            self.scored[int(one.request)] = self.scored.get(int(one.request)) or joined(one.prompt_logprobs)
             if one.finish_reason():
                 scheduler.remove(one.request)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tests.models.generating import PAGE_SIZE, Generating, prompts, sequence
@@ -63,6 +64,33 @@ def test_answers_are_those_of_the_cpu(
     assert len(generating.batches) > 2
     assert recorder.num_recorded == (4 if with_graphs else 0)
     assert recorder.num_replayed == (sum(generating.batches.values()) if with_graphs else 0)
+
+
+@pytest.mark.parametrize("budget", [5, 12])
+def test_prompt_logprobs_are_those_of_the_cpu(
+    checkpoint_folder: Callable[..., Path], plain: Decoder, budget: int
+) -> None:
+    """In chunks and single tokens, beside decodes that are replayed."""
+    asking = [replace(one, prompt_logprobs=index % 3) for index, one in enumerate(SAMPLINGS)]
+    inputs = prompts(plain.config.vocab_size, LENGTHS), asking
+    decoder, recorder = load_for_gpu(checkpoint_folder()), Recorder()
+    cache = cache_of(decoder)
+    on_gpu = GpuRunner(forward_of(decoder, cache, recorder), cache, PAGE_SIZE, CPU)
+    on_cpu = Runner(plain, cache_of(plain), PAGE_SIZE)
+    one, other = Generating(on_gpu, decoder, POOL, budget=budget), Generating(on_cpu, plain, POOL)
+    assert one.answers(*inputs) == other.answers(*inputs)
+    assert recorder.num_replayed > 0
+    for index, length in enumerate(LENGTHS):
+        mine, expected = one.scored[index], other.scored[index]
+        if length == 1:
+            assert mine is expected is None
+            continue
+        assert mine is not None
+        assert expected is not None
+        assert len(mine.ranks) == 4 * (length - 1)
+        assert mine.tokens == expected.tokens
+        logprobs = [torch.frombuffer(bytearray(scored.logprobs), dtype=torch.float32) for scored in (mine, expected)]
+        torch.testing.assert_close(*logprobs, atol=1e-4, rtol=1e-4)
 
 
 def test_ranks_replay_the_same_steps(checkpoint_folder: Callable[..., Path], plain: Decoder) -> None:

@@ -41,8 +41,13 @@ class Reference:
 
     def first_logits(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> Tensor:
         """Logits of the first generated token, float32 [vocab]."""
+        return self.logits(prompt, images)[-1]
+
+    def logits(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> Tensor:
+        """Those at each of the prompt's tokens, of the one after it: float32 [tokens, vocab]."""
         with torch.inference_mode():
-            return self.model(**self._inputs(prompt, images)).logits[0, -1]
+            logits: Tensor = self.model(**self._inputs(prompt, images)).logits[0]
+        return logits
 
     def _inputs(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         tokens = torch.tensor([prompt.tokens])

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``: from text to thoughts, calls and content, and from those to OpenAI's objects."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from triptych.api.conversation import planned
 from triptych.api.forms import answer_form, callable_tools
 from triptych.api.generation import Caller, Generation, Piece, check_model, samplings
 from triptych.api.media_parts import media_parts
+from triptych.api.prompt_logprobs import entries, scored_tokens
 from triptych.api.schemas import ChatCompletionRequest, NamedTool
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
@@ -64,6 +66,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, caller: Call
             [prompt],
             max_tokens=request.max_completion_tokens or request.max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
             grammar=answer_form(request, prompt.thought),
             param="messages",
         ),
@@ -175,7 +178,18 @@ async def whole(chat: Chat) -> dict[str, Any]:
     """The answer as one ``chat.completion`` object (``objects.ChatCompletion``)."""
     choices = [_choice(chat, *numbered) for numbered in enumerate(await gathered(chat))]
     answer = _object(chat, "chat.completion") | {"choices": choices, "usage": chat.generation.usage}
-    return answer | timeline(chat.generation)
+    return answer | await _prompt_logprobs(chat) | timeline(chat.generation)
+
+
+async def _prompt_logprobs(chat: Chat) -> dict[str, Any]:
+    """Those of the prompt, if they were asked for: once for all choices."""
+    if (most := chat.request.prompt_logprobs) is None:
+        return {}
+    generation = chat.generation
+    tokenizer, prompt, told = generation.service.tokenizer, generation.prompts[0], generation.prompt_logprobs.get(0)
+    # on another thread, since it takes a while, and other requests' tokens shouldn't wait for it
+    made = await asyncio.to_thread(lambda: entries(tokenizer, scored_tokens(prompt.tokens, told), most))
+    return {"prompt_logprobs": made}
 
 
 def _choice(chat: Chat, number: int, parts: MessageParts) -> dict[str, Any]:

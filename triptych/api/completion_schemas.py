@@ -4,7 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from triptych.api.fields import STRING, TEXTS, TOKEN_LISTS, TOKENS, MaxTokens, SamplingFields, Strict, TokenId
+from triptych.api.fields import (
+    MAX_TOKENS_LIMIT,
+    STRING,
+    TEXTS,
+    TOKEN_LISTS,
+    TOKENS,
+    SamplingFields,
+    Strict,
+    TokenId,
+)
 from triptych.api.schemas import ConversationFields
 from triptych.errors import InvalidRequest
 
@@ -36,11 +45,12 @@ Prompt = Annotated[
 
 class CompletionRequest(SamplingFields):
     """The body of ``POST /v1/completions``. ``suffix`` is there to be refused: the models served here don't fill in the
-    middle of texts."""
+    middle of texts. ``echo`` begins the answer with the prompt, in ``logprobs`` too; with ``max_tokens: 0`` it is all
+    there is."""
 
     model: str
     prompt: Prompt
-    max_tokens: MaxTokens | None = 16
+    max_tokens: int | None = Field(16, ge=0, le=MAX_TOKENS_LIMIT)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
@@ -51,8 +61,14 @@ class CompletionRequest(SamplingFields):
         super().check()
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("best_of: nothing but n is supported: all choices are told", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo: log probabilities of the prompt's tokens are not supported", "echo")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens: 0 is only for echo: true", "max_tokens")
+
+    @property
+    def scores_prompt(self) -> int | None:
+        """How many of the likeliest tokens to tell of in the place of each of the prompt's; None: nothing of either."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((most for most in asked if most is not None), default=None)
 
     @property
     def prompts(self) -> list[tuple[str, str | list[int]]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from triptych.api.chat import timeline
 from triptych.api.completion_schemas import CompletionRequest
-from triptych.api.generation import Caller, Generation, check_model, samplings
+from triptych.api.generation import Caller, Generation, Piece, check_model, samplings
+from triptych.api.prompt_logprobs import entries, scored_tokens
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.errors import InvalidRequest
@@ -17,7 +18,6 @@ from triptych.messages.work import TokenLogprob
 from triptych.observe.requests import note
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
-from triptych.prompt.tokenizer import Tokenizer
 
 
 async def prepare(service: Service, request: CompletionRequest, caller: Caller) -> Generation:
@@ -39,8 +39,9 @@ async def prepare(service: Service, request: CompletionRequest, caller: Caller) 
             service,
             request,
             prompts,
-            max_tokens=request.max_tokens,
+            max_tokens=1 if request.max_tokens == 0 else request.max_tokens,
             logprobs=request.logprobs,
+            prompt_logprobs=request.scores_prompt,
             grammar=request.form,
             param="prompt",
         ),
@@ -61,71 +62,107 @@ def _planned(service: Service, request: CompletionRequest) -> list[PlannedPrompt
 
 
 class _Choice:
-    """One choice as it is told: where its text stands, for ``text_offset``."""
+    """One choice as it is told, piece by piece: with ``echo`` the first one begins with the prompt."""
 
     def __init__(self, generation: Generation, number: int) -> None:
-        request = generation.fields
-        assert isinstance(request, CompletionRequest)
+        assert isinstance(generation.fields, CompletionRequest)
+        self._request = generation.fields
         self._number = number
         self._tokenizer = generation.service.tokenizer
-        self._wants_logprobs = request.logprobs is not None
-        self.before = self._tokenizer.decode(generation.prompt_of(number).tokens) if request.echo else ""
-        """The prompt's text, if the answer is to begin with it."""
-        self._offset = len(self.before)
+        self._prompt = generation.prompt_of(number).tokens
+        self._scores = generation.prompt_logprobs.get(number)
+        self._echoes = bool(self._request.echo)
+        self._offset = 0
+        """Where its text stands, for ``text_offset``."""
 
-    def told(
-        self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], finish_reason: str | None
-    ) -> dict[str, Any]:
+    def told(self, piece: Piece) -> dict[str, Any]:
+        echoes, self._echoes = self._echoes, False
         return {
             "index": self._number,
-            "text": text,
-            "logprobs": self._logprobs(tokens, logprobs) if self._wants_logprobs else None,
-            "finish_reason": finish_reason,
+            "text": (self._tokenizer.decode(self._prompt) if echoes else "") + piece.text,
+            "logprobs": self._logprobs(piece, echoes=echoes) if self._request.logprobs is not None else None,
+            "finish_reason": piece.finish_reason,
         }
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        texts = [self._tokenizer.decode([token]) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+    def told_whole(self, piece: Piece) -> dict[str, Any]:
+        """A choice that is one piece, with what is only told of whole answers."""
+        if (most := self._request.prompt_logprobs) is None:
+            return self.told(piece)
+        scored = scored_tokens(self._prompt, self._scores)
+        return self.told(piece) | {"prompt_logprobs": entries(self._tokenizer, scored, most)}
+
+    def _logprobs(self, piece: Piece, *, echoes: bool) -> dict[str, Any]:
+        tokens, most = list(piece.tokens), self._request.logprobs or 0
+        told: list[TokenLogprob | None] = list(piece.logprobs)
+        if echoes:
+            scored = scored_tokens(self._prompt, self._scores)
+            tokens = [*self._prompt, *tokens]
+            # nothing comes before the first token that could make it likely or not
+            told = [None, *(TokenLogprob(one.logprob, one.top[:most]) for one in scored), *told]
         return {
-            "tokens": texts,
-            "token_logprobs": [one.logprob for one in logprobs],
+            "tokens": [self._spelled(token) for token in tokens],
+            "token_logprobs": [one and one.logprob for one in told],
             "top_logprobs": [
                 # the token itself is always among them, as in OpenAI's API
-                _by_text(self._tokenizer, [*one.top, (token, one.logprob)])
-                for token, one in zip(tokens, logprobs, strict=True)
+                one and self._by_text([*one.top, (token, one.logprob)])
+                for token, one in zip(tokens, told, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": self._offsets(tokens),
         }
 
+    def _offsets(self, tokens: Sequence[int]) -> list[int]:
+        """Where each token's text begins; special tokens have none."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._tokenizer.decode([token]))
+        return offsets
 
-def _by_text(tokenizer: Tokenizer, logprobs: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """By the tokens' texts; of several that are spelled the same, the likeliest."""
-    texts: dict[str, float] = {}
-    for token, logprob in logprobs:
-        texts.setdefault(tokenizer.decode([token]), logprob)
-    return texts
+    def _by_text(self, logprobs: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """By the tokens' texts; of several that are spelled the same, the likeliest."""
+        texts: dict[str, float] = {}
+        for token, logprob in logprobs:
+            texts.setdefault(self._spelled(token), logprob)
+        return texts
+
+    def _spelled(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+async def _pieces(generation: Generation) -> AsyncGenerator[Piece, None]:
+    """What is told of the answer. Of one without tokens one was made all the same, for the sake of the prompt."""
+    assert isinstance(generation.fields, CompletionRequest)
+    async with aclosing(generation.stream()) as stream:
+        async for piece in stream:
+            if generation.fields.max_tokens == 0:
+                generation.num_generated = 0
+                yield Piece(piece.choice, "", [], [], "length")
+            else:
+                yield piece
 
 
 async def whole(generation: Generation) -> dict[str, Any]:
     """The answer as one object (``objects.TextCompletion``)."""
     numbers = range(generation.num_choices)
-    texts, tokens, logprobs = ([[] for _ in numbers] for _ in range(3))  # type: ignore[var-annotated]
-    reasons: list[str | None] = [None for _ in numbers]
-    async with aclosing(generation.stream()) as stream:
+    pieces: list[list[Piece]] = [[] for _ in numbers]
+    async with aclosing(_pieces(generation)) as stream:
         async for piece in stream:
-            texts[piece.choice].append(piece.text)
-            tokens[piece.choice] += piece.tokens
-            logprobs[piece.choice] += piece.logprobs
-            reasons[piece.choice] = piece.finish_reason or reasons[piece.choice]
-    choices = []
-    for number in numbers:
-        choice = _Choice(generation, number)
-        text = choice.before + "".join(texts[number])
-        choices.append(choice.told(text, tokens[number], logprobs[number], reasons[number]))
+            pieces[piece.choice].append(piece)
+    joined = [_joined(of_one) for of_one in pieces]
+    # on another thread: log probabilities take a while, and other requests' tokens shouldn't wait for them
+    choices = await asyncio.to_thread(lambda: [_Choice(generation, one.choice).told_whole(one) for one in joined])
     return _object(generation) | {"choices": choices, "usage": generation.usage} | timeline(generation)
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """A choice's pieces as one."""
+    return Piece(
+        choice=pieces[-1].choice,
+        text="".join(piece.text for piece in pieces),
+        tokens=[token for piece in pieces for token in piece.tokens],
+        logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+        finish_reason=pieces[-1].finish_reason,
+    )
 
 
 async def chunks(generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -133,14 +170,13 @@ async def chunks(generation: Generation) -> AsyncGenerator[bytes, None]:
     options = generation.fields.stream_options
     so_far = options is not None and options.continuous_usage_stats
     choices: dict[int, _Choice] = {}
-    async with aclosing(generation.stream()) as stream:
+    async with aclosing(_pieces(generation)) as stream:
         async for piece in stream:
             if (choice := choices.get(piece.choice)) is None:
                 choice = choices[piece.choice] = _Choice(generation, piece.choice)
-                text = choice.before + piece.text
+                told = await asyncio.to_thread(choice.told, piece)  # it may have the prompt's log probabilities
             else:
-                text = piece.text
-            told = choice.told(text, piece.tokens, piece.logprobs, piece.finish_reason)
+                told = choice.told(piece)
             usage = {"usage": generation.usage} if so_far else {}
             yield event(_object(generation) | {"choices": [told]} | usage)
     last = timeline(generation)

@@ -150,6 +150,8 @@ class SamplingFields(Strict):
     session_id: Name | None = None
     priority: int | None = Field(None, ge=0, le=2**31 - 1)
     """Lower goes first. Clients can only step back: whoever could go before all others would."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    """The log probability of each token of the prompt, and of so many of the likeliest in its place, as in vLLM."""
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
     """Seconds from the request's arrival until it fails, if it isn't done by then; the header X-Request-Timeout says
     the same. Never more than the service's own limit."""
@@ -173,6 +175,8 @@ class SamplingFields(Strict):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only for stream: true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs are not told in streams", "prompt_logprobs")
 
 
 def _of_format(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> list[GrammarSpec]:

@@ -11,9 +11,10 @@ import msgspec
 
 from triptych.api.fields import SamplingFields
 from triptych.api.merging import merged
+from triptych.api.prompt_logprobs import check_size
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
-from triptych.messages.work import GrammarSpec, Sampling, TokenLogprob
+from triptych.messages.work import GrammarSpec, PromptLogprobs, Sampling, TokenLogprob
 from triptych.observe.timeline import Interval
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.media import RequestMedia
@@ -74,6 +75,8 @@ class Generation:
     num_generated: int = 0
     """Tokens, of all choices; ``num_reasoning`` of them are thoughts."""
     num_reasoning: int = 0
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """By choice, from its first piece on, if they were asked for."""
     _reused: dict[int, int] = field(default_factory=dict)
     _streams: list[TokenStream] = field(default_factory=list)
 
@@ -119,6 +122,8 @@ class Generation:
         prompt = number // len(self.samplings)
         async for report in tokens:
             self._reused[prompt] = max(self._reused.get(prompt, 0), report.reused)
+            if report.prompt_logprobs is not None:
+                self.prompt_logprobs[number] = report.prompt_logprobs
             # the token that ended it counts, but isn't part of the answer, special or not: as in vLLM
             shown = report.tokens[: len(report.tokens) - (report.finish_reason == "stop")]
             text, used = _until_stop(detokenizer, shown)
@@ -168,11 +173,13 @@ def samplings(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     grammar: GrammarSpec | None,
     param: str,
 ) -> list[Sampling]:
     """The sampling of each choice; what the request leaves open is the checkpoint's own default, as in vLLM. Raises
     PromptTooLong, naming ``param``, when prompt and answer have no room; ``max_tokens`` None is what room there is."""
+    check_size(prompts, fields.n or 1, prompt_logprobs, "echo" if fields.prompt_logprobs is None else "prompt_logprobs")
     num_prompt = max(len(prompt.tokens) for prompt in prompts)
     room = service.context_length - num_prompt
     if room < 1 or (max_tokens is not None and max_tokens > room):
@@ -200,6 +207,7 @@ def samplings(
         min_tokens=min_tokens,
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )
     # each choice a seed of its own, which follows from the request's: as in vLLM

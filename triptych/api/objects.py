@@ -44,6 +44,18 @@ class TokenLogprobs(Logprob):
     top_logprobs: list[Logprob]
 
 
+class PromptLogprob(TypedDict):
+    """``rank`` 1: none is likelier."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt, by token id, the token itself and the likeliest in its place; null for the first."""
+
+
 class ChatLogprobs(TypedDict):
     content: list[TokenLogprobs]
 
@@ -86,6 +98,7 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
     timeline: NotRequired[list[Stage]]
 
 
@@ -129,11 +142,12 @@ class ChatChunk(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """An entry for each token; ``text_offset`` counts characters from the text's beginning."""
+    """An entry for each token, null for the first of a prompt; ``text_offset`` counts characters from the text's
+    beginning."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -142,6 +156,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class TextCompletion(TypedDict):

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from triptych.language.runner import ChunkInputs, Forward, Runner
-from triptych.language.sampler import Draw, Drawn
+from triptych.language.prompt_logprobs import Asked
+from triptych.language.runner import ChunkInputs, Forward, Outcome, Runner
+from triptych.language.sampler import Draw
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
 from triptych.models.attention.base import KVTensors
@@ -44,11 +45,17 @@ class GpuRunner(Runner):
                 inputs = super()._inputs(following)
                 self._prepared[id(chunk.sequence)] = _Prepared(chunk.sequence, following.start, pages, inputs)
 
-    def run(self, batch: ForwardBatch, draws: Rows[Draw], after_layer: AfterLayer | None = None) -> list[Drawn]:
+    def run(
+        self,
+        batch: ForwardBatch,
+        draws: Rows[Draw],
+        asked: Rows[Asked] = (),
+        after_layer: AfterLayer | None = None,
+    ) -> Outcome:
         """See ``Runner``."""
         # Triton launches on the thread's current device; -1 leaves it as it is
         with torch.cuda.device(-1 if self._device.index is None else self._device.index):
-            return super().run(batch, draws, after_layer)
+            return super().run(batch, draws, asked, after_layer)
 
     def _inputs(self, chunk: Chunk) -> ChunkInputs:
         sequence, prepared = chunk.sequence, self._prepared.get(id(chunk.sequence))

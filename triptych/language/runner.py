@@ -9,8 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triptych.language.prompt_logprobs import Asked, score
 from triptych.language.sampler import Draw, Drawn, sample
 from triptych.language.scheduler import Chunk
+from triptych.messages.work import PromptLogprobs
 from triptych.models.attention.base import AttentionBatch, KVTensors
 from triptych.models.decoder import AfterLayer, ForwardBatch
 
@@ -42,6 +44,15 @@ class ChunkInputs:
     slots: NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a step has brought: ``drawn``, the next token of every chunk that samples, and ``scored``, what was asked
+    about prompts; both in the order of the chunks."""
+
+    drawn: list[Drawn]
+    scored: Rows[PromptLogprobs] = ()
+
+
 class Runner:
     """Runs steps on a decoder and its KV tensors. ``run`` is the only part that takes long."""
 
@@ -54,14 +65,14 @@ class Runner:
         """The step's tokens, packed in the order of ``chunks``."""
         tokens = [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]
         inputs = [self._inputs(c) for c in chunks]
-        ends = np.cumsum([c.length for c in chunks])
+        starts = np.cumsum([0, *(c.length for c in chunks)])
         return ForwardBatch(
             tokens=torch.tensor(tokens, dtype=torch.int64),
             positions=torch.from_numpy(np.concatenate([i.positions for i in inputs], axis=1)),
             media_index=media.index,
             media_rows=media.rows,
             logits_index=torch.tensor(
-                [e - 1 for e, c in zip(ends, chunks, strict=True) if c.samples], dtype=torch.int64
+                [s + token for s, c in zip(starts, chunks, strict=False) for token in c.wanted], dtype=torch.int64
             ),
             attention=AttentionBatch(
                 query_lens=[c.length for c in chunks],
@@ -75,11 +86,22 @@ class Runner:
         """Called while a step of these chunks runs: what can be done now for those that will go on. On CPUs nothing,
         since the step has the cores."""
 
-    def run(self, batch: ForwardBatch, draws: Rows[Draw], after_layer: AfterLayer | None = None) -> list[Drawn]:
-        """The next token of every chunk that samples, in order. ``after_layer`` as ``Decoder.forward`` has it."""
+    def run(
+        self,
+        batch: ForwardBatch,
+        draws: Rows[Draw],
+        asked: Rows[Asked] = (),
+        after_layer: AfterLayer | None = None,
+    ) -> Outcome:
+        """``draws`` are for the chunks that sample, in order; ``asked`` is what ``asked_of`` makes of the chunks;
+        ``after_layer`` as ``Decoder.forward`` has it."""
         with torch.inference_mode():
             logits = self._logits(batch, after_layer)
-            return sample(logits, draws) if draws else []
+            scored = score(logits, asked) if asked else []
+            if asked:
+                taken = {row for one in asked for row in range(one.first_row, one.first_row + len(one.tokens))}
+                logits = logits[[row for row in range(logits.shape[0]) if row not in taken]]
+            return Outcome(sample(logits, draws) if draws else [], scored)
 
     def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
         return self.decoder(batch, self._cache, after_layer)

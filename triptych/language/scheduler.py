@@ -7,7 +7,8 @@ first to have arrived need not wait and can take every page there is, and any se
 everything ends.
 
 A sequence begins with the pages of its prefix that the pool still knows. It holds them from its arrival on, because
-what it asks the encoder for depends on them; like all pages, those who arrived before it can take them away.
+what it asks the encoder for depends on them; like all pages, those who arrived before it can take them away. One whose
+prompt's log probabilities are wanted computes all of it: of a prefix, keys and values are known, not logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +18,10 @@ from triptych.language.kv_cache import PagePool
 from triptych.language.prefix import extend_page_keys
 from triptych.language.sequence import Sequence
 from triptych.types import RequestId
+
+MAX_SCORED = 64
+"""Tokens of prompts whose log probabilities one step may tell. Each takes a row of logits: 64 take 39 MB for a
+vocabulary of 152,000, and the head's work of as many sequences that decode."""
 
 ReadyTokens = Callable[[Sequence], int]
 """How many of a sequence's tokens, from the first on, are ready: text always is, a media token once its row landed."""
@@ -35,6 +40,19 @@ class Chunk:
         """Whether the chunk ends with the newest token, so that the step yields the next one."""
         return self.start + self.length == len(self.sequence.tokens)
 
+    @property
+    def num_scored(self) -> int:
+        """Of how many of its first tokens the logits tell of the prompt: of all that have another behind them."""
+        if not self.sequence.scores_prompt:
+            return 0
+        return min(self.start + self.length, self.sequence.num_prompt - 1) - self.start
+
+    @property
+    def wanted(self) -> range:
+        """The tokens whose logits are wanted, counted from the chunk's first."""
+        first = 0 if self.num_scored else self.length - self.samples
+        return range(first, self.length if self.samples else first + self.num_scored)
+
 
 @dataclass
 class Step:
@@ -48,6 +66,10 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def num_scored(self) -> int:
+        return sum(chunk.num_scored for chunk in self.chunks)
 
 
 class Scheduler:
@@ -72,7 +94,7 @@ class Scheduler:
         self._arrivals += 1
         self._sequences[sequence.request] = sequence
         self._reuse(sequence, len(sequence.tokens) - 1)  # the last token must be computed: its logits are wanted
-        self.num_prefix_queries += len(sequence.tokens) if self._reuse_prefixes else 0
+        self.num_prefix_queries += len(sequence.tokens) if self._may_reuse(sequence) else 0
         self.num_prefix_hits += sequence.num_reused
 
     def remove(self, request: RequestId) -> Sequence | None:
@@ -149,6 +171,8 @@ class Scheduler:
             if not sequence.pages:
                 self._reuse_late(sequence)
         length = min(ready - sequence.num_computed, self._budget - step.num_tokens)
+        if sequence.scores_prompt:
+            length = min(length, MAX_SCORED - step.num_scored)
         if length <= 0:
             return True
         wanted = sequence.num_computed + length if sequence.decoded_here else len(sequence.tokens)
@@ -194,12 +218,16 @@ class Scheduler:
         sequence.pages = []
         sequence.running = False
         sequence.num_computed = sequence.num_published = sequence.num_reused = 0
+        sequence.prompt_logprobs = []
 
     # ── prefixes ─────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _may_reuse(self, sequence: Sequence) -> bool:
+        return self._reuse_prefixes and not sequence.scores_prompt
+
     def _reuse(self, sequence: Sequence, num_tokens: int) -> None:
         """Begins with what is known of the first ``num_tokens`` tokens, in whole pages."""
-        if not self._reuse_prefixes:
+        if not self._may_reuse(sequence):
             return
         num_pages = num_tokens // self.pool.page_size
         extend_page_keys(sequence, self.pool.page_size, num_pages)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.messages.work import PlacedItem, Sampling
+from triptych.messages.work import PlacedItem, PromptLogprobs, Sampling
 from triptych.types import RequestId
 
 
@@ -15,8 +15,9 @@ class Sequence:
 
     ``tokens`` is the prompt followed by what was generated; ``positions`` is float64 of shape (3, prompt tokens);
     ``num_computed`` tokens have their keys and values in ``pages``, the first ``num_reused`` of the prompt's without
-    having been computed for this request. Filled in by the scheduler: ``arrival`` and what follows it. Filled in by
-    the host: ``tokens`` beyond the prompt.
+    having been computed for this request; ``prompt_logprobs`` tell of those that have been, if that is asked for.
+    Filled in by the scheduler: ``arrival`` and what follows it. Filled in by the host: ``tokens`` beyond the prompt,
+    ``prompt_logprobs``.
 
     One that isn't ``prefilled_here`` gets its pages before its KV comes; one that isn't ``decoded_here`` takes those of
     all its tokens at once and keeps them, since its KV is sent from there.
@@ -40,6 +41,7 @@ class Sequence:
     num_published: int = 0
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -57,6 +59,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether exactly the newest token is left to compute."""
         return self.running and self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's log probabilities are still to be told: they go out with the first token."""
+        return self.sampling.prompt_logprobs is not None and not self.num_generated
 
     @property
     def end_token_ids(self) -> frozenset[int]:

@@ -183,7 +183,8 @@ class GrammarSpec(Struct, frozen=True):
 
 class Sampling(Struct, frozen=True):
     """How tokens are chosen and when generation ends. ``temperature`` 0 is greedy; ``top_k`` 0 is no limit.
-    ``logprobs`` asks for the log probability of each token and of so many of the likeliest (None: for none);
+    ``logprobs`` asks for the log probability of each token and of so many of the likeliest (None: for none),
+    ``prompt_logprobs`` for the same of the prompt's tokens;
     ``logit_bias`` is added to tokens' logits; before ``min_tokens`` tokens nothing ends the answer."""
 
     max_tokens: Positive
@@ -200,6 +201,7 @@ class Sampling(Struct, frozen=True):
     ignore_eos: bool = False
     min_tokens: Count = 0
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     grammar: GrammarSpec | None = None
 
 
@@ -305,23 +307,36 @@ class TokenLogprob(Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
+class PromptLogprobs(Struct, frozen=True):
+    """Log probabilities (natural) of a prompt's tokens from the second one on, each given those before it. Of N tokens,
+    little-endian and row by row: ``tokens`` are int32 [N, 1 + most], the prompt's own first, then the likeliest in its
+    place, likeliest first; ``logprobs`` float32 [N, 1 + most] are theirs; ``ranks`` int32 [N] count the tokens that are
+    at least as likely as the prompt's own."""
+
+    most: Count
+    tokens: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
 class Prefilled(Struct, frozen=True, tag=True):
     """Prefill instance → decode instance: the token after what the transfer brings, whose last rows are on their way.
     All else that sampling depends on (seed and place of each draw, penalties, where a grammar stands) follows from the
     request and its tokens. ``reused`` counts the tokens that the KV cache knew already, ``intervals`` where the time
-    went."""
+    went. ``prompt_logprobs`` are there if they are asked for and this is the answer's first token."""
 
     transfer: TransferId
     token: Count
     logprob: TokenLogprob | None
     reused: Count
     intervals: list[Interval]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Tokens(Struct, frozen=True, tag=True):
     """Language instance → front door: new tokens; with the last ones why it ended and where the time went.
     ``logprobs`` has an entry for each token, or none. ``reused`` counts the prompt's tokens that were in the KV cache
-    already."""
+    already. ``prompt_logprobs``, if asked for, come with the answer's first token, unless the prompt has one alone."""
 
     request: RequestId
     tokens: list[int]
@@ -329,6 +344,7 @@ class Tokens(Struct, frozen=True, tag=True):
     finish_reason: str | None = None
     reused: Count = 0
     intervals: list[Interval] = []
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Failed(Struct, frozen=True, tag=True):

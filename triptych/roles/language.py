@@ -10,7 +10,8 @@ import numpy as np
 
 from triptych.errors import InternalError, InvalidRequest, PromptTooLong, TriptychError
 from triptych.language.grammar import GrammarCompiler, Matcher
-from triptych.language.runner import Runner
+from triptych.language.prompt_logprobs import Asked, asked_of, joined
+from triptych.language.runner import Outcome, Runner
 from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk, Scheduler, Step
 from triptych.language.sequence import Sequence
@@ -35,7 +36,7 @@ SAME_INTERVAL = 0.005
 class _RunningStep:
     step: Step
     began: float
-    future: Future[list[Drawn]]
+    future: Future[Outcome]
 
 
 @dataclass
@@ -260,11 +261,13 @@ class LanguageHost:
             times.scheduled = times.scheduled or now
         batch = self.runner.batch(step.chunks, self._incoming.take(step.chunks))
         draws = [self._draw(chunk.sequence) for chunk in step.chunks if chunk.samples]
-        self._running = _RunningStep(step, now, self._submit(step.chunks, batch, draws))
+        self._running = _RunningStep(step, now, self._submit(step.chunks, batch, draws, asked_of(step.chunks)))
         self.runner.prepare(step.chunks)
 
-    def _submit(self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw]) -> Future[list[Drawn]]:
-        return self._compute.submit(self.runner.run, batch, draws)
+    def _submit(
+        self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw], asked: Rows[Asked]
+    ) -> Future[Outcome]:
+        return self._compute.submit(self.runner.run, batch, draws, asked)
 
     def _collect(self) -> None:
         if self._running is None or not self._running.future.done():
@@ -282,8 +285,12 @@ class LanguageHost:
         for chunk in step.chunks:
             if (times := self._times.get(chunk.sequence.request)) and not times.first_token:
                 times.add_prefill(running.began, time.time())
+        outcome = running.future.result()
+        scoring = [chunk.sequence for chunk in step.chunks if chunk.num_scored]
+        for sequence, scored in zip(scoring, outcome.scored, strict=True):
+            sequence.prompt_logprobs.append(scored)
         sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        for sequence, drawn in zip(sampling, running.future.result(), strict=True):
+        for sequence, drawn in zip(sampling, outcome.drawn, strict=True):
             if self._alive(sequence):
                 self._take_token(sequence, drawn)
 
@@ -303,7 +310,8 @@ class LanguageHost:
         intervals = times.intervals() if reason else []
         logprob = logprob_of(drawn)
         logprobs = [logprob] if logprob else []
-        self._untold.append(Tokens(sequence.request, [drawn.token], logprobs, reason, times.reused, intervals))
+        told, sequence.prompt_logprobs = joined(sequence.prompt_logprobs), []
+        self._untold.append(Tokens(sequence.request, [drawn.token], logprobs, reason, times.reused, intervals, told))
         if reason:
             self._remove(sequence.request)
 

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from triptych.errors import InvalidRequest
+from triptych.language.prompt_logprobs import Asked, joined
+from triptych.language.runner import Outcome
 from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
@@ -92,14 +94,16 @@ class PrefillHost(LanguageHost):
         else:
             self._outgoing.give_up(request, "the request can't be prefilled")
 
-    def _submit(self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw]) -> Future[list[Drawn]]:
+    def _submit(
+        self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw], asked: Rows[Asked]
+    ) -> Future[Outcome]:
         self._outgoing.started(chunks)
 
         def after_layer(layer: int) -> None:
             self._layers.append((layer, chunks))
             self._wake()
 
-        return self._compute.submit(self.runner.run, batch, draws, after_layer)
+        return self._compute.submit(self.runner.run, batch, draws, asked, after_layer)
 
     def _collect(self) -> None:
         over = self._running is not None and self._running.future.done()
@@ -113,9 +117,8 @@ class PrefillHost(LanguageHost):
         prefill, times = self._prefills[request], self._times[request]
         times.transfers += self._incoming.intervals(request)
         intervals = [msgspec.structs.replace(one, engine=self._name) for one in times.until_first_token()]
-        self._send(
-            prefill.consumer, Prefilled(prefill.transfer, drawn.token, logprob_of(drawn), times.reused, intervals)
-        )
+        logprob, told = logprob_of(drawn), joined(sequence.prompt_logprobs)
+        self._send(prefill.consumer, Prefilled(prefill.transfer, drawn.token, logprob, times.reused, intervals, told))
         self._outgoing.leave(request)
         self._remove(request)
 
@@ -169,6 +172,7 @@ class DecodeHost(LanguageHost):
                 continue
             if not sequence.num_generated:  # later, what the prefill instance knows is this request's own
                 times.reused = max(times.reused, message.reused)
+                sequence.prompt_logprobs = [message.prompt_logprobs] if message.prompt_logprobs else []
             times.transfers += message.intervals
             logprob = message.logprob
             self._take_token(

@@ -67,4 +67,5 @@ def _joined(reports: list[Tokens]) -> Tokens:
         last.finish_reason,
         last.reused,
         last.intervals,
+        next((report.prompt_logprobs for report in reports if report.prompt_logprobs), None),
     )
