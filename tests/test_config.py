@@ -34,7 +34,33 @@ from triptych.topology import Role
         (FrontDoorConfig, {"port": 65536}),
         (FrontDoorConfig, {"control_port": -1}),
         (FrontDoorConfig, {"max_queue": 0}),
-        (FrontDoorConfig, {"max_images": -1}),
+        *[
+            (FrontDoorConfig, {"limit_mm_per_prompt": text})
+            for text in (
+                "",
+                "image",
+                "image=",
+                "image=-1",
+                "image=1.5",
+                "image=1,image=2",
+                "images=3",
+                "image=3 video=2",
+                "image=1,",
+                "text=1",
+                "9",
+                '{"image": 1',
+                '{"image": "x"}',
+                '{"image": true}',
+                '{"image": null}',
+                '{"picture": 1}',
+                '{"image": 1, "image": 2}',
+                '{"image": {"count": 1, "width": 5}}',
+                '{"image": [1]}',
+                '{"image": {"count": {"count": 1}}}',
+                "{" * 9000,
+                "image=" + "9" * 7,
+            )
+        ],
         (FrontDoorConfig, {"max_image_mb": 256}),
         (FrontDoorConfig, {"request_timeout": 0.0}),
         (LeaseConfig, {"heartbeat": 10.0, "lease_expiry": 10.0}),
@@ -50,6 +76,24 @@ def test_settings_that_make_no_sense_are_named(config: type, values: dict[str, o
     name = next(iter(values)).replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{name}"):
         config(**values)
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"),
+    [
+        ("image=3", {"image": 3, "video": 4}),
+        (" image = 3 , video=0", {"image": 3, "video": 0}),
+        ('{"video": 7}', {"image": 64, "video": 7}),
+        (' {"image": {"count": 2}, "video": 1}', {"image": 2, "video": 1}),
+        ("{}", {"image": 64, "video": 4}),
+    ],
+)
+def test_limits_of_media_in_both_spellings(text: str, limits: dict[str, int]) -> None:
+    assert FrontDoorConfig(limit_mm_per_prompt=text).media_limits == limits
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    given = parser.parse_args(["--limit-mm-per-prompt", text])
+    assert settings(FrontDoorConfig, given).media_limits == limits
 
 
 def test_images_are_no_larger_than_messages() -> None:

@@ -2,12 +2,14 @@
 ``--max-num-seqs``), its environment variable's (``TRIPTYCH_MAX_NUM_SEQS``) and its name in a file; ``cli/flags.py``
 maps all of them onto it."""
 
+import functools
 import ipaddress
+import json
 import os
 import re
 import ssl
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ _MEMORY = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?(%|{'|'.join(_UNITS)})", re
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
 _RANKS = re.compile(r"[1-9]\d{0,3}", re.ASCII)
+_LIMIT = re.compile(r"\d{1,6}", re.ASCII)
 _CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 
 MIN_SECRET_BYTES = 16
@@ -162,9 +165,12 @@ class FrontDoorConfig:
     )
     max_body_mb: int = setting(64, "largest request body, in MiB")
     max_image_mb: int = setting(32, "largest image file, in MiB")
-    max_images: int = setting(64, "images in one request")
+    limit_mm_per_prompt: str = setting(
+        "image=64,video=4",
+        'media items in one request, by modality, as in image=16,video=2 or, in JSON, {"image": 16}; one that isn\'t '
+        "named keeps its default",
+    )
     max_video_mb: int = setting(64, "largest video file, in MiB")
-    max_videos: int = setting(4, "videos in one request")
     max_video_seconds: float = setting(3600.0, "longest video")
     max_video_gigapixels: float = setting(
         100.0, "pixels (10^9) of all of a video's frames, seen or not: what decoding it may take"
@@ -219,7 +225,7 @@ class FrontDoorConfig:
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("--allow-credentials and --allowed-origins * exclude each other")
-        for name in ("max_images", "max_videos", "named_media_mb", "max_queue_per_caller"):
+        for name in ("named_media_mb", "max_queue_per_caller"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
         if self.max_queue_per_caller > self.max_queue:
@@ -228,7 +234,18 @@ class FrontDoorConfig:
             )
         self._check_media()
 
+    @functools.cached_property
+    def media_limits(self) -> dict[str, int]:
+        """How many items of each modality a request may have."""
+        default = type(self).limit_mm_per_prompt
+        return parse_media_limits(default) | parse_media_limits(self.limit_mm_per_prompt)
+
     def _check_media(self) -> None:
+        for modality in parse_media_limits(self.limit_mm_per_prompt):
+            if modality not in (known := parse_media_limits(type(self).limit_mm_per_prompt)):
+                raise ConfigError(
+                    f"--limit-mm-per-prompt {self.limit_mm_per_prompt}: {modality!r} is not one of {', '.join(known)}"
+                )
         for network in self.allowed_media_networks:
             try:
                 ipaddress.ip_network(network)
@@ -440,6 +457,36 @@ def parse_ranks(text: str) -> dict[Role, int]:
             )
         sizes[role] = int(size)
     return sizes
+
+
+def parse_media_limits(text: str) -> dict[str, int]:
+    """What ``--limit-mm-per-prompt`` says, in either of vLLM's spellings: image=16,video=2 or a JSON object, in which a
+    limit may be an object with nothing but a count. Raises ConfigError for anything else."""
+    try:
+        if text.lstrip().startswith("{"):
+            given = json.loads(text, object_pairs_hook=_without_twins)
+        else:
+            given = _without_twins([part.partition("=")[::2] for part in text.replace(" ", "").split(",")])
+        return {modality: _count(limit) for modality, limit in given.items()}
+    except (ValueError, RecursionError):
+        raise ConfigError(
+            f"--limit-mm-per-prompt {text} doesn't say how many of each modality, as image=16,video=2 does, or "
+            '{"image": 16, "video": 2}'
+        ) from None
+
+
+def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("one is there twice")
+    return found
+
+
+def _count(limit: Any) -> int:
+    if isinstance(limit, dict) and limit.keys() == {"count"}:
+        limit = limit["count"]
+    if isinstance(limit, bool | dict | list) or not _LIMIT.fullmatch(str(limit)):
+        raise ValueError("not a number of items")
+    return int(limit)
 
 
 def check_ranks(engine: EngineConfig, roles: Collection[Role]) -> None:

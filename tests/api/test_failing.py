@@ -21,7 +21,7 @@ from triptych.roles.language import LanguageHost
 @pytest.fixture
 def small(folder: Path) -> Iterator[Served]:
     """Room for one request at a time, of at most 1 MiB."""
-    with served(folder, max_queue=1, max_body_mb=1, max_images=2) as service:
+    with served(folder, max_queue=1, max_body_mb=1, limit_mm_per_prompt="image=2") as service:
         yield service
 
 

@@ -139,12 +139,27 @@ def test_an_id_that_could_not_be_logged_or_sent_back_is_replaced(observed: Serve
     assert given != odd
 
 
+@pytest.mark.parametrize("given", ["session-7/turn:3", "a b", "x" * 129])
+def test_a_correlation_id_comes_back_and_is_logged(observed: Served, log_file: Path, given: str) -> None:
+    kept = given if given.startswith("session") else None
+    name = f"correlated-{len(given)}"
+    headers = {"x-request-id": name, "x-correlation-id": given}
+    with observed.client() as client:
+        for body in (observed.body(), observed.body(stream=True), {}):
+            response = client.post(CHAT, json=body, headers=headers | {"x-request-id": f"{name}-{len(body)}"})
+            assert response.headers.get("x-correlation-id") == kept
+            assert response.headers["x-request-id"] == f"{name}-{len(body)}"
+            assert line(log_file, f"{name}-{len(body)}")["correlation_id"] == kept
+        assert client.get("/health", headers=headers).headers.get("x-correlation-id") == kept
+        assert "x-correlation-id" not in client.get("/health").headers
+
+
 def test_a_trace_has_a_span_for_what_each_process_did_and_goes_on_from_the_clients(
     observed: Served, collector: Collector, log_file: Path
 ) -> None:
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     content = [image_part(image(seed=971)), text_part("What is it?")]
-    ask(observed, "traced", content, traceparent=f"00-{trace}-{parent}-01")
+    ask(observed, "traced", content, traceparent=f"00-{trace}-{parent}-01", **{"x-correlation-id": "the-session"})
     assert line(log_file, "traced")["trace_id"] == trace
 
     def spans() -> list[tuple[str, Any]]:
@@ -156,6 +171,7 @@ def test_a_trace_has_a_span_for_what_each_process_did_and_goes_on_from_the_clien
     assert root.name == f"POST {CHAT}"
     attributes = {one.key: one.value for one in root.attributes}
     assert attributes["gen_ai.request.id"].string_value == "traced"
+    assert attributes["triptych.correlation_id"].string_value == "the-session"
     assert attributes["gen_ai.usage.completion_tokens"].int_value == 8
     assert attributes["gen_ai.latency.time_to_first_token"].double_value > 0
     children = [(engine, span) for engine, span in spans() if span is not root]

@@ -2,12 +2,14 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.api.scraping import scrape
 from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+from tests.harness import FLOAT32
 
 
 def test_a_caller_with_its_share_is_told_to_slow_down_and_others_are_served(folder: Path) -> None:
@@ -79,3 +81,34 @@ def test_simultaneous_image_requests_on_one_encoder_all_get_their_right_answer(f
         wait_for(service.everything_is_back)
     with served(folder) as alone:
         assert answers == [ask(alone, number) for number in range(count)]
+
+
+def test_a_later_request_of_better_priority_starts_first(folder: Path) -> None:
+    """Whosever they are: one instance that works on one at a time, and has two more in hand."""
+    engine = replace(FLOAT32, max_num_seqs=1)
+    order: list[str] = []
+
+    def ask(service: Served, name: str, priority: int, caller: str) -> None:
+        headers = {"authorization": f"Bearer {caller}"}
+        body = service.body(name, priority=priority, stream=True)
+        with service.client() as client, client.stream("POST", CHAT, json=body, headers=headers) as response:
+            for _ in response.iter_lines():
+                if name not in order:
+                    order.append(name)
+
+    with served(folder, topology="1EPD", engine=engine) as service, ThreadPoolExecutor(7) as pool:
+        router = service.running.front_door.router
+        service.steps.close()
+        asked = []
+        wanted = [("first", 9, "a"), ("second", 9, "a"), ("third", 9, "a")]  # at the instance, all of them
+        wanted += [("later", 2, "a"), ("latest", 2, "b"), ("plain", 0, "a"), ("urgent", 0, "b")]
+        for number, (name, priority, caller) in enumerate(wanted, start=1):
+            asked.append(pool.submit(ask, service, name, priority, caller))
+            wait_for(lambda number=number: router.num_requests == number)  # type: ignore[misc]
+        assert len(router._admission) == 4
+        service.steps.opened.set()
+        for one in asked:
+            one.result(20)
+    assert order[:3] == ["first", "second", "third"]
+    assert set(order[3:5]) == {"plain", "urgent"}
+    assert set(order[5:]) == {"later", "latest"}

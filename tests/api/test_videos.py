@@ -147,7 +147,12 @@ def test_a_video_that_cannot_be_used(service: Served, data: bytes, code: str, st
 
 
 def test_limits(folder: Path) -> None:
-    limits = {"max_videos": 1, "max_video_mb": 1, "max_video_seconds": 5.0, "max_video_gigapixels": 0.0005}
+    limits = {
+        "limit_mm_per_prompt": '{"video": 1, "image": 0}',
+        "max_video_mb": 1,
+        "max_video_seconds": 5.0,
+        "max_video_gigapixels": 0.0005,
+    }
     with served(folder, **limits) as service:
 
         def error(data: bytes, status: int = 413) -> str:
@@ -161,6 +166,8 @@ def test_limits(folder: Path) -> None:
         response = service.post([video_part(MP4), video_part(MP4), text_part("x")])
         assert "2 videos, at most 1" in the_error(response, 400, "messages")
         response = service.post([video_part(MP4), image_part(), text_part("x")])
+        assert "1 images, at most 0" in the_error(response, 400, "messages")
+        response = service.post([video_part(MP4), text_part("x")])
         assert response.status_code == 200, response.text
 
 

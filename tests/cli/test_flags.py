@@ -60,6 +60,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "quantization": "none",
         "tensor_parallel_size": "P=2,D=1",
         "kv_memory": "1GiB",
+        "limit_mm_per_prompt": "image=3",
         "cpus": "0-1",
         "host": "::1",
         "served_model_name": "x",

@@ -1,5 +1,6 @@
 """The media of a request's messages: which there are, how many are allowed, their bytes, how they are to be seen."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,15 +63,15 @@ def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
 
 
 def check_numbers(service: Service, parts: dict[Place, MediaPart]) -> None:
-    """Raises InvalidRequest for more images or videos than are allowed."""
-    images = sum(isinstance(part, ImagePart) for part in parts.values())
-    limits = service.front_door
-    for kind, number, most in (
-        ("images", images, limits.max_images),
-        ("videos", len(parts) - images, limits.max_videos),
-    ):
-        if number > most:
-            raise InvalidRequest(f"{number} {kind}, at most {most} are allowed", "messages")
+    """Raises InvalidRequest for more items of a modality than are allowed."""
+    limits = service.front_door.media_limits
+    for modality, number in Counter(map(modality_of, parts.values())).items():
+        if number > (most := limits[modality]):
+            raise InvalidRequest(f"{number} {modality}s, at most {most} are allowed", "messages")
+
+
+def modality_of(part: MediaPart) -> str:
+    return "image" if isinstance(part, ImagePart) else "video"
 
 
 async def fetch_all(

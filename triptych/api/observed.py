@@ -18,6 +18,7 @@ _SALT = secrets.token_bytes(32)
 """Keys are told apart by their digests; these mean nothing outside this process."""
 
 REQUEST_ID = "x-request-id"
+CORRELATION_ID = "x-correlation-id"
 TRACEPARENT = "traceparent"
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH")
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -26,8 +27,8 @@ Observer = Callable[[RequestRecord], None]
 
 
 class Observed:
-    """ASGI middleware. A request keeps the id that its client gave it, if it is one that can be logged and sent back as
-    it is; every answer carries its request's id."""
+    """ASGI middleware. A request keeps the ids that its client gave it, if they can be logged and sent back as they
+    are; every answer carries its request's id, and the client's correlation id if there is one."""
 
     def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
         self._app = app
@@ -38,10 +39,10 @@ class Observed:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get(REQUEST_ID, "")
         record = RequestRecord(
-            id=given if _ID.fullmatch(given) else secrets.token_hex(16),
+            id=_given(headers, REQUEST_ID) or secrets.token_hex(16),
             method=scope["method"] if scope["method"] in METHODS else "other",
+            correlation=_given(headers, CORRELATION_ID),
             caller=_caller(scope, headers),
             traceparent=headers.get(TRACEPARENT, ""),
         )
@@ -49,7 +50,10 @@ class Observed:
         async def noting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = record.id
+                answer = MutableHeaders(scope=message)
+                answer[REQUEST_ID] = record.id
+                if record.correlation:
+                    answer[CORRELATION_ID] = record.correlation
             await send(message)
 
         context = CURRENT.set(record)
@@ -70,6 +74,12 @@ class Observed:
                 observer(record)
             except Exception:  # what is said about a request must not cost its client the answer
                 log.exception("couldn't report request %s", record.id)
+
+
+def _given(headers: Headers, name: str) -> str:
+    """An id of the client's; empty for none that can be used."""
+    given = headers.get(name, "")
+    return given if _ID.fullmatch(given) else ""
 
 
 def _caller(scope: Scope, headers: Headers) -> str:

@@ -1,6 +1,6 @@
 """One line of JSON for each request that asked the model something: what it was, how it ended, where its time went.
 
-Never what was said: no prompt, no answer, no URL, no header but the request's id. ``triptych trace`` reads these lines.
+Never what was said: no prompt, no answer, no URL, no header but those with ids. ``triptych trace`` reads these lines.
 """
 
 import sys
@@ -42,6 +42,7 @@ def line_of(record: RequestRecord) -> dict[str, Any]:
     return {
         "time": datetime.fromtimestamp(record.began, UTC).isoformat(timespec="microseconds"),
         "request_id": record.id,
+        "correlation_id": record.correlation or None,
         "trace_id": record.trace_id,
         "path": record.handler,
         "status": record.status,

@@ -32,13 +32,15 @@ class SequenceRecord:
 
 @dataclass(eq=False)
 class RequestRecord:
-    """One HTTP request. ``caller`` is who shares what there is with the others: a digest of the key that came with the
-    request, or its address. ``traceparent`` is the client's header of that name, empty for none; ``handler`` the path's
-    template in the routing table, so that there are few; ``error`` the name of the error that it was answered with;
-    ``status`` 0 when the client was gone before there was one; ``trace_id`` the trace that it was sent as."""
+    """One HTTP request. ``correlation`` is what its client calls the work that it is part of, empty for none;
+    ``caller`` is who shares what there is with the others: a digest of the key that came with the request, or its
+    address. ``traceparent`` is the client's header of that name, empty for none; ``handler`` the path's template in the
+    routing table, so that there are few; ``error`` the name of the error that it was answered with; ``status`` 0 when
+    the client was gone before there was one; ``trace_id`` the trace that it was sent as."""
 
     id: str
     method: str
+    correlation: str = ""
     caller: str = ""
     traceparent: str = ""
     began: float = field(default_factory=time.time)

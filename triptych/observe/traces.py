@@ -82,6 +82,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
     first = min((one.first_token for one in sequences if one.first_token), default=None)
     return {
         "gen_ai.request.id": record.id,
+        **({"triptych.correlation_id": record.correlation} if record.correlation else {}),
         "http.response.status_code": record.status,
         "gen_ai.usage.num_sequences": len(sequences),
         "gen_ai.usage.prompt_tokens": max((one.num_prompt for one in sequences), default=0),
