@@ -180,6 +180,11 @@ class FrontDoorConfig:
     max_request_pixels: int = setting(500_000_000, "pixels of all images of one request together")
     max_item_tokens: int = setting(16_384, "tokens that one image may become")
     max_media_mb: int = setting(256, "media files of one request together, in MiB")
+    max_held_mb: int = setting(
+        2048,
+        "bodies and media files of all requests at a time, in MiB; what would be more is answered with 503. One caller "
+        "may hold half of it, and is answered with 429",
+    )
     allowed_media_domains: tuple[str, ...] = setting(
         (), "hosts that media may be fetched from, as HOST or HOST:PORT; none unless given"
     )
@@ -213,6 +218,7 @@ class FrontDoorConfig:
             "max_video_seconds",
             "max_video_gigapixels",
             "max_media_mb",
+            "max_held_mb",
             "max_image_pixels",
             "max_request_pixels",
         )

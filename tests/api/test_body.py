@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tests.api.serving import CHAT, Served, image, image_part, text_part
 from triptych.api import body as body_module
 from triptych.api import http as http_module
-from triptych.api.body import MAX_VALUES, WORTH_LIFTING, check_values, lift
+from triptych.api.body import WORTH_LIFTING, lift
+from triptych.api.values import MAX_VALUES, check_values
 from triptych.errors import PayloadTooLarge
 from triptych.prompt.media import decode_data_url
 

@@ -190,6 +190,18 @@ def test_template_that_misplaces_images(folder: Path, template: str) -> None:
         PromptBuilder(folder).build([user(image_part(png(32, 32)))])
 
 
+def test_a_template_that_has_no_place_for_the_media_of_some_messages(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}"
+        "{{ '<|image_pad|>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    builder = PromptBuilder(folder)
+    content = [image_part(png(32, 32)), text_part("x")]
+    assert builder.build([user(*content)]).items
+    with pytest.raises(InvalidRequest, match="a place for 1 of 2 items"):
+        builder.build([user(*content), {"role": "assistant", "content": content}])
+
+
 def test_tokenizer_without_the_media_token(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"video_token_id": 999}))

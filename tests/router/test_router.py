@@ -117,13 +117,14 @@ class Desk:
 
 def test_admission_can_be_asked_for_without_a_request() -> None:
     desk = Desk(PD0, max_queue=1)
-    desk.router.check_admission(has_media=False)
-    with pytest.raises(Unavailable, match="encode"):
-        desk.router.check_admission(has_media=True)
+    with pytest.raises(Unavailable, match="encode"), desk.router.preparing(has_media=True):
+        pass
+    with desk.router.preparing(has_media=False), pytest.raises(Overloaded), desk.router.preparing(has_media=False):
+        pass
     assert (desk.router.num_requests, desk.outstanding(), desk.of(Generate)) == (0, 0, [])
     desk.submit()
-    with pytest.raises(Overloaded):
-        desk.router.check_admission(has_media=False)
+    with pytest.raises(Overloaded), desk.router.preparing(has_media=False):
+        pass
 
 
 def tokens_of(stream: TokenStream) -> list[int]:

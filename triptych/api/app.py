@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from blake3 import blake3
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -22,6 +22,7 @@ from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
 from triptych.api.generation import Caller
+from triptych.api.json_response import JsonResponse
 from triptych.api.observed import Observed
 from triptych.api.openapi import add_openapi, answers, streams, takes
 from triptych.api.parsing import parse
@@ -71,7 +72,7 @@ def _add_generating(app: FastAPI, service: Service) -> None:
         parsed = parse(ChatCompletionRequest, body.text)
         prepared = await _until_disconnect(request, chat.prepare(service, parsed, _caller(request, service, body)))
         if not parsed.stream:
-            return JSONResponse(await _until_disconnect(request, chat.whole(prepared)))
+            return JsonResponse(await _until_disconnect(request, chat.whole(prepared)))
         return await _stream(request, service, chat.chunks(prepared), error_event)
 
     @app.post(
@@ -87,7 +88,7 @@ def _add_generating(app: FastAPI, service: Service) -> None:
             request, completions.prepare(service, parsed, _caller(request, service, body))
         )
         if not parsed.stream:
-            return JSONResponse(await _until_disconnect(request, completions.whole(prepared)))
+            return JsonResponse(await _until_disconnect(request, completions.whole(prepared)))
         return await _stream(request, service, completions.chunks(prepared), error_event)
 
     @app.post(
@@ -101,7 +102,7 @@ def _add_generating(app: FastAPI, service: Service) -> None:
         parsed = parse(ResponsesRequest, body.text)
         prepared = await _until_disconnect(request, responses.prepare(service, parsed, _caller(request, service, body)))
         if not parsed.stream:
-            return JSONResponse(await _until_disconnect(request, prepared.whole()))
+            return JsonResponse(await _until_disconnect(request, prepared.whole()))
         return await _stream(request, service, prepared.events(), prepared.on_error)
 
 
@@ -118,7 +119,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             body = await _body(request, service)
             parsed = tokens.parse_tokenize(body.text)
             work = tokens.tokenize(service, parsed, _caller(request, service, body))
-            return JSONResponse(await _until_disconnect(request, work))
+            return JsonResponse(await _until_disconnect(request, work))
 
         @app.post(
             f"{prefix}/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(objects.Detokenized)
@@ -126,7 +127,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         async def detokenize(request: Request) -> Response:
             """The text of tokens."""
             parsed = parse(DetokenizeRequest, (await _body(request, service)).text)
-            return JSONResponse(await _until_disconnect(request, tokens.detokenize(service, parsed)))
+            return JsonResponse(await _until_disconnect(request, tokens.detokenize(service, parsed)))
 
 
 def _add_about(app: FastAPI, service: Service) -> None:
@@ -144,23 +145,23 @@ def _add_about(app: FastAPI, service: Service) -> None:
             "max_model_len": service.context_length,
             "input_modalities": service.input_modalities,
         }
-        return JSONResponse({"object": "list", "data": [model]})
+        return JsonResponse({"object": "list", "data": [model]})
 
     @app.get("/version", responses=answers(objects.Version))
     async def version() -> Response:
         """Triptych's version."""
-        return JSONResponse({"version": __version__})
+        return JsonResponse({"version": __version__})
 
     @app.get("/health", responses=answers(objects.Health))
     async def health() -> Response:
         """This process lives: nothing about the instances."""
-        return JSONResponse({"status": "ok"})
+        return JsonResponse({"status": "ok"})
 
     @app.get("/ready", responses=answers(objects.Ready) | {503: {"model": objects.Ready}})
     async def ready() -> Response:
         """A token came out of all stages within the last seconds, and new requests are admitted."""
         reason = await readiness.reason_against()
-        return JSONResponse({"ready": False, "reason": reason}, 503) if reason else JSONResponse({"ready": True})
+        return JsonResponse({"ready": False, "reason": reason}, 503) if reason else JsonResponse({"ready": True})
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
@@ -182,7 +183,7 @@ def _caller(request: Request, service: Service, body: Body) -> Caller:
     return Caller(
         scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
         expires=time.monotonic() + timeout,
-        media=service.media.for_request(body.inline),
+        media=service.media.for_request(body.inline, service.held.for_request()),
         timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",
     )
 
@@ -200,7 +201,7 @@ async def _stream(
 
 
 async def _body(request: Request, service: Service) -> Body:
-    return await read_body(request, service.front_door.max_body_mb * 2**20)
+    return await read_body(request, service.front_door.max_body_mb * 2**20, service.held.for_request())
 
 
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -245,17 +246,17 @@ async def _on_error(_: Request, error: Exception) -> Response:
         record.error = type(error).__name__
     if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
-    return JSONResponse(body_of(error), status_of(error), headers_of(error))
+    return JsonResponse(body_of(error), status_of(error), headers_of(error))
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
     """Unknown paths and methods, in the same shape as everything else."""
     assert isinstance(error, HTTPException)
     body = error_body(error.detail, "invalid_request_error", "not_found" if error.status_code == 404 else "bad_request")
-    return JSONResponse(body, error.status_code, error.headers)
+    return JsonResponse(body, error.status_code, error.headers)
 
 
 async def _on_bug(_: Request, error: Exception) -> Response:
     """What nobody expected: the log gets the details, the client doesn't."""
     log.error("unexpected error", exc_info=error)
-    return JSONResponse(error_body("internal error", "server_error", "internal_error"), 500)
+    return JsonResponse(error_body("internal error", "server_error", "internal_error"), 500)

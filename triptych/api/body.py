@@ -8,17 +8,16 @@ another thread.
 import asyncio
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from triptych.api.values import check_values
 from triptych.errors import BodyTooSlow, PayloadTooLarge
 
 MAX_TEXT = 8 * 2**20
 """Bytes of a body besides its inline media: parsing 8 MiB of plain text holds up the event loop for 11 ms."""
-MAX_VALUES = 20_000
-"""Members of objects and arrays in a body; numbers in arrays don't count. What is wrong with each of millions would be
-told in as many errors, which takes pydantic minutes."""
 SECONDS = 300.0
 """For a whole body."""
 IDLE_SECONDS = 10.0
@@ -32,8 +31,6 @@ _BEGINNING = b'"data:'
 _KEY = re.compile(rb'"(?:url|image_url|video_url|audio_url)"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}\Z')
 _MAX_KEY = 32
 _HEADER = re.compile(rb"data:[ !#-+\--\[\]-~]{0,256};base64,")
-_VALUE = re.compile(rb'(?:[^"{\[,]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"|,(?=[ \t\r\n]{0,8}[-0-9]))*+[{\[,]', re.DOTALL)
-"""Up to the next bracket or comma that isn't within a string, nor before a number."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,9 @@ class Body:
     inline: dict[str, memoryview] = field(default_factory=dict)
 
 
-async def read_body(request: Request, max_bytes: int) -> Body:
+async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> Body:
     """Raises PayloadTooLarge as soon as the body is known to exceed the limit, whatever it declares, and BodyTooSlow
-    when it doesn't come."""
+    when it doesn't come. ``hold`` is told of its bytes as they come, and may raise."""
     too_large = PayloadTooLarge(f"the body exceeds {max_bytes} bytes")
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
@@ -57,6 +54,7 @@ async def read_body(request: Request, max_bytes: int) -> Body:
     try:
         async with asyncio.timeout(IDLE_SECONDS) as timer:
             async for chunk in request.stream():
+                hold(len(chunk))
                 body += chunk
                 if len(body) > max_bytes:
                     raise too_large
@@ -102,15 +100,3 @@ def _unescaped(piece: memoryview) -> memoryview | None:
         return piece
     text = text.replace(b"\\/", b"/")
     return None if b"\\" in text else memoryview(text)
-
-
-def check_values(text: bytes) -> None:
-    """Raises PayloadTooLarge for more than ``MAX_VALUES`` values, before anything is made of them."""
-    if sum(map(text.count, (b"{", b"[", b","))) <= MAX_VALUES:
-        return
-    position = 0
-    for _ in range(MAX_VALUES):
-        if (match := _VALUE.match(text, position)) is None:
-            return
-        position = match.end()
-    raise PayloadTooLarge(f"the body has more than {MAX_VALUES} values")

@@ -54,9 +54,8 @@ async def prepare(service: Service, request: ChatCompletionRequest, caller: Call
     """Plans the request's prompt and fixes its sampling and its answer's form. Raises RequestError and ServiceError."""
     caller = caller.within(request.timeout)
     check_model(service, request.model)
-    # what can't be served now shouldn't cost a fetch and a plan; ``submit`` asks again, because time passes until then
-    service.router.check_admission(has_media=bool(media_parts(request.messages)))
-    prompt, intervals = await planned(service, request, caller)
+    with service.router.preparing(has_media=bool(media_parts(request.messages))):
+        prompt, intervals = await planned(service, request, caller)
     generation = Generation(
         service=service,
         prompts=[prompt],

@@ -12,7 +12,7 @@ from triptych.api.fields import (
     TOKENS,
     SamplingFields,
     Strict,
-    TokenId,
+    TokenIds,
 )
 from triptych.api.schemas import ConversationFields
 from triptych.errors import InvalidRequest
@@ -33,8 +33,8 @@ def _kind_of_prompt(value: Any) -> str | None:
 Prompt = Annotated[
     Annotated[str, Tag(STRING)]
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TEXTS)]
-    | Annotated[list[TokenId], Tag(TOKENS)]
-    | Annotated[list[list[TokenId]], Field(max_length=MAX_PROMPTS), Tag(TOKEN_LISTS)],
+    | Annotated[TokenIds, Tag(TOKENS)]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Tag(TOKEN_LISTS)],
     Discriminator(
         _kind_of_prompt,
         custom_error_type="prompt",
@@ -99,4 +99,4 @@ class DetokenizeRequest(Strict):
     """The body of ``POST /detokenize``: the text of all tokens, special ones included."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from triptych.api.chat import timeline
@@ -15,7 +16,7 @@ from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.errors import InvalidRequest
 from triptych.messages.work import TokenLogprob
-from triptych.observe.requests import note
+from triptych.observe.requests import current_caller, note
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 
@@ -27,9 +28,9 @@ async def prepare(service: Service, request: CompletionRequest, caller: Caller) 
     wanted = len(request.prompts) * (request.n or 1)
     if wanted > service.front_door.max_queue:
         raise InvalidRequest(f"prompt: {wanted} answers, at most {service.front_door.max_queue} can be made", "prompt")
-    service.router.check_admission(has_media=False)
     began = time.time()
-    prompts = await asyncio.to_thread(_planned, service, request)
+    with service.router.preparing(has_media=False):
+        prompts = await service.planning.run(current_caller(), partial(_planned, service, request))
     planned = Interval("plan", began, time.time())
     note(planned)
     return Generation(

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 from triptych.api.forms import callable_tools
@@ -16,7 +17,7 @@ from triptych.api.schemas import (
 )
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest
-from triptych.observe.requests import note
+from triptych.observe.requests import current_caller, note
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 
@@ -37,8 +38,7 @@ async def planned(
             media = await fetch_all(parts, view, caller, service.named_media)
             fetched = time.time()
             messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
-            # off the loop: a long text takes a while to tokenize, and other requests' tokens shouldn't wait for it
-            prompt = await asyncio.to_thread(
+            build = partial(
                 service.prompt_builder.build,
                 messages,
                 service.context_length,
@@ -46,6 +46,7 @@ async def planned(
                 continue_final_message=request.continue_final_message,
                 **variables,
             )
+            prompt = await service.planning.run(current_caller(), build)
     except TimeoutError:
         raise DeadlineExceeded("the request's time ran out while its prompt was made") from None
     intervals = [Interval("fetch", began, fetched), Interval("plan", fetched, time.time())]

@@ -8,8 +8,8 @@ from triptych.api.generation import Caller
 from triptych.api.named_media import NamedMedia
 from triptych.api.schemas import ChatMessage, FramesPart, ImagePart, MediaOptions, TextPart, VideoPart
 from triptych.api.service import Service
-from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia
-from triptych.media.frames import PackedFrames, pack_frames
+from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia, UnsupportedMedia
+from triptych.media.frames import PackedFrames, is_packed, pack_frames
 from triptych.prompt.media import together
 from triptych.prompt.prompt import media_param
 from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, FrameSampling, PixelBounds
@@ -119,7 +119,10 @@ async def _packed(place: Place, part: FramesPart, caller: Caller) -> bytes:
 
 async def _fetch(url: str, param: str, modality: str, caller: Caller) -> bytes:
     try:
-        return await caller.media.get(url, modality)
+        data = await caller.media.get(url, modality)
+        if is_packed(data):
+            raise UnsupportedMedia("not an image or a video, but what this service makes of a list of frames")
+        return data
     except RequestError as error:
         error.param = param
         raise

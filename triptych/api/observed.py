@@ -64,6 +64,7 @@ class Observed:
             raise
         finally:
             CURRENT.reset(context)
+            record.ending.close()
             record.ended = time.time()
             record.handler = getattr(scope.get("route"), "path", "unknown")
             self._tell(record)

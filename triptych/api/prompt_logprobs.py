@@ -11,8 +11,8 @@ from triptych.messages.work import PromptLogprobs
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.prompt.tokenizer import Tokenizer
 
-MAX_TOLD = 2**16
-"""Log probabilities of prompts' tokens in one answer: as JSON they take about 4 MB."""
+MAX_TOLD = 2**17
+"""Log probabilities of prompts' tokens in one answer: as JSON they take about 8 MB."""
 
 
 def check_size(prompts: Sequence[PlannedPrompt], choices: int, most: int | None, param: str) -> None:

@@ -10,6 +10,7 @@ from triptych.api import schemas
 from triptych.api.fields import (
     ARRAY,
     CALL,
+    MAX_TOKEN_IDS,
     MESSAGE,
     OBJECT,
     OUTPUT,
@@ -42,7 +43,7 @@ class OutputText(Strict):
     type: Literal["output_text"]
     text: str
     annotations: list[Any] | None = Field(None, max_length=0)
-    logprobs: list[Any] | None = None
+    logprobs: list[Any] | None = Field(None, max_length=MAX_TOKEN_IDS)
 
 
 class InputImage(Strict):
@@ -97,7 +98,7 @@ class ReasoningItem(Strict):
     """What an earlier answer thought."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = Field(None, max_length=schemas.MAX_PARTS)
     summary: list[Any] = Field(default_factory=list, max_length=0)
     id: Name | None = None
     status: Status | None = None
@@ -181,7 +182,7 @@ class ResponsesRequest(Strict):
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = Field(None, max_length=1)
     truncation: Literal["disabled"] | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None

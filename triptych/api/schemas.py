@@ -17,6 +17,7 @@ from triptych.api.fields import (
     string_or_array,
     string_or_object,
 )
+from triptych.api.values import check_values
 from triptych.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
@@ -197,6 +198,8 @@ class ConversationFields(Strict):
         super().check()
         for number, message in enumerate(self.messages):
             _check_message(message, f"messages[{number}]")
+        # JSON within JSON, of which the body's own count says nothing
+        check_values(*(call.function.arguments for message in self.messages for call in message.tool_calls or ()))
         if self.continue_final_message:
             self._check_continuing()
         names = [tool.function.name for tool in self.tools or ()]
@@ -230,7 +233,7 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     store: Literal[False] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = Field(None, max_length=1)
 
     def check(self) -> None:
         super().check()

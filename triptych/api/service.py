@@ -1,11 +1,13 @@
 """What the HTTP handlers stand on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from triptych.api.fair_threads import FairThreads
 from triptych.api.fields import Temperature, TopK, TopP
+from triptych.api.held import Held
 from triptych.api.named_media import NamedMedia
 from triptych.api.observed import Observer
 from triptych.config import FrontDoorConfig
@@ -70,6 +72,12 @@ class Service:
     generation_defaults: GenerationDefaults
     front_door: FrontDoorConfig
     observers: tuple[Observer, ...] = ()
+    held: Held = field(init=False)
+    planning: FairThreads = field(default_factory=FairThreads)
+    """Where prompts are made: a long text, or a header with many pieces, takes a while."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "held", Held(self.front_door.max_held_mb * 2**20))
 
     @property
     def input_modalities(self) -> list[str]:

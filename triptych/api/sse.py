@@ -1,12 +1,12 @@
 """Server-sent events: an ASGI response that ends its source as soon as the client goes away."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 def event(data: Any) -> bytes:
     """One event with a JSON payload."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def named_event(name: str, data: Any) -> bytes:

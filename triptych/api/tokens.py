@@ -1,21 +1,29 @@
 """``/tokenize`` and ``/detokenize``: what the model would be given, and what its tokens say."""
 
-import asyncio
-import json
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from triptych.api.completion_schemas import DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.conversation import planned
 from triptych.api.generation import Caller, check_model
 from triptych.api.parsing import parse
 from triptych.api.service import Service
+from triptych.observe.requests import current_caller
+
+
+class _Kind(msgspec.Struct):
+    """What is looked for first; the rest is skipped."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def parse_tokenize(body: bytes) -> TokenizeConversation | TokenizeText:
     """Messages where there are any, otherwise a text. Raises InvalidRequest."""
     try:
-        has_messages = "messages" in json.loads(body)
-    except (ValueError, TypeError, RecursionError):
+        has_messages = msgspec.json.decode(body, type=_Kind).messages is not msgspec.UNSET
+    except (msgspec.DecodeError, ValueError, RecursionError):
         has_messages = False
     return parse(TokenizeConversation, body) if has_messages else parse(TokenizeText, body)
 
@@ -24,21 +32,29 @@ async def tokenize(service: Service, request: TokenizeConversation | TokenizeTex
     """``objects.Tokenized``; media count with all tokens that stand for them. Raises RequestError and ServiceError."""
     if isinstance(request, TokenizeText):
         check_model(service, request.model)
-        prompt = await asyncio.to_thread(
+        build = partial(
             service.prompt_builder.build_text,
             request.prompt,
             service.context_length,
             add_special_tokens=request.add_special_tokens,
         )
+        prompt = await service.planning.run(current_caller(), build)
     else:
         prompt, _ = await planned(service, request, caller)
     tokens = prompt.tokens
-    names = [service.tokenizer.token_of(token) or "" for token in tokens] if request.return_token_strs else None
+    names = None
+    if request.return_token_strs:
+        names = await service.planning.run(current_caller(), partial(_spelled, service, tokens))
     return {"count": len(tokens), "max_model_len": service.context_length, "tokens": tokens, "token_strs": names}
+
+
+def _spelled(service: Service, tokens: list[int]) -> list[str]:
+    return [service.tokenizer.token_of(token) or "" for token in tokens]
 
 
 async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, str]:
     """``objects.Detokenized``. Raises UnknownModel."""
     check_model(service, request.model)
-    text = await asyncio.to_thread(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    decode = partial(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    text = await service.planning.run(current_caller(), decode)
     return {"prompt": text}

@@ -3,6 +3,8 @@
 The request being answered is found by a context variable, so that who has something to note needn't be handed it."""
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -51,6 +53,8 @@ class RequestRecord:
     error: str | None = None
     sequences: list[SequenceRecord] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)
+    ending: ExitStack = field(default_factory=ExitStack)
+    """What is called once the request is over, its answer sent."""
 
     def timeline(self) -> list[Interval]:
         """What the front door did for the request, and what instances did for all of its choices."""
@@ -69,6 +73,14 @@ def note(*intervals: Interval) -> None:
     """Adds what the front door did to the timeline of the request being answered, if there is one."""
     if (record := CURRENT.get()) is not None:
         record.intervals += intervals
+
+
+def at_end(release: Callable[[], object]) -> None:
+    """Has something called when the request being answered is over; at once if there is none."""
+    if (record := CURRENT.get()) is not None:
+        record.ending.callback(release)
+    else:
+        release()
 
 
 def current_caller() -> str:

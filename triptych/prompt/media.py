@@ -2,7 +2,7 @@
 
 import asyncio
 import binascii
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
@@ -40,16 +40,20 @@ class MediaSource:
     folder: MediaFolder | None = None
     limits: MediaLimits = MediaLimits()
 
-    def for_request(self, inline: Mapping[str, memoryview] | None = None) -> "RequestMedia":
-        """``inline`` are texts that stand for ``data:`` URLs, for those that were taken out of the body."""
-        return RequestMedia(self, inline or {})
+    def for_request(
+        self, inline: Mapping[str, memoryview] | None = None, hold: Callable[[int], object] = lambda _: None
+    ) -> "RequestMedia":
+        """``inline`` are texts that stand for ``data:`` URLs, for those that were taken out of the body. ``hold`` is
+        told of the bytes of each item, and may raise."""
+        return RequestMedia(self, inline or {}, hold)
 
 
 class RequestMedia:
     """Gets the media of one request."""
 
-    def __init__(self, source: MediaSource, inline: Mapping[str, memoryview]) -> None:
+    def __init__(self, source: MediaSource, inline: Mapping[str, memoryview], hold: Callable[[int], object]) -> None:
         self._source = source
+        self._hold = hold
         self._inline = inline
         self._unused = set(inline)
         self._slots = asyncio.Semaphore(AT_A_TIME)
@@ -67,6 +71,7 @@ class RequestMedia:
         """
         async with self._slots:
             data = await self._read(url, self.limits.of(modality))
+        self._hold(len(data))
         self._total += len(data)
         if self._total > self.limits.max_total_bytes:
             raise MediaTooLarge(f"the media of this request have more than {self.limits.max_total_bytes} bytes")

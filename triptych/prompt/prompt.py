@@ -110,8 +110,8 @@ class PromptBuilder:
         message's text instead. ``template_variables`` go to the template, such as ``tools``.
 
         Raises InvalidRequest for text with the model's media tokens and for what the template refuses, MediaError for
-        an item that can't be used (both name the field), PromptTooLong, and InternalError when the template doesn't
-        place every item exactly once.
+        an item that can't be used (both name the field), PromptTooLong, and InternalError when the template places an
+        item twice.
         """
         self._refuse_media_tokens(messages, "messages")
         for name, value in template_variables.items():
@@ -236,10 +236,15 @@ class PromptBuilder:
         return plan
 
     def _with_placeholders(self, text: str, plans: Sequence[ItemPlan]) -> str:
-        """The rendered template with what stands for each item in the place of its placeholder. Raises InternalError
-        when the template doesn't place every item exactly once."""
+        """The rendered template with what stands for each item in the place of its placeholder. Raises InvalidRequest
+        when the template leaves items out, and InternalError when it places them otherwise."""
         places = list(self._placeholder.finditer(text))
         placed = [self._modalities[place[0]] for place in places]
+        if len(placed) < len(plans):
+            # some have room for media in some messages only: those of users, say
+            raise InvalidRequest(
+                f"the model's chat template has a place for {len(placed)} of {len(plans)} items", "messages"
+            )
         if placed != [plan.modality for plan in plans]:
             raise InternalError(f"the chat template placed {len(placed)} items of {len(plans)}, or in another order")
         pieces = []

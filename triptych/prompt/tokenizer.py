@@ -12,6 +12,8 @@ from triptych.errors import CheckpointError
 from triptych.models.config_files import GENERATION_CONFIG, load_config, load_generation_config
 
 _SHRINKING = (normalizers.NFC, normalizers.Lowercase)
+_MANY = 4096
+"""Tokens that take a millisecond to decode."""
 _MAX_SHRINKING = 4
 """These normalizers leave no less than a quarter of a text's bytes: a character has four at most, and composition makes
 one of 3.5 times its bytes at most (Unicode 16)."""
@@ -58,6 +60,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Bytes that aren't UTF-8 become U+FFFD; ids without text are skipped."""
+        if len(token_ids) > _MANY:
+            # alone ``decode`` keeps the interpreter's lock, as ``encode`` does
+            return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def bytes_of(self, token_id: int) -> bytes:

@@ -149,6 +149,7 @@ class FrontDoor:
         # those that the server gave up on still have to let go of their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
+        self.service.planning.close()
         self._socket.close()
         self.channel.close()
         if self._traces:

@@ -5,7 +5,8 @@ Instances are given what they can work on at a time and a little more, so that t
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +60,18 @@ class Admission:
         self._config = config
         self._line: FairQueue[Waiting] = FairQueue()
         self._tickets: dict[RequestId, Ticket[Waiting]] = {}
+        self._preparing: Counter[str] = Counter()
+
+    @contextmanager
+    def preparing(self, caller: str) -> Iterator[None]:
+        """A caller's request has a place here while its prompt is made."""
+        self._preparing[caller] += 1
+        try:
+            yield
+        finally:
+            self._preparing[caller] -= 1
+            if not self._preparing[caller]:
+                del self._preparing[caller]
 
     def check(
         self,
@@ -74,12 +87,12 @@ class Admission:
         """Raises RateLimited for a caller that has as much here as it may, and Overloaded when the house is full or the
         answer wouldn't come within ``timeout`` seconds. ``cost`` and ``items_cost`` are the request's, if they are
         known already; ``encoding`` the cost of what encode instances have in hand."""
-        here = len(running) + len(self._line)
+        here = len(running) + len(self._line) + self._preparing.total()
         if here >= self._config.max_queue:
             raise Overloaded(f"{here} requests are waiting or running, the most allowed", self._retry_after(0.0))
         if limit := self._config.max_queue_per_caller:
             own = sum(entry.waiting.caller == caller for entry in running)
-            own += sum(ticket.caller == caller for ticket in self._line)
+            own += sum(ticket.caller == caller for ticket in self._line) + self._preparing[caller]
             if own >= limit:
                 raise RateLimited(f"{own} of your requests are waiting or running, the most allowed")
         cost = self.forecast.mean_cost if cost is None else cost

@@ -5,7 +5,8 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,7 +181,7 @@ class Router:
     ) -> TokenStream:
         """Admits a request; a language instance is given it when it is its turn, lower ``priority`` first. ``timeout``
         is how many seconds it has, if those are fewer than are left of what the service allows. Raises as
-        ``check_admission`` does."""
+        ``preparing`` does."""
         caller = current_caller()
         timeout = min(timeout, self._config.request_timeout - seconds_spent())
         cost = self._admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
@@ -208,11 +209,16 @@ class Router:
         self._start_waiting()
         return stream
 
-    def check_admission(self, *, has_media: bool) -> None:
-        """Whether a request would be admitted now, as far as that can be said before it is planned. Raises Overloaded
-        when there is no room for it or it wouldn't be answered in time, RateLimited when its caller has too many,
+    @contextmanager
+    def preparing(self, *, has_media: bool) -> Iterator[None]:
+        """Around all that makes a request's prompt: it has a place in the house meanwhile, and what can't be served now
+        costs neither a fetch nor a plan; ``submit`` asks again, because time passes until then. Raises Overloaded when
+        there is no room for it or it wouldn't be answered in time, RateLimited when its caller has too many,
         Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
-        self._check(has_media, caller=current_caller())
+        caller = current_caller()
+        self._check(has_media, caller=caller)
+        with self._admission.preparing(caller):
+            yield
 
     def _check(self, has_media: bool, *, caller: str, **known: Any) -> None:
         try:

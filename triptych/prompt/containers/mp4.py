@@ -13,7 +13,8 @@ import numpy as np
 from triptych.errors import TruncatedMedia, UnsupportedMedia
 from triptych.types import VideoHeader
 
-_MAX_BOXES = 65_536
+_MAX_BOXES = 1 << 18
+"""Of a file, each as often as it is looked at. An hour in fragments of a second has some 40,000."""
 _MAX_FRAMES = 2**27
 
 _CODECS = frozenset({b"avc1", b"avc3", b"hvc1", b"hev1", b"vp08", b"vp09", b"av01"})
@@ -26,6 +27,14 @@ _ROTATIONS = {(0, _ONE, -_ONE, 0): 90, (-_ONE, 0, 0, -_ONE): 180, (0, -_ONE, _ON
 _TFHD_BASE_OFFSET, _TFHD_DESCRIPTION, _TFHD_DURATION = 0x1, 0x2, 0x8
 _TRUN_OFFSET, _TRUN_FIRST_FLAGS, _TRUN_DURATION = 0x1, 0x4, 0x100
 _TRUN_FIELDS = (0x100, 0x200, 0x400, 0x800)
+
+
+@dataclass
+class _File:
+    """A file's bytes, and how many of its boxes may still be looked at: they are small, and within each other."""
+
+    data: bytes
+    boxes_left: int = _MAX_BOXES
 
 
 @dataclass
@@ -43,12 +52,13 @@ class _Track:
 
 def probe_mp4(data: bytes) -> VideoHeader:
     """The header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia or ``struct.error``."""
-    movie = next(((start, end) for kind, start, end in _boxes(data, 0, len(data)) if kind == b"moov"), None)
+    file = _File(data)
+    movie = next(((start, end) for kind, start, end in _boxes(file, 0, len(data)) if kind == b"moov"), None)
     if movie is None:
         raise TruncatedMedia("the MP4 video ends before its header (no moov box)")
-    track = _video_track(data, *movie)
+    track = _video_track(file, *movie)
     if not track.samples:
-        _count_fragments(data, track, _default_duration(data, movie, track.number))
+        _count_fragments(file, track, _default_duration(file, movie, track.number))
     if not track.samples or not track.ticks:
         raise UnsupportedMedia("the MP4 video's track has no frames")
     if track.samples > _MAX_FRAMES:
@@ -64,60 +74,60 @@ def probe_mp4(data: bytes) -> VideoHeader:
     )
 
 
-def _boxes(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+def _boxes(file: _File, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """(kind, start, end) of each box's content. Those that end beyond ``end`` are cut there."""
-    for _ in range(_MAX_BOXES):
-        if start + 8 > end:
-            return
-        length, kind = struct.unpack_from(">L4s", data, start)
+    while start + 8 <= end:
+        file.boxes_left -= 1
+        if file.boxes_left < 0:
+            raise UnsupportedMedia(f"the MP4 video has more than {_MAX_BOXES} boxes")
+        length, kind = struct.unpack_from(">L4s", file.data, start)
         content = start + 8
         if length == 1:
-            (length,) = struct.unpack_from(">Q", data, content)
+            (length,) = struct.unpack_from(">Q", file.data, content)
             content += 8
         box_end = end if length == 0 else start + length
         if box_end < content:
             raise UnsupportedMedia("the MP4 video has a box of impossible size")
         yield kind, content, min(box_end, end)
         start = box_end
-    raise UnsupportedMedia(f"the MP4 video has more than {_MAX_BOXES} boxes in a row")
 
 
-def _child(data: bytes, parent: tuple[int, int], *path: bytes) -> tuple[int, int] | None:
+def _child(file: _File, parent: tuple[int, int], *path: bytes) -> tuple[int, int] | None:
     """(start, end) of the first box at a path below ``parent``."""
     place: tuple[int, int] | None = parent
     for name in path:
         if place is None:
             return None
-        place = next(((start, end) for kind, start, end in _boxes(data, *place) if kind == name), None)
+        place = next(((start, end) for kind, start, end in _boxes(file, *place) if kind == name), None)
     return place
 
 
-def _video_track(data: bytes, start: int, end: int) -> _Track:
-    for kind, track_start, track_end in _boxes(data, start, end):
+def _video_track(file: _File, start: int, end: int) -> _Track:
+    for kind, track_start, track_end in _boxes(file, start, end):
         if kind != b"trak":
             continue
         place = track_start, track_end
-        handler = _child(data, place, b"mdia", b"hdlr")
-        if handler is not None and data[handler[0] + 8 : handler[0] + 12] == b"vide":
-            return _read_track(data, place)
+        handler = _child(file, place, b"mdia", b"hdlr")
+        if handler is not None and file.data[handler[0] + 8 : handler[0] + 12] == b"vide":
+            return _read_track(file, place)
     raise UnsupportedMedia("the MP4 file has no video track")
 
 
-def _read_track(data: bytes, place: tuple[int, int]) -> _Track:
-    header, media = _child(data, place, b"tkhd"), _child(data, place, b"mdia", b"mdhd")
-    table = _child(data, place, b"mdia", b"minf", b"stbl")
-    description = _child(data, table, b"stsd") if table else None
+def _read_track(file: _File, place: tuple[int, int]) -> _Track:
+    header, media = _child(file, place, b"tkhd"), _child(file, place, b"mdia", b"mdhd")
+    table = _child(file, place, b"mdia", b"minf", b"stbl")
+    description = _child(file, table, b"stsd") if table else None
     if header is None or media is None or table is None or description is None:
         raise UnsupportedMedia("the MP4 video's track lacks a header")
-    is_long = data[header[0]] == 1
-    (number,) = struct.unpack_from(">L", data, header[0] + (20 if is_long else 12))
-    matrix = struct.unpack_from(">9l", data, header[0] + (52 if is_long else 40))
-    (timescale,) = struct.unpack_from(">L", data, media[0] + (20 if data[media[0]] == 1 else 12))
-    (codec,) = struct.unpack_from("4s", data, description[0] + 12)
+    is_long = file.data[header[0]] == 1
+    (number,) = struct.unpack_from(">L", file.data, header[0] + (20 if is_long else 12))
+    matrix = struct.unpack_from(">9l", file.data, header[0] + (52 if is_long else 40))
+    (timescale,) = struct.unpack_from(">L", file.data, media[0] + (20 if file.data[media[0]] == 1 else 12))
+    (codec,) = struct.unpack_from("4s", file.data, description[0] + 12)
     if codec not in _CODECS:
         raise UnsupportedMedia(f"the MP4 video is encoded as {codec.decode('latin-1')!r}, which isn't supported")
-    width, height = struct.unpack_from(">HH", data, description[0] + 8 + 32)
-    samples, ticks = _samples(data, table)
+    width, height = struct.unpack_from(">HH", file.data, description[0] + 8 + 32)
+    samples, ticks = _samples(file, table)
     return _Track(
         number=number,
         rotation=_ROTATIONS.get((matrix[0], matrix[1], matrix[3], matrix[4]), 0),
@@ -129,17 +139,19 @@ def _read_track(data: bytes, place: tuple[int, int]) -> _Track:
     )
 
 
-def _samples(data: bytes, table: tuple[int, int]) -> tuple[int, int]:
+def _samples(file: _File, table: tuple[int, int]) -> tuple[int, int]:
     """How many samples the sample table has, and how long they last in ticks."""
-    times = _child(data, table, b"stts")
-    sizes = _child(data, table, b"stsz") or _child(data, table, b"stz2")
+    times = _child(file, table, b"stts")
+    sizes = _child(file, table, b"stsz") or _child(file, table, b"stz2")
     if times is None or sizes is None:
         raise UnsupportedMedia("the MP4 video's track has no table of frames")
-    (samples,) = struct.unpack_from(">L", data, sizes[0] + 8)
-    (entries,) = struct.unpack_from(">L", data, times[0] + 4)
+    (samples,) = struct.unpack_from(">L", file.data, sizes[0] + 8)
+    (entries,) = struct.unpack_from(">L", file.data, times[0] + 4)
     if times[0] + 8 + 8 * entries > times[1]:
         raise TruncatedMedia("the MP4 video ends within its header")
-    pairs = np.frombuffer(data, dtype=">u4", count=2 * entries, offset=times[0] + 8).reshape(-1, 2).astype(np.int64)
+    pairs = (
+        np.frombuffer(file.data, dtype=">u4", count=2 * entries, offset=times[0] + 8).reshape(-1, 2).astype(np.int64)
+    )
     counted = int(pairs[:, 0].sum())
     if counted != samples:
         raise UnsupportedMedia(f"the MP4 video's header contradicts itself: {samples} frames, {counted} with a time")
@@ -148,40 +160,40 @@ def _samples(data: bytes, table: tuple[int, int]) -> tuple[int, int]:
     return samples, int((pairs[:, 0] * pairs[:, 1]).sum())
 
 
-def _default_duration(data: bytes, movie: tuple[int, int], track: int) -> int:
+def _default_duration(file: _File, movie: tuple[int, int], track: int) -> int:
     """What a sample of a fragment lasts, in ticks, where the fragment doesn't say."""
-    for kind, start, end in _boxes(data, *(_child(data, movie, b"mvex") or (0, 0))):
+    for kind, start, end in _boxes(file, *(_child(file, movie, b"mvex") or (0, 0))):
         if kind == b"trex" and end - start >= 24:
-            number, _, duration = struct.unpack_from(">LLL", data, start + 4)
+            number, _, duration = struct.unpack_from(">LLL", file.data, start + 4)
             if number == track:
                 return int(duration)
     return 0
 
 
-def _count_fragments(data: bytes, track: _Track, default_duration: int) -> None:
+def _count_fragments(file: _File, track: _Track, default_duration: int) -> None:
     """Adds the samples of all fragments of a track that has none of its own."""
-    for kind, start, end in _boxes(data, 0, len(data)):
+    for kind, start, end in _boxes(file, 0, len(file.data)):
         if kind != b"moof":
             continue
-        for inner, fragment_start, fragment_end in _boxes(data, start, end):
+        for inner, fragment_start, fragment_end in _boxes(file, start, end):
             if inner == b"traf":
-                _count_fragment(data, (fragment_start, fragment_end), track, default_duration)
+                _count_fragment(file, (fragment_start, fragment_end), track, default_duration)
 
 
-def _count_fragment(data: bytes, place: tuple[int, int], track: _Track, default_duration: int) -> None:
-    header = _child(data, place, b"tfhd")
+def _count_fragment(file: _File, place: tuple[int, int], track: _Track, default_duration: int) -> None:
+    header = _child(file, place, b"tfhd")
     if header is None:
         raise UnsupportedMedia("a fragment of the MP4 video lacks a header")
-    flags, number = struct.unpack_from(">LL", data, header[0])
+    flags, number = struct.unpack_from(">LL", file.data, header[0])
     if number != track.number:
         return
     if flags & _TFHD_DURATION:
         offset = header[0] + 8 + 8 * bool(flags & _TFHD_BASE_OFFSET) + 4 * bool(flags & _TFHD_DESCRIPTION)
-        (default_duration,) = struct.unpack_from(">L", data, offset)
-    for kind, start, end in _boxes(data, *place):
+        (default_duration,) = struct.unpack_from(">L", file.data, offset)
+    for kind, start, end in _boxes(file, *place):
         if kind != b"trun":
             continue
-        flags, samples = struct.unpack_from(">LL", data, start)
+        flags, samples = struct.unpack_from(">LL", file.data, start)
         track.samples += samples
         if not flags & _TRUN_DURATION:
             track.ticks += samples * default_duration
@@ -190,5 +202,5 @@ def _count_fragment(data: bytes, place: tuple[int, int], track: _Track, default_
         fields = sum(bool(flags & field) for field in _TRUN_FIELDS)
         if first + 4 * fields * samples > end:
             raise TruncatedMedia("the MP4 video ends within a fragment's header")
-        table = np.frombuffer(data, dtype=">u4", count=fields * samples, offset=first).reshape(-1, fields)
+        table = np.frombuffer(file.data, dtype=">u4", count=fields * samples, offset=first).reshape(-1, fields)
         track.ticks += int(table[:, 0].astype(np.int64).sum())

@@ -15,6 +15,7 @@ from triptych.errors import TruncatedMedia, UnsupportedMedia
 from triptych.types import VideoHeader
 
 _MAX_ELEMENTS = 1 << 18
+"""Of a file. One without a duration has one for each frame and packet of sound."""
 
 _EBML, _SEGMENT, _INFO, _TRACKS, _CLUSTER = 0x1A45DFA3, 0x18538067, 0x1549A966, 0x1654AE6B, 0x1F43B675
 _TIMESTAMP_SCALE, _DURATION = 0x2AD7B1, 0x4489
@@ -29,6 +30,19 @@ _VIDEO_TYPE = 1
 _NANO = 1_000_000_000
 _MAX_RATE_TERM = 30_000
 """Frame durations are whole nanoseconds: 33333333 stands for 1/30 s, 33366667 for 1001/30000 s."""
+
+
+@dataclass
+class _Source:
+    """A file's bytes, and how many of its elements may still be looked at: they are small, and within each other."""
+
+    data: bytes
+    elements_left: int = _MAX_ELEMENTS
+
+    def look(self) -> None:
+        self.elements_left -= 1
+        if self.elements_left < 0:
+            raise UnsupportedMedia(f"the WebM video has more than {_MAX_ELEMENTS} elements")
 
 
 @dataclass
@@ -47,16 +61,17 @@ class _File:
 def probe_webm(data: bytes) -> VideoHeader:
     """The header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia, ``struct.error`` or
     IndexError."""
-    segment = next(((start, end) for kind, start, end in _elements(data, 0, len(data)) if kind == _SEGMENT), None)
+    source = _Source(data)
+    segment = next(((start, end) for kind, start, end in _elements(source, 0, len(data)) if kind == _SEGMENT), None)
     if segment is None:
         raise TruncatedMedia("the WebM video ends before its header")
     file = _File()
     first_cluster = segment[1]
-    for kind, start, end in _elements(data, *segment):
+    for kind, start, end in _elements(source, *segment):
         if kind == _INFO:
-            _read_info(data, start, end, file)
+            _read_info(source, start, end, file)
         elif kind == _TRACKS:
-            _read_tracks(data, start, end, file)
+            _read_tracks(source, start, end, file)
         elif kind == _CLUSTER:
             first_cluster = start
             break
@@ -65,11 +80,11 @@ def probe_webm(data: bytes) -> VideoHeader:
     if file.duration and file.frame_duration:
         frames = round(file.duration * file.scale / file.frame_duration)
         return _header(file, frames, _rate(file.frame_duration), counted=False)
-    return _counted(data, segment, first_cluster, file)
+    return _counted(source, segment, first_cluster, file)
 
 
-def _counted(data: bytes, segment: tuple[int, int], first_cluster: int, file: _File) -> VideoHeader:
-    frames, first, last = _count_blocks(data, segment[1], first_cluster, file.track)
+def _counted(source: _Source, segment: tuple[int, int], first_cluster: int, file: _File) -> VideoHeader:
+    frames, first, last = _count_blocks(source, segment[1], first_cluster, file.track)
     if not frames:
         raise UnsupportedMedia("the WebM video has no frames")
     seconds = (last - first) * file.scale / _NANO
@@ -106,21 +121,19 @@ def _number(data: bytes, start: int, *, keep_marker: bool) -> tuple[int, int]:
     return (-1 if value == (1 << 7 * length) - 1 else value), length
 
 
-def _elements(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _elements(source: _Source, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """(id, start, end) of each element's content. Those that end beyond ``end`` are cut there; those of unknown size go
     on to it."""
-    for _ in range(_MAX_ELEMENTS):
-        if start >= end:
-            return
-        kind, id_bytes = _number(data, start, keep_marker=True)
-        size, size_bytes = _number(data, start + id_bytes, keep_marker=False)
+    while start < end:
+        source.look()
+        kind, id_bytes = _number(source.data, start, keep_marker=True)
+        size, size_bytes = _number(source.data, start + id_bytes, keep_marker=False)
         content = start + id_bytes + size_bytes
         if size < 0 and kind not in _PARENTS:
             raise UnsupportedMedia("the WebM video has an element of unknown size")
         content_end = end if size < 0 else content + size
         yield kind, content, min(content_end, end)
         start = content_end
-    raise UnsupportedMedia(f"the WebM video has more than {_MAX_ELEMENTS} elements in a row")
 
 
 def _unsigned(data: bytes, start: int, end: int) -> int:
@@ -129,40 +142,40 @@ def _unsigned(data: bytes, start: int, end: int) -> int:
     return int.from_bytes(data[start:end], "big")
 
 
-def _read_info(data: bytes, start: int, end: int, file: _File) -> None:
-    for kind, inner, inner_end in _elements(data, start, end):
+def _read_info(source: _Source, start: int, end: int, file: _File) -> None:
+    for kind, inner, inner_end in _elements(source, start, end):
         if kind == _TIMESTAMP_SCALE:
-            file.scale = _unsigned(data, inner, inner_end)
+            file.scale = _unsigned(source.data, inner, inner_end)
         elif kind == _DURATION:
             code = {4: ">f", 8: ">d"}.get(inner_end - inner)
-            duration = struct.unpack_from(code, data, inner)[0] if code else 0.0
+            duration = struct.unpack_from(code, source.data, inner)[0] if code else 0.0
             file.duration = duration if 0 < duration < 2**53 else 0.0
 
 
-def _read_tracks(data: bytes, start: int, end: int, file: _File) -> None:
-    for kind, inner, inner_end in _elements(data, start, end):
+def _read_tracks(source: _Source, start: int, end: int, file: _File) -> None:
+    for kind, inner, inner_end in _elements(source, start, end):
         if kind == _TRACK and not file.track:
-            _read_track(data, inner, inner_end, file)
+            _read_track(source, inner, inner_end, file)
 
 
-def _read_track(data: bytes, start: int, end: int, file: _File) -> None:
+def _read_track(source: _Source, start: int, end: int, file: _File) -> None:
     number = frame_duration = width = height = 0
     track_type, codec = 0, b""
-    for kind, inner, inner_end in _elements(data, start, end):
+    for kind, inner, inner_end in _elements(source, start, end):
         if kind == _TRACK_NUMBER:
-            number = _unsigned(data, inner, inner_end)
+            number = _unsigned(source.data, inner, inner_end)
         elif kind == _TRACK_TYPE:
-            track_type = _unsigned(data, inner, inner_end)
+            track_type = _unsigned(source.data, inner, inner_end)
         elif kind == _CODEC:
-            codec = data[inner:inner_end].rstrip(b"\x00")
+            codec = source.data[inner:inner_end].rstrip(b"\x00")
         elif kind == _DEFAULT_DURATION:
-            frame_duration = _unsigned(data, inner, inner_end)
+            frame_duration = _unsigned(source.data, inner, inner_end)
         elif kind == _VIDEO:
-            for setting, value, value_end in _elements(data, inner, inner_end):
+            for setting, value, value_end in _elements(source, inner, inner_end):
                 if setting == _PIXEL_WIDTH:
-                    width = _unsigned(data, value, value_end)
+                    width = _unsigned(source.data, value, value_end)
                 elif setting == _PIXEL_HEIGHT:
-                    height = _unsigned(data, value, value_end)
+                    height = _unsigned(source.data, value, value_end)
     if track_type != _VIDEO_TYPE:
         return
     if codec not in _CODECS:
@@ -170,32 +183,31 @@ def _read_track(data: bytes, start: int, end: int, file: _File) -> None:
     file.track, file.frame_duration, file.width, file.height = number, frame_duration, width, height
 
 
-def _count_blocks(data: bytes, end: int, start: int, track: int) -> tuple[int, int, int]:
+def _count_blocks(source: _Source, end: int, start: int, track: int) -> tuple[int, int, int]:
     """(number, first timestamp, last timestamp) of a track's blocks, in the file's units. ``start`` is where the first
     cluster's content begins."""
     count = cluster_time = 0
     first = last = 0
-    for kind, inner, inner_end in _flattened(data, start, end):
+    for kind, inner, inner_end in _flattened(source, start, end):
         if kind == _TIMESTAMP:
-            cluster_time = _unsigned(data, inner, inner_end)
+            cluster_time = _unsigned(source.data, inner, inner_end)
         elif kind in (_SIMPLE_BLOCK, _BLOCK):
-            number, number_bytes = _number(data, inner, keep_marker=False)
+            number, number_bytes = _number(source.data, inner, keep_marker=False)
             if number == track:
-                time = cluster_time + struct.unpack_from(">h", data, inner + number_bytes)[0]
+                time = cluster_time + struct.unpack_from(">h", source.data, inner + number_bytes)[0]
                 first, last = (min(first, time), max(last, time)) if count else (time, time)
                 count += 1
     return count, first, last
 
 
-def _flattened(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _flattened(source: _Source, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The elements of all clusters, those of block groups too, one after the other. A last one that was cut off is
     left out."""
-    for _ in range(_MAX_ELEMENTS):
-        if start >= end:
-            return
+    while start < end:
+        source.look()
         try:
-            kind, id_bytes = _number(data, start, keep_marker=True)
-            size, size_bytes = _number(data, start + id_bytes, keep_marker=False)
+            kind, id_bytes = _number(source.data, start, keep_marker=True)
+            size, size_bytes = _number(source.data, start + id_bytes, keep_marker=False)
         except (IndexError, TruncatedMedia):
             return
         content = start + id_bytes + size_bytes
@@ -206,4 +218,3 @@ def _flattened(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, in
             return
         yield kind, content, content + size
         start = content + size
-    raise UnsupportedMedia(f"the WebM video has more than {_MAX_ELEMENTS} elements in a row")

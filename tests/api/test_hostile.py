@@ -1,0 +1,267 @@
+"""Requests that are made to cost the front door time or memory, and what others notice of them."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic.json_schema import models_json_schema
+
+from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+from tests.api.test_bad_input import the_error
+from tests.api.test_completions import COMPLETIONS, post
+from tests.api.test_videos import VIDEO, video_part
+from tests.parity.cases import png
+from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
+from triptych.api.fields import Strict
+from triptych.api.held import SMALL
+from triptych.api.named_media import NamedMedia
+from triptych.api.parsing import parse
+from triptych.api.responses_schemas import ResponsesRequest
+from triptych.api.schemas import ChatCompletionRequest
+from triptych.errors import InvalidRequest
+from triptych.media.frames import PackedFrames, pack_frames
+
+MANY = 1_000_000
+KINDS: list[type[Strict]] = [
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeConversation,
+    TokenizeText,
+    DetokenizeRequest,
+]
+
+
+# ── lists ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_list_is_bounded() -> None:
+    """In the body's count of values, numbers in lists don't count."""
+    _, schemas = models_json_schema([(kind, "validation") for kind in KINDS])
+    unbounded = []
+
+    def look(schema: Any, path: str) -> None:
+        if isinstance(schema, dict):
+            if schema.get("type") == "array" and "maxItems" not in schema:
+                unbounded.append(path)
+            for name, member in schema.items():
+                look(member, f"{path}.{name}")
+        elif isinstance(schema, list):
+            for number, member in enumerate(schema):
+                look(member, f"{path}[{number}]")
+
+    look(schemas["$defs"], "")
+    assert not unbounded
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, '{"model":"m","prompt":[%s]}'),
+        (CompletionRequest, '{"model":"m","prompt":[[%s]]}'),
+        (CompletionRequest, '{"model":"m","prompt":["x",%s]}'),
+        (CompletionRequest, '{"model":"m","prompt":"x","stop_token_ids":[%s]}'),
+        (CompletionRequest, '{"model":"m","prompt":"x","stop":[%s]}'),
+        (DetokenizeRequest, '{"tokens":[%s]}'),
+        (ChatCompletionRequest, '{"model":"m","messages":[%s]}'),
+        (ChatCompletionRequest, '{"model":"m","messages":[{"role":"user","content":[%s]}]}'),
+        (ChatCompletionRequest, '{"model":"m","messages":[{"role":"user","content":"x"}],"tools":[%s]}'),
+        (ChatCompletionRequest, '{"model":"m","messages":[{"role":"user","content":"x"}],"modalities":[%s]}'),
+        (ResponsesRequest, '{"model":"m","input":[%s]}'),
+        (ResponsesRequest, '{"model":"m","input":[{"type":"reasoning","content":[%s]}]}'),
+        (ResponsesRequest, '{"model":"m","input":"x","include":[%s]}'),
+    ],
+)
+def test_a_million_mistakes_are_told_as_one(kind: type[Strict], body: str) -> None:
+    """To tell of each takes ten seconds, in which nobody's tokens would go out."""
+    text = (body % ",".join(["-1"] * MANY)).encode()
+    began = time.thread_time()
+    with pytest.raises(InvalidRequest):
+        parse(kind, text)
+    assert time.thread_time() - began < 1
+
+
+def test_more_tokens_than_anybody_has(service: Served) -> None:
+    with service.client() as client:
+        response = client.post("/detokenize", json={"tokens": [1] * (2**20 + 1)})
+        assert "at most 1048576" in the_error(response, 400, "tokens")
+    assert "at most 1048576" in the_error(post(service, prompt=[1] * (2**20 + 1)), 400, "prompt")
+
+
+def test_json_within_json_counts_too(service: Served) -> None:
+    def calling(*arguments: str) -> dict[str, Any]:
+        calls = [{"id": str(n), "function": {"name": "f", "arguments": text}} for n, text in enumerate(arguments)]
+        return service.body(messages=[{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "x"}])
+
+    with service.client() as client:
+        for arguments in (
+            ['{"a":[' + "{}," * 30_000 + "1]}"],
+            ["[" + "{}," * 12_000 + "1]"] * 2,
+            ['"', "[" + "{}," * 30_000 + "1]"],
+        ):
+            the_error(client.post(CHAT, json=calling(*arguments)), 413, None, "payload_too_large")
+        text = json.dumps({"text": "a, b [c] {d} " * 20_000})
+        assert client.post("/tokenize", json={"messages": calling(text)["messages"]}).status_code in (200, 400)
+
+
+# ── media ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_the_service_packs_frames(service: Served) -> None:
+    """Millions of empty frames are a few megabytes, and gigabytes once they are unpacked."""
+    for packed in (PackedFrames(2.0, [b""] * 1000), PackedFrames(2.0, [image(), image()])):
+        response = service.post([text_part("x"), video_part(pack_frames(packed))])
+        assert "a list of frames" in the_error(response, 400, VIDEO, "unsupported_media")
+
+
+def test_whoever_has_named_most_is_forgotten_first() -> None:
+    media = NamedMedia(100)
+    media.put("mine", "a", b"a" * 20)
+    media.put("mine", "b", b"b" * 20)
+    for number in range(50):
+        media.put("other's", str(number), bytes(10))
+    assert media.get("mine", "a") == b"a" * 20
+    assert media.get("mine", "b") == b"b" * 20
+    assert [media.get("other's", str(number)) is not None for number in range(40, 50)] == [False] * 4 + [True] * 6
+    media.put("mine", "c", b"c" * 50)
+    assert media.get("mine", "a") is None
+    assert media.get("other's", "49") is not None
+    assert media.num_bytes <= 100
+    for scope, name in (("mine", "b"), ("mine", "c")):
+        media.put(scope, name, bytes(101))
+        assert media.get(scope, name) is None
+    assert "mine" not in media._scopes
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def uploading(service: Served, caller: str, num_bytes: int) -> Iterator[socket.socket]:
+    """A request whose body doesn't come to its end."""
+    with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=10) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {caller}\r\n"
+        head += f"Content-Length: {2 * num_bytes}\r\n\r\n"
+        connection.sendall(head.encode() + b" " * num_bytes)
+        yield connection
+
+
+def test_bodies_of_all_requests_are_bounded_together_and_each_callers_share(folder: Path) -> None:
+    with served(folder, topology="1EPD", max_held_mb=2) as service:
+        held = service.running.front_door.service.held
+
+        def ask(caller: str, num_bytes: int = 0) -> httpx.Response:
+            body = json.dumps(service.body()).encode() + b" " * num_bytes
+            with service.client() as client:
+                return client.post(CHAT, content=body, headers={"authorization": f"Bearer {caller}"})
+
+        half = 2**19
+        with uploading(service, "a", 900_000):
+            wait_for(lambda: held.total > 800_000)
+            refused = ask("a", half)
+            assert "your requests hold" in the_error(refused, 429, None, "rate_limited")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert ask("a").status_code == 200, "texts get by"
+            assert ask("b", half).status_code == 200
+            with uploading(service, "b", 900_000):
+                wait_for(lambda: held.total > 1_600_000)
+                the_error(ask("c", half), 503, None, "overloaded")
+                assert ask("c").status_code == 200
+        wait_for(lambda: held.total == 0)
+        assert ask("a", half).status_code == 200
+        assert held.total == 0
+
+
+def test_media_are_held_until_the_answer_is_there(folder: Path) -> None:
+    noise = np.random.default_rng(7).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+    data = png(Image.fromarray(noise))
+    assert len(data) > 3 * SMALL
+    with served(folder, topology="1EPD", max_held_mb=2) as service, ThreadPoolExecutor(1) as pool:
+        held = service.running.front_door.service.held
+        service.steps.close()
+        asked = pool.submit(service.post, [image_part(data), text_part("?")])
+        assert service.steps.entered.wait(10)
+        assert held.total > len(data) * 4 / 3 - SMALL + len(data) - SMALL, "the body, and the file"
+        service.steps.opened.set()
+        assert asked.result(20).status_code == 200
+        assert held.total == 0
+
+
+# ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def slow(service: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Prompts that have the word in them take until the event is set."""
+    builder, done = service.running.front_door.service.prompt_builder, threading.Event()
+
+    def slowed(build: Callable[..., Any]) -> Callable[..., Any]:
+        def built(prompt: Any, *args: Any, **settings: Any) -> Any:
+            assert "slow" not in str(prompt) or done.wait(30)
+            return build(prompt, *args, **settings)
+
+        return built
+
+    for name in ("build", "build_text"):
+        monkeypatch.setattr(builder, name, slowed(getattr(builder, name)))
+    yield done
+    done.set()
+
+
+def test_prompts_that_take_long_to_make_hold_up_nobody_else(service: Served, slow: threading.Event) -> None:
+    def ask(caller: str, content: str) -> httpx.Response:
+        with service.client() as client:
+            headers = {"authorization": f"Bearer {caller}"}
+            return client.post(CHAT, json=service.body(content), headers=headers)
+
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, "slow one", f"slow {number}") for number in range(12)]
+        admission = service.running.front_door.router._admission
+        wait_for(lambda: admission._preparing.total() == 12)
+        for _ in range(3):
+            assert ask("another", "Hello").status_code == 200
+        with service.client() as client:
+            headers = {"authorization": "Bearer another"}
+            assert client.post("/tokenize", json={"prompt": "x"}, headers=headers).status_code == 200
+            fields = {"model": service.model, "prompt": "x", "max_tokens": 1}
+            assert client.post(COMPLETIONS, json=fields, headers=headers).status_code == 200
+        assert not any(one.done() for one in asked)
+        slow.set()
+        assert {one.result(30).status_code for one in asked} == {200}
+    wait_for(lambda: admission._preparing.total() == 0)
+
+
+def test_who_makes_a_prompt_has_a_place_in_the_house(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise any number could be fetched and planned side by side."""
+    done = threading.Event()
+    with served(folder, topology="1EPD", max_queue=3, max_queue_per_caller=2) as service, ThreadPoolExecutor(3) as pool:
+        builder = service.running.front_door.service.prompt_builder
+        build = builder.build
+        monkeypatch.setattr(builder, "build", lambda *args, **more: (done.wait(30), build(*args, **more))[1])
+        admission = service.running.front_door.router._admission
+
+        def ask(caller: str) -> httpx.Response:
+            with service.client() as client:
+                return client.post(CHAT, json=service.body(), headers={"authorization": f"Bearer {caller}"})
+
+        asked = []
+        for number, caller in enumerate(("a", "a", "b"), start=1):
+            asked.append(pool.submit(ask, caller))
+            wait_for(lambda number=number: admission._preparing.total() == number)  # type: ignore[misc]
+            if number == 2:
+                the_error(ask("a"), 429, None, "rate_limited")
+        the_error(ask("c"), 503, None, "overloaded")
+        done.set()
+        assert [one.result(20).status_code for one in asked] == [200, 200, 200]
+        assert ask("c").status_code == 200
+        wait_for(service.everything_is_back)

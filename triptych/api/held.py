@@ -1,0 +1,47 @@
+"""What requests hold of the front door's memory: bodies while they come, and media until the answer is there."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from triptych.errors import Overloaded, RateLimited
+from triptych.observe.requests import at_end, current_caller
+
+SMALL = 2**16
+"""Bytes that a request may have whatever others hold, so that texts get by."""
+
+
+class Held:
+    """Bytes held by all requests together: ``most`` at a time, of which one caller may hold half."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_caller: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return self._by_caller.total()
+
+    def for_request(self) -> Callable[[int], None]:
+        """What to tell of each further number of bytes that the request being answered holds, to its end. Raises
+        Overloaded when all hold too much, and RateLimited when its caller does."""
+        caller, own = current_caller(), 0
+
+        def hold(num_bytes: int) -> None:
+            nonlocal own
+            counted, own = max(0, own - SMALL), own + num_bytes
+            more = max(0, own - SMALL) - counted
+            if not more:
+                return
+            if self.total + more > self._most:
+                raise Overloaded("requests hold all the memory that they may", retry_after=1)
+            if self._by_caller[caller] + more > self._most // 2:
+                raise RateLimited("your requests hold all the memory that they may")
+            self._by_caller[caller] += more
+            at_end(lambda: self._release(caller, more))
+
+        return hold
+
+    def _release(self, caller: str, num_bytes: int) -> None:
+        self._by_caller[caller] -= num_bytes
+        if not self._by_caller[caller]:
+            del self._by_caller[caller]

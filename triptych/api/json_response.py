@@ -1,0 +1,13 @@
+"""Answers as JSON, made in a tenth of the time that Python's own takes: nobody else's tokens go out meanwhile."""
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
