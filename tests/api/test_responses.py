@@ -66,6 +66,23 @@ def check_stream(made: list[Any], whole: Any) -> None:
         assert {event["item_id"] for event in of_item[1:-1]} == {item["id"]}
 
 
+def test_vllms_fields_mean_what_they_do_in_chats(service: Served) -> None:
+    """Its ``bench serve`` sends some of them, whatever the endpoint."""
+    for fields in (
+        {"ignore_eos": True, "temperature": 0},
+        {"ignore_eos": True, "temperature": 1.3, "seed": 5, "top_k": 7, "repetition_penalty": 1.2, "min_p": 0.01},
+        {"temperature": 0, "structured_outputs": {"choice": ["a cat", "two dogs"]}},
+        {"temperature": 0, "ignore_eos": True, "stop": ["e"], "logit_bias": {"5": -3.0}, "min_tokens": 2},
+    ):
+        expected = service.text("Hello", **{"max_tokens": 24, "ignore_eos": False} | fields)
+        whole = answer(service, max_output_tokens=24, **fields)
+        assert whole["output"][0]["content"][0]["text"] == expected
+    the_error(post(service, min_tokens=9), 400, "min_tokens")
+    both = {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}
+    assert "only one" in the_error(post(service, **both), 400)
+    the_error(post(service, prompt_logprobs=1), 400, "prompt_logprobs")
+
+
 def test_the_answer_is_that_of_a_chat(service: Served) -> None:
     settings = {"temperature": 0.0, "max_output_tokens": 24}
     expected = service.text("Hello", max_tokens=24, temperature=0, ignore_eos=False)

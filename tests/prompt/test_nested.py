@@ -26,7 +26,7 @@ def many_tracks() -> bytes:
 
 
 def many_fragments() -> bytes:
-    fragment = box(b"moof", box(b"traf", box(b"tfhd", struct.pack(">LL", 0, 99)) + box(b"free", b"") * 500))
+    fragment = box(b"moof", box(b"traf", box(b"free", b"") * 500 + box(b"tfhd", struct.pack(">LL", 0, 99))))
     data = clip("mp4", frames=4)
     start = data.index(b"stsz") + 12
     data = data[:start] + struct.pack(">L", 0) + data[start + 4 :]

@@ -122,24 +122,16 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
 
 
-class SamplingFields(Strict):
-    """What all endpoints that generate have in common, OpenAI's names first, then vLLM's.
+class ExtraFields(Strict):
+    """What every endpoint that generates takes beyond OpenAI's fields for it, under vLLM's names.
 
-    ``user``, ``safety_identifier`` and ``session_id`` say who asks, and change nothing about the answer."""
+    ``session_id`` says who asks, and changes nothing about the answer."""
 
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: dict[TokenIdText, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopStrings | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = Field(None, max_length=1024)
-    safety_identifier: str | None = Field(None, max_length=1024)
-    service_tier: Literal["auto", "default"] | None = None
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
@@ -148,16 +140,31 @@ class SamplingFields(Strict):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
-    response_format: ResponseFormat | None = None
     cache_salt: Name | None = None
     session_id: Name | None = None
     priority: int | None = Field(None, ge=0, le=2**31 - 1)
     """Lower goes first. Clients can only step back: whoever could go before all others would."""
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    """The log probability of each token of the prompt, and of so many of the likeliest in its place, as in vLLM."""
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
     """Seconds from the request's arrival until it fails, if it isn't done by then; the header X-Request-Timeout says
     the same. Never more than the service's own limit."""
+
+
+class SamplingFields(ExtraFields):
+    """What chats and completions have in common.
+
+    ``user`` and ``safety_identifier`` say who asks, and change nothing about the answer."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, max_length=1024)
+    safety_identifier: str | None = Field(None, max_length=1024)
+    service_tier: Literal["auto", "default"] | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    """The log probability of each token of the prompt, and of so many of the likeliest in its place, as in vLLM."""
 
     @property
     def stop_strings(self) -> list[str]:

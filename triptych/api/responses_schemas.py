@@ -16,6 +16,7 @@ from triptych.api.fields import (
     OUTPUT,
     STRING,
     THOUGHT,
+    ExtraFields,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
@@ -159,9 +160,9 @@ ResponsesToolChoice = Annotated[
 ]
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(ExtraFields):
     """The body of ``POST /v1/responses``. Nothing is remembered: ``store`` can only be false, and there is no
-    ``previous_response_id``; the whole conversation is in ``input``."""
+    ``previous_response_id``; the whole conversation is in ``input``. vLLM's fields are there as for chats."""
 
     model: str
     input: Annotated[
@@ -190,7 +191,6 @@ class ResponsesRequest(Strict):
     service_tier: Literal["auto", "default"] | None = None
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)
-    timeout: float | None = Field(None, gt=0.0, le=86_400.0)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -215,7 +215,7 @@ class ResponsesRequest(Strict):
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_format(self.text.format) if self.text and self.text.format else None,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
-            timeout=self.timeout,
+            **{name: getattr(self, name) for name in ExtraFields.model_fields if name in self.model_fields_set},
         )
 
     def check(self) -> None:

@@ -27,6 +27,7 @@ MAX_TOOLS = 128
 MAX_PIXELS_LIMIT = 2**31
 MAX_TEMPLATE_VARIABLES = 32
 MAX_SCALAR = 1024
+MAX_NUMBER = 2**63
 
 
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,9 +149,10 @@ ToolChoice = Annotated[
 
 
 def _scalar(value: Any) -> Any:
-    if not isinstance(value, bool | int | float | None) and not (isinstance(value, str) and len(value) <= MAX_SCALAR):
+    is_small = abs(value) < MAX_NUMBER if isinstance(value, int) else isinstance(value, float | None)
+    if not is_small and not (isinstance(value, str) and len(value) <= MAX_SCALAR):
         raise PydanticCustomError(
-            "scalar", f"Input should be a string of up to {MAX_SCALAR} characters, a number, a bool"
+            "scalar", f"Input should be a string of up to {MAX_SCALAR} characters, a number below 2^63, a bool"
         )
     return value
 
