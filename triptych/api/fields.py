@@ -7,7 +7,7 @@ type. Nothing is silently dropped.
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from triptych.errors import InvalidRequest
 from triptych.messages.work import GrammarKind, GrammarSpec
@@ -113,7 +113,7 @@ TopK = Annotated[int, Field(ge=-1, le=2**20)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_TOKEN_IDS = 2**20
-TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS), FailFast()]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 """Of a million that are wrong, the first is told: to tell of each takes seconds, which everybody would wait."""
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """A token id as the key of a JSON object."""

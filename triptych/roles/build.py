@@ -21,7 +21,7 @@ from triptych.language.group import CacheSize, GroupCache, agree_on_size, gather
 from triptych.language.kv_cache import PagePool
 from triptych.language.kv_size import gib, kv_size
 from triptych.language.runner import Forward, Runner
-from triptych.language.scheduler import Scheduler
+from triptych.language.scheduler import MAX_SCORED, Scheduler
 from triptych.messages.channel import Channel
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.models.attention.base import KVTensors
@@ -284,7 +284,8 @@ def _engine(
         model_context=model.planner.context_length,
         available=memory.free,
     )
-    largest_step = config.step_bytes(engine.max_num_batched_tokens, engine.max_num_seqs, size.context_length)
+    logits = engine.max_num_seqs + min(MAX_SCORED, engine.max_num_batched_tokens)
+    largest_step = config.step_bytes(engine.max_num_batched_tokens, logits, size.context_length)
     step = sharing * (FIRST_USE + largest_step)
     log.info("%s", size)
     log.info(
