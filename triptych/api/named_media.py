@@ -26,8 +26,10 @@ class NamedMedia:
             self._forget(most, next(iter(self._scopes[most])))
 
     def get(self, scope: str, name: str) -> bytes | None:
-        if (data := self._scopes.get(scope, {}).get(name)) is not None:
-            self._scopes[scope].move_to_end(name)
+        known = self._scopes.get(scope)
+        if known is None or (data := known.get(name)) is None:
+            return None
+        known.move_to_end(name)
         return data
 
     def _forget(self, scope: str, name: str) -> None:

@@ -42,7 +42,7 @@ def score(logits: Tensor, asked: Rows[Asked]) -> list[PromptLogprobs]:
     ranks = (logprobs >= own).sum(dim=-1)
     values, likeliest = torch.topk(logprobs, max(one.most for one in asked))
     told = to_host([torch.cat([own, values], dim=1), torch.cat([tokens[:, None], likeliest], dim=1).int(), ranks.int()])
-    parts = zip(*(part.split([len(one.tokens) for one in asked]) for part in told), strict=True)
+    parts = zip(*(torch.split(part, [len(one.tokens) for one in asked]) for part in told), strict=True)
     return [
         PromptLogprobs(
             most=one.most,
