@@ -43,3 +43,66 @@ def ran(command: Path, *arguments: Any, cwd: Path) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def test_aiperf(demo: Served, tmp_path: Path) -> None:
+    ran(
+        LOAD / "aiperf",
+        *("profile", "--model", demo.model, "--tokenizer", MODEL_DIR, "--url", demo.url),
+        *("--endpoint-type", "chat", "--streaming", "--request-count", NUMBER, "--concurrency", 2, "--ui", "none"),
+        *("--synthetic-input-tokens-mean", 16, "--output-tokens-mean", 6, "--extra-inputs", "ignore_eos:true"),
+        *("--image-width-mean", 64, "--image-height-mean", 64, "--image-batch-size", 1, "--image-format", "png"),
+        *("--artifact-dir", tmp_path / "aiperf", "--no-gpu-telemetry"),
+        cwd=tmp_path,
+    )
+    (found,) = tmp_path.rglob("profile_export_aiperf.json")
+    said = json.loads(found.read_text())
+    assert said["request_count"]["avg"] == NUMBER
+    assert "error_request_count" not in said or not said["error_request_count"]["avg"]
+    assert said["time_to_first_token"]["avg"] > 0
+
+
+def test_guidellm(demo: Served, tmp_path: Path) -> None:
+    ran(
+        LOAD / "guidellm",
+        *("run", "--backend", f"kind=openai_http,target={demo.url},model={demo.model}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={MODEL_DIR}", "--profile", "kind=concurrent,streams=2"),
+        *("--constraint", f"kind=max_requests,count={NUMBER}", "--disable-console"),
+        *("--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=6"),
+        *("--data", "kind=synthetic_image,width=64,height=64,format=png"),
+        *("--output", f"kind=json,path={tmp_path / 'said.json'}"),
+        cwd=tmp_path,
+    )
+    (benchmark,) = json.loads((tmp_path / "said.json").read_text())["benchmarks"]
+    counts = benchmark["metrics"]["request_totals"]
+    assert (counts["successful"], counts["errored"]) == (NUMBER, 0)
+
+
+@pytest.mark.skipif(not VLLM, reason="TRIPTYCH_TEST_VLLM doesn't say where vLLM's command is")
+@pytest.mark.parametrize(
+    ("backend", "endpoint", "dataset"),
+    [
+        ("openai-chat", "/v1/chat/completions", "random-mm"),
+        ("openai-chat", "/v1/chat/completions", "random"),
+        ("openai", "/v1/completions", "random"),
+        ("openai-responses", "/v1/responses", "random"),
+    ],
+)
+def test_vllms_bench_serve(demo: Served, tmp_path: Path, backend: str, endpoint: str, dataset: str) -> None:
+    pictures = (
+        *("--random-mm-base-items-per-request", 2, "--random-mm-num-mm-items-range-ratio", 0),
+        *("--random-mm-limit-mm-per-prompt", json.dumps({"image": 2, "video": 0})),
+        *("--random-mm-bucket-config", "{(64, 64, 1): 1.0}"),
+    )
+    ran(
+        Path(VLLM),
+        *("bench", "serve", "--backend", backend, "--endpoint", endpoint, "--base-url", demo.url),
+        *("--model", demo.model, "--tokenizer", MODEL_DIR, "--dataset-name", dataset, "--num-prompts", NUMBER),
+        *("--random-input-len", 16, "--random-output-len", 6, "--disable-tqdm"),
+        *(pictures if dataset == "random-mm" else ()),
+        *("--save-result", "--result-dir", tmp_path, "--result-filename", "said.json"),
+        cwd=tmp_path,
+    )
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert (said["completed"], said["failed"]) == (NUMBER, 0)
+    assert said["total_output_tokens"] == NUMBER * 6
