@@ -43,6 +43,8 @@ def test_instances_report_pools_caches_transfers_and_what_they_are_busy_with(ser
     assert isinstance(encoder, EncodeHost)
     with service.client() as client:
         wait_for(lambda: scrape(client).total("mm_items_encoded_total") == encoder.num_encoded)
+        (language,) = service.running.language_hosts()
+        wait_for(lambda: scrape(client).total("engine_steps_total", engine="pd1") == language.num_steps)
         before = scrape(client)
         service.steps.close()
         pending = client.build_request("POST", CHAT, json=service.body([image_part(image(seed=901))], stream=True))
