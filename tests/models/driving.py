@@ -54,7 +54,7 @@ def make_prompt(
         **media_types(reference, is_media[None]),
     )
     media_rows = torch.cat(list(rows)) if rows else torch.zeros(0, width)
-    return Prompt(ids, positions[:, 0], is_media.nonzero()[:, 0], media_rows)
+    return Prompt(ids, positions[:, 0].double(), is_media.nonzero()[:, 0], media_rows)
 
 
 @torch.inference_mode()

@@ -22,8 +22,10 @@ from triptych.models.decoder_config import RopeConfig
 from triptych.models.layers import (
     QUANTIZED_FORMATS,
     WEIGHT_FORMATS,
+    PackedFloatLinear,
     PackedHalfLinear,
     PackedInt8Linear,
+    PlainFormat,
     PlainLinear,
     RMSNorm,
 )
@@ -61,9 +63,18 @@ def test_int8_weights_are_close_and_a_quarter_of_the_bytes() -> None:
     assert isinstance(QUANTIZED_FORMATS["int8"].unquantized(weight, None, CPU), PackedHalfLinear)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_packed_in_float32(rows: int) -> None:
+    weight, bias, activations = torch.randn(48, 40), torch.randn(48), torch.randn(rows, 40)
+    linear = WEIGHT_FORMATS["float32"].linear(weight, bias, CPU)
+    assert isinstance(linear, PackedFloatLinear)
+    torch.testing.assert_close(linear(activations), F.linear(activations, weight, bias), atol=1e-5, rtol=1e-5)
+    assert not list(linear.parameters())
+
+
 def test_a_weight_that_has_the_dtype_is_not_copied() -> None:
     weight = torch.randn(4, 3)
-    linear = WEIGHT_FORMATS["float32"].linear(weight, None, CPU)
+    linear = PlainFormat(torch.float32).linear(weight, None, CPU)
     assert isinstance(linear, PlainLinear)
     assert linear.weight.data_ptr() == weight.data_ptr()
 

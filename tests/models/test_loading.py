@@ -19,15 +19,16 @@ from triptych.errors import CheckpointError, PlanMismatch
 from triptych.families.base import TowerInput
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder
-from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear
+from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear, PlainFormat, WeightFormat
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
-FP32 = WEIGHT_FORMATS["float32"]
+FP32 = PlainFormat(torch.float32)
+"""Which shows what becomes of each tensor."""
 
 
-def load_decoder(folder: Path, weights: str = "float32") -> Decoder:
-    return load_family(folder).load_decoder(Checkpoint(folder), WEIGHT_FORMATS[weights], CPU)
+def load_decoder(folder: Path, weights: WeightFormat = FP32) -> Decoder:
+    return load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
 
 
 def load_both(folder: Path) -> None:
@@ -84,7 +85,7 @@ def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, l
 
 
 def test_packed_decoder_keeps_packed_weights_only(checkpoint_folder: Callable[..., Path]) -> None:
-    decoder = load_decoder(checkpoint_folder(), "float16")
+    decoder = load_decoder(checkpoint_folder(), WEIGHT_FORMATS["float16"])
     packed = [module for module in decoder.modules() if isinstance(module, PackedHalfLinear)]
     assert len(packed) == 4 * DENSE.layers + 1
     assert {

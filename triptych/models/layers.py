@@ -46,6 +46,19 @@ class PackedHalfLinear(Linear):
         return torch.ops.quantized.linear_dynamic_fp16(activations, self._packed)
 
 
+class PackedFloatLinear(Linear):
+    """W in fp32 as it is, laid out for oneDNN's kernels, which read it one and a half times as fast for one token as
+    ``F.linear`` reads W, and twice as fast for several. Only the packed copy of the weight is kept."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous())
+        self._bias = None if bias is None else bias.float()
+
+    def forward(self, activations: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(activations, self._packed, self._bias, "none", [], "")
+
+
 class PackedInt8Linear(Linear):
     """W rounded to int8, a scale for each output, laid out for FBGEMM's kernel; sums in int32.
 
@@ -96,11 +109,15 @@ class PlainFormat:
         return self.linear(weight, bias, device)
 
 
+PackedLinear = type[PackedHalfLinear | PackedFloatLinear | PackedInt8Linear]
+
+
 @dataclass(frozen=True)
 class PackedFormat:
-    """Weights packed for a kernel of their own, and fp32 activations; CPUs only. What isn't quantized is in fp16."""
+    """Weights packed for kernels of their own, and fp32 activations; CPUs only. ``fine`` is what isn't quantized."""
 
-    layer: type[PackedHalfLinear | PackedInt8Linear]
+    layer: PackedLinear
+    fine: PackedLinear
     activations: torch.dtype = torch.float32
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
@@ -109,7 +126,7 @@ class PackedFormat:
 
     def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
-        return PackedHalfLinear(weight, bias)
+        return self.fine(weight, bias)
 
 
 def _check_cpu(device: torch.device) -> None:
@@ -118,13 +135,13 @@ def _check_cpu(device: torch.device) -> None:
 
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    "auto": PackedFormat(PackedHalfLinear),
-    "float32": PlainFormat(torch.float32),
-    "float16": PackedFormat(PackedHalfLinear),
+    "auto": PackedFormat(PackedHalfLinear, PackedHalfLinear),
+    "float32": PackedFormat(PackedFloatLinear, PackedFloatLinear),
+    "float16": PackedFormat(PackedHalfLinear, PackedHalfLinear),
     "bfloat16": PlainFormat(torch.bfloat16),
 }
 """What each of ``triptych.config.DTYPES`` means on a CPU."""
-QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(PackedInt8Linear)}
+QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(PackedInt8Linear, PackedHalfLinear)}
 """The same for ``triptych.config.QUANTIZATIONS``, but for "none"."""
 CUDA_FORMATS: dict[str, WeightFormat] = {
     name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")
