@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ CHAT_TEMPLATE = """\
 <|vision_start|><|image_pad|><|vision_end|>
 {%- elif part.type == "video" -%}
 <|vision_start|><|video_pad|><|vision_end|>
+{%- elif part.type == "audio" -%}
+<|audio_start|><|audio_pad|><|audio_end|>
 {%- elif part.type == "text" -%}
 {{ part.text }}
 {%- endif -%}
@@ -261,9 +263,10 @@ def made_up_words(ids: Iterable[int]) -> dict[str, int]:
     return {"Ġ" + "".join(chr(ord("a") + int(digit)) for digit in str(index)): index for index in ids}
 
 
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``."""
-    ids = token_ids(vocabulary)
+def write_tokenizer(folder: Path, vocabulary: int, ids: Mapping[str, int] | None = None) -> None:
+    """``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``. ``ids`` are the special tokens',
+    if they are other ones."""
+    ids = ids or token_ids(vocabulary)
     bytes_vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     words = made_up_words(range(256, min(ids.values())))
     tokenizer = Tokenizer(models.BPE(vocab=bytes_vocabulary | words | ids, merges=[]))

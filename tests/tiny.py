@@ -6,8 +6,8 @@ switched on.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,9 @@ from bench.make_checkpoint import Sizes, random_weight, token_ids, write_json, w
 
 VOCABULARY = 264
 IDS = token_ids(VOCABULARY)
+HEARING_IDS = IDS | {
+    token: VOCABULARY + n for n, token in enumerate(("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"))
+}
 Layout = Literal["published", "saved", "stacked"]
 """``stacked``: experts as transformers' modules hold them."""
 
@@ -69,6 +72,7 @@ class Tiny:
     config unless given."""
     preprocessor: dict[str, Any] | None = None
     split_experts: bool = False
+    ids: Mapping[str, int] = field(default_factory=lambda: IDS)
 
 
 def _as_qwen2_vl(name: str) -> str:
@@ -157,9 +161,10 @@ TINY = {
             "model_type": "qwen3_omni_moe",
             "thinker_config": MEDIA_TOKENS
             | {
-                "audio_token_id": IDS["<|vision_pad|>"],
-                "audio_start_token_id": IDS["<|endoftext|>"],
+                "audio_token_id": HEARING_IDS["<|audio_pad|>"],
+                "audio_start_token_id": HEARING_IDS["<|audio_start|>"],
                 "text_config": TEXT
+                | {"vocab_size": len(HEARING_IDS) + 256}
                 | {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
                 | {"rope_theta": 1e6, "sliding_window": None}
                 | {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]}},
@@ -176,19 +181,23 @@ TINY = {
                     "deepstack_visual_indexes": [0, 1],
                 },
                 "audio_config": {
+                    "num_mel_bins": 20,
                     "d_model": 32,
-                    "encoder_layers": 1,
+                    "encoder_layers": 2,
                     "encoder_attention_heads": 2,
-                    "encoder_ffn_dim": 32,
+                    "encoder_ffn_dim": 48,
                     "output_dim": 64,
                     "downsample_hidden_size": 8,
+                    "n_window": 50,
+                    "n_window_infer": 250,
                 },
             },
         },
         published=_as_qwen3_omni,
         model="Qwen3OmniMoeThinkerForConditionalGeneration",
-        preprocessor=PREPROCESSOR,
+        preprocessor=PREPROCESSOR | {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 20},
         split_experts=True,
+        ids=HEARING_IDS,
     ),
 }
 
@@ -203,7 +212,7 @@ def make_tiny(
     write_json(folder / "config.json", tiny.config)
     end = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
     write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end[1]})
-    write_tokenizer(folder, VOCABULARY)
+    write_tokenizer(folder, VOCABULARY, tiny.ids)
     if tiny.preprocessor is not None:
         write_json(folder / "preprocessor_config.json", tiny.preprocessor)
     model = _random_model(tiny, seed)

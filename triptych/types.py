@@ -72,7 +72,7 @@ class AudioHeader(msgspec.Struct, frozen=True, tag="audio"):
         return -(-self.samples * rate // self.rate)
 
 
-MediaHeader = ImageHeader | VideoHeader
+MediaHeader = ImageHeader | VideoHeader | AudioHeader
 
 
 class PixelBounds(msgspec.Struct, frozen=True):
@@ -101,11 +101,12 @@ MODEL_SAMPLING = FrameSampling()
 class ItemPlan(msgspec.Struct, frozen=True):
     """What a media item will become: a pure function of its header, the options and the model's configuration.
 
-    ``resized_height`` and ``resized_width`` are in pixels; ``grid`` counts patches (in time, rows, columns);
-    ``rows`` counts the tokens, hence embedding rows, that stand for the item in the prompt;
-    ``cost`` is the work of encoding it, in patch-multiplications (linear in patches plus the attention's square);
-    ``bounds`` and ``sampling`` are what the request asked for; ``frames`` are the numbers of a video's frames that are
-    seen, in the order of display, from 0 on.
+    ``resized_height`` and ``resized_width`` are in pixels; ``grid`` counts patches (in time, rows, columns). Audio has
+    no sides, 0, and its patches are the frames of its features, all in time. ``rows`` counts the tokens, hence
+    embedding rows, that stand for the item in the prompt; it is encoded in parts of ``rows_per_part``, of which the
+    last may have fewer. ``cost`` is the work of encoding it, in patch-multiplications (linear in patches plus the
+    attention's square), of the patches of the model's vision tower; ``bounds`` and ``sampling`` are what the request
+    asked for; ``frames`` are the numbers of a video's frames that are seen, in the order of display, from 0 on.
     """
 
     modality: str
@@ -114,6 +115,7 @@ class ItemPlan(msgspec.Struct, frozen=True):
     resized_width: int
     grid: tuple[Positive, Positive, Positive]
     rows: Positive
+    rows_per_part: Positive
     cost: float
     bounds: PixelBounds = MODEL_BOUNDS
     sampling: FrameSampling = MODEL_SAMPLING
@@ -121,12 +123,12 @@ class ItemPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts the item is cut for encoding: a patch in time each."""
-        return self.grid[0]
+        """Into how many parts the item is cut for encoding."""
+        return -(-self.rows // self.rows_per_part)
 
-    @property
-    def rows_per_part(self) -> int:
-        return self.rows // self.grid[0]
+    def rows_of(self, part: int) -> int:
+        """How many rows the part of that number, from 0 on, has."""
+        return min(self.rows_per_part, self.rows - part * self.rows_per_part)
 
 
 class Span(msgspec.Struct, frozen=True):

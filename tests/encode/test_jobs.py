@@ -6,7 +6,7 @@ from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue
 from triptych.families.base import TowerInput
 from triptych.types import ImageHeader, ItemPlan
 
-PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1.0)
+PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)
 
 
 def job() -> EncodeJob:

@@ -1,4 +1,4 @@
-"""Positions of random prompts of text, images and videos, as planned, against each family's ``get_rope_index``."""
+"""Positions of random prompts of text and media, as planned, against each family's ``get_rope_index``."""
 
 import importlib
 import random
@@ -18,7 +18,16 @@ from triptych.errors import PlanMismatch
 from triptych.families.base import Planner
 from triptych.families.registry import FAMILIES, resolve
 from triptych.families.shared.mrope import Shape, mrope_positions
-from triptych.types import FrameSampling, ImageHeader, ItemPlan, PixelBounds, Placement, Span, VideoHeader
+from triptych.types import (
+    AudioHeader,
+    FrameSampling,
+    ImageHeader,
+    ItemPlan,
+    PixelBounds,
+    Placement,
+    Span,
+    VideoHeader,
+)
 
 MODELS = {
     "qwen2_vl": ("qwen2_vl", "Qwen2VL"),
@@ -28,7 +37,7 @@ MODELS = {
     "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeThinker"),
 }
 TEXT = 65
-KINDS = {"image": 1, "video": 2}
+KINDS = {"image": 1, "video": 2, "audio": 3}
 BOUNDS = PixelBounds(4 * 32 * 32, 30 * 32 * 32)
 
 
@@ -102,18 +111,21 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
     """The ends may be bare, but two items always have text between them, as in templates; Omni looks for the marks."""
     config = config_of(family)
     config = config.get("thinker_config", config)
-    marks = config["vision_start_token_id"], config["vision_end_token_id"]
+    seen = config["vision_start_token_id"], config["vision_end_token_id"]
     mix = Mix()
     mix.add_text(source.choice([0, 1, 20]))
     for _ in range(source.randrange(6)):
-        bare = family != "qwen3_omni_moe" and source.random() < 0.3
-        if source.random() < 0.5:
+        marks = None if family != "qwen3_omni_moe" and source.random() < 0.3 else seen
+        if family == "qwen3_omni_moe" and source.random() < 0.4:
+            plan = planner.plan(AudioHeader("WAV", 16_000, 1, source.randint(400, 16_000 * 12)))
+            marks = config["audio_start_token_id"], TEXT
+        elif source.random() < 0.5:
             plan = planner.plan(ImageHeader("PNG", source.randint(20, 300), source.randint(20, 300)))
         else:
             header, sampling = random_video(source)
             plan = planner.plan(header, BOUNDS, sampling)
             mix.seconds.append(seconds_of(family, plan))
-        mix.add(planner, plan, None if bare else marks)
+        mix.add(planner, plan, marks)
         mix.add_text(source.choice([1, 2, 30]))
     if mix.plans and source.random() < 0.3:
         end = mix.placements[-1].end + (family == "qwen3_omni_moe")
@@ -151,6 +163,7 @@ def test_as_the_reference(family: str, count: int) -> None:
         given = {"image_grid_thw": mix.grids("image"), "video_grid_thw": mix.grids("video")}
         if family == "qwen3_omni_moe":
             given["attention_mask"] = torch.ones_like(tokens)
+            given["audio_seqlens"] = torch.tensor([p.grid[0] for p in mix.plans if p.modality == "audio"])
         else:
             given["mm_token_type_ids"] = torch.tensor([mix.types])
         if seconds_name:

@@ -88,8 +88,8 @@ def assert_as_whisper(samples: NDArray[np.float32], bands: int) -> None:
     expected = reference(samples, sampling_rate=16_000, return_tensors="np", padding="longest")["input_features"][0]
     made = LogMel(bands)(samples)
     assert made.dtype == np.float32
-    assert made.shape == expected.shape == (bands, LogMel(bands).num_frames(len(samples)))
-    np.testing.assert_allclose(made, expected, atol=1e-4)
+    assert made.shape == expected.T.shape == (LogMel(bands).num_frames(len(samples)), bands)
+    np.testing.assert_allclose(made, expected.T, atol=1e-4)
 
 
 def test_settings_of_features() -> None:

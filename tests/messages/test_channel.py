@@ -19,7 +19,7 @@ from triptych.messages.curve import ClusterKeys, CurveKey
 from triptych.messages.work import Encode, Heartbeat
 from triptych.types import Address, ImageHeader, ItemPlan, TransferId
 
-PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1.0)
+PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)
 
 
 SECRET = b"a secret of 24 bytes ..."

@@ -14,6 +14,7 @@ from tests.models.driving import Pool, Prompt, Running, assert_close, make_promp
 from tests.tiny import TINY, make_tiny
 from triptych.errors import CheckpointError, ConfigError
 from triptych.families.registry import FAMILIES
+from triptych.families.shared.tower import Towers
 from triptych.models.attention.cpu import CpuAttention
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder
@@ -65,7 +66,8 @@ def make_prompt_of_text(tokens: torch.Tensor, width: int) -> Prompt:
 def test_tower_rows(tiny: Tiny, name: str) -> None:
     folder = tiny(name, "published")
     tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
-    assert all(not tensor.is_meta for tensor in (*tower.module.parameters(), *tower.module.buffers()))
+    for module in (one.module for one in (tower.towers.values() if isinstance(tower, Towers) else [tower])):
+        assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     with torch.inference_mode():
         expected = load_reference(folder).model.visual(
             torch.cat([torch.from_numpy(item.patches) for item in IMAGES]),
@@ -105,8 +107,7 @@ def test_keys_as_the_newer_families_have_them(tiny: Tiny, name: str, tmp_path: P
     save_file({_as_the_modules(key): weight for key, weight in weights.items()}, tmp_path / "model.safetensors")
     for path in (folder, tmp_path):
         family, keys = load_family(path), Checkpoint(path).tensors
-        served = sorted(key for key in keys if "audio_tower." not in key)
-        assert sorted(family.tower_keys(keys) + family.decoder_keys(keys)) == served
+        assert sorted(family.tower_keys(keys) + family.decoder_keys(keys)) == sorted(keys)
     expected = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
     decoder = load_family(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
     for ours, other in zip(decoder.parameters(), expected.parameters(), strict=True):
@@ -137,7 +138,7 @@ def test_packed_experts(tiny: Tiny, weights: object) -> None:
     assert 0 < error < 0.5
 
 
-def test_what_hears_and_speaks_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
+def test_what_speaks_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
     """And nothing else."""
     folder = tiny("qwen3_omni_moe", "published")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -145,10 +146,14 @@ def test_what_hears_and_speaks_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
     spoken = {"talker.model.norm.weight": torch.zeros(3), "code2wav.decoder.0.weight": torch.zeros(3)}
     save_file(weights | spoken, tmp_path / "model.safetensors")
     sizes = load_family(tmp_path).stage_bytes(Checkpoint(tmp_path).tensors)
-    heard = sum(weight.nbytes for key, weight in weights.items() if "audio_tower." in key)
-    assert heard > 0
-    assert sum(sizes.values()) == sum(weight.nbytes for weight in weights.values()) - heard
-    with pytest.raises(CheckpointError, match=r"'thinker\.mouth\.x' is neither in thinker\.visual"):
+    assert sum(sizes.values()) == sum(weight.nbytes for weight in weights.values())
+    of_towers = [
+        weight.nbytes for key, weight in weights.items() if key.startswith(("thinker.visual", "thinker.audio"))
+    ]
+    assert sizes["tower"] == sum(of_towers)
+    with pytest.raises(
+        CheckpointError, match=r"'thinker\.mouth\.x' is neither in thinker\.visual\.… nor in thinker\.audio"
+    ):
         load_family(folder).tower_keys([*weights, "thinker.mouth.x"])
 
 

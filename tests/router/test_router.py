@@ -52,7 +52,7 @@ def prompt(*costs: float) -> PlannedPrompt:
         PlannedItem(
             "k",
             b"png",
-            ItemPlan("image", header, 1, 1, (1, 1, 1), 2, cost),
+            ItemPlan("image", header, 1, 1, (1, 1, 1), 2, 2, cost),
             Placement((Span(2 * n, 2),)),
             f"messages[{n}]",
         )

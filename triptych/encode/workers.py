@@ -23,6 +23,7 @@ class _Patches(msgspec.Struct, frozen=True):
     name: str
     shape: tuple[int, int]
     grid: tuple[int, int, int]
+    tower: str
 
 
 class PreprocessWorkers:
@@ -46,7 +47,7 @@ class PreprocessWorkers:
             if values is None or len(values) != 4 * math.prod(patches.shape):
                 raise InternalError("a worker's result makes no sense")
             array = np.frombuffer(values, np.float32).reshape(patches.shape)
-            yield TowerInput(patches=array, grid=patches.grid, name=patches.name)
+            yield TowerInput(patches=array, grid=patches.grid, name=patches.name, tower=patches.tower)
 
     @property
     def pids(self) -> list[int]:
@@ -71,7 +72,7 @@ def serve(folder: str) -> Handler:
     def handle(request: bytes, data: bytes) -> Iterator[tuple[bytes, Sequence[memoryview]]]:
         for part in preprocessor(data, msgspec.msgpack.decode(request, type=ItemPlan)):
             rows, values = part.patches.shape
-            about = msgspec.msgpack.encode(_Patches(part.name, (rows, values), part.grid))
+            about = msgspec.msgpack.encode(_Patches(part.name, (rows, values), part.grid, part.tower))
             yield about, [np.ascontiguousarray(part.patches, np.float32).data]
 
     return handle

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from triptych.types import FrameSampling, ItemPlan, MediaHeader, PixelBounds, Placement
 
+VISION, AUDIO = "vision", "audio"
+"""A family's towers."""
+
 
 class Positions(msgspec.Struct, frozen=True):
     """Rope positions of a prompt.
@@ -51,13 +54,14 @@ class Planner(Protocol):
 
 
 class TowerInput(msgspec.Struct, frozen=True):
-    """One preprocessed part of an item, which the tower encodes by itself: ``patches`` is float32 of shape (patches,
-    patch values); ``grid`` counts them in time, rows and columns. ``name`` is the same for parts that look the same,
-    and no others: 64 hexadecimal digits."""
+    """One preprocessed part of an item, which ``tower`` encodes by itself: ``patches`` is float32 of shape (patches,
+    patch values); ``grid`` counts them in time, rows and columns. ``name`` is the same for parts that look or sound the
+    same, and no others: 64 hexadecimal digits."""
 
     patches: NDArray[np.float32]
     grid: tuple[int, int, int]
     name: str
+    tower: str = VISION
 
 
 class Preprocessor(Protocol):

@@ -58,7 +58,7 @@ QWEN3_OMNI = Family(
     planner="triptych.families.qwen3_omni.plan:Qwen3OmniPlanner",
     preprocessor="triptych.families.qwen3_omni.preprocess:Qwen3OmniPreprocessor",
     tower="triptych.families.qwen3_omni.tower:Qwen3Omni",
-    modalities=("text", "image", "video"),
+    modalities=("text", "image", "video", "audio"),
 )
 
 FAMILIES = {

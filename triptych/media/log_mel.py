@@ -61,18 +61,20 @@ class LogMel:
         return samples // self.hop
 
     def __call__(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """float32 (bands, frames). Raises BadMediaSize for fewer samples than a window."""
+        """float32 (frames, bands). Raises BadMediaSize for fewer samples than a window."""
         num_frames = self.num_frames(len(samples))
         padded = np.pad(samples, self.window // 2, mode="reflect")
         windows = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop][:num_frames]
-        energy = np.empty((num_frames, self.num_bands), dtype=np.float32)
+        logs = np.empty((num_frames, self.num_bands), dtype=np.float32)
         for first in range(0, num_frames, _FRAMES_AT_A_TIME):
             spectrum = np.fft.rfft(windows[first : first + _FRAMES_AT_A_TIME] * self._hann)
             power = spectrum.real**2 + spectrum.imag**2
-            np.matmul(power, self._filters, out=energy[first : first + _FRAMES_AT_A_TIME])
-        logs = np.log10(np.maximum(energy, np.float32(_FLOOR)))
-        logs = (np.maximum(logs, logs.max() - np.float32(_RANGE)) + np.float32(4)) / np.float32(4)
-        return np.ascontiguousarray(logs.T)
+            np.matmul(power, self._filters, out=logs[first : first + _FRAMES_AT_A_TIME])
+        np.log10(np.maximum(logs, np.float32(_FLOOR), out=logs), out=logs)
+        np.maximum(logs, logs.max() - np.float32(_RANGE), out=logs)
+        logs += np.float32(4)
+        logs /= np.float32(4)
+        return logs
 
 
 def mel_filters(num_bands: int, rate: int, window: int) -> NDArray[np.float32]:

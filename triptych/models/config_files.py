@@ -29,8 +29,16 @@ def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def load_preprocessor_config(folder: Path | str) -> dict[str, Any]:
-    """A checkpoint folder's ``preprocessor_config.json``; empty when there is none. Raises CheckpointError."""
-    return _read_if_there(Path(folder) / "preprocessor_config.json")
+    """What a checkpoint folder says about how images and audio are preprocessed, where transformers looks for it: the
+    ``image_processor`` and the ``feature_extractor`` of ``processor_config.json``, before ``preprocessor_config.json``,
+    which holds the settings of both; empty when there is none. Raises CheckpointError."""
+    folder = Path(folder)
+    processors = _read_if_there(folder / "processor_config.json")
+    sections = [processors.get(name) for name in ("feature_extractor", "image_processor")]
+    found = _read_if_there(folder / "preprocessor_config.json") if None in sections else {}
+    for section in sections:
+        found |= section if isinstance(section, dict) else {}
+    return found
 
 
 def load_video_config(folder: Path | str) -> dict[str, Any]:

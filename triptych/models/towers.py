@@ -21,13 +21,17 @@ if TYPE_CHECKING:  # importing transformers takes seconds and 100 MiB, which a l
 
 
 class TowerItem(Protocol):
-    """One preprocessed item, ``triptych.families.base.TowerInput``: patches [patches, patch values] and their grid."""
+    """One preprocessed item, ``triptych.families.base.TowerInput``: patches [patches, patch values], their grid, and
+    which tower takes them."""
 
     @property
     def patches(self) -> NDArray[np.float32]: ...
 
     @property
     def grid(self) -> tuple[int, int, int]: ...
+
+    @property
+    def tower(self) -> str: ...
 
 
 class Tower(Protocol):

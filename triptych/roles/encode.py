@@ -302,8 +302,8 @@ class EncodeHost:
 
     def _take(self, job: EncodeJob, number: int, rows: Rows) -> None:
         """A part's rows exist: on their way with them, whatever else of the item does."""
-        if number >= job.plan.num_parts or len(rows) != job.plan.rows_per_part:
-            planned = f"{job.plan.rows_per_part} for each of {job.plan.num_parts} parts were planned"
+        if number >= job.plan.num_parts or len(rows) != job.plan.rows_of(number):
+            planned = f"{job.plan.rows} in {job.plan.num_parts} parts were planned"
             self._fail(job, PlanMismatch(f"the tower made {len(rows)} rows for part {number}, {planned}"))
             return
         job.rows[number] = rows

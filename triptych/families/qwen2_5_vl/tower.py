@@ -7,8 +7,10 @@ from triptych.families.shared.tower import TowerSpec
 class Qwen25VL(Qwen2VL):
     """``TowerFamily`` for model type ``qwen2_5_vl``."""
 
-    spec = TowerSpec(
-        module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
-        config="transformers.models.qwen2_5_vl.configuration_qwen2_5_vl:Qwen2_5_VLVisionConfig",
-        width="out_hidden_size",
+    specs = (
+        TowerSpec(
+            module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
+            config="transformers.models.qwen2_5_vl.configuration_qwen2_5_vl:Qwen2_5_VLVisionConfig",
+            width="out_hidden_size",
+        ),
     )

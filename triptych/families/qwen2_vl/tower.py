@@ -19,10 +19,12 @@ from triptych.models.decoder_config import RopeConfig
 class Qwen2VL(PatchTowerFamily):
     """``TowerFamily`` for model type ``qwen2_vl``."""
 
-    spec = TowerSpec(
-        module="transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel",
-        config="transformers.models.qwen2_vl.configuration_qwen2_vl:Qwen2VLVisionConfig",
-        width="hidden_size",
+    specs = (
+        TowerSpec(
+            module="transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel",
+            config="transformers.models.qwen2_vl.configuration_qwen2_vl:Qwen2VLVisionConfig",
+            width="hidden_size",
+        ),
     )
     backbone = replace(QWEN2, rope=RopeConfig(1_000_000.0, (16, 24, 24)), rms_norm_eps=1e-5)
 

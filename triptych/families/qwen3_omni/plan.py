@@ -1,4 +1,4 @@
-"""Plans Qwen3-Omni's images, videos and prompts. Front door; numpy only.
+"""Plans Qwen3-Omni's images, videos, audio and prompts. Front door; numpy only.
 
 The reference is ``Qwen2VLImageProcessor``, ``Qwen2VLVideoProcessor``, ``Qwen3OmniMoeProcessor`` and
 ``Qwen3OmniMoeThinkerForConditionalGeneration.get_rope_index`` in transformers.
@@ -7,11 +7,14 @@ The reference is ``Qwen2VLImageProcessor``, ``Qwen2VLVideoProcessor``, ``Qwen3Om
 from typing import Any, ClassVar, Self
 
 from triptych.families.base import ModelConfig
-from triptych.families.shared.mrope import Shape, timed_shape
+from triptych.families.qwen3_omni.audio import Hearing, HearingWork
+from triptych.families.shared.mrope import Shape, line_shape, timed_shape
 from triptych.families.shared.planner import VISION_TOKENS, PatchPlanner, TowerWork
 from triptych.families.shared.settings import setting
 from triptych.families.shared.video import EqualSteps, FrameGeometry
-from triptych.types import ItemPlan, VideoHeader
+from triptych.types import AudioHeader, ItemPlan, VideoHeader
+
+AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id")
 
 
 def thinker_config(config: ModelConfig) -> ModelConfig:
@@ -46,18 +49,42 @@ class Qwen3OmniPlanner(PatchPlanner):
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         thinker = thinker_config(config)
+        work = TowerWork(
+            hidden_size=setting(thinker, "vision_config.hidden_size", int),
+            intermediate_size=setting(thinker, "vision_config.intermediate_size", int),
+        )
         super().__init__(
             thinker,
             preprocessor_config,
             video_config,
             context_length=setting(thinker, "text_config.max_position_embeddings", int),
-            work=TowerWork(
-                hidden_size=setting(thinker, "vision_config.hidden_size", int),
-                intermediate_size=setting(thinker, "vision_config.intermediate_size", int),
-            ),
-            media_tokens=(*VISION_TOKENS, "audio_token_id", "audio_start_token_id"),
+            work=work,
+            media_tokens=(*VISION_TOKENS, *AUDIO_TOKENS),
         )
         self._positions_per_second = setting(thinker, "position_id_per_seconds", float, default=25.0)
+        self.placeholder_ids = {**self.placeholder_ids, "audio": setting(thinker, "audio_token_id", int)}
+        audio = setting(thinker, "audio_config", dict)
+        self._hearing = Hearing.from_configs(audio, preprocessor_config)
+        self._hearing_work = _hearing_work(audio, work.linear * setting(thinker, "vision_config.depth", int))
+
+    def _plan_audio(self, header: AudioHeader) -> ItemPlan:
+        hearing = self._hearing
+        frames = hearing.mel.num_frames(header.resampled(hearing.mel.rate))
+        rows = hearing.rows(frames)
+        return ItemPlan(
+            modality="audio",
+            header=header,
+            resized_height=0,
+            resized_width=0,
+            grid=(frames, 1, 1),
+            rows=rows,
+            rows_per_part=min(rows, hearing.rows(hearing.window)),
+            cost=self._hearing_work.cost(hearing, frames),
+        )
+
+    def _shapes(self, plan: ItemPlan) -> list[Shape]:
+        """Audio counts up like text."""
+        return [line_shape(plan.rows)] if plan.modality == "audio" else super()._shapes(plan)
 
     def _shape(self, plan: ItemPlan, frames: int, height: int, width: int) -> Shape:
         """A video's patches in time are as far apart as they are in seconds, at the rate that was asked for; at that of
@@ -70,3 +97,15 @@ class Qwen3OmniPlanner(PatchPlanner):
             rate = len(plan.frames) / plan.header.frames * plan.header.rate
         interval = self._geometry.temporal_patch_size / rate * self._positions_per_second
         return timed_shape(frames, height, width, interval)
+
+
+def _hearing_work(audio: ModelConfig, unit: int) -> HearingWork:
+    return HearingWork(
+        hidden_size=setting(audio, "d_model", int, default=1280),
+        intermediate_size=setting(audio, "encoder_ffn_dim", int, default=5120),
+        layers=setting(audio, "encoder_layers", int, default=32),
+        channels=setting(audio, "downsample_hidden_size", int, default=480),
+        output_size=setting(audio, "output_dim", int),
+        bands=setting(audio, "num_mel_bins", int, default=128),
+        unit=unit,
+    )

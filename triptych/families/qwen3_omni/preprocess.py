@@ -1,10 +1,20 @@
-"""Turns an image's or a video's bytes into patches for Qwen3-Omni's tower, as planned. Encode workers."""
+"""Turns the bytes of an image or a video into patches, and those of audio into features, for Qwen3-Omni's towers, as
+planned. Encode workers."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from triptych.families.base import ModelConfig
+import numpy as np
+from blake3 import blake3
+
+from triptych.errors import PlanMismatch
+from triptych.families.base import AUDIO, ModelConfig, TowerInput
+from triptych.families.qwen3_omni.audio import Hearing
 from triptych.families.qwen3_omni.plan import thinker_config
 from triptych.families.shared.frames import VideoPreprocessor
+from triptych.families.shared.settings import setting
+from triptych.media.audio import decode_audio
+from triptych.types import AudioHeader, ItemPlan
 
 
 class Qwen3OmniPreprocessor(VideoPreprocessor):
@@ -13,4 +23,28 @@ class Qwen3OmniPreprocessor(VideoPreprocessor):
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        super().__init__(thinker_config(config), preprocessor_config, video_config)
+        thinker = thinker_config(config)
+        super().__init__(thinker, preprocessor_config, video_config)
+        self._hearing = Hearing.from_configs(setting(thinker, "audio_config", dict), preprocessor_config)
+
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+        """As ``VideoPreprocessor``; of audio a part for each window. A part's patches are its frames of features,
+        float32 of shape (frames, bands), with zeros that fill up the last chunk: its grid has those that count. Raises
+        MediaError for bytes that can't be decoded, PlanMismatch when there are more or fewer frames than planned."""
+        if isinstance(plan.header, AudioHeader):
+            return self._hear(data, plan, plan.header)
+        return super().__call__(data, plan)
+
+    def _hear(self, data: bytes, plan: ItemPlan, header: AudioHeader) -> Iterator[TowerInput]:
+        """All features come first: how loud the loudest of them is counts for each."""
+        mel = self._hearing.mel
+        features = mel(decode_audio(data, header, mel.rate))
+        if len(features) != plan.grid[0]:
+            raise PlanMismatch(f"audio became {len(features)} frames of features; its plan says {plan.grid[0]}")
+        for first, length, filled in self._hearing.parts(len(features)):
+            patches = np.zeros((filled, mel.num_bands), dtype=np.float32)
+            patches[:length] = features[first : first + length]
+            grid = length, 1, 1
+            digest = blake3(np.array((*patches.shape, *grid)).tobytes())
+            digest.update(patches.view(np.uint8).data)
+            yield TowerInput(patches=patches, grid=grid, name=digest.hexdigest(), tower=AUDIO)

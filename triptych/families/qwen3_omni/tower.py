@@ -1,28 +1,40 @@
-"""Qwen3-Omni-MoE's thinker, for text, images and videos: the vision tower, the decoder's parameters, and the names in
-the checkpoints.
+"""Qwen3-Omni-MoE's thinker: the towers that see and hear, the decoder's parameters, and the names in the checkpoints.
 
-Published files hold the whole model: ``thinker.visual.…``, ``thinker.model.…`` and ``thinker.lm_head.weight``, and
-beside them what hears (``thinker.audio_tower.…``) and what speaks (``talker.…``, ``code2wav.…``), neither of which is
-loaded. A thinker that was saved alone lacks the first part of the names.
+Published files hold the whole model: ``thinker.visual.…``, ``thinker.audio_tower.…``, ``thinker.model.…`` and
+``thinker.lm_head.weight``, and beside them what speaks (``talker.…``, ``code2wav.…``), which isn't loaded. A thinker
+that was saved alone lacks the first part of the names.
 """
 
 from dataclasses import replace
 
-from triptych.families.base import ModelConfig
+from triptych.families.base import AUDIO, VISION, ModelConfig
+from triptych.families.qwen3_omni.audio_tower import AudioTower
 from triptych.families.qwen3_omni.plan import thinker_config
 from triptych.families.shared.decoder import QWEN3
 from triptych.families.shared.tower import Halves, PatchTowerFamily, TowerSpec
 from triptych.models.decoder_config import RopeConfig
 
+_PACKAGE = "transformers.models.qwen3_omni_moe"
+
 
 class Qwen3Omni(PatchTowerFamily):
     """``TowerFamily`` for model types ``qwen3_omni_moe`` and ``qwen3_omni_moe_thinker``."""
 
-    spec = TowerSpec(
-        module="transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe:Qwen3OmniMoeVisionEncoder",
-        config="transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe:Qwen3OmniMoeVisionEncoderConfig",
-        width="out_hidden_size",
-        deepstack="deepstack_visual_indexes",
+    specs = (
+        TowerSpec(
+            module=f"{_PACKAGE}.modeling_qwen3_omni_moe:Qwen3OmniMoeVisionEncoder",
+            config=f"{_PACKAGE}.configuration_qwen3_omni_moe:Qwen3OmniMoeVisionEncoderConfig",
+            width="out_hidden_size",
+            deepstack="deepstack_visual_indexes",
+        ),
+        TowerSpec(
+            name=AUDIO,
+            module=f"{_PACKAGE}.modeling_qwen3_omni_moe:Qwen3OmniMoeAudioEncoder",
+            config=f"{_PACKAGE}.configuration_qwen3_omni_moe:Qwen3OmniMoeAudioEncoderConfig",
+            width="output_dim",
+            section="audio_config",
+            tower=AudioTower,
+        ),
     )
     backbone = replace(
         QWEN3,
@@ -33,13 +45,13 @@ class Qwen3Omni(PatchTowerFamily):
     )
     layouts = (
         Halves(
-            "thinker.visual.",
+            {VISION: "thinker.visual.", AUDIO: "thinker.audio_tower."},
             "thinker.model.",
             "thinker.lm_head.weight",
-            others=("thinker.audio_tower.", "talker.", "code2wav."),
+            others=("talker.", "code2wav."),
         ),
-        Halves("model.visual.", "model.language_model.", others=("model.audio_tower.",)),
-        Halves("visual.", "model.", others=("audio_tower.",)),
+        Halves({VISION: "model.visual.", AUDIO: "model.audio_tower."}, "model.language_model."),
+        Halves({VISION: "visual.", AUDIO: "audio_tower."}, "model."),
     )
 
     def __init__(self, config: ModelConfig) -> None:

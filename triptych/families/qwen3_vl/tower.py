@@ -18,11 +18,13 @@ ROPE = RopeConfig(500_000.0, (24, 20, 20), interleaved=True)
 class Qwen3VL(PatchTowerFamily):
     """``TowerFamily`` for model type ``qwen3_vl``."""
 
-    spec = TowerSpec(
-        module="transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
-        config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
-        width="out_hidden_size",
-        deepstack="deepstack_visual_indexes",
+    specs = (
+        TowerSpec(
+            module="transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
+            config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
+            width="out_hidden_size",
+            deepstack="deepstack_visual_indexes",
+        ),
     )
     backbone = replace(QWEN3, rope=ROPE, windows="none")
 

@@ -48,6 +48,11 @@ def _grid(times: NDArray[np.floating[Any]], height: int, width: int) -> NDArray[
     return offsets.reshape(3, -1)
 
 
+def line_shape(tokens: int) -> Shape:
+    """So many tokens that count up by one on all three axes, as text does."""
+    return Shape(np.tile(np.arange(tokens, dtype=np.float64), (3, 1)), tokens)
+
+
 def mrope_positions(num_tokens: int, spans: Sequence[Span], shapes: Sequence[Shape]) -> Positions:
     """Positions of a prompt of ``num_tokens`` tokens in which ``shapes[i]`` occupies ``spans[i]``, in order.
 

@@ -17,7 +17,7 @@ from triptych.errors import CheckpointError, PlanMismatch
 from triptych.families.base import ModelConfig, TowerInput
 from triptych.families.shared.geometry import ImageGeometry
 from triptych.families.shared.images import decode_image
-from triptych.types import ItemPlan
+from triptych.types import ImageHeader, ItemPlan
 
 CHANNELS = 3
 # Few enough that looked-up values are still in the processor's cache when they are copied to every frame.
@@ -44,6 +44,7 @@ class PatchPreprocessor:
         Raises UnsupportedMedia or TruncatedMedia for bytes that can't be decoded, PlanMismatch when the decoded size
         or the grid isn't the planned one.
         """
+        assert isinstance(plan.header, ImageHeader)
         image = decode_image(data, plan.header.format, (plan.header.width, plan.header.height))
         height, width = self._geometry.within(plan.bounds).resized(image.height, image.width)
         if (height, width) != (plan.resized_height, plan.resized_width):

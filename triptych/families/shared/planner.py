@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch
+from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.families.base import ModelConfig, Positions
 from triptych.families.shared.geometry import ImageGeometry
 from triptych.families.shared.mrope import Shape, grid_shape, mrope_positions
@@ -15,6 +15,7 @@ from triptych.families.shared.video import VideoGeometry, VideoSampling
 from triptych.types import (
     MODEL_BOUNDS,
     MODEL_SAMPLING,
+    AudioHeader,
     FrameSampling,
     ImageHeader,
     ItemPlan,
@@ -40,6 +41,11 @@ class TowerWork:
     windowed_share: float = 0.0
     window: int = 0
 
+    @property
+    def linear(self) -> int:
+        """Multiplications of a layer's linear layers for one patch."""
+        return 4 * self.hidden_size**2 + self.mlp_matrices * self.hidden_size * self.intermediate_size
+
     def cost(self, patches: int) -> float:
         """Work of encoding an image, or a patch in time, of n patches; the unit is the linear layers' work for one.
 
@@ -47,9 +53,8 @@ class TowerWork:
         (query, key, value and output; the two, or three, of the MLP) and 2n²h in attention (scores and weighted sum),
         where a window has n * window in place of n². Depth multiplies all of it alike.
         """
-        linear = 4 * self.hidden_size**2 + self.mlp_matrices * self.hidden_size * self.intermediate_size
         seen = (1 - self.windowed_share) * patches + self.windowed_share * min(patches, self.window)
-        return patches * (1 + 2 * self.hidden_size * seen / linear)
+        return patches * (1 + 2 * self.hidden_size * seen / self.linear)
 
 
 class PatchPlanner:
@@ -90,11 +95,14 @@ class PatchPlanner:
     def plan(
         self, header: MediaHeader, bounds: PixelBounds = MODEL_BOUNDS, sampling: FrameSampling = MODEL_SAMPLING
     ) -> ItemPlan:
-        """What the image or video will become.
+        """What the image, video or audio will become.
 
         Raises MediaTooLarge for more than ``max_source_pixels`` (of an image, or of one frame), BadMediaSize for an
-        aspect ratio above 200 and for bounds that can't be kept, and UnsupportedMedia for such sampling.
+        aspect ratio above 200, for bounds that can't be kept and for audio that is too short, and UnsupportedMedia for
+        such sampling and for audio where the family takes none.
         """
+        if isinstance(header, AudioHeader):
+            return self._plan_audio(header)
         kind = "video" if isinstance(header, VideoHeader) else "image"
         width, height = header.width, header.height
         if min(width, height) < 1:
@@ -121,6 +129,9 @@ class PatchPlanner:
         resized = self._video_geometry.within(bounds).resized(len(frames), header.height, header.width)
         return self._item_plan("video", header, resized, bounds=bounds, sampling=sampling, frames=frames)
 
+    def _plan_audio(self, header: AudioHeader) -> ItemPlan:
+        raise UnsupportedMedia("the model takes no audio clips")
+
     def _item_plan(
         self,
         modality: str,
@@ -141,6 +152,7 @@ class PatchPlanner:
             resized_width=width,
             grid=grid,
             rows=math.prod(grid) // self._geometry.merge_size**2,
+            rows_per_part=grid[1] * grid[2] // self._geometry.merge_size**2,
             cost=in_time * self._work.cost(grid[1] * grid[2]),
             bounds=bounds,
             sampling=sampling,

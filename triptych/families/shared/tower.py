@@ -1,15 +1,17 @@
-"""A family whose tower is transformers' own, takes any grid of patches, and gives one embedding per merged patch."""
+"""A family whose towers are transformers' own; the one that sees takes any grid of patches, and gives one embedding per
+merged patch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from triptych.errors import CheckpointError, PlanMismatch
-from triptych.families.base import ModelConfig
+from triptych.families.base import VISION, ModelConfig
 from triptych.families.registry import resolve
 from triptych.families.shared.decoder import Backbone, decoder_config, decoder_keys
 from triptych.families.shared.settings import setting
@@ -19,47 +21,19 @@ from triptych.models.layers import WeightFormat
 from triptych.models.parallel import SINGLE_RANK, Group
 from triptych.models.pinned import to_device
 from triptych.models.safetensors_header import TensorInfo
-from triptych.models.towers import TowerItem, load_module
+from triptych.models.towers import Tower, TowerItem, load_module
 
 if TYPE_CHECKING:  # transformers is imported where the tower is loaded: a language instance does without
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class TowerSpec:
-    """What a family's tower is. ``module`` and ``config`` are import strings of transformers' classes; ``width`` names
-    the setting of the vision config that says how wide an embedding is, ``deepstack`` the one that lists the layers
-    whose features follow it, if any."""
-
-    module: str
-    config: str
-    width: str
-    deepstack: str | None = None
-
-
-@dataclass(frozen=True)
-class Halves:
-    """How a checkpoint names its tensors: the prefixes of the tower's and the decoder's, the output projection, and the
-    prefixes of ``others``, which aren't served."""
-
-    tower: str
-    decoder: str
-    head: str = "lm_head.weight"
-    others: tuple[str, ...] = ()
-
-
-# In files older than transformers 4.52, and in those that it saves for such families, the decoder has the names of a
-# model of text alone. The longer prefixes come first: the shorter are theirs, too.
-LAYOUTS = (Halves("model.visual.", "model.language_model."), Halves("visual.", "model."))
-
-
 class PatchTower:
     """The vision tower: patches in, embedding and deepstack features out. See ``triptych.models.towers.Tower``."""
 
-    def __init__(self, module: "PreTrainedModel", row_width: int, merge_size: int) -> None:
+    def __init__(self, module: "PreTrainedModel", row_width: int) -> None:
         self.module = module
         self.row_width = row_width
-        self._patches_per_row = merge_size**2
+        self._patches_per_row = module.config.spatial_merge_size**2
 
     @torch.inference_mode()
     def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
@@ -78,20 +52,75 @@ class PatchTower:
         return list(rows.split([prod(item.grid) // self._patches_per_row for item in inputs]))
 
 
+class Towers:
+    """Several towers as one: each input goes to its own. See ``triptych.models.towers.Tower``.
+
+    All rows have one width. Where a tower has no deepstack features its rows end in zeros, which the decoder adds to
+    what it has: that changes nothing, so no row has to say what it lacks.
+    """
+
+    def __init__(self, towers: Mapping[str, Tower], row_width: int) -> None:
+        self.towers = towers
+        self.row_width = row_width
+
+    @torch.inference_mode()
+    def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
+        """See ``triptych.models.towers.Tower``."""
+        rows: dict[int, Tensor] = {}
+        for name, tower in self.towers.items():
+            numbers = [number for number, item in enumerate(inputs) if item.tower == name]
+            made = tower.encode([inputs[number] for number in numbers]) if numbers else []
+            rows |= zip(numbers, (F.pad(one, (0, self.row_width - one.shape[1])) for one in made), strict=True)
+        return [rows[number] for number in range(len(inputs))]
+
+
+@dataclass(frozen=True)
+class TowerSpec:
+    """What one of a family's towers is. ``module`` and ``config`` are import strings of transformers' classes;
+    ``section`` is the config's part about it, in which ``width`` names the setting that says how wide an embedding is,
+    ``deepstack`` the one that lists the layers whose features follow it, if any. ``tower`` makes of the module, and of
+    the width of its rows, what encodes."""
+
+    module: str
+    config: str
+    width: str
+    deepstack: str | None = None
+    name: str = VISION
+    section: str = "vision_config"
+    tower: Callable[["PreTrainedModel", int], Tower] = PatchTower
+
+
+@dataclass(frozen=True)
+class Halves:
+    """How a checkpoint names its tensors: the prefixes of its towers by their names, that of the decoder, the output
+    projection, and the prefixes of ``others``, which aren't served."""
+
+    towers: Mapping[str, str]
+    decoder: str
+    head: str = "lm_head.weight"
+    others: tuple[str, ...] = ()
+
+
+# In files older than transformers 4.52, and in those that it saves for such families, the decoder has the names of a
+# model of text alone. The longer prefixes come first: the shorter are theirs, too.
+LAYOUTS = (Halves({VISION: "model.visual."}, "model.language_model."), Halves({VISION: "visual."}, "model."))
+
+
 class PatchTowerFamily:
-    """``TowerFamily`` of a subclass's ``spec`` and ``backbone``.
+    """``TowerFamily`` of a subclass's ``specs``, the first of which is the tower that sees, and ``backbone``.
 
     Raises CheckpointError for a config that lacks a setting or asks for something that isn't served.
     """
 
-    spec: ClassVar[TowerSpec]
+    specs: ClassVar[Sequence[TowerSpec]]
     backbone: ClassVar[Backbone]
     layouts: ClassVar[Sequence[Halves]] = LAYOUTS
 
     def __init__(self, config: ModelConfig) -> None:
         text = self.text_config(config)
-        self._vision = setting(config, "vision_config", dict)
-        deepstack = setting(self._vision, self.spec.deepstack, list) if self.spec.deepstack else []
+        self._sections = {spec.name: setting(config, spec.section, dict) for spec in self.specs}
+        vision, key = self._sections[VISION], self.specs[0].deepstack
+        deepstack = setting(vision, key, list) if key else []
         self.decoder_config = decoder_config(
             text,
             self.backbone,
@@ -99,7 +128,9 @@ class PatchTowerFamily:
             tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
             num_deepstack_layers=len(deepstack),
         )
-        self._check_vision(deepstack)
+        self._check_deepstack(deepstack)
+        for spec in self.specs:
+            self._check_width(spec)
         self.row_width = self.decoder_config.hidden_size * (1 + len(deepstack))
 
     def text_config(self, config: ModelConfig) -> Mapping[str, Any]:
@@ -107,21 +138,26 @@ class PatchTowerFamily:
         return setting(config, "text_config", dict)
 
     def tower_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """The keys of the tower's half, sorted. Raises CheckpointError for a key that is in neither half."""
+        """The keys of the towers' half, sorted. Raises CheckpointError for a key that is in neither half."""
         return self._split(all_keys)[0]
 
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """The keys of the decoder's half, sorted. Raises CheckpointError for a key that is in neither half."""
         return self._split(all_keys)[1]
 
-    def load_tower(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> PatchTower:
-        """The vision tower alone. Raises CheckpointError for a vision config that transformers refuses, and for tensors
+    def load_tower(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Tower:
+        """The towers alone. Raises CheckpointError for a config of theirs that transformers refuses, and for tensors
         missing, misshapen or unknown, and ConfigError for a weight format that the device can't use."""
-        prefix = self.halves(checkpoint.tensors).tower
-        keys = {key.removeprefix(prefix): key for key in self.tower_keys(checkpoint.tensors)}
-        config = self._transformers_config()
-        module = load_module(resolve(self.spec.module), config, checkpoint, keys, weights=weights, device=device)
-        return PatchTower(module, self.row_width, config.spatial_merge_size)
+        towers: dict[str, Tower] = {}
+        all_keys, prefixes = self.tower_keys(checkpoint.tensors), self.halves(checkpoint.tensors).towers
+        hidden_size = self.decoder_config.hidden_size
+        for spec in self.specs:
+            prefix = prefixes[spec.name]
+            keys = {key.removeprefix(prefix): key for key in all_keys if key.startswith(prefix)}
+            config, kind = self._transformers_config(spec), resolve(spec.module)
+            module = load_module(kind, config, checkpoint, keys, weights=weights, device=device)
+            towers[spec.name] = spec.tower(module, self.row_width if spec.deepstack else hidden_size)
+        return towers[VISION] if len(towers) == 1 else Towers(towers, self.row_width)
 
     def load_decoder(
         self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device, group: Group = SINGLE_RANK
@@ -148,42 +184,45 @@ class PatchTowerFamily:
         return next((layout for layout in self.layouts if layout.decoder in found), self.layouts[0])
 
     def _split(self, all_keys: Iterable[str]) -> tuple[list[str], list[str]]:
-        """The keys of the tower's half and of the decoder's half."""
+        """The keys of the towers' half and of the decoder's half."""
         keys = sorted(all_keys)
         halves = self.halves(keys)
+        towers = tuple(halves.towers.values())
         tower: list[str] = []
         decoder: list[str] = []
         for key in keys:
-            if key.startswith(halves.tower):
+            if key.startswith(towers):
                 tower.append(key)
             elif key.startswith(halves.decoder) or key == halves.head:
                 decoder.append(key)
             elif not key.startswith(halves.others):
-                raise CheckpointError(f"tensor {key!r} is neither in {halves.tower}… nor in {halves.decoder}…")
+                prefixes = "… nor in ".join((*towers, halves.decoder))
+                raise CheckpointError(f"tensor {key!r} is neither in {prefixes}…")
         return tower, decoder
 
-    def _transformers_config(self) -> Any:
-        """The tower's config for transformers."""
+    def _transformers_config(self, spec: TowerSpec) -> Any:
+        """A tower's config for transformers."""
         from huggingface_hub.errors import StrictDataclassError
 
         # Published files give the section the whole model's type; transformers, too, overrides it.
-        settings = {name: value for name, value in self._vision.items() if name != "model_type"}
+        settings = {name: value for name, value in self._sections[spec.name].items() if name != "model_type"}
         try:
-            return resolve(self.spec.config)(**settings)
+            return resolve(spec.config)(**settings)
         except StrictDataclassError as error:
-            raise CheckpointError(f"config.json: vision_config: {error}") from error
+            raise CheckpointError(f"config.json: {spec.section}: {error}") from error
 
-    def _check_vision(self, deepstack: list[int]) -> None:
-        """Raises CheckpointError where tower and decoder don't fit together."""
-        depth, decoder = setting(self._vision, "depth", int), self.decoder_config
+    def _check_deepstack(self, deepstack: list[int]) -> None:
+        """Raises CheckpointError where the vision tower and the decoder have no such layers."""
+        depth, decoder = setting(self._sections[VISION], "depth", int), self.decoder_config
         if len(deepstack) != len(set(range(depth)).intersection(deepstack)):
-            raise CheckpointError(f"config.json: {self.spec.deepstack} {deepstack} in a tower of depth {depth}")
+            raise CheckpointError(f"config.json: {self.specs[0].deepstack} {deepstack} in a tower of depth {depth}")
         if len(deepstack) > decoder.num_layers:
             raise CheckpointError(
                 f"config.json: {len(deepstack)} deepstack features for a decoder of {decoder.num_layers} layers"
             )
-        width = setting(self._vision, self.spec.width, int)
-        if width != decoder.hidden_size:
-            raise CheckpointError(
-                f"config.json: the tower's {self.spec.width} {width} isn't the hidden size {decoder.hidden_size}"
-            )
+
+    def _check_width(self, spec: TowerSpec) -> None:
+        """Raises CheckpointError where a tower and the decoder don't fit together."""
+        width, hidden_size = setting(self._sections[spec.name], spec.width, int), self.decoder_config.hidden_size
+        if width != hidden_size:
+            raise CheckpointError(f"config.json: the tower's {spec.width} {width} isn't the hidden size {hidden_size}")
