@@ -81,11 +81,11 @@ def test_settings_that_make_no_sense_are_named(config: type, values: dict[str, o
 @pytest.mark.parametrize(
     ("text", "limits"),
     [
-        ("image=3", {"image": 3, "video": 4}),
-        (" image = 3 , video=0", {"image": 3, "video": 0}),
-        ('{"video": 7}', {"image": 64, "video": 7}),
-        (' {"image": {"count": 2}, "video": 1}', {"image": 2, "video": 1}),
-        ("{}", {"image": 64, "video": 4}),
+        ("image=3", {"image": 3, "video": 4, "audio": 16}),
+        (" image = 3 , video=0", {"image": 3, "video": 0, "audio": 16}),
+        ('{"video": 7}', {"image": 64, "video": 7, "audio": 16}),
+        (' {"image": {"count": 2}, "audio": 1}', {"image": 2, "video": 4, "audio": 1}),
+        ("{}", {"image": 64, "video": 4, "audio": 16}),
     ],
 )
 def test_limits_of_media_in_both_spellings(text: str, limits: dict[str, int]) -> None:

@@ -166,7 +166,7 @@ class FrontDoorConfig:
     max_body_mb: int = setting(64, "largest request body, in MiB")
     max_image_mb: int = setting(32, "largest image file, in MiB")
     limit_mm_per_prompt: str = setting(
-        "image=64,video=4",
+        "image=64,video=4,audio=16",
         'media items in one request, by modality, as in image=16,video=2 or, in JSON, {"image": 16}; one that isn\'t '
         "named keeps its default",
     )
@@ -175,10 +175,15 @@ class FrontDoorConfig:
     max_video_gigapixels: float = setting(
         100.0, "pixels (10^9) of all of a video's frames, seen or not: what decoding it may take"
     )
-    named_media_mb: int = setting(256, "images and videos remembered by the uuid that clients gave them, in MiB")
+    max_audio_mb: int = setting(64, "largest audio file, in MiB")
+    max_audio_seconds: float = setting(3600.0, "longest audio clip")
+    max_audio_gigasamples: float = setting(
+        1.0, "samples (10^9) of all of an audio clip's channels: what decoding it may take"
+    )
+    named_media_mb: int = setting(256, "media remembered by the uuid that clients gave them, in MiB")
     max_image_pixels: int = setting(MAX_IMAGE_PIXELS, "pixels of one image, as stored")
     max_request_pixels: int = setting(500_000_000, "pixels of all images of one request together")
-    max_item_tokens: int = setting(16_384, "tokens that one image may become")
+    max_item_tokens: int = setting(16_384, "tokens that one image, video or audio clip may become")
     max_media_mb: int = setting(256, "media files of one request together, in MiB")
     max_held_mb: int = setting(
         2048,
@@ -217,6 +222,9 @@ class FrontDoorConfig:
             "max_video_mb",
             "max_video_seconds",
             "max_video_gigapixels",
+            "max_audio_mb",
+            "max_audio_seconds",
+            "max_audio_gigasamples",
             "max_media_mb",
             "max_held_mb",
             "max_image_pixels",
@@ -257,7 +265,7 @@ class FrontDoorConfig:
                 ipaddress.ip_network(network)
             except ValueError:
                 raise ConfigError(f"--allowed-media-networks {network!r} is not a range such as 10.1.0.0/16") from None
-        for name in ("max_image_mb", "max_video_mb"):
+        for name in ("max_image_mb", "max_video_mb", "max_audio_mb"):
             if (getattr(self, name) + 1) * 2**20 > MAX_MESSAGE_BYTES:
                 raise ConfigError(
                     f"{flag(name)} {getattr(self, name)} is too large: a message between processes carries files of at "

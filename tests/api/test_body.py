@@ -50,6 +50,18 @@ def test_inline_media_are_taken_out(key: str, separators: tuple[str, str]) -> No
     assert put_back(body) == body
 
 
+@pytest.mark.parametrize("separators", [(",", ":"), (" , ", "\n:\t")])
+@pytest.mark.parametrize("has_format", ["before", "after", "not at all"])
+def test_the_data_of_audio_are_taken_out(has_format: str, separators: tuple[str, str]) -> None:
+    data = "A" * WORTH_LIFTING + "+/=="
+    before, after = ({"format": "wav"} if has_format == place else {} for place in ("before", "after"))
+    part = {"input_audio": {**before, "data": data, **after}}
+    body = json.dumps([part, {"url": LONG}], separators=separators).replace("/", "\\/").encode()
+    lifted = lift(bytearray(body))
+    assert [bytes(piece) for piece in lifted.inline.values()] == [data.encode(), LONG.encode()]
+    assert json.loads(lifted.text)[0]["input_audio"]["data"] == next(iter(lifted.inline))
+
+
 def test_slashes_may_be_escaped() -> None:
     url = LONG + "/+"
     lifted = lift(bytearray(json.dumps({"url": url}).replace("/", "\\/").encode()))
@@ -67,6 +79,13 @@ def test_slashes_may_be_escaped() -> None:
         json.dumps({"url": LONG + '"'}),
         json.dumps({"url": LONG + "\\"}),
         json.dumps({"url": LONG + "\u20ac"}),
+        json.dumps({"data": "A" * 5000}),
+        json.dumps({"input_audio": [{"data": "A" * 5000}]}),
+        json.dumps({"input_audio": {"format": "wav"}, "data": "A" * 5000}),
+        json.dumps({"input_audio": {"data": "A" * 100}}),
+        json.dumps({"input_audio": {"data": "A" * 5000 + "\n"}}),
+        json.dumps({"text": json.dumps({"input_audio": {"data": "A" * 5000}})}),
+        '{"input_audio": {"data": "' + "A" * 5000,
         json.dumps({"text": json.dumps({"url": LONG})}),
         json.dumps({"text": json.dumps({"text": json.dumps({"url": LONG})})}),
         json.dumps({"url": "https://example.org/" + "A" * 5000}),
@@ -79,12 +98,10 @@ def test_everything_else_stays(body: str) -> None:
     assert lift(bytearray(body.encode())).text == body.encode()
 
 
-@given(
-    st.lists(
-        st.sampled_from(['"url"', ":", '"', "data:", ";base64,", LONG, "\\", " ", "{", "}", ",", '"data:;base64,']),
-        max_size=12,
-    )
-)
+PIECES = ['"url"', ":", '"', "data:", ";base64,", LONG, "\\", " ", "{", "}", ",", '"data:;base64,']
+
+
+@given(st.lists(st.sampled_from([*PIECES, '"input_audio":{', '"data":"']), max_size=12))
 def test_whatever_is_taken_out_can_be_put_back(pieces: list[str]) -> None:
     body = "".join(pieces).encode()
     assert put_back(body).replace(b"\\/", b"/") == body.replace(b"\\/", b"/")

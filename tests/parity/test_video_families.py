@@ -93,7 +93,7 @@ def test_over_http(models: dict[str, Model], family: str, topology: str) -> None
     with served(model.folder, topology) as service:
         with service.client() as client:
             (about,) = client.get("/v1/models").json()["data"]
-        assert about["input_modalities"] == ["text", "image", "video"]
+        assert {"text", "image", "video"} <= set(about["input_modalities"])
         bounds = {"min_pixels": SMALL["bounds"].min_pixels, "max_pixels": SMALL["bounds"].max_pixels}
         text = service.text(
             [{"type": "video_url", "video_url": {"url": url_of(data)}}, {"type": "text", "text": "How fast?"}],

@@ -27,10 +27,15 @@ WORTH_LIFTING = 4096
 MAX_LOOKS = 4096
 """Places where inline media may begin that are looked at."""
 
-_BEGINNING = b'"data:'
-_KEY = re.compile(rb'"(?:url|image_url|video_url|audio_url)"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}\Z')
-_MAX_KEY = 32
+_BEGINNING = b'"data'
+_URL = re.compile(rb'"(?:url|image_url|video_url|audio_url)"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}\Z')
 _HEADER = re.compile(rb"data:[ !#-+\--\[\]-~]{0,256};base64,")
+_INPUT_AUDIO = re.compile(
+    rb'"input_audio"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}\{[ \t\r\n]{0,32}'
+    rb'(?:"format"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}"[a-z0-9]{0,16}"[ \t\r\n]{0,8},[ \t\r\n]{0,32})?\Z'
+)
+_DATA = re.compile(rb'"data"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}"')
+_MAX_KEY = 192
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,8 @@ async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None
 
 
 def lift(body: bytearray) -> Body:
-    """Takes out what is certainly one JSON string: a ``data:`` URL under a key of media, in base64, without any escape
-    but ``\\/``. Everything else stays where it is."""
+    """Takes out what is certainly one JSON string: a ``data:`` URL under a key of media, or the data of input_audio, in
+    base64, without any escape but ``\\/``. Everything else stays where it is."""
     whole = memoryview(body)
     texts: list[bytes | memoryview] = []
     inline: dict[str, memoryview] = {}
@@ -79,18 +84,29 @@ def lift(body: bytearray) -> Body:
     for _ in range(MAX_LOOKS):
         if (quote := body.find(_BEGINNING, end)) < 0:
             break
-        start, end = quote + 1, body.find(b'"', quote + 1)
-        if end < 0:
-            break
-        if end - start < WORTH_LIFTING or not _KEY.search(body, max(0, quote - _MAX_KEY), quote):
+        if (place := _place(body, quote)) is None:
+            end = quote + len(_BEGINNING)
             continue
-        if (piece := _unescaped(whole[start:end])) is None or not _HEADER.match(piece):
+        start, header = place
+        if (end := body.find(b'"', start)) < 0:
+            break
+        if end - start < WORTH_LIFTING:
+            continue
+        if (piece := _unescaped(whole[start:end])) is None or (header and not header.match(piece)):
             continue
         name = f"inline:{nonce}:{len(inline)}"
         inline[name] = piece
         texts += [whole[copied:start], name.encode()]
         copied = end
     return Body(b"".join([*texts, whole[copied:]]), inline)
+
+
+def _place(body: bytearray, quote: int) -> tuple[int, re.Pattern[bytes] | None] | None:
+    """Where inline media may begin, at or behind the quote, and with which header, if any; None where they can't."""
+    if body[quote + len(_BEGINNING) : quote + len(_BEGINNING) + 1] == b":":
+        return (quote + 1, _HEADER) if _URL.search(body, max(0, quote - _MAX_KEY), quote) else None
+    key = _DATA.match(body, quote)
+    return (key.end(), None) if key and _INPUT_AUDIO.search(body, max(0, quote - _MAX_KEY), quote) else None
 
 
 def _unescaped(piece: memoryview) -> memoryview | None:

@@ -6,18 +6,40 @@ from typing import Any
 
 from triptych.api.generation import Caller
 from triptych.api.named_media import NamedMedia
-from triptych.api.schemas import ChatMessage, FramesPart, ImagePart, MediaOptions, TextPart, VideoPart
+from triptych.api.schemas import (
+    AudioPart,
+    AudioURL,
+    ChatMessage,
+    FramesPart,
+    ImagePart,
+    ImageURL,
+    InputAudio,
+    InputAudioPart,
+    MediaOptions,
+    NamedPart,
+    TextPart,
+    VideoPart,
+    VideoURL,
+)
 from triptych.api.service import Service
 from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia, UnsupportedMedia
 from triptych.media.frames import PackedFrames, is_packed, pack_frames
 from triptych.prompt.media import together
-from triptych.prompt.prompt import media_param
+from triptych.prompt.prompt import PLURALS, media_param
 from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, FrameSampling, PixelBounds
 
 LOW_DETAIL_PIXELS = 512 * 512
 """The area that ``detail: low`` bounds an image at, as in OpenAI's API."""
 
-MediaPart = ImagePart | VideoPart | FramesPart
+MediaPart = NamedPart | FramesPart
+MODALITIES: dict[type[MediaPart], str] = {
+    ImagePart: "image",
+    VideoPart: "video",
+    FramesPart: "video",
+    AudioPart: "audio",
+    InputAudioPart: "audio",
+}
+Link = ImageURL | VideoURL | AudioURL | InputAudio
 Place = tuple[int, int]
 """The number of a message, and of a part within."""
 
@@ -65,20 +87,16 @@ def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
 def check_numbers(service: Service, parts: dict[Place, MediaPart]) -> None:
     """Raises InvalidRequest for more items of a modality than are allowed."""
     limits = service.front_door.media_limits
-    for modality, number in Counter(map(modality_of, parts.values())).items():
+    for modality, number in Counter(MODALITIES[type(part)] for part in parts.values()).items():
         if number > (most := limits[modality]):
-            raise InvalidRequest(f"{number} {modality}s, at most {most} are allowed", "messages")
-
-
-def modality_of(part: MediaPart) -> str:
-    return "image" if isinstance(part, ImagePart) else "video"
+            raise InvalidRequest(f"{number} {PLURALS[modality]}, at most {most} are allowed", "messages")
 
 
 async def fetch_all(
     parts: dict[Place, MediaPart], view: View, caller: Caller, known: NamedMedia
 ) -> dict[Place, dict[str, Any]]:
-    """The parts as the prompt builder takes them: with the bytes of images and videos. What was named is remembered
-    within the caller's scope. Raises RequestError, naming the field."""
+    """The parts as the prompt builder takes them: with the bytes of the media. What was named is remembered within the
+    caller's scope. Raises RequestError, naming the field."""
     fetched = await together(_fetch_part(place, part, view, caller, known) for place, part in parts.items())
     caller.media.check_all_used()
     return dict(zip(parts, fetched, strict=True))
@@ -89,17 +107,26 @@ async def _fetch_part(place: Place, part: MediaPart, view: View, caller: Caller,
         data = await _packed(place, part, caller)
     else:
         data = await _named(place, part, caller, known)
+    fetched = {"type": MODALITIES[type(part)], "data": data, "field": _field(part)}
     if isinstance(part, ImagePart):
-        return {"type": "image", "data": data, "bounds": view.bounds_of(part)}
-    return {"type": "video", "data": data, "bounds": view.bounds, "sampling": view.sampling}
+        return fetched | {"bounds": view.bounds_of(part)}
+    if isinstance(part, VideoPart | FramesPart):
+        return fetched | {"bounds": view.bounds, "sampling": view.sampling}
+    return fetched
 
 
-async def _named(place: Place, part: ImagePart | VideoPart, caller: Caller, known: NamedMedia) -> bytes:
+def _field(part: MediaPart) -> str:
+    """The field that a part's bytes come from."""
+    return {FramesPart: "video", InputAudioPart: "input_audio.data"}.get(type(part), f"{part.type}.url")
+
+
+async def _named(place: Place, part: NamedPart, caller: Caller, known: NamedMedia) -> bytes:
     """What is behind the URL, remembered if it has a name; or what was remembered by that name."""
-    link, modality = (part.image_url, "image") if isinstance(part, ImagePart) else (part.video_url, "video")
+    link: Link | None = getattr(part, part.type)
+    modality = MODALITIES[type(part)]
     name = f"{modality}/{part.uuid}"
     if link is not None:
-        data = await _fetch(link.url, media_param(*place, modality), modality, caller)
+        data = await _fetch(link, media_param(*place, _field(part)), modality, caller)
         if part.uuid is not None:
             known.put(caller.scope, name, data)
         return data
@@ -111,15 +138,18 @@ async def _named(place: Place, part: ImagePart | VideoPart, caller: Caller, know
 
 async def _packed(place: Place, part: FramesPart, caller: Caller) -> bytes:
     param = f"messages[{place[0]}].content[{place[1]}].video"
-    frames = await together(_fetch(url, f"{param}[{n}]", "image", caller) for n, url in enumerate(part.video))
+    links = [ImageURL(url=url) for url in part.video]
+    frames = await together(_fetch(link, f"{param}[{n}]", "image", caller) for n, link in enumerate(links))
     if sum(map(len, frames)) > (most := caller.media.limits.max_video_bytes):
         raise MediaTooLarge(f"the video's frames are larger than {most} bytes", param)
     return pack_frames(PackedFrames(part.fps, list(frames)))
 
 
-async def _fetch(url: str, param: str, modality: str, caller: Caller) -> bytes:
+async def _fetch(link: Link, param: str, modality: str, caller: Caller) -> bytes:
     try:
-        data = await caller.media.get(url, modality)
+        if isinstance(link, InputAudio):
+            return await caller.media.decode(link.data, modality)
+        data = await caller.media.get(link.url, modality)
         if is_packed(data):
             raise UnsupportedMedia("not an image or a video, but what this service makes of a list of frames")
         return data

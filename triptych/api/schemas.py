@@ -74,7 +74,38 @@ class FramesPart(Strict):
     fps: float = Field(2.0, gt=0, le=1000)
 
 
-Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
+class AudioURL(Strict):
+    url: str
+
+
+class AudioPart(Strict):
+    """``uuid`` as an image has it."""
+
+    type: Literal["audio_url"]
+    audio_url: AudioURL | None
+    uuid: Name | None = None
+
+
+class InputAudio(Strict):
+    """``data`` is a file in base64. What the file itself says goes before ``format``."""
+
+    data: str
+    format: Literal["wav", "mp3", "flac", "ogg", "opus"]
+
+
+class InputAudioPart(Strict):
+    """Audio as OpenAI's API has it; ``uuid`` as an image has it."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio | None
+    uuid: Name | None = None
+
+
+Part = Annotated[
+    TextPart | ImagePart | VideoPart | FramesPart | AudioPart | InputAudioPart, Field(discriminator="type")
+]
+NamedPart = ImagePart | VideoPart | AudioPart | InputAudioPart
+"""Those that may be left out when they are referred to by their uuid."""
 
 
 class FunctionCall(Strict):
@@ -263,7 +294,7 @@ def _check_message(message: ChatMessage, path: str) -> None:
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{path}.tool_call_id: Field required", f"{path}.tool_call_id")
     for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-        if isinstance(part, ImagePart | VideoPart) and getattr(part, part.type) is None and part.uuid is None:
+        if isinstance(part, NamedPart) and getattr(part, part.type) is None and part.uuid is None:
             where = f"{path}.content[{number}].{part.type}"
             raise InvalidRequest(f"{where} may only be null for media that are referred to by their uuid", where)
 

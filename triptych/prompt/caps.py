@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from triptych.errors import MediaTooLarge
-from triptych.types import ItemPlan, MediaHeader, VideoHeader
+from triptych.types import AudioHeader, ImageHeader, ItemPlan, MediaHeader, VideoHeader
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,25 @@ class VideoLimits:
 
 
 @dataclass(frozen=True)
+class AudioLimits:
+    """What an audio file may have: ``gigasamples`` (10^9) are those of all its channels, which are all decoded."""
+
+    seconds: float = 3600.0
+    gigasamples: float = 1.0
+
+    def check(self, header: AudioHeader) -> None:
+        """Raises MediaTooLarge."""
+        if header.seconds > self.seconds:
+            raise MediaTooLarge(f"the audio takes {header.seconds:.1f} s; at most {self.seconds:g} are taken")
+        gigasamples = header.samples * header.channels / 1e9
+        if gigasamples > self.gigasamples:
+            raise MediaTooLarge(
+                f"the audio's {header.channels} channels of {header.samples} samples have {gigasamples:.1f} "
+                f"gigasamples; at most {self.gigasamples:g} are taken"
+            )
+
+
+@dataclass(frozen=True)
 class MediaCaps:
     """``pixels`` are those of an image as it is stored, ``total_pixels`` those of all images of a request; ``tokens``
     are those that an item becomes."""
@@ -35,6 +54,7 @@ class MediaCaps:
     total_pixels: int = 500_000_000
     tokens: int = 16_384
     video: VideoLimits = VideoLimits()
+    audio: AudioLimits = AudioLimits()
 
 
 class Counted:
@@ -48,7 +68,12 @@ class Counted:
         """Raises MediaTooLarge."""
         if isinstance(header, VideoHeader):
             self._caps.video.check(header)
-            return
+        elif isinstance(header, AudioHeader):
+            self._caps.audio.check(header)
+        else:
+            self._add_image(header)
+
+    def _add_image(self, header: ImageHeader) -> None:
         pixels = header.width * header.height
         if pixels > self._caps.pixels:
             raise MediaTooLarge(

@@ -2,7 +2,7 @@
 
 import asyncio
 import binascii
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
@@ -21,15 +21,16 @@ AT_A_TIME = 8
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """``max_bytes`` of one image, decoded from base64, ``max_video_bytes`` of one video; ``max_total_bytes`` of all
-    items of one request."""
+    """``max_bytes`` of one image, decoded from base64, ``max_video_bytes`` of one video, ``max_audio_bytes`` of one
+    audio clip; ``max_total_bytes`` of all items of one request."""
 
     max_bytes: int = 32 * 2**20
     max_video_bytes: int = 64 * 2**20
+    max_audio_bytes: int = 64 * 2**20
     max_total_bytes: int = 256 * 2**20
 
     def of(self, modality: str) -> int:
-        return self.max_video_bytes if modality == "video" else self.max_bytes
+        return {"video": self.max_video_bytes, "audio": self.max_audio_bytes}.get(modality, self.max_bytes)
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class MediaSource:
     def for_request(
         self, inline: Mapping[str, memoryview] | None = None, hold: Callable[[int], object] = lambda _: None
     ) -> "RequestMedia":
-        """``inline`` are texts that stand for ``data:`` URLs, for those that were taken out of the body. ``hold`` is
-        told of the bytes of each item, and may raise."""
+        """``inline`` are texts that stand for ``data:`` URLs and base64, for those that were taken out of the body.
+        ``hold`` is told of the bytes of each item, and may raise."""
         return RequestMedia(self, inline or {}, hold)
 
 
@@ -69,8 +70,18 @@ class RequestMedia:
         Raises InvalidRequest for a URL that makes no sense, MediaNotAllowed, MediaNotFetched, and MediaTooLarge for
         more bytes than an item, or all items of a request, may have.
         """
+        return await self._counted(lambda: self._read(url, self.limits.of(modality)))
+
+    async def decode(self, text: str, modality: str) -> bytes:
+        """The bytes of base64 text, or of what was taken out of the body for it. Raises InvalidRequest for text that is
+        none, and MediaTooLarge as ``get``."""
+        lifted = self._lifted(text)
+        payload = memoryview(text.encode("utf-8", "surrogatepass")) if lifted is None else lifted
+        return await self._counted(lambda: _decode(_decode_base64, payload, self.limits.of(modality)))
+
+    async def _counted(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
         async with self._slots:
-            data = await self._read(url, self.limits.of(modality))
+            data = await read()
         self._hold(len(data))
         self._total += len(data)
         if self._total > self.limits.max_total_bytes:
@@ -83,9 +94,12 @@ class RequestMedia:
         if self._unused:
             raise InvalidRequest("the body has inline media in a place where no media can be")
 
+    def _lifted(self, name: str) -> memoryview | None:
+        self._unused.discard(name)
+        return self._inline.get(name)
+
     async def _read(self, url: str, max_bytes: int) -> bytes:
-        if (lifted := self._inline.get(url)) is not None:
-            self._unused.discard(url)
+        if (lifted := self._lifted(url)) is not None:
             return await decode_data_url(lifted, max_bytes)
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":
@@ -108,10 +122,14 @@ async def decode_data_url(url: memoryview, max_bytes: int) -> bytes:
     if comma < 0:
         raise InvalidRequest("the data: URL has no comma before its payload")
     header, payload = bytes(url[len(b"data:") : comma]), url[comma + 1 :]
+    is_base64 = header.rpartition(b";")[2].strip().lower() == b"base64"
+    return await _decode(_decode_base64 if is_base64 else _decode_plain, payload, max_bytes)
+
+
+async def _decode(decode: Callable[[memoryview, int], bytes], payload: memoryview, max_bytes: int) -> bytes:
     # Percent-encoding takes three characters per byte, base64 four per three bytes: a first bound without decoding.
     if len(payload) > 4 * max_bytes:
         raise _too_large(max_bytes)
-    decode = _decode_base64 if header.rpartition(b";")[2].strip().lower() == b"base64" else _decode_plain
     if len(payload) <= SMALL:
         return decode(payload, max_bytes)
     return await asyncio.to_thread(decode, payload, max_bytes)
@@ -144,11 +162,11 @@ def _decode_base64(payload: memoryview, max_bytes: int) -> bytes:
         return _strict_base64(payload, max_bytes)
     except binascii.Error as error:
         if b"%" not in (text := bytes(payload)):
-            raise InvalidRequest(f"the data: URL is not valid base64: {error}") from None
+            raise InvalidRequest(f"the data is not valid base64: {error}") from None
     try:
         return _strict_base64(memoryview(unquote_to_bytes(text)), max_bytes)
     except binascii.Error as error:
-        raise InvalidRequest(f"the data: URL is not valid base64: {error}") from None
+        raise InvalidRequest(f"the data is not valid base64: {error}") from None
 
 
 def _strict_base64(payload: memoryview, max_bytes: int) -> bytes:

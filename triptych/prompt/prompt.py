@@ -25,6 +25,7 @@ from triptych.models.config_files import load_config, load_preprocessor_config, 
 from triptych.models.fingerprint import fingerprint, update_with_length
 from triptych.prompt.caps import Counted, MediaCaps
 from triptych.prompt.probe import probe_image
+from triptych.prompt.probe_audio import probe_audio
 from triptych.prompt.probe_video import probe_video
 from triptych.prompt.reasoning import Thought, thought_at_end
 from triptych.prompt.template import ChatTemplate
@@ -33,11 +34,14 @@ from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemPlan, MediaHeader, 
 
 Message = Mapping[str, Any]
 """``role`` and ``content``: a string, None, or parts ``{"type": "text", "text": str}`` and
-``{"type": "image", "data": bytes}``, or ``"video"``; these with ``bounds`` (PixelBounds) and, of a video, ``sampling``
-(FrameSampling) if the model's own don't hold. Further keys go to the template as they are."""
+``{"type": "image", "data": bytes}``, or ``"video"`` or ``"audio"``; with ``bounds`` (PixelBounds) and, of a video,
+``sampling`` (FrameSampling) if the model's own don't hold, and with ``field``, the part's field that its bytes came
+from, unless that is its URL. Further keys go to the template as they are."""
 
-PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video}
+PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video, "audio": probe_audio}
 """What reads the header of each modality's files."""
+
+PLURALS = {"image": "images", "video": "videos", "audio": "audio clips"}
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,9 @@ class PlannedPrompt:
     thought: Thought = Thought.NONE
 
 
-def media_param(message: int, part: int, modality: str) -> str:
+def media_param(message: int, part: int, field: str) -> str:
     """How errors name an item: the request's field that its bytes came from."""
-    return f"messages[{message}].content[{part}].{modality}_url.url"
+    return f"messages[{message}].content[{part}].{field}"
 
 
 class PromptBuilder:
@@ -215,7 +219,7 @@ class PromptBuilder:
             for j, part in enumerate(content):
                 if part["type"] not in PROBES:
                     continue
-                param = media_param(i, j, part["type"])
+                param = media_param(i, j, part.get("field", f"{part['type']}_url.url"))
                 try:
                     plan = self._plan(part, counted)
                 except MediaError as error:
@@ -228,7 +232,7 @@ class PromptBuilder:
         if not self._family.takes_media:
             raise MediaNotServed("this model takes text alone")
         if modality not in self.modalities:
-            raise UnsupportedMedia(f"the model takes no {modality}s")
+            raise UnsupportedMedia(f"the model takes no {PLURALS[modality]}")
         header = PROBES[modality](part["data"])
         counted.add_header(header)
         plan = self.planner.plan(header, part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING))

@@ -23,7 +23,7 @@ from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Leave, Stop
 from triptych.models.config_files import load_config
 from triptych.observe.request_log import RequestLog
-from triptych.prompt.caps import MediaCaps, VideoLimits
+from triptych.prompt.caps import AudioLimits, MediaCaps, VideoLimits
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
 from triptych.prompt.media import MediaLimits, MediaSource
@@ -60,13 +60,7 @@ class FrontDoor:
         Raises StartError when that fails."""
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        limits = config.front_door
-        caps = MediaCaps(
-            limits.max_image_pixels,
-            limits.max_request_pixels,
-            limits.max_item_tokens,
-            VideoLimits(limits.max_video_seconds, limits.max_video_gigapixels),
-        )
+        caps = _media_caps(config.front_door)
         builder = PromptBuilder(config.model, config.engine.max_model_len or None, caps)
         secret = config.cluster.secret()
         config.front_door.check_ssl()
@@ -185,6 +179,16 @@ class FrontDoor:
                 log.exception("the router's tick failed")
 
 
+def _media_caps(config: FrontDoorConfig) -> MediaCaps:
+    return MediaCaps(
+        config.max_image_pixels,
+        config.max_request_pixels,
+        config.max_item_tokens,
+        VideoLimits(config.max_video_seconds, config.max_video_gigapixels),
+        AudioLimits(config.max_audio_seconds, config.max_audio_gigasamples),
+    )
+
+
 def _media_source(config: FrontDoorConfig) -> MediaSource:
     """Raises ConfigError for hosts or a folder that aren't any."""
     limits = WebLimits(config.media_fetch_timeout, min(config.media_fetch_timeout, WebLimits.idle_seconds))
@@ -192,7 +196,12 @@ def _media_source(config: FrontDoorConfig) -> MediaSource:
     return MediaSource(
         web=WebFetcher(AllowedHosts(config.allowed_media_domains), networks, limits),
         folder=MediaFolder(config.allowed_local_media_path) if config.allowed_local_media_path else None,
-        limits=MediaLimits(config.max_image_mb * 2**20, config.max_video_mb * 2**20, config.max_media_mb * 2**20),
+        limits=MediaLimits(
+            max_bytes=config.max_image_mb * 2**20,
+            max_video_bytes=config.max_video_mb * 2**20,
+            max_audio_bytes=config.max_audio_mb * 2**20,
+            max_total_bytes=config.max_media_mb * 2**20,
+        ),
     )
 
 

@@ -1,0 +1,204 @@
+"""Audio over HTTP: answered, and refused with the field at fault when it can't be used."""
+
+import base64
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.serving import CHAT, SOON, Served, image, image_part, served, text_part, wait_for
+from tests.api.test_bad_input import the_error
+from tests.media.clips import clip
+from tests.media.sounds import sound, tone
+from tests.parity.test_audio import CASES, Hears
+from tests.tiny import make_tiny
+from triptych.api.body import lift
+from triptych.prompt.prompt import PromptBuilder
+
+DATA, URL = "messages[0].content[1].input_audio.data", "messages[0].content[1].audio_url.url"
+WAV = sound("wav", tone(1.5, 16_000))
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def input_audio(data: bytes = WAV, kind: str = "wav") -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": encoded(data), "format": kind}}
+
+
+def audio_url(data: bytes = WAV, kind: str = "audio/wav") -> dict[str, Any]:
+    return {"type": "audio_url", "audio_url": {"url": f"data:{kind};base64,{encoded(data)}"}}
+
+
+@pytest.fixture(scope="module")
+def hears(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("hears") / "tiny", "qwen3_omni_moe")
+
+
+@pytest.fixture(scope="module")
+def shared_hearing(hears: Path) -> Iterator[Served]:
+    with served(hears, allowed_local_media_path=str(hears)) as service:
+        yield service
+
+
+@pytest.fixture
+def hearing(shared_hearing: Served) -> Iterator[Served]:
+    """The shared service; the test leaves nothing behind in it."""
+    yield shared_hearing
+    wait_for(shared_hearing.everything_is_back, SOON)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("container", ["wav", "flac", "mp3", "ogg"])
+def test_audio_is_answered(hearing: Served, container: str, stream: bool) -> None:
+    data = sound(container, tone(1.2, 48_000, 2), 48_000)
+    response = hearing.post([text_part("x"), audio_url(data)], stream=stream)
+    assert response.status_code == 200, response.text
+
+
+def test_an_answer_does_not_depend_on_how_the_audio_came(hearing: Served, hears: Path) -> None:
+    (hears / "sound.wav").write_bytes(WAV)
+    content = [text_part("x"), input_audio()]
+    answer = hearing.text(content)
+    assert hearing.text([text_part("x"), audio_url()]) == answer
+    local = {"type": "audio_url", "audio_url": {"url": f"file://{hears}/sound.wav"}}
+    assert hearing.text([text_part("x"), local]) == answer
+    body = json.dumps(hearing.body(content))
+    assert lift(bytearray(body.encode())).inline
+    escaped = body.replace("A", "\\u0041")  # nothing to take out of this one
+    assert not lift(bytearray(escaped.encode())).inline
+    with hearing.client() as client:
+        told = client.post(CHAT, content=escaped.encode()).json()
+    assert told["choices"][0]["message"]["content"] == answer
+    assert hearing.text([text_part("x"), input_audio(sound("wav", tone(1.5, 16_000, hertz=900)))]) != answer
+
+
+def test_answers_are_those_of_transformers(hearing: Served, hears: Path) -> None:
+    """Token by token: audio alone, and with pictures and text around it."""
+    model = Hears(hears, CASES)
+    kinds = {"audio": input_audio, "image": image_part}
+    for (name, messages), expected in zip(CASES.items(), model.answers, strict=True):
+        if "video" in name:  # whose size is asked for part by part
+            continue
+        content = messages[0]["content"]
+        parts = [part if part["type"] == "text" else kinds[part["type"]](part["data"]) for part in content]
+        response = hearing.post(parts, max_tokens=32, temperature=0, logprobs=True)
+        told = [entry["bytes"] for entry in response.json()["choices"][0]["logprobs"]["content"]]
+        spelled = PromptBuilder(hears).tokenizer.bytes_of
+        assert told == [list(spelled(token)) for token in expected]
+
+
+def test_the_prompt_has_the_rows_that_were_planned(hearing: Served) -> None:
+    """13 for each second."""
+    tokens = [
+        hearing.post([audio_url(sound("flac", tone(seconds, 16_000))), text_part("x")]).json()["usage"]["prompt_tokens"]
+        for seconds in (1.0, 2.0, 7.0)
+    ]
+    assert [count - tokens[0] for count in tokens] == [0, 13, 78]
+
+
+def test_the_models_list_says_what_it_takes(hearing: Served) -> None:
+    with hearing.client() as client:
+        (model,) = client.get("/v1/models").json()["data"]
+    assert model["input_modalities"] == ["text", "audio", "image", "video"]
+
+
+def test_a_clip_is_remembered_by_its_uuid(hearing: Served) -> None:
+    answer = hearing.text([text_part("x"), input_audio() | {"uuid": "mine"}])
+    for again in (
+        {"type": "input_audio", "input_audio": None, "uuid": "mine"},
+        {"type": "audio_url", "audio_url": None, "uuid": "mine"},
+    ):
+        assert hearing.text([text_part("x"), again]) == answer
+    response = hearing.post([text_part("x"), {"type": "audio_url", "audio_url": None, "uuid": "other"}])
+    the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
+    response = hearing.post([text_part("x"), {"type": "input_audio", "input_audio": None}])
+    the_error(response, 400, "messages[0].content[1].input_audio", "invalid_request")
+
+
+def wav(samples: int, channels: int = 1, rate: int = 16_000, extra: int = 0) -> bytes:
+    layout = struct.pack("<HHLLHH", 1, channels, rate, rate * channels * 2, channels * 2, 16)
+    size = samples * channels * 2
+    chunks = b"fmt " + struct.pack("<L", 16) + layout + b"data" + struct.pack("<L", size + extra) + bytes(size)
+    return b"RIFF" + struct.pack("<L", 4 + len(chunks)) + b"WAVE" + chunks
+
+
+FLAC = sound("flac", tone(3.0, 16_000))
+LYING = bytearray(FLAC)
+LYING[21:26] = (int.from_bytes(LYING[21:26]) & ~((1 << 36) - 1) | 16_000).to_bytes(5)  # samples: as of one second
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "truncated_media"),
+    "text": (b"just some text", "unsupported_media"),
+    "an image": (image(), "unsupported_media"),
+    "a video without sound": (clip("mp4", frames=5), "unsupported_media"),
+    "no samples": (wav(0), "bad_media_size"),
+    "too short": (wav(399), "bad_media_size"),
+    "cut header": (WAV[:30], "truncated_media"),
+    "cut wav": (wav(16_000, extra=1000), "truncated_media"),
+    "cut flac": (FLAC[: len(FLAC) // 2], "unsupported_media"),
+    "cut ogg": (sound("ogg", tone(3.0, 48_000), 48_000)[:-500], "truncated_media"),
+    "longer than it says": (bytes(LYING), "media_mismatch"),
+    "slow": (wav(1000, rate=1000), "unsupported_media"),
+    "fast": (wav(1000, rate=4_000_000), "unsupported_media"),
+    "many channels": (wav(1000, channels=9), "unsupported_media"),
+    "no channels": (wav(1000, channels=1)[:22] + bytes(2) + wav(1000)[24:], "unsupported_media"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", BAD)
+def test_audio_that_cannot_be_used(hearing: Served, name: str, stream: bool) -> None:
+    data, code = BAD[name]
+    for part, param in ((input_audio(data), DATA), (audio_url(data), URL)):
+        message = the_error(hearing.post([text_part("x"), part], stream=stream), 400, param, code)
+        assert "/" not in message, "no paths"
+    assert hearing.post([text_part("x"), input_audio(wav(16_000))]).status_code == 200, "silence is audio"
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "input_audio", "input_audio": {"data": "?" * 10, "format": "wav"}}, DATA),
+        ({"type": "input_audio", "input_audio": {"data": "?" * 10_000, "format": "wav"}}, DATA),
+        ({"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "aiff"}}, DATA[:-4] + "format"),
+        ({"type": "input_audio", "input_audio": {"data": encoded(WAV)}}, DATA[:-4] + "format"),
+        ({"type": "audio_url", "audio_url": {"url": encoded(WAV)}}, URL),
+        ({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,?"}}, URL),
+    ],
+)
+def test_parts_that_make_no_sense(hearing: Served, part: dict[str, Any], param: str) -> None:
+    the_error(hearing.post([text_part("x"), part]), 400, param, "invalid_request")
+
+
+def test_a_model_that_does_not_hear(service: Served) -> None:
+    message = the_error(service.post([text_part("x"), input_audio()]), 400, DATA, "unsupported_media")
+    assert "takes no audio clips" in message
+
+
+def test_limits(hears: Path) -> None:
+    limits = {"limit_mm_per_prompt": "audio=1", "max_audio_mb": 1, "max_audio_seconds": 3.0, "max_audio_gigasamples": 0.0002}
+    with served(hears, **limits, max_item_tokens=30) as service:
+
+        def error(data: bytes) -> str:
+            return the_error(service.post([text_part("x"), input_audio(data)]), 413, DATA, "media_too_large")
+
+        assert service.post([text_part("x"), input_audio(wav(32_000))]).status_code == 200
+        assert "3.5 s; at most 3" in error(wav(56_000))
+        assert "8 channels of 32000 samples" in error(wav(32_000, channels=8))
+        assert "31 tokens; at most 30" in error(wav(38_500))
+        assert "the file has more than 1048576 bytes" in error(bytes(2**20 + 1))
+        response = service.post([input_audio(), audio_url(), text_part("x")])
+        assert "2 audio clips, at most 1" in the_error(response, 400, "messages")
+        response = service.post([input_audio(), image_part(), text_part("x")])
+        assert response.status_code == 200, response.text
+
+
+def test_a_clip_that_is_longer_than_the_context(hearing: Served) -> None:
+    """Refused before a sample is decoded."""
+    response = hearing.post([text_part("x"), input_audio(wav(4_000 * 340, rate=4_000))])
+    assert "the context length is" in the_error(response, 400, "messages", "prompt_too_long")
