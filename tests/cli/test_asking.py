@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from triptych.cli import demo, main, run
+from triptych.cli.asking import request_body
 
 Start = Callable[[str], None]
 """Makes the commands ask a service of this URL instead of one of their own."""
@@ -146,3 +147,22 @@ def test_a_picture_that_is_missing_is_named(start: Start, capsys: pytest.Capture
         main(["run", "demo", str(tmp_path / "nothing.png"), "What is it?"])
     assert exit_.value.code == 1
     assert "nothing.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.png", "image_url"),
+        ("a", "image_url"),
+        ("a.MP4", "video_url"),
+        ("a.flac", "audio_url"),
+        ("a.ogg", "audio_url"),
+    ],
+)
+def test_files_are_sent_as_what_they_are_called(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    body = request_body("m", [tmp_path / name], "What?")
+    part, question = body["messages"][0]["content"]
+    assert part["type"] == kind
+    assert part[kind]["url"].endswith(";base64,eA==")
+    assert question == {"type": "text", "text": "What?"}

@@ -1,4 +1,4 @@
-"""Asks a running service a question about picture files and shows the answer as it streams."""
+"""Asks a running service a question about files and shows the answer as it streams."""
 
 import base64
 import json
@@ -16,13 +16,13 @@ from triptych.api.app import TIMELINE_HEADER
 from triptych.cli.waterfall import waterfall
 from triptych.errors import ConfigError, StartError
 
+_SUFFIXES = {"video": (".mp4", ".mov", ".webm", ".mkv"), "audio": (".wav", ".flac", ".mp3", ".ogg", ".opus")}
+"""What other files than pictures are called."""
 
-def request_body(model: str, pictures: Sequence[str | Path], question: str, **settings: Any) -> dict[str, Any]:
-    """A streamed chat request. Raises ConfigError for a picture that can't be read."""
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": _data_url(Path(picture))}} for picture in pictures
-    ]
-    message = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+
+def request_body(model: str, files: Sequence[str | Path], question: str, **settings: Any) -> dict[str, Any]:
+    """A streamed chat request. Raises ConfigError for a file that can't be read."""
+    message = {"role": "user", "content": [*map(_part, map(Path, files)), {"type": "text", "text": question}]}
     return {"model": model, "messages": [message], "stream": True} | settings
 
 
@@ -82,10 +82,15 @@ def _parsed(url: str, text: str) -> dict[str, Any]:
     raise StartError(f"no answer from {url}: it says {text[:200]!r}")
 
 
-def _data_url(picture: Path) -> str:
+def _part(file: Path) -> dict[str, Any]:
+    modality = next((kind for kind, ends in _SUFFIXES.items() if file.suffix.lower() in ends), "image")
+    return {"type": f"{modality}_url", f"{modality}_url": {"url": _data_url(file)}}
+
+
+def _data_url(file: Path) -> str:
     try:
-        data = picture.read_bytes()
+        data = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{picture}: {error.strerror}") from None
-    kind = mimetypes.guess_type(picture)[0] or "application/octet-stream"
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    kind = mimetypes.guess_type(file)[0] or "application/octet-stream"
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

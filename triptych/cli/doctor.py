@@ -141,7 +141,7 @@ def _port(host: str, port: int) -> str:
 
 
 def _table(stages: dict[str, int], roles: list[Role]) -> Table:
-    table = Table("role", "vision tower", "decoder", "bytes", title="bytes each role loads from the checkpoint")
+    table = Table("role", "towers", "decoder", "bytes", title="bytes each role loads from the checkpoint")
     for column in table.columns[1:]:
         column.justify = "right"
     for role in roles:

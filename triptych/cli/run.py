@@ -1,4 +1,4 @@
-"""``triptych run``: one question about some pictures, answered on the terminal, and where the time went."""
+"""``triptych run``: one question about some files, answered on the terminal, and where the time went."""
 
 import argparse
 import asyncio
@@ -15,12 +15,12 @@ from triptych.config import ServeConfig
 from triptych.errors import ConfigError
 from triptych.topology import Topology
 
-SUMMARY = "ask one question about pictures, on the terminal"
+SUMMARY = "ask one question about pictures, videos and audio, on the terminal"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
-    parser.add_argument("inputs", nargs="+", metavar="PICTURE|QUESTION", help="picture files, then the question")
+    parser.add_argument("inputs", nargs="+", metavar="FILE|QUESTION", help="files, then the question")
     parser.add_argument("--topology", help="instances to start for it (default: 1EPD; for text alone: 1PD)")
     parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the checkpoint's own)")
@@ -32,12 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     config = flags.serve_config(arguments)
     front_door = dataclasses.replace(config.front_door, port=0, served_model_name=flags.model_name(arguments, config))
     config = dataclasses.replace(config, front_door=front_door)
-    *pictures, question = arguments.inputs
+    *files, question = arguments.inputs
     if Path(question).is_file():
         raise ConfigError(f"the question is missing: {question} is a file, and the last argument must be a question")
     given = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     settings = {name: value for name, value in given.items() if value is not None}
-    body = request_body(front_door.served_model_name, pictures, question, **settings)
+    body = request_body(front_door.served_model_name, files, question, **settings)
     return asyncio.run(_run(config, flags.topology(arguments, config, "1EPD"), body, arguments.verbose))
 
 
