@@ -16,6 +16,7 @@ from tests.parity import test_video_families
 from tests.tiny import TINY
 from triptych.families.registry import FAMILIES, Family, resolve
 from triptych.families.shared.decoder import Backbone
+from triptych.families.shared.tower import TowerSpec
 from triptych.models.decoder_config import RopeConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -49,7 +50,7 @@ CHECKS = (
     ),
     Check(
         "positions",
-        "of 1,000 random mixes of text, images and videos (50 in CI) equal to `get_rope_index`",
+        "of 1,000 random mixes of text and the family's media (50 in CI) equal to `get_rope_index`",
         "tests/families/test_mrope.py",
         test_mrope.MODELS,
     ),
@@ -72,6 +73,13 @@ CHECKS = (
         "the same, in the same topologies, from MP4, WebM, GIF and lists of frames",
         "tests/parity",
         {*test_video_families.FAMILIES, "qwen3_vl"},
+    ),
+    Check(
+        "audio",
+        "tokens, features (within 1e-4) and rows (within 1e-5) as the reference has them; answers as above, to audio "
+        "alone and beside images",
+        "tests/families, tests/models, tests/parity",
+        {name for name, family in FAMILIES.items() if "audio" in family.modalities and name in TINY},
     ),
     Check("tensor parallelism", "the same answers from two ranks", "tests/parity", {*service.TWO_RANKS, *QWEN3_VL}),
     Check("sliding windows", "the same answers with windows switched on", "tests/parity", service.WITH_WINDOWS),
@@ -106,10 +114,13 @@ def page() -> str:
 
 def _family(name: str, family: Family) -> str:
     loader = resolve(family.tower)
-    tower = loader.spec.module.rpartition(":")[2] if family.takes_media else "none"
-    deepstack = " and deepstack features" if family.takes_media and loader.spec.deepstack else ""
+    towers = ", ".join(map(_tower, loader.specs)) if family.takes_media else "none"
     modalities = ", ".join(family.modalities)
-    return f"| `{name}` | {family.name} | {modalities} | {_backbone(loader.backbone)} | {tower}{deepstack} |"
+    return f"| `{name}` | {family.name} | {modalities} | {_backbone(loader.backbone)} | {towers} |"
+
+
+def _tower(spec: TowerSpec) -> str:
+    return spec.module.rpartition(":")[2] + (" and deepstack features" if spec.deepstack else "")
 
 
 def _backbone(backbone: Backbone) -> str:

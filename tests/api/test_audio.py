@@ -181,8 +181,9 @@ def test_a_model_that_does_not_hear(service: Served) -> None:
 
 
 def test_limits(hears: Path) -> None:
-    limits = {"limit_mm_per_prompt": "audio=1", "max_audio_mb": 1, "max_audio_seconds": 3.0, "max_audio_gigasamples": 0.0002}
-    with served(hears, **limits, max_item_tokens=30) as service:
+    limits = {"limit_mm_per_prompt": "audio=1", "max_audio_mb": 1, "max_item_tokens": 30}
+    limits |= {"max_audio_seconds": 3.0, "max_audio_gigasamples": 0.0002}
+    with served(hears, **limits) as service:
 
         def error(data: bytes) -> str:
             return the_error(service.post([text_part("x"), input_audio(data)]), 413, DATA, "media_too_large")
