@@ -16,7 +16,7 @@ from tests.checkpoints import DENSE
 from tests.harness import FLOAT32, running
 from triptych.config import EngineConfig
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.layers import PackedHalfLinear
+from triptych.models.layers import PackedFloatLinear, PackedHalfLinear
 from triptych.models.safetensors_header import TensorInfo
 
 _FOREIGN = (type, ModuleType, FunctionType)
@@ -46,10 +46,19 @@ def weight_elements(host: Any) -> tuple[int, list[torch.Tensor]]:
     modules = {id(thing): thing for thing in things if isinstance(thing, torch.nn.Module)}.values()
     assert modules, "the walk finds the model"
     parameters = {p.data_ptr(): p for module in modules for p in module.parameters(recurse=False)}
-    packed = [module._packed.unpack()[0] for module in modules if isinstance(module, PackedHalfLinear)]
+    packed = [tensor for module in modules for tensor in _unpacked(module)]
     loose = {t.data_ptr(): t for t in things if isinstance(t, torch.nn.Parameter)}
     tensors = [*(parameters | loose).values(), *packed]
     return sum(tensor.numel() for tensor in tensors), tensors
+
+
+def _unpacked(module: torch.nn.Module) -> list[torch.Tensor]:
+    """A packed layer's weight and bias."""
+    if isinstance(module, PackedHalfLinear):
+        return [tensor for tensor in module._packed.unpack() if tensor is not None]
+    if isinstance(module, PackedFloatLinear):
+        return [module._packed.to_dense(), *([] if module._bias is None else [module._bias])]
+    return []
 
 
 def elements(tensors: dict[str, TensorInfo], tower: bool) -> int:
@@ -74,7 +83,7 @@ def test_an_encode_instance_holds_the_tower_alone_and_a_language_instance_the_de
             in_encode, encode_weights = weight_elements(encode)
             in_language, language_weights = weight_elements(language)
             assert in_encode == tower
-            assert in_language == decoder + _repeated_norms() + _packed_head(tensors, dtype)
+            assert in_language == decoder + _repeated_norms() + _packed_head(tensors)
             assert not _holds(encode_weights, checkpoint, tower=False)
             assert not _holds(language_weights, checkpoint, tower=True)
             assert _holds(encode_weights, checkpoint, tower=True)
@@ -89,10 +98,10 @@ def _repeated_norms() -> int:
     return DENSE.layers * (DENSE.heads + DENSE.kv_heads - 2) * DENSE.head_dim
 
 
-def _packed_head(tensors: dict[str, TensorInfo], dtype: str) -> int:
-    """The tied matrix is kept twice when it is packed: as a table and as the head."""
+def _packed_head(tensors: dict[str, TensorInfo]) -> int:
+    """The tied matrix is kept twice: as a table, and packed as the head."""
     table = next(info for key, info in tensors.items() if key.endswith("embed_tokens.weight"))
-    return torch.Size(table.shape).numel() if dtype == "auto" else 0
+    return torch.Size(table.shape).numel()
 
 
 def _holds(weights: list[torch.Tensor], checkpoint: Checkpoint, *, tower: bool) -> bool:
