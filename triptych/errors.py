@@ -133,7 +133,7 @@ class Overloaded(ServiceError):
 
 
 class RateLimited(Overloaded):
-    """This caller has as many requests waiting or running as it may."""
+    """This caller has as many requests waiting or running as it may, or they hold as much memory as they may."""
 
 
 class Unavailable(ServiceError):

@@ -7,6 +7,7 @@ from typing import Any
 from triptych.errors import CheckpointError
 
 GENERATION_CONFIG = "generation_config.json"
+PREPROCESSOR_CONFIG = "preprocessor_config.json"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -30,15 +31,13 @@ def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
 
 def load_preprocessor_config(folder: Path | str) -> dict[str, Any]:
     """What a checkpoint folder says about how images and audio are preprocessed, where transformers looks for it: the
-    ``image_processor`` and the ``feature_extractor`` of ``processor_config.json``, before ``preprocessor_config.json``,
-    which holds the settings of both; empty when there is none. Raises CheckpointError."""
+    ``image_processor`` of ``processor_config.json``, or else ``preprocessor_config.json``, of which then nothing else
+    counts; with the former's ``feature_extractor``, if it has one. Empty when there is none. Raises CheckpointError."""
     folder = Path(folder)
     processors = _read_if_there(folder / "processor_config.json")
-    sections = [processors.get(name) for name in ("feature_extractor", "image_processor")]
-    found = _read_if_there(folder / "preprocessor_config.json") if None in sections else {}
-    for section in sections:
-        found |= section if isinstance(section, dict) else {}
-    return found
+    images, audio = (processors.get(name) for name in ("image_processor", "feature_extractor"))
+    found = images if isinstance(images, dict) else _read_if_there(folder / PREPROCESSOR_CONFIG)
+    return found | audio if isinstance(audio, dict) else found
 
 
 def load_video_config(folder: Path | str) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def load_video_config(folder: Path | str) -> dict[str, Any]:
     if isinstance(nested, dict):
         return nested
     path = folder / "video_preprocessor_config.json"
-    return read_json_object(path) if path.is_file() else load_preprocessor_config(folder)
+    return read_json_object(path) if path.is_file() else _read_if_there(folder / PREPROCESSOR_CONFIG)
 
 
 def load_generation_config(folder: Path | str) -> dict[str, Any]:

@@ -36,6 +36,10 @@ class ForwardBatch:
     """int64 [L]: the tokens whose logits are wanted; L may be 0."""
     attention: AttentionBatch
 
+    def __post_init__(self) -> None:
+        if self.positions.dtype != torch.float64:  # graphs and other ranks take its bits for that
+            raise ValueError(f"positions are {self.positions.dtype}, not float64")
+
 
 AfterLayer = Callable[[int], object]
 """Is told the number of each layer of a step once its keys and values are in the cache: those of all ranks, because a

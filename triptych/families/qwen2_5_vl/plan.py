@@ -39,7 +39,7 @@ class Qwen25VLPlanner(PatchPlanner):
         seen."""
         if not isinstance(plan.header, VideoHeader):
             return super()._shape(plan, frames, height, width)
-        rate = len(plan.frames) / plan.header.frames * plan.header.rate
+        rate = self._seen_rate(plan, plan.header)
         seconds = np.float32(self._geometry.temporal_patch_size / rate)  # the reference's tensor of them
         return grid_shape(frames, height, width, float(np.float32(self._positions_per_second) * seconds))
 

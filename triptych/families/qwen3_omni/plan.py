@@ -94,7 +94,7 @@ class Qwen3OmniPlanner(PatchPlanner):
         asked = self._sampling.asked(plan.sampling)
         rate = asked.fps
         if plan.header.chosen or asked.num_frames is not None:
-            rate = len(plan.frames) / plan.header.frames * plan.header.rate
+            rate = self._seen_rate(plan, plan.header)
         interval = self._geometry.temporal_patch_size / rate * self._positions_per_second
         return timed_shape(frames, height, width, interval)
 

@@ -177,6 +177,11 @@ class PatchPlanner:
         """The positions of an item of so many frames, rows and columns of tokens."""
         return grid_shape(frames, height, width)
 
+    @staticmethod
+    def _seen_rate(plan: ItemPlan, header: VideoHeader) -> float:
+        """Frames per second, of those that are seen."""
+        return len(plan.frames) / header.frames * header.rate
+
     def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
         """M-RoPE positions. Raises PlanMismatch where a placement isn't its plan's, or placements overlap or leave the
         prompt."""
