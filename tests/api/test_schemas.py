@@ -39,7 +39,7 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
     (with_content({"type": "text", "text": "x"}), CONTENT, "string or an array"),
     (with_content(["x"]), f"{CONTENT}[0]", "object"),
     (with_content([{"text": "x"}]), f"{CONTENT}[0].type", "required"),
-    (with_content([IMAGE, {"type": "audio_url", "audio_url": {"url": "x"}}]), f"{CONTENT}[1].type", "'audio_url'"),
+    (with_content([IMAGE, {"type": "file_url", "file_url": {"url": "x"}}]), f"{CONTENT}[1].type", "'file_url'"),
     (with_content([{"type": "text"}]), f"{CONTENT}[0].text", "required"),
     (with_content([IMAGE, {"type": "text", "text": 3}]), f"{CONTENT}[1].text", "string"),
     (with_content([{"type": "text", "text": "x", "more": 1}]), f"{CONTENT}[0].more", "unknown"),

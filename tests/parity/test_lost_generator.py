@@ -20,10 +20,16 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+def at_stake(service: Running, victim: str) -> int:
+    """How many answers the instance is in the middle of."""
+    requests = service.front_door.router._requests.values()
+    return sum(entry.generator.name == victim and len(entry.generated) > 2 for entry in requests)
+
+
 async def answer_and_lose(
-    service: Running, messages: Any, settings: dict[str, Any], got: list[int], lose: asyncio.Event
+    service: Running, victim: str, messages: Any, settings: dict[str, Any], lose: asyncio.Event
 ) -> list[int]:
-    """The tokens of an answer; sets the event once all answers together have enough of them."""
+    """The tokens of an answer; sets the event once the victim is in the middle of one."""
     front = service.front_door.service
     prompt = front.prompt_builder.build(messages)
     sampling = Sampling(**({"max_tokens": 32, "ignore_eos": True} | settings))
@@ -31,19 +37,16 @@ async def answer_and_lose(
     tokens = []
     async for report in stream:
         tokens += report.tokens
-        got += report.tokens
-        if len(got) >= 6 * len(REQUESTS):
+        if at_stake(service, victim):
             lose.set()
     return tokens
 
 
 async def answers_with_a_loss(service: Running, victim: str, settings: dict[str, Any]) -> list[list[int]]:
-    got: list[int] = []
     lose = asyncio.Event()
-    asked = [asyncio.create_task(answer_and_lose(service, one, settings, got, lose)) for one in REQUESTS]
-    await lose.wait()
-    at_stake = [entry for entry in service.front_door.router._requests.values() if entry.generator.name == victim]
-    assert any(entry.generated for entry in at_stake), "it is in the middle of answers"
+    asked = [asyncio.create_task(answer_and_lose(service, victim, one, settings, lose)) for one in REQUESTS]
+    await asyncio.wait_for(lose.wait(), 60)
+    assert at_stake(service, victim), "it is in the middle of answers"
     await service.end(victim)
     found = await asyncio.gather(*asked)
     assert victim not in {lease.name for lease in service.front_door.router.registry}
