@@ -95,6 +95,9 @@ class Hears(Model):
         return features
 
 
+slow = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hears]:
     torch.set_num_threads(1)
@@ -115,20 +118,24 @@ def test_topologies(model: Hears, topology: str) -> None:
     assert answered(model, topology) == model.answers
 
 
-@pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
-@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize(
+    ("topology", "chunk"),
+    [("1E1P1D", 7), *(pytest.param(*case, marks=slow) for case in (("1EPD", 7), ("1EPD", 4096), ("1E1P1D", 4096)))],
+)
 def test_prefill_chunks(model: Hears, topology: str, chunk: int) -> None:
     assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == model.answers
 
 
-@pytest.mark.parametrize("topology", ["1E1PD", "1E1P1D"])
-@pytest.mark.parametrize("block_rows", [1, 8])
+@pytest.mark.parametrize(
+    ("topology", "block_rows"),
+    [("1E1P1D", 8), *(pytest.param(*case, marks=slow) for case in (("1E1PD", 1), ("1E1PD", 8), ("1E1P1D", 1)))],
+)
 def test_receive_pool_of_one_block(model: Hears, topology: str, block_rows: int) -> None:
     engine = replace(FLOAT32, receive_blocks=1, receive_block_rows=block_rows, kv_receive_blocks=4)
     assert answered(model, topology, engine) == model.answers
 
 
-@pytest.mark.parametrize("patches", [1, 250])
+@pytest.mark.parametrize("patches", [1, pytest.param(250, marks=slow)])
 def test_batches(model: Hears, patches: int) -> None:
     """However many parts go through the towers together, and however little is remembered of them."""
     engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)

@@ -66,7 +66,7 @@ def check_all(model: Model, found: Sequence[tuple[PromptLogprobs, list[int]]]) -
         assert answer == model.answers[case][:8]
 
 
-@pytest.mark.parametrize("chunk", [5, 64, 4096])
+@pytest.mark.parametrize("chunk", [5, pytest.param(64, marks=pytest.mark.slow), 4096])
 @pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
 def test_prompt_logprobs_are_those_of_transformers(model: Model, topology: str, chunk: int) -> None:
     """All at once, beside requests that don't ask for any."""
