@@ -24,7 +24,6 @@ from tests.parity.cases import png
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.fields import Strict
 from triptych.api.held import SMALL
-from triptych.api.named_media import NamedMedia
 from triptych.api.parsing import parse
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
@@ -128,25 +127,6 @@ def test_only_the_service_packs_frames(service: Served) -> None:
     for packed in (PackedFrames(2.0, [b""] * 1000), PackedFrames(2.0, [image(), image()])):
         response = service.post([text_part("x"), video_part(pack_frames(packed))])
         assert "a list of frames" in the_error(response, 400, VIDEO, "unsupported_media")
-
-
-def test_whoever_has_named_most_is_forgotten_first() -> None:
-    media = NamedMedia(100)
-    media.put("mine", "a", b"a" * 20)
-    media.put("mine", "b", b"b" * 20)
-    for number in range(50):
-        media.put("other's", str(number), bytes(10))
-    assert media.get("mine", "a") == b"a" * 20
-    assert media.get("mine", "b") == b"b" * 20
-    assert [media.get("other's", str(number)) is not None for number in range(40, 50)] == [False] * 4 + [True] * 6
-    media.put("mine", "c", b"c" * 50)
-    assert media.get("mine", "a") is None
-    assert media.get("other's", "49") is not None
-    assert media.num_bytes <= 100
-    for scope, name in (("mine", "b"), ("mine", "c")):
-        media.put(scope, name, bytes(101))
-        assert media.get(scope, name) is None
-    assert "mine" not in media._scopes
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
