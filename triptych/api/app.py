@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from triptych import __version__
 from triptych.api import chat, completions, objects, responses, tokens
-from triptych.api.body import Body, read_body
+from triptych.api.body import read_body
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
@@ -68,9 +68,9 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation, which may have images. With `stream: true`, as server-sent events."""
-        body = await _body(request, service)
-        parsed = parse(ChatCompletionRequest, body.text)
-        prepared = await _until_disconnect(request, chat.prepare(service, parsed, _caller(request, service, body)))
+        text, caller = await _received(request, service)
+        parsed = parse(ChatCompletionRequest, text)
+        prepared = await _until_disconnect(request, chat.prepare(service, parsed, caller))
         if not parsed.stream:
             return JsonResponse(await _until_disconnect(request, chat.whole(prepared)))
         return await _stream(request, service, chat.chunks(prepared), error_event)
@@ -82,11 +82,9 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     )
     async def text_completions(request: Request) -> Response:
         """Continues texts or tokens, without a chat template. With `stream: true`, as server-sent events."""
-        body = await _body(request, service)
-        parsed = parse(CompletionRequest, body.text)
-        prepared = await _until_disconnect(
-            request, completions.prepare(service, parsed, _caller(request, service, body))
-        )
+        text, caller = await _received(request, service)
+        parsed = parse(CompletionRequest, text)
+        prepared = await _until_disconnect(request, completions.prepare(service, parsed, caller))
         if not parsed.stream:
             return JsonResponse(await _until_disconnect(request, completions.whole(prepared)))
         return await _stream(request, service, completions.chunks(prepared), error_event)
@@ -98,9 +96,9 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     )
     async def model_responses(request: Request) -> Response:
         """Answers items, as OpenAI's Responses API does, but remembers nothing. With `stream: true`, as events."""
-        body = await _body(request, service)
-        parsed = parse(ResponsesRequest, body.text)
-        prepared = await _until_disconnect(request, responses.prepare(service, parsed, _caller(request, service, body)))
+        text, caller = await _received(request, service)
+        parsed = parse(ResponsesRequest, text)
+        prepared = await _until_disconnect(request, responses.prepare(service, parsed, caller))
         if not parsed.stream:
             return JsonResponse(await _until_disconnect(request, prepared.whole()))
         return await _stream(request, service, prepared.events(), prepared.on_error)
@@ -116,17 +114,17 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         )
         async def tokenize(request: Request) -> Response:
             """The tokens of a text, or of the prompt that messages become."""
-            body = await _body(request, service)
-            parsed = tokens.parse_tokenize(body.text)
-            work = tokens.tokenize(service, parsed, _caller(request, service, body))
-            return JsonResponse(await _until_disconnect(request, work))
+            text, caller = await _received(request, service)
+            parsed = tokens.parse_tokenize(text)
+            return JsonResponse(await _until_disconnect(request, tokens.tokenize(service, parsed, caller)))
 
         @app.post(
             f"{prefix}/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(objects.Detokenized)
         )
         async def detokenize(request: Request) -> Response:
             """The text of tokens."""
-            parsed = parse(DetokenizeRequest, (await _body(request, service)).text)
+            text, _ = await _received(request, service)
+            parsed = parse(DetokenizeRequest, text)
             return JsonResponse(await _until_disconnect(request, tokens.detokenize(service, parsed)))
 
 
@@ -169,8 +167,21 @@ def _add_about(app: FastAPI, service: Service) -> None:
         return Response(generate_latest(service.router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _caller(request: Request, service: Service, body: Body) -> Caller:
-    """Who asks, and until when. Raises InvalidRequest for a header that makes no sense."""
+async def _received(request: Request, service: Service) -> tuple[bytes, Caller]:
+    """The body's JSON; and who asks, and until when. Raises what ``read_body`` does, and InvalidRequest for a header
+    that makes no sense."""
+    hold = service.held.for_request()
+    body = await read_body(request, service.front_door.max_body_mb * 2**20, hold)
+    return body.text, Caller(
+        scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
+        expires=time.monotonic() + _timeout(request, service),
+        media=service.media.for_request(body.inline, hold),
+        timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",
+    )
+
+
+def _timeout(request: Request, service: Service) -> float:
+    """Seconds that the request may take, as far as its headers say."""
     timeout = service.front_door.request_timeout
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
@@ -180,12 +191,7 @@ def _caller(request: Request, service: Service, body: Body) -> Caller:
         if not 0 < seconds <= MAX_TIMEOUT:
             raise InvalidRequest(f"the header {TIMEOUT_HEADER} must be a number of seconds up to {MAX_TIMEOUT:g}")
         timeout = min(timeout, seconds)
-    return Caller(
-        scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
-        expires=time.monotonic() + timeout,
-        media=service.media.for_request(body.inline, service.held.for_request()),
-        timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",
-    )
+    return timeout
 
 
 async def _stream(
@@ -198,10 +204,6 @@ async def _stream(
     HTTP status."""
     first = await _until_disconnect(request, _first(events))
     return EventStream(_resumed(first, events, on_error), service.front_door.client_timeout)
-
-
-async def _body(request: Request, service: Service) -> Body:
-    return await read_body(request, service.front_door.max_body_mb * 2**20, service.held.for_request())
 
 
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

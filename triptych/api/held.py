@@ -26,18 +26,24 @@ class Held:
         Overloaded when all hold too much, and RateLimited when its caller does."""
         caller, own = current_caller(), 0
 
+        def release() -> None:
+            nonlocal own
+            self._release(caller, _counted(own))
+            own = 0
+
         def hold(num_bytes: int) -> None:
             nonlocal own
-            counted, own = max(0, own - SMALL), own + num_bytes
-            more = max(0, own - SMALL) - counted
-            if not more:
-                return
-            if self.total + more > self._most:
-                raise Overloaded("requests hold all the memory that they may", retry_after=1)
-            if self._by_caller[caller] + more > self._most // 2:
-                raise RateLimited("your requests hold all the memory that they may")
-            self._by_caller[caller] += more
-            at_end(lambda: self._release(caller, more))
+            before = _counted(own)
+            more = _counted(own + num_bytes) - before
+            if more:
+                if self.total + more > self._most:
+                    raise Overloaded("requests hold all the memory that they may", retry_after=1)
+                if self._by_caller[caller] + more > self._most // 2:
+                    raise RateLimited("your requests hold all the memory that they may")
+                self._by_caller[caller] += more
+            own += num_bytes
+            if more and not before:
+                at_end(release)  # once, of whatever it is by then: bodies come in many small pieces
 
         return hold
 
@@ -45,3 +51,7 @@ class Held:
         self._by_caller[caller] -= num_bytes
         if not self._by_caller[caller]:
             del self._by_caller[caller]
+
+
+def _counted(num_bytes: int) -> int:
+    return max(0, num_bytes - SMALL)
