@@ -226,6 +226,23 @@ def test_prompts_that_take_long_to_make_hold_up_nobody_else(service: Served, slo
     wait_for(lambda: admission._preparing.total() == 0)
 
 
+def test_nobody_waits_longer_than_it_wants_for_its_texts_to_be_read(service: Served, slow: threading.Event) -> None:
+    """Three that take long, by one caller, whose fourth waits for one of them to end."""
+    headers = {"authorization": "Bearer slow one", "x-request-timeout": "0.3"}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, {"model": service.model, "prompt": "slow"}),
+        ("/tokenize", {"prompt": "slow"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "slow"}]}),
+        ("/detokenize", {"tokens": [1]}),
+    ]
+    with service.client() as client:
+        for path, body in asked:
+            the_error(client.post(path, json=body, headers=headers), 504, None, "deadline_exceeded")
+        slow.set()
+        for path, body in asked:
+            assert client.post(path, json=body, headers=headers | {"x-request-timeout": "20"}).status_code == 200
+
+
 def test_who_makes_a_prompt_has_a_place_in_the_house(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise any number could be fetched and planned side by side."""
     done = threading.Event()

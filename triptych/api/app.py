@@ -123,9 +123,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         )
         async def detokenize(request: Request) -> Response:
             """The text of tokens."""
-            text, _ = await _received(request, service)
+            text, caller = await _received(request, service)
             parsed = parse(DetokenizeRequest, text)
-            return JsonResponse(await _until_disconnect(request, tokens.detokenize(service, parsed)))
+            return JsonResponse(await _until_disconnect(request, tokens.detokenize(service, parsed, caller)))
 
 
 def _add_about(app: FastAPI, service: Service) -> None:

@@ -30,7 +30,8 @@ async def prepare(service: Service, request: CompletionRequest, caller: Caller) 
         raise InvalidRequest(f"prompt: {wanted} answers, at most {service.front_door.max_queue} can be made", "prompt")
     began = time.time()
     with service.router.preparing(has_media=False):
-        prompts = await service.planning.run(current_caller(), partial(_planned, service, request))
+        async with caller.in_time():
+            prompts = await service.planning.run(current_caller(), partial(_planned, service, request))
     planned = Interval("plan", began, time.time())
     note(planned)
     return Generation(

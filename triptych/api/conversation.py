@@ -1,6 +1,5 @@
 """From a request's messages to a planned prompt: media fetched, tools and settings given to the chat template."""
 
-import asyncio
 import time
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from triptych.api.schemas import (
     template_arguments,
 )
 from triptych.api.service import Service
-from triptych.errors import DeadlineExceeded, InvalidRequest
+from triptych.errors import InvalidRequest
 from triptych.observe.requests import current_caller, note
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
@@ -33,22 +32,19 @@ async def planned(
     check_numbers(service, parts)
     view = View.of(request.mm_processor_kwargs)
     began = time.time()
-    try:
-        async with asyncio.timeout(caller.remaining):
-            media = await fetch_all(parts, view, caller, service.named_media)
-            fetched = time.time()
-            messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
-            build = partial(
-                service.prompt_builder.build,
-                messages,
-                service.context_length,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                **variables,
-            )
-            prompt = await service.planning.run(current_caller(), build)
-    except TimeoutError:
-        raise DeadlineExceeded("the request's time ran out while its prompt was made") from None
+    async with caller.in_time():
+        media = await fetch_all(parts, view, caller, service.named_media)
+        fetched = time.time()
+        messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
+        build = partial(
+            service.prompt_builder.build,
+            messages,
+            service.context_length,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **variables,
+        )
+        prompt = await service.planning.run(current_caller(), build)
     intervals = [Interval("fetch", began, fetched), Interval("plan", fetched, time.time())]
     note(*intervals)
     return prompt, intervals

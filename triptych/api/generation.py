@@ -1,9 +1,10 @@
 """From planned prompts to a stream of text: what all endpoints that generate have in common."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -38,6 +39,16 @@ class Caller:
     def within(self, timeout: float | None) -> "Caller":
         """The same with what a request's body says about its time, counted from now."""
         return self if timeout is None else replace(self, expires=min(self.expires, time.monotonic() + timeout))
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncGenerator[None, None]:
+        """Around all that is done before instances are asked. Raises DeadlineExceeded when it isn't over in the
+        request's time."""
+        try:
+            async with asyncio.timeout(self.remaining):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded("the request's time ran out while its prompt was made") from None
 
     @property
     def remaining(self) -> float:

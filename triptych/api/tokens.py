@@ -11,6 +11,7 @@ from triptych.api.generation import Caller, check_model
 from triptych.api.parsing import parse
 from triptych.api.service import Service
 from triptych.observe.requests import current_caller
+from triptych.prompt.prompt import PlannedPrompt
 
 
 class _Kind(msgspec.Struct):
@@ -30,31 +31,34 @@ def parse_tokenize(body: bytes) -> TokenizeConversation | TokenizeText:
 
 async def tokenize(service: Service, request: TokenizeConversation | TokenizeText, caller: Caller) -> dict[str, Any]:
     """``objects.Tokenized``; media count with all tokens that stand for them. Raises RequestError and ServiceError."""
-    if isinstance(request, TokenizeText):
-        check_model(service, request.model)
-        build = partial(
-            service.prompt_builder.build_text,
-            request.prompt,
-            service.context_length,
-            add_special_tokens=request.add_special_tokens,
-        )
-        prompt = await service.planning.run(current_caller(), build)
-    else:
-        prompt, _ = await planned(service, request, caller)
-    tokens = prompt.tokens
-    names = None
-    if request.return_token_strs:
-        names = await service.planning.run(current_caller(), partial(_spelled, service, tokens))
+    async with caller.in_time():
+        tokens = (await _prompt(service, request, caller)).tokens
+        names = None
+        if request.return_token_strs:
+            names = await service.planning.run(current_caller(), partial(_spelled, service, tokens))
     return {"count": len(tokens), "max_model_len": service.context_length, "tokens": tokens, "token_strs": names}
+
+
+async def _prompt(service: Service, request: TokenizeConversation | TokenizeText, caller: Caller) -> PlannedPrompt:
+    if not isinstance(request, TokenizeText):
+        return (await planned(service, request, caller))[0]
+    check_model(service, request.model)
+    build = partial(
+        service.prompt_builder.build_text,
+        request.prompt,
+        service.context_length,
+        add_special_tokens=request.add_special_tokens,
+    )
+    return await service.planning.run(current_caller(), build)
 
 
 def _spelled(service: Service, tokens: list[int]) -> list[str]:
     return [service.tokenizer.token_of(token) or "" for token in tokens]
 
 
-async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, str]:
-    """``objects.Detokenized``. Raises UnknownModel."""
+async def detokenize(service: Service, request: DetokenizeRequest, caller: Caller) -> dict[str, str]:
+    """``objects.Detokenized``. Raises RequestError and ServiceError."""
     check_model(service, request.model)
     decode = partial(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
-    text = await service.planning.run(current_caller(), decode)
-    return {"prompt": text}
+    async with caller.in_time():
+        return {"prompt": await service.planning.run(current_caller(), decode)}
