@@ -1,5 +1,6 @@
 """``/v1/completions``, ``/tokenize`` and ``/detokenize``: prompts without a chat template, and what they become."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -175,6 +176,19 @@ def test_prompt_logprobs_of_a_chat_with_a_picture(service: Served) -> None:
         *[True] * (len(tokens) - 1),
     ]
     assert "prompt_logprobs" not in service.post(content).json()
+
+
+def test_telling_takes_no_thread_that_media_are_decoded_on(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those are few, shared by all, and taken in order of arrival."""
+
+    def taken(*_: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(asyncio, "to_thread", taken)
+    assert streamed(service, prompt="x")
+    assert streamed(service, prompt="x", echo=True, logprobs=1)
+    assert texts(service, prompt="x", prompt_logprobs=1)
+    assert service.post("x", prompt_logprobs=1).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """``/v1/chat/completions``: from text to thoughts, calls and content, and from those to OpenAI's objects."""
 
-import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from triptych.api.schemas import ChatCompletionRequest, NamedTool
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.messages.work import TokenLogprob
+from triptych.observe.requests import current_caller
 from triptych.observe.timeline import as_json
 from triptych.prompt.reasoning import Thought, ThoughtSplitter
 from triptych.prompt.tokenizer import Tokenizer
@@ -187,7 +187,9 @@ async def _prompt_logprobs(chat: Chat) -> dict[str, Any]:
     generation = chat.generation
     tokenizer, prompt, told = generation.service.tokenizer, generation.prompts[0], generation.prompt_logprobs.get(0)
     # on another thread, since it takes a while, and other requests' tokens shouldn't wait for it
-    made = await asyncio.to_thread(lambda: entries(tokenizer, scored_tokens(prompt.tokens, told), most))
+    made = await generation.service.planning.run(
+        current_caller(), lambda: entries(tokenizer, scored_tokens(prompt.tokens, told), most)
+    )
     return {"prompt_logprobs": made}
 
 

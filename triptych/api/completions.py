@@ -1,6 +1,5 @@
 """``/v1/completions``: texts and tokens without a chat template."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -150,10 +149,21 @@ async def whole(generation: Generation) -> dict[str, Any]:
     async with aclosing(_pieces(generation)) as stream:
         async for piece in stream:
             pieces[piece.choice].append(piece)
-    joined = [_joined(of_one) for of_one in pieces]
-    # on another thread: log probabilities take a while, and other requests' tokens shouldn't wait for them
-    choices = await asyncio.to_thread(lambda: [_Choice(generation, one.choice).told_whole(one) for one in joined])
+    tell = partial(_told_whole, generation, [_joined(of_one) for of_one in pieces])
+    if _has_logprobs(generation):
+        # on another thread: they take a while, and other requests' tokens shouldn't wait for them
+        choices = await generation.service.planning.run(current_caller(), tell)
+    else:
+        choices = tell()
     return _object(generation) | {"choices": choices, "usage": generation.usage} | timeline(generation)
+
+
+def _has_logprobs(generation: Generation) -> bool:
+    return any(one.logprobs is not None or one.prompt_logprobs is not None for one in generation.samplings)
+
+
+def _told_whole(generation: Generation, joined: Sequence[Piece]) -> list[dict[str, Any]]:
+    return [_Choice(generation, one.choice).told_whole(one) for one in joined]
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
@@ -176,7 +186,7 @@ async def chunks(generation: Generation) -> AsyncGenerator[bytes, None]:
         async for piece in stream:
             if (choice := choices.get(piece.choice)) is None:
                 choice = choices[piece.choice] = _Choice(generation, piece.choice)
-                told = await asyncio.to_thread(choice.told, piece)  # it may have the prompt's log probabilities
+                told = await _first_told(generation, choice, piece)
             else:
                 told = choice.told(piece)
             usage = {"usage": generation.usage} if so_far else {}
@@ -187,6 +197,13 @@ async def chunks(generation: Generation) -> AsyncGenerator[bytes, None]:
     elif last:
         yield event(_object(generation) | {"choices": []} | last)
     yield DONE
+
+
+async def _first_told(generation: Generation, choice: _Choice, piece: Piece) -> dict[str, Any]:
+    if generation.samplings[0].prompt_logprobs is None:
+        return choice.told(piece)
+    # those of a whole prompt take a while, and other requests' tokens shouldn't wait for them
+    return await generation.service.planning.run(current_caller(), partial(choice.told, piece))
 
 
 def _object(generation: Generation) -> dict[str, Any]:

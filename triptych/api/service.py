@@ -74,7 +74,7 @@ class Service:
     observers: tuple[Observer, ...] = ()
     held: Held = field(init=False)
     planning: FairThreads = field(default_factory=FairThreads)
-    """Where prompts are made: a long text, or a header with many pieces, takes a while."""
+    """Where prompts are made, and log probabilities told: a long text, or a header with many pieces, takes a while."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "held", Held(self.front_door.max_held_mb * 2**20))
