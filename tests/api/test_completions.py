@@ -10,6 +10,7 @@ import pytest
 
 from tests.api.serving import CHAT, Served, image_part, text_part
 from tests.api.test_bad_input import the_error
+from triptych.api.prompt_logprobs import MAX_TOLD
 
 COMPLETIONS = "/v1/completions"
 
@@ -189,6 +190,17 @@ def test_telling_takes_no_thread_that_media_are_decoded_on(service: Served, monk
     assert streamed(service, prompt="x", echo=True, logprobs=1)
     assert texts(service, prompt="x", prompt_logprobs=1)
     assert service.post("x", prompt_logprobs=1).status_code == 200
+
+
+def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: Served) -> None:
+    made = service.post("a" * 900, prompt_logprobs=20, n=8, max_tokens=1)
+    assert made.status_code == 200, made.text
+    num_prompt = made.json()["usage"]["prompt_tokens"]
+    assert len(made.json()["choices"]) == 8
+    assert len(made.json()["prompt_logprobs"]) == num_prompt
+    assert num_prompt * 21 < MAX_TOLD < num_prompt * 21 * 8
+    fields = {"prompt": [[5] * 900], "prompt_logprobs": 20, "n": 8, "max_tokens": 1}
+    the_error(post(service, **fields), 400, "prompt_logprobs")  # each choice would tell of it
 
 
 @pytest.mark.parametrize(

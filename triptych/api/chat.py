@@ -66,6 +66,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, caller: Call
             max_tokens=request.max_completion_tokens or request.max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
+            num_scoring=1,  # they are told once, for all choices
             grammar=answer_form(request, prompt.thought),
             param="messages",
         ),

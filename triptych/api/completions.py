@@ -43,6 +43,7 @@ async def prepare(service: Service, request: CompletionRequest, caller: Caller) 
             max_tokens=1 if request.max_tokens == 0 else request.max_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=request.scores_prompt,
+            num_scoring=request.n or 1,  # each of its choices tells of the prompt
             grammar=request.form,
             param="prompt",
         ),

@@ -185,12 +185,15 @@ def samplings(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    num_scoring: int,
     grammar: GrammarSpec | None,
     param: str,
 ) -> list[Sampling]:
-    """The sampling of each choice; what the request leaves open is the checkpoint's own default, as in vLLM. Raises
-    PromptTooLong, naming ``param``, when prompt and answer have no room; ``max_tokens`` None is what room there is."""
-    check_size(prompts, fields.n or 1, prompt_logprobs, "echo" if fields.prompt_logprobs is None else "prompt_logprobs")
+    """The sampling of each choice; what the request leaves open is the checkpoint's own default, as in vLLM. Of a
+    prompt's choices the first ``num_scoring`` have ``prompt_logprobs``. Raises InvalidRequest for more of them than an
+    answer tells of, and PromptTooLong, naming ``param``, when prompt and answer have no room; ``max_tokens`` None is
+    what room there is."""
+    check_size(prompts, num_scoring, prompt_logprobs, "echo" if fields.prompt_logprobs is None else "prompt_logprobs")
     num_prompt = max(len(prompt.tokens) for prompt in prompts)
     room = service.context_length - num_prompt
     if room < 1 or (max_tokens is not None and max_tokens > room):
@@ -221,8 +224,14 @@ def samplings(
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )
-    # each choice a seed of its own, which follows from the request's: as in vLLM
-    return [msgspec.structs.replace(first, seed=(seed + number) % 2**63) for number in range(fields.n or 1)]
+    return [
+        msgspec.structs.replace(
+            first,
+            seed=(seed + number) % 2**63,  # of its own, which follows from the request's: as in vLLM
+            prompt_logprobs=prompt_logprobs if number < num_scoring else None,
+        )
+        for number in range(fields.n or 1)
+    ]
 
 
 def _given(value: N | None, default: N) -> N:
