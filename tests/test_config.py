@@ -1,6 +1,7 @@
 import argparse
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,21 @@ def test_limits_of_media_in_both_spellings(text: str, limits: dict[str, int]) ->
     add_settings(parser)
     given = parser.parse_args(["--limit-mm-per-prompt", text])
     assert settings(FrontDoorConfig, given).media_limits == limits
+
+
+def test_one_request_is_never_more_than_its_caller_may_hold() -> None:
+    FrontDoorConfig(max_body_mb=64, max_held_mb=256)
+    FrontDoorConfig(max_body_mb=64, max_media_mb=16, max_held_mb=160)
+    elsewhere: list[dict[str, Any]] = [
+        {"allowed_media_domains": ("a.example",)},
+        {"allowed_local_media_path": "/media"},
+    ]
+    for allowed in elsewhere:
+        FrontDoorConfig(max_body_mb=64, max_media_mb=256, max_held_mb=640, **allowed)
+        with pytest.raises(ConfigError, match=r"--max-held-mb 639 .* 320 MiB, .* 64 and 256 MiB"):
+            FrontDoorConfig(max_body_mb=64, max_media_mb=256, max_held_mb=639, **allowed)
+    with pytest.raises(ConfigError, match=r"--max-held-mb 255 .* 128 MiB, .* 64 and 64 MiB"):
+        FrontDoorConfig(max_body_mb=64, max_held_mb=255)
 
 
 def test_images_are_no_larger_than_messages() -> None:

@@ -246,6 +246,7 @@ class FrontDoorConfig:
             raise ConfigError(
                 f"--max-queue-per-caller {self.max_queue_per_caller} exceeds --max-queue {self.max_queue}"
             )
+        self._check_held()
         self._check_media()
 
     @functools.cached_property
@@ -253,6 +254,18 @@ class FrontDoorConfig:
         """How many items of each modality a request may have."""
         default = type(self).limit_mm_per_prompt
         return parse_media_limits(default) | parse_media_limits(self.limit_mm_per_prompt)
+
+    def _check_held(self) -> None:
+        """Whether one caller may hold what one request may have: its body, and the media that come in it or, where they
+        may be fetched, from elsewhere."""
+        fetches = self.allowed_media_domains or self.allowed_local_media_path
+        media = self.max_media_mb if fetches else min(self.max_media_mb, self.max_body_mb)
+        if self.max_held_mb < 2 * (self.max_body_mb + media):
+            raise ConfigError(
+                f"--max-held-mb {self.max_held_mb} is too small: one caller may hold half of it, and one request may "
+                f"have {self.max_body_mb + media} MiB, a body of --max-body-mb {self.max_body_mb} and {media} MiB of "
+                "media"
+            )
 
     def _check_media(self) -> None:
         for modality in parse_media_limits(self.limit_mm_per_prompt):

@@ -137,13 +137,13 @@ def uploading(service: Served, caller: str, num_bytes: int) -> Iterator[socket.s
     """A request whose body doesn't come to its end."""
     with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=10) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {caller}\r\n"
-        head += f"Content-Length: {2 * num_bytes}\r\n\r\n"
+        head += f"Content-Length: {num_bytes + 1}\r\n\r\n"
         connection.sendall(head.encode() + b" " * num_bytes)
         yield connection
 
 
 def test_bodies_of_all_requests_are_bounded_together_and_each_callers_share(folder: Path) -> None:
-    with served(folder, topology="1EPD", max_held_mb=2) as service:
+    with served(folder, topology="1EPD", max_body_mb=1, max_held_mb=4) as service:
         held = service.running.front_door.service.held
 
         def ask(caller: str, num_bytes: int = 0) -> httpx.Response:
@@ -151,19 +151,19 @@ def test_bodies_of_all_requests_are_bounded_together_and_each_callers_share(fold
             with service.client() as client:
                 return client.post(CHAT, content=body, headers={"authorization": f"Bearer {caller}"})
 
-        half = 2**19
-        with uploading(service, "a", 900_000):
-            wait_for(lambda: held.total > 800_000)
-            refused = ask("a", half)
+        large = 900_000
+        with uploading(service, "a", 1_000_000), uploading(service, "a", 1_000_000):
+            wait_for(lambda: held.total > 1_800_000)
+            refused = ask("a", large)
             assert_refused(refused, 429, "rate_limited")
             assert ask("a").status_code == 200, "texts get by"
-            assert ask("b", half).status_code == 200
-            with uploading(service, "b", 900_000):
-                wait_for(lambda: held.total > 1_600_000)
-                assert_refused(ask("c", half), 503, "overloaded")
+            assert ask("b", large).status_code == 200
+            with uploading(service, "b", 1_000_000), uploading(service, "b", 1_000_000):
+                wait_for(lambda: held.total > 3_600_000)
+                assert_refused(ask("c", large), 503, "overloaded")
                 assert ask("c").status_code == 200
         wait_for(lambda: held.total == 0)
-        assert ask("a", half).status_code == 200
+        assert ask("a", large).status_code == 200
         assert held.total == 0
 
 
@@ -171,7 +171,7 @@ def test_media_are_held_until_the_answer_is_there(folder: Path) -> None:
     noise = np.random.default_rng(7).integers(0, 256, (256, 256, 3), dtype=np.uint8)
     data = png(Image.fromarray(noise))
     assert len(data) > 3 * SMALL
-    with served(folder, topology="1EPD", max_held_mb=2) as service, ThreadPoolExecutor(1) as pool:
+    with served(folder, topology="1EPD", max_body_mb=1, max_held_mb=4) as service, ThreadPoolExecutor(1) as pool:
         held = service.running.front_door.service.held
         service.steps.close()
         asked = pool.submit(service.post, [image_part(data), text_part("?")])
