@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig
-from triptych.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded, TruncatedMedia, Unavailable
+from triptych.errors import (
+    DeadlineExceeded,
+    InstanceLost,
+    InternalError,
+    Overloaded,
+    RateLimited,
+    TruncatedMedia,
+    Unavailable,
+)
 from triptych.families.base import Positions
 from triptych.messages.codec import Message
 from triptych.messages.rows import Done, End, RowLayout
@@ -124,6 +132,22 @@ def test_admission_can_be_asked_for_without_a_request() -> None:
     assert (desk.router.num_requests, desk.outstanding(), desk.of(Generate)) == (0, 0, [])
     desk.submit()
     with pytest.raises(Overloaded), desk.router.preparing(has_media=False):
+        pass
+
+
+def test_what_is_only_read_needs_room_but_no_instance() -> None:
+    desk = Desk(max_queue=1)
+    with desk.router.reading(), pytest.raises(Overloaded), desk.router.reading():
+        pass
+    with desk.router.reading():
+        pass
+    desk = Desk(PD0, max_queue=2, max_queue_per_caller=1)
+    with desk.router.reading(), pytest.raises(RateLimited), desk.router.preparing(has_media=False):
+        pass
+    with desk.router.preparing(has_media=False), pytest.raises(RateLimited), desk.router.reading():
+        pass
+    desk.submit()
+    with pytest.raises(RateLimited), desk.router.reading():
         pass
 
 

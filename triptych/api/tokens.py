@@ -31,11 +31,12 @@ def parse_tokenize(body: bytes) -> TokenizeConversation | TokenizeText:
 
 async def tokenize(service: Service, request: TokenizeConversation | TokenizeText, caller: Caller) -> dict[str, Any]:
     """``objects.Tokenized``; media count with all tokens that stand for them. Raises RequestError and ServiceError."""
-    async with caller.in_time():
-        tokens = (await _prompt(service, request, caller)).tokens
-        names = None
-        if request.return_token_strs:
-            names = await service.planning.run(current_caller(), partial(_spelled, service, tokens))
+    with service.router.reading():
+        async with caller.in_time():
+            tokens = (await _prompt(service, request, caller)).tokens
+            names = None
+            if request.return_token_strs:
+                names = await service.planning.run(current_caller(), partial(_spelled, service, tokens))
     return {"count": len(tokens), "max_model_len": service.context_length, "tokens": tokens, "token_strs": names}
 
 
@@ -60,5 +61,6 @@ async def detokenize(service: Service, request: DetokenizeRequest, caller: Calle
     """``objects.Detokenized``. Raises RequestError and ServiceError."""
     check_model(service, request.model)
     decode = partial(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
-    async with caller.in_time():
-        return {"prompt": await service.planning.run(current_caller(), decode)}
+    with service.router.reading():
+        async with caller.in_time():
+            return {"prompt": await service.planning.run(current_caller(), decode)}

@@ -73,6 +73,17 @@ class Admission:
             if not self._preparing[caller]:
                 del self._preparing[caller]
 
+    def check_room(self, caller: str, running: Collection[Running]) -> None:
+        """Raises RateLimited for a caller that has as much here as it may, and Overloaded when the house is full."""
+        here = len(running) + len(self._line) + self._preparing.total()
+        if here >= self._config.max_queue:
+            raise Overloaded(f"{here} requests are waiting or running, the most allowed", self._retry_after(0.0))
+        if limit := self._config.max_queue_per_caller:
+            own = sum(entry.waiting.caller == caller for entry in running)
+            own += sum(ticket.caller == caller for ticket in self._line) + self._preparing[caller]
+            if own >= limit:
+                raise RateLimited(f"{own} of your requests are waiting or running, the most allowed")
+
     def check(
         self,
         caller: str,
@@ -84,17 +95,10 @@ class Admission:
         priority: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """Raises RateLimited for a caller that has as much here as it may, and Overloaded when the house is full or the
-        answer wouldn't come within ``timeout`` seconds. ``cost`` and ``items_cost`` are the request's, if they are
-        known already; ``encoding`` the cost of what encode instances have in hand."""
-        here = len(running) + len(self._line) + self._preparing.total()
-        if here >= self._config.max_queue:
-            raise Overloaded(f"{here} requests are waiting or running, the most allowed", self._retry_after(0.0))
-        if limit := self._config.max_queue_per_caller:
-            own = sum(entry.waiting.caller == caller for entry in running)
-            own += sum(ticket.caller == caller for ticket in self._line) + self._preparing[caller]
-            if own >= limit:
-                raise RateLimited(f"{own} of your requests are waiting or running, the most allowed")
+        """Raises what ``check_room`` does, and Overloaded when the answer wouldn't come within ``timeout`` seconds.
+        ``cost`` and ``items_cost`` are the request's, if they are known already; ``encoding`` the cost of what encode
+        instances have in hand."""
+        self.check_room(caller, running)
         cost = self.forecast.mean_cost if cost is None else cost
         ahead = self._line.ahead(caller, cost, priority) + sum(entry.waiting.cost for entry in running) / 2
         seconds = self.forecast.seconds(ahead, cost, encoding + self._items_ahead(caller, items_cost))

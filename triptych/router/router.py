@@ -220,6 +220,19 @@ class Router:
         with self._admission.preparing(caller):
             yield
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around all that is done for a request that instances have no part in: it has a place in the house as well.
+        Raises Overloaded when there is no room for it, RateLimited when its caller has too many."""
+        caller = current_caller()
+        try:
+            self._admission.check_room(caller, self._requests.values())
+        except TriptychError as error:
+            self.metrics.rejected(error)
+            raise
+        with self._admission.preparing(caller):
+            yield
+
     def _check(self, has_media: bool, *, caller: str, **known: Any) -> None:
         try:
             if self.draining:
