@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.errors import ConfigError, InvalidRequest, MediaNotAllowed, MediaNotFetched, MediaTooLarge, RequestError
+from triptych.errors import (
+    ConfigError,
+    InvalidRequest,
+    MediaNotAllowed,
+    MediaNotFetched,
+    MediaTooLarge,
+    Overloaded,
+    RequestError,
+)
 from triptych.prompt import media as media_module
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
@@ -53,6 +61,51 @@ def test_data_urls(url: str) -> None:
 @given(st.binary(max_size=1000))
 def test_data_url_round_trip(data: bytes) -> None:
     assert fetched("data:image/png;base64," + b64(data)) == data
+
+
+def test_inline_media_are_held_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can't be held costs nothing."""
+    decoded: list[int] = []
+    held: list[int] = []
+    strict = media_module._strict_base64
+
+    def noted(payload: memoryview, max_bytes: int) -> bytes:
+        decoded.append(len(payload))
+        return strict(payload, max_bytes)
+
+    monkeypatch.setattr(media_module, "_strict_base64", noted)
+
+    def hold(num_bytes: int) -> None:
+        held.append(num_bytes)
+        if sum(held) > 1000:
+            raise Overloaded("no room", retry_after=1)
+
+    url = "data:image/png;base64," + b64(bytes(900))
+    inline = {"url": memoryview(url.encode()), "text": memoryview(b64(bytes(900)).encode())}
+
+    async def get() -> None:
+        source = MediaSource(WebFetcher(AllowedHosts(())), None, LIMITS)
+        try:
+            for kind, text in (("get", url), ("get", "url"), ("decode", b64(bytes(900))), ("decode", "text")):
+                held.clear()
+                decoded.clear()
+                request = source.for_request(inline, hold)
+                for _ in range(2):
+                    read = request.get(text) if kind == "get" else request.decode(text, "audio")
+                    if decoded:
+                        with pytest.raises(Overloaded):
+                            await read
+                    else:
+                        assert len(await read) == 900
+                        assert 900 <= sum(held) < 950
+                assert decoded == [1200]
+            held.clear()
+            assert len(await source.for_request(None, hold).get("data:," + "x" * 900)) == 900
+            assert sum(held) == 900, "more than base64 of that length would be"
+        finally:
+            await source.web.aclose()
+
+    asyncio.run(get())
 
 
 @pytest.mark.parametrize("size", range(95, 107))

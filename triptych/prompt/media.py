@@ -45,7 +45,7 @@ class MediaSource:
         self, inline: Mapping[str, memoryview] | None = None, hold: Callable[[int], object] = lambda _: None
     ) -> "RequestMedia":
         """``inline`` are texts that stand for ``data:`` URLs and base64, for those that were taken out of the body.
-        ``hold`` is told of the bytes of each item, and may raise."""
+        ``hold`` is told of the bytes of each item, of inline media before they are decoded, and may raise."""
         return RequestMedia(self, inline or {}, hold)
 
 
@@ -70,19 +70,27 @@ class RequestMedia:
         Raises InvalidRequest for a URL that makes no sense, MediaNotAllowed, MediaNotFetched, and MediaTooLarge for
         more bytes than an item, or all items of a request, may have.
         """
-        return await self._counted(lambda: self._read(url, self.limits.of(modality)))
+        lifted = self._lifted(url)
+        if lifted is None and url[:5].lower() == "data:":
+            lifted = memoryview(url.encode("utf-8", "surrogatepass"))
+        if (inline := lifted) is None:
+            return await self._counted(lambda: self._fetch(url, self.limits.of(modality)))
+        return await self._counted(lambda: decode_data_url(inline, self.limits.of(modality)), _decoded(inline))
 
     async def decode(self, text: str, modality: str) -> bytes:
         """The bytes of base64 text, or of what was taken out of the body for it. Raises InvalidRequest for text that is
         none, and MediaTooLarge as ``get``."""
         lifted = self._lifted(text)
         payload = memoryview(text.encode("utf-8", "surrogatepass")) if lifted is None else lifted
-        return await self._counted(lambda: _decode(_decode_base64, payload, self.limits.of(modality)))
+        max_bytes = self.limits.of(modality)
+        return await self._counted(lambda: _decode(_decode_base64, payload, max_bytes), _decoded(payload))
 
-    async def _counted(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def _counted(self, read: Callable[[], Awaitable[bytes]], expected: int = 0) -> bytes:
+        """``expected`` bytes are held before they are there, so that what can't be held isn't decoded."""
         async with self._slots:
+            self._hold(expected)
             data = await read()
-        self._hold(len(data))
+        self._hold(max(0, len(data) - expected))
         self._total += len(data)
         if self._total > self.limits.max_total_bytes:
             raise MediaTooLarge(f"the media of this request have more than {self.limits.max_total_bytes} bytes")
@@ -98,12 +106,8 @@ class RequestMedia:
         self._unused.discard(name)
         return self._inline.get(name)
 
-    async def _read(self, url: str, max_bytes: int) -> bytes:
-        if (lifted := self._lifted(url)) is not None:
-            return await decode_data_url(lifted, max_bytes)
+    async def _fetch(self, url: str, max_bytes: int) -> bytes:
         scheme = url[:8].partition(":")[0].lower()
-        if scheme == "data":
-            return await decode_data_url(memoryview(url.encode("utf-8", "surrogatepass")), max_bytes)
         if scheme in ("http", "https"):
             return bytes(await self._source.web.fetch(url, max_bytes))
         if scheme == "file" and self._source.folder is not None:
@@ -124,6 +128,11 @@ async def decode_data_url(url: memoryview, max_bytes: int) -> bytes:
     header, payload = bytes(url[len(b"data:") : comma]), url[comma + 1 :]
     is_base64 = header.rpartition(b";")[2].strip().lower() == b"base64"
     return await _decode(_decode_base64 if is_base64 else _decode_plain, payload, max_bytes)
+
+
+def _decoded(text: memoryview) -> int:
+    """Bytes that base64 text stands for, about."""
+    return len(text) * 3 // 4
 
 
 async def _decode(decode: Callable[[memoryview, int], bytes], payload: memoryview, max_bytes: int) -> bytes:
