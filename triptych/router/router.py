@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -55,13 +54,14 @@ from triptych.observe.requests import begin_sequence, current_caller, seconds_sp
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission, Waiting
+from triptych.router.assigned import Assigned, Prefilling
 from triptych.router.encodings import Encodings, Wanted
 from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry, is_same
 from triptych.router.role_changes import RoleChanges
 from triptych.router.stream import TokenStream
-from triptych.types import Address, RequestId, TransferId
+from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -69,42 +69,6 @@ MAX_PLACEMENTS = 3
 """How many language instances a request may be given to, one after the other. Not more: it may be what ends them."""
 AT_ONCE = 0.002
 """Seconds that nobody has waited who was started within them."""
-
-
-@dataclass(eq=False)
-class _Request:
-    """One that a language instance has been given. ``generate`` is what its generator was told, under a name of its own
-    if it isn't the first: what an earlier one still says is nobody's. ``generated`` are the tokens that have come.
-    ``began`` by the router's clock."""
-
-    waiting: Waiting
-    stream: TokenStream
-    generator: InstanceLease
-    cost: float
-    generate: Generate
-    began: float
-    num_placements: int = 1
-    generated: list[int] = field(default_factory=list)
-    prefilling: "_Prefilling | None" = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether its first token has come."""
-        return self.stream.record.first_token > 0
-
-    @property
-    def workers(self) -> set[Address]:
-        """The language instances that work on it."""
-        return {self.generator.address} | ({self.prefilling.prefiller.address} if self.prefilling else set())
-
-
-@dataclass(frozen=True)
-class _Prefilling:
-    """A request's prompt in the hands of an instance that prefills for its generator."""
-
-    transfer: TransferId
-    prefiller: InstanceLease
-    cost: float
 
 
 class Router:
@@ -150,7 +114,7 @@ class Router:
         self.metrics.watch("num_requests_queued", "requests in line at the front door", lambda: len(self._admission))
         self.metrics.watch("num_items_queued", "media items in line at the front door", lambda: len(self._encodings))
         self._streams: dict[RequestId, TokenStream] = {}
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests: dict[RequestId, Assigned] = {}
         self._role_changes = RoleChanges(self.registry, tell=self._tell, answer=self._answer)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Register: self._on_register,
@@ -283,7 +247,7 @@ class Router:
         self._admission.started(now)
         if (started := time.time()) - stream.record.submitted > AT_ONCE:
             stream.intervals.append(Interval("queue", stream.record.submitted, started))
-        self._requests[generate.request] = _Request(waiting, stream, generator, cost, generate, began=now)
+        self._requests[generate.request] = Assigned(waiting, stream, generator, cost, generate, began=now)
 
     def _refuse(self, stream: TokenStream, error: TriptychError) -> None:
         """A request ends that no instance knows."""
@@ -331,7 +295,7 @@ class Router:
         """Whether requests may have media, now or as soon as every stage has an instance."""
         return self._expects_encoders or bool(self.registry.encoders())
 
-    def _end(self, request: RequestId, reason: str) -> _Request | None:
+    def _end(self, request: RequestId, reason: str) -> Assigned | None:
         """Forgets a request, for which a finish reason is noted unless it has one, and takes its work off the books."""
         if (entry := self._requests.pop(request, None)) is None:
             return None
@@ -345,7 +309,7 @@ class Router:
         self._start_waiting()
         return entry
 
-    def _take_off_the_books(self, entry: _Request) -> None:
+    def _take_off_the_books(self, entry: Assigned) -> None:
         entry.generator.outstanding -= entry.cost
         self._end_prefill(entry)
         self._encodings.forget(entry.stream.request)
@@ -357,7 +321,7 @@ class Router:
             entry.stream.put(error)
             self._tell(entry.generator.address, Cancel(entry.generate.request))
 
-    def _place_again(self, entry: _Request, error: TriptychError) -> None:
+    def _place_again(self, entry: Assigned, error: TriptychError) -> None:
         """Another language instance goes on from the tokens that have come: which ones follow is the same wherever
         they are drawn. The request fails with ``error`` where there is no other."""
         request = entry.stream.request
@@ -381,19 +345,19 @@ class Router:
         generator.outstanding += entry.cost
         self._tell(generator.address, entry.generate)
 
-    def _under_way(self, name: RequestId) -> _Request | None:
+    def _under_way(self, name: RequestId) -> Assigned | None:
         """The request that its present generator knows by that name."""
         entry = self._requests.get(RequestId(name.partition(".")[0]))
         return entry if entry is not None and entry.generate.request == name else None
 
-    def _end_prefill(self, entry: _Request) -> None:
+    def _end_prefill(self, entry: Assigned) -> None:
         """What it has not sent yet won't be waited for."""
         if entry.prefilling is not None and self.registry.get(entry.prefilling.prefiller.address):
             self._tell(entry.prefilling.prefiller.address, Cancel(entry.generate.request))
         self._settle_prefill(entry)
 
     @staticmethod
-    def _settle_prefill(entry: _Request) -> None:
+    def _settle_prefill(entry: Assigned) -> None:
         if entry.prefilling is not None:
             entry.prefilling.prefiller.outstanding -= entry.prefilling.cost
             entry.prefilling = None
@@ -419,7 +383,7 @@ class Router:
             return
         cost = float(max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token))
         prefiller.outstanding += cost
-        entry.prefilling = _Prefilling(message.transfer, prefiller, cost)
+        entry.prefilling = Prefilling(message.transfer, prefiller, cost)
         generate = msgspec.structs.replace(entry.generate, timeout=time_left(entry.waiting.deadline, self._clock()))
         prefill = Prefill(generate, message.generated, message.consumer, message.transfer, message.first_token)
         self._tell(prefiller.address, prefill)

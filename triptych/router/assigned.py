@@ -1,0 +1,45 @@
+"""What the router knows of a request that instances work on."""
+
+from dataclasses import dataclass, field
+
+from triptych.messages.work import Generate
+from triptych.router.admission import Waiting
+from triptych.router.registry import InstanceLease
+from triptych.router.stream import TokenStream
+from triptych.types import Address, TransferId
+
+
+@dataclass(eq=False)
+class Assigned:
+    """A request that a language instance has been given. ``generate`` is what its generator was told, under a name of
+    its own if it isn't the first: what an earlier one still says is nobody's. ``generated`` are the tokens that have
+    come. ``began`` by the router's clock."""
+
+    waiting: Waiting
+    stream: TokenStream
+    generator: InstanceLease
+    cost: float
+    generate: Generate
+    began: float
+    num_placements: int = 1
+    generated: list[int] = field(default_factory=list)
+    prefilling: "Prefilling | None" = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first token has come."""
+        return self.stream.record.first_token > 0
+
+    @property
+    def workers(self) -> set[Address]:
+        """The language instances that work on it."""
+        return {self.generator.address} | ({self.prefilling.prefiller.address} if self.prefilling else set())
+
+
+@dataclass(frozen=True)
+class Prefilling:
+    """A request's prompt in the hands of an instance that prefills for its generator."""
+
+    transfer: TransferId
+    prefiller: InstanceLease
+    cost: float
