@@ -134,7 +134,7 @@ def _check_cpu(device: torch.device) -> None:
         raise ConfigError(f"packed weights are for CPUs only, not for {device}")
 
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "auto": PackedFormat(PackedHalfLinear, PackedHalfLinear),
