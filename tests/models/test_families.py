@@ -59,7 +59,7 @@ def test_logits(tiny: Tiny, name: str, layout: str) -> None:
 
 def make_prompt_of_text(tokens: torch.Tensor, width: int) -> Prompt:
     nothing = torch.arange(0), torch.zeros(0, width)
-    return Prompt(tokens, torch.arange(len(tokens)).expand(3, -1), *nothing)
+    return Prompt(tokens, torch.arange(len(tokens), dtype=torch.float64).expand(3, -1), *nothing)
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
