@@ -44,7 +44,7 @@ def request_products(folder: Path, load: Load, prompt_tokens: int) -> Counter[tu
             rows = patches // vision["spatial_merge_size"] ** 2 if "merger" in name else patches
             products[rows, out, inner] += 1
     decoder = _decoder(folder)
-    for out, inner in _shapes(decoder).values():
+    for out, inner in decoder_shapes(folder).values():
         products[prompt_tokens, out, inner] += decoder.num_layers
     products[1, decoder.vocab_size, decoder.hidden_size] += 1
     return products
@@ -53,7 +53,7 @@ def request_products(folder: Path, load: Load, prompt_tokens: int) -> Counter[tu
 def decoder_elements(folder: Path) -> int:
     """Elements of all the weights that a token's step reads."""
     decoder = _decoder(folder)
-    layer = sum(rows * columns for rows, columns in _shapes(decoder).values())
+    layer = sum(rows * columns for rows, columns in decoder_shapes(folder).values())
     return layer * decoder.num_layers + decoder.vocab_size * decoder.hidden_size
 
 
@@ -79,7 +79,9 @@ def _decoder(folder: Path) -> DecoderConfig:
     return decoder
 
 
-def _shapes(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
+def decoder_shapes(folder: Path) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of a layer's linear layers, by name."""
+    decoder = _decoder(folder)
     heads = decoder.num_heads + 2 * decoder.num_kv_heads
     return {
         "qkv": (heads * decoder.head_dim, decoder.hidden_size),

@@ -1,18 +1,22 @@
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 import pytest
 
 from triptych.api.fair_threads import FairThreads
 
+T = TypeVar("T")
 
-def run(work: object) -> object:
-    async def with_threads() -> object:
+
+def run(work: Callable[[FairThreads], Awaitable[T]]) -> T:
+    async def with_threads() -> T:
         threads = FairThreads(3)
         try:
             async with asyncio.timeout(20):
-                return await work(threads)  # type: ignore[operator]
+                return await work(threads)
         finally:
             threads.close()
 

@@ -39,7 +39,7 @@ def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
     with triptych("serve", folder, *FAST) as command:
         url = command.wait_until_ready()
         assert command.wait_for_line(r"^ready: tiny as 1E1PD on ")
-        assert command.wait_for_line(r"^\[e0\] .*loaded the vision tower")
+        assert command.wait_for_line(r"^\[e0\] .*loaded the towers")
         assert command.wait_for_line(r"^\[pd0\] .*loaded the decoder")
         assert picture_answer(url, "tiny")
         assert "libtorch" not in Path(f"/proc/{command.process.pid}/maps").read_text(), "the front door has no torch"

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -112,8 +113,7 @@ def test_clips_that_share_frames_share_the_work(models: dict[str, Model], family
     first, second = listed([0, 1, 2, 3, 4, 5]), listed([2, 3, 0, 1, 8, 9], rate=0.5)
 
     async def run() -> None:
-        prepare = lambda one: count_parts(one, seen)  # noqa: E731
-        async with running(models[family].folder, "1E1PD", prepare=prepare) as service:
+        async with running(models[family].folder, "1E1PD", prepare=partial(count_parts, seen=seen)) as service:
             await service.answer(user(video_part(first, **SMALL), "?"), max_tokens=1)
             assert sum(seen) == 3
             await service.answer(user(video_part(second, **SMALL), "?"), max_tokens=1)

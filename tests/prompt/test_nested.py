@@ -2,6 +2,7 @@
 
 import struct
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -41,8 +42,8 @@ def many_elements() -> bytes:
 
 
 @pytest.mark.parametrize("make", [many_tracks, many_fragments, many_elements])
-def test_their_walk_is_bounded(make: object) -> None:
-    data = make()  # type: ignore[operator]
+def test_their_walk_is_bounded(make: Callable[[], bytes]) -> None:
+    data = make()
     began = time.thread_time()
     with pytest.raises(UnsupportedMedia, match="more than 262144"):
         probe_video(data)

@@ -1,4 +1,4 @@
-"""Answers as JSON, made in a tenth of the time that Python's own takes: nobody else's tokens go out meanwhile."""
+"""Answers as JSON by msgspec, several times as fast as Python's own: nobody else's tokens go out meanwhile."""
 
 from typing import Any
 

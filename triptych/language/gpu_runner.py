@@ -1,17 +1,15 @@
 """Steps on a GPU: what the next step needs is prepared while one runs."""
 
 from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from triptych.language.prompt_logprobs import Asked
-from triptych.language.runner import ChunkInputs, Forward, Outcome, Runner
-from triptych.language.sampler import Draw
+from triptych.language.runner import ChunkInputs, Forward, Runner
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
 from triptych.models.attention.base import KVTensors
-from triptych.models.decoder import AfterLayer, ForwardBatch
 
 
 @dataclass(frozen=True)
@@ -45,17 +43,9 @@ class GpuRunner(Runner):
                 inputs = super()._inputs(following)
                 self._prepared[id(chunk.sequence)] = _Prepared(chunk.sequence, following.start, pages, inputs)
 
-    def run(
-        self,
-        batch: ForwardBatch,
-        draws: Rows[Draw],
-        asked: Rows[Asked] = (),
-        after_layer: AfterLayer | None = None,
-    ) -> Outcome:
-        """See ``Runner``."""
+    def _placed(self) -> AbstractContextManager[object]:
         # Triton launches on the thread's current device; -1 leaves it as it is
-        with torch.cuda.device(-1 if self._device.index is None else self._device.index):
-            return super().run(batch, draws, asked, after_layer)
+        return torch.cuda.device(-1 if self._device.index is None else self._device.index)
 
     def _inputs(self, chunk: Chunk) -> ChunkInputs:
         sequence, prepared = chunk.sequence, self._prepared.get(id(chunk.sequence))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,13 +96,17 @@ class Runner:
     ) -> Outcome:
         """``draws`` are for the chunks that sample, in order; ``asked`` is what ``asked_of`` makes of the chunks;
         ``after_layer`` as ``Decoder.forward`` has it."""
-        with torch.inference_mode():
+        with self._placed(), torch.inference_mode():
             logits = self._logits(batch, after_layer)
             scored = score(logits, asked) if asked else []
             if asked:
                 taken = {row for one in asked for row in range(one.first_row, one.first_row + len(one.tokens))}
                 logits = logits[[row for row in range(logits.shape[0]) if row not in taken]]
             return Outcome(sample(logits, draws) if draws else [], scored)
+
+    def _placed(self) -> AbstractContextManager[object]:
+        """Around a step, on the thread that computes."""
+        return nullcontext()
 
     def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
         return self.decoder(batch, self._cache, after_layer)

@@ -36,7 +36,7 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
     vocabulary = logits.shape[1]
     plan = Plan(draws, vocabulary, logits.device)
     adjusted = _adjusted(logits, plan)
-    tokens = _likeliest(adjusted)
+    tokens = likeliest(adjusted)
     if plan.free is not None:
         tokens[plan.free.rows] = _inverse(_weights(adjusted, plan.free), plan.free.thresholds)
     if plan.limited is None:
@@ -52,8 +52,9 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
     return _drawn(draws, plan, found.tolist(), logprobs)
 
 
-def _likeliest(logits: Tensor) -> Tensor:
-    """The first of each row's highest, int64 [rows]. On a CPU PyTorch's own search takes ten times as long."""
+def likeliest(logits: Tensor) -> Tensor:
+    """The first of each row's highest, int64 [rows]. On a CPU PyTorch's own search takes several times as long
+    (``bench/linears.py``)."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)

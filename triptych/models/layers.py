@@ -134,11 +134,11 @@ def _check_cpu(device: torch.device) -> None:
         raise ConfigError(f"packed weights are for CPUs only, not for {device}")
 
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available()
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "auto": PackedFormat(PackedHalfLinear, PackedHalfLinear),
-    "float32": PackedFormat(PackedFloatLinear, PackedFloatLinear) if HAS_ONEDNN else PlainFormat(torch.float32),
+    "float32": PackedFormat(PackedFloatLinear, PackedFloatLinear) if _HAS_ONEDNN else PlainFormat(torch.float32),
     "float16": PackedFormat(PackedHalfLinear, PackedHalfLinear),
     "bfloat16": PlainFormat(torch.bfloat16),
 }

@@ -75,7 +75,7 @@ class RequestMedia:
             lifted = memoryview(url.encode("utf-8", "surrogatepass"))
         if (inline := lifted) is None:
             return await self._counted(lambda: self._fetch(url, self.limits.of(modality)))
-        return await self._counted(lambda: decode_data_url(inline, self.limits.of(modality)), _decoded(inline))
+        return await self._counted(lambda: decode_data_url(inline, self.limits.of(modality)), _decoded_size(inline))
 
     async def decode(self, text: str, modality: str) -> bytes:
         """The bytes of base64 text, or of what was taken out of the body for it. Raises InvalidRequest for text that is
@@ -83,7 +83,7 @@ class RequestMedia:
         lifted = self._lifted(text)
         payload = memoryview(text.encode("utf-8", "surrogatepass")) if lifted is None else lifted
         max_bytes = self.limits.of(modality)
-        return await self._counted(lambda: _decode(_decode_base64, payload, max_bytes), _decoded(payload))
+        return await self._counted(lambda: _decode(_decode_base64, payload, max_bytes), _decoded_size(payload))
 
     async def _counted(self, read: Callable[[], Awaitable[bytes]], expected: int = 0) -> bytes:
         """``expected`` bytes are held before they are there, so that what can't be held isn't decoded."""
@@ -130,7 +130,7 @@ async def decode_data_url(url: memoryview, max_bytes: int) -> bytes:
     return await _decode(_decode_base64 if is_base64 else _decode_plain, payload, max_bytes)
 
 
-def _decoded(text: memoryview) -> int:
+def _decoded_size(text: memoryview) -> int:
     """Bytes that base64 text stands for, about."""
     return len(text) * 3 // 4
 

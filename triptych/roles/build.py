@@ -159,7 +159,7 @@ def _load(
         instance.at_end(fabric.close)
     with Loading(model.num_bytes(role)) as loading:
         model.checkpoint.on_read = loading.advance
-        tower = _timed("vision tower", model.load_tower) if role.encodes else None
+        tower = _timed("towers", model.load_tower) if role.encodes else None
         group = ranks.connect(rank_device(model.device, 0))
         decoder = _timed("decoder", lambda: model.load_decoder(group)) if role.has_decoder else None
     sender = Sender({fabric.name: fabric for fabric in fabrics}, instance.channel.address, instance.send)

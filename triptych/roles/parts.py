@@ -59,7 +59,7 @@ class Parts:
     def check(self, role: Role) -> None:
         """Raises StartError, saying why, for a role that can't be had with these parts."""
         if role.encodes and self.make_encode_host is None:
-            raise StartError("it has not loaded the vision tower, so it can't encode")
+            raise StartError("it has not loaded the towers, so it can't encode")
         if role.has_decoder and self.language is None:
             raise StartError("it has not loaded the decoder, so it can neither prefill nor decode")
         self.check_role(role)

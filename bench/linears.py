@@ -1,0 +1,100 @@
+"""What the weight formats bring, apart from everything else: how fast a decoder's linear layers read their weights for
+a few tokens, how long its tower takes for an image, and how long it takes to find the likeliest token.
+
+    python -m bench.make_checkpoint /tmp/mid --preset mid
+    python -m bench.linears /tmp/mid --out bench/results/linears-mid.json
+
+Layers of one shape are as many as take more memory than caches have, and are read one after the other. F.linear in
+float32 is what each format stands beside.
+"""
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bench.language_limits import best_of, decoder_shapes
+from triptych.bench.transfer import machine
+from triptych.families.base import TowerInput
+from triptych.families.registry import family_of, resolve
+from triptych.language.sampler import likeliest
+from triptych.models.checkpoint import Checkpoint
+from triptych.models.config_files import load_config
+from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
+
+CPU = torch.device("cpu")
+FORMATS = {"fp16": WEIGHT_FORMATS["auto"], "float32": WEIGHT_FORMATS["float32"], "int8": QUANTIZED_FORMATS["int8"]}
+TOKENS = (1, 8)
+READ_BYTES = 2**28
+GRID = (1, 28, 28)
+"""A picture of 448 x 448 pixels, in patches of 16."""
+
+
+def read_rates(shape: tuple[int, int], tokens: int) -> dict[str, float]:
+    """By format, the bytes of float32 weights [out, in] that are used up per second, in GB: what is read is fewer bytes
+    in a smaller format, but the same layer."""
+    weights = [torch.randn(shape) for _ in range(max(1, READ_BYTES // (4 * shape[0] * shape[1])))]
+    activations = torch.randn(tokens, shape[1])
+    found = {"F.linear": _seconds([partial(F.linear, weight=weight) for weight in weights], activations)}
+    for name, weight_format in FORMATS.items():
+        found[name] = _seconds([weight_format.linear(weight, None, CPU) for weight in weights], activations)
+    num_bytes = sum(4 * weight.numel() for weight in weights)
+    return {name: round(num_bytes / seconds / 1e9, 1) for name, seconds in found.items()}
+
+
+def _seconds(layers: list[Any], activations: Tensor) -> float:
+    return best_of(lambda: [layer(activations) for layer in layers], 7)
+
+
+def encode_ms(folder: Path) -> dict[str, float]:
+    """By format, for one image."""
+    config, checkpoint = load_config(folder), Checkpoint(folder)
+    family = resolve(family_of(config).tower)(config)
+    vision = config["vision_config"]
+    values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    patches = np.random.default_rng(0).standard_normal((GRID[1] * GRID[2], values), dtype=np.float32)
+    image = TowerInput(patches=patches, grid=GRID, name="image")
+    towers = {name: family.load_tower(checkpoint, FORMATS[name], CPU) for name in ("fp16", "float32")}
+    return {name: round(1e3 * best_of(partial(tower.encode, [image]), 7), 1) for name, tower in towers.items()}
+
+
+def likeliest_ms(rows: int, vocabulary: int) -> dict[str, float]:
+    logits = torch.randn(rows, vocabulary)
+    searches = {"ours": partial(likeliest, logits), "torch": partial(logits.argmax, dim=-1)}
+    return {name: round(1e3 * best_of(search, 30), 3) for name, search in searches.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a checkpoint folder")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with torch.inference_mode():
+        shapes = decoder_shapes(options.model)
+        found = {
+            "machine": machine(),
+            "options": {"model": str(options.model), "threads": options.threads},
+            "gb_per_s": {
+                f"{name} {list(shape)}, {tokens} tokens": read_rates(shape, tokens)
+                for name, shape in shapes.items()
+                for tokens in TOKENS
+            },
+            "encode_ms": encode_ms(options.model),
+            "likeliest_of_8_rows_ms": likeliest_ms(8, load_config(options.model)["text_config"]["vocab_size"]),
+        }
+    shown = json.dumps(found, indent=1)
+    print(shown)
+    if options.out:
+        options.out.write_text(shown + "\n")
+
+
+if __name__ == "__main__":
+    main()
