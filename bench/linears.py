@@ -26,7 +26,7 @@ from triptych.families.registry import family_of, resolve
 from triptych.language.sampler import likeliest
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config
-from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
 
 CPU = torch.device("cpu")
 FORMATS = {"fp16": WEIGHT_FORMATS["auto"], "float32": WEIGHT_FORMATS["float32"], "int8": QUANTIZED_FORMATS["int8"]}
@@ -60,7 +60,8 @@ def encode_ms(folder: Path) -> dict[str, float]:
     values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     patches = np.random.default_rng(0).standard_normal((GRID[1] * GRID[2], values), dtype=np.float32)
     image = TowerInput(patches=patches, grid=GRID, name="image")
-    towers = {name: family.load_tower(checkpoint, FORMATS[name], CPU) for name in ("fp16", "float32")}
+    formats = {"F.linear": PlainFormat(torch.float32), "fp16": FORMATS["fp16"], "float32": FORMATS["float32"]}
+    towers = {name: family.load_tower(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
     return {name: round(1e3 * best_of(partial(tower.encode, [image]), 7), 1) for name, tower in towers.items()}
 
 
