@@ -67,4 +67,4 @@ def made_up(index: int, num_tokens: int, pages: Iterable[int]) -> Sequence:
 
 
 def draws(sequences: Iterable[Sequence]) -> list[Draw]:
-    return [Draw(one.sampling, one.tokens, one.num_prompt, frozenset()) for one in sequences]
+    return [Draw(one.sampling, one.history, frozenset()) for one in sequences]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from triptych.language import sampler
+from triptych.language.history import History
 from triptych.language.sampler import Draw
 from triptych.messages.work import Sampling
 from triptych.models.pinned import to_host
@@ -25,8 +26,7 @@ def draws() -> list[Draw]:
     return [
         Draw(
             Sampling(**({"max_tokens": 9, "temperature": 1.0, "seed": row} | LIMITS[row % 8])),
-            [5, 6, 7],
-            1,
+            History([5, 6, 7], 1),
             frozenset(),
         )
         for row in range(16)

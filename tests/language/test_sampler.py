@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from triptych.language import draws as draws_module
 from triptych.language import sampler
 from triptych.language.draws import Plan
+from triptych.language.history import History
 from triptych.language.sampler import Draw, Drawn, uniform
 from triptych.messages.work import Sampling
 
@@ -21,7 +22,7 @@ def sampling(**settings: Any) -> Sampling:
 def draw(one: Sampling, index: int, prompt: tuple[int, ...] = (), output: tuple[int, ...] | None = None) -> Draw:
     """The draw of a request that has generated ``output``, or ``index`` tokens whatever they are."""
     generated = (0,) * index if output is None else output
-    return Draw(one, [*prompt, *generated], len(prompt), frozenset({0}))
+    return Draw(one, History([*prompt, *generated], len(prompt)), frozenset({0}))
 
 
 def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:

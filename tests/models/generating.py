@@ -55,7 +55,7 @@ class Generating:
         step = scheduler.schedule(lambda one: len(one.tokens))
         batch = self.runner.batch(step.chunks, self._media(step.chunks))
         sampling = [c.sequence for c in step.chunks if c.samples]
-        draws = [Draw(s.sampling, s.tokens, s.num_prompt, s.end_token_ids) for s in sampling]
+        draws = [Draw(s.sampling, s.history, s.end_token_ids) for s in sampling]
         self.runner.prepare(step.chunks)
         outcome = self.runner.run(batch, draws, asked_of(step.chunks))
         for one, scored in zip([c.sequence for c in step.chunks if c.num_scored], outcome.scored, strict=True):

@@ -1,7 +1,6 @@
 """What a step's tokens are chosen by, put into tensors: the half of sampling that needs no logits, and so can be done
 while the model computes them."""
 
-from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import islice
@@ -9,28 +8,29 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.language.grammar import Matcher
+from triptych.language.history import History
 from triptych.messages.work import Sampling
 from triptych.models.pinned import to_device
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What to choose one token by. ``tokens`` are the sequence's, ``num_prompt`` of them the prompt's, ``end_tokens``
-    those that end it; ``grammar`` says which may come next."""
+    """What to choose one token by. ``history`` is the sequence's, ``end_tokens`` are those that end it; ``grammar``
+    says which may come next."""
 
     sampling: Sampling
-    tokens: Rows[int]
-    num_prompt: int
+    history: History
     end_tokens: frozenset[int]
     grammar: Matcher | None = None
 
     @property
     def index(self) -> int:
         """How many tokens have been generated before."""
-        return len(self.tokens) - self.num_prompt
+        return self.history.num_generated
 
 
 class Changes(NamedTuple):
@@ -105,32 +105,33 @@ def _is_limited(sampling: Sampling, vocabulary: int) -> bool:
     return sampling.top_p < 1 or sampling.min_p > 0 or 0 < sampling.top_k < vocabulary
 
 
-Entry = tuple[int, int, float]
-"""Row, token, and the number its logit is changed by."""
+Entry = tuple[int, NDArray[np.int64], NDArray[np.float32]]
+"""A row, tokens [N], and the numbers that their logits are changed by [N]."""
 
 
 def _changes(entries: Rows[Entry]) -> Changes | None:
     if not entries:
         return None
-    rows, tokens, numbers = zip(*entries, strict=True)
-    return Changes(torch.tensor(rows), torch.tensor(tokens), torch.tensor(numbers))
+    rows = np.repeat([row for row, _, _ in entries], [len(tokens) for _, tokens, _ in entries])
+    tokens, numbers = (np.concatenate([entry[part] for entry in entries]) for part in (1, 2))
+    return Changes(torch.from_numpy(rows), torch.from_numpy(tokens), torch.from_numpy(numbers))
 
 
 def _seen(draws: Rows[Draw]) -> list[Entry]:
     return [
-        (row, token, draw.sampling.repetition_penalty)
+        (row, tokens, np.full(len(tokens), draw.sampling.repetition_penalty, np.float32))
         for row, draw in enumerate(draws)
         if draw.sampling.repetition_penalty != 1
-        for token in set(draw.tokens)
+        for tokens, _ in [draw.history.seen.now()]
     ]
 
 
 def _generated(draws: Rows[Draw]) -> list[Entry]:
     return [
-        (row, token, count * draw.sampling.frequency_penalty + draw.sampling.presence_penalty)
+        (row, tokens, counts * np.float32(draw.sampling.frequency_penalty) + np.float32(draw.sampling.presence_penalty))
         for row, draw in enumerate(draws)
         if draw.sampling.frequency_penalty or draw.sampling.presence_penalty
-        for token, count in Counter(draw.tokens[draw.num_prompt :]).items()
+        for tokens, counts in [draw.history.generated.now()]
     ]
 
 
@@ -142,5 +143,6 @@ def _biases(draws: Rows[Draw]) -> list[Entry]:
         # where a grammar allows nothing but the end, the end it is
         if draw.index < draw.sampling.min_tokens and draw.grammar is None:
             biases |= dict.fromkeys(draw.end_tokens, float("-inf"))
-        entries += [(row, token, bias) for token, bias in biases.items()]
+        if biases:
+            entries.append((row, np.array([*biases], np.int64), np.array([*biases.values()], np.float32)))
     return entries

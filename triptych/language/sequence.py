@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.language.history import History
 from triptych.messages.work import PlacedItem, PromptLogprobs, Sampling
 from triptych.types import RequestId
 
@@ -34,6 +35,7 @@ class Sequence:
     prefilled_here: bool = True
     decoded_here: bool = True
     num_prompt: int = field(init=False)
+    history: History = field(init=False)
     arrival: int = 0
     running: bool = False
     num_computed: int = 0
@@ -45,6 +47,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+        self.history = History(self.tokens, self.num_prompt)
 
     @property
     def num_generated(self) -> int:

@@ -233,8 +233,7 @@ class LanguageHost:
         grammar = self._grammars.get(sequence.request)
         return Draw(
             sequence.sampling,
-            sequence.tokens,
-            sequence.num_prompt,
+            sequence.history,
             sequence.end_token_ids,
             grammar.result() if grammar else None,
         )
