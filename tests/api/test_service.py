@@ -22,7 +22,8 @@ def test_openais_defaults_without_a_file_or_with_an_empty_one(tmp_path: Path) ->
 
 @pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": None}])
 def test_greedy_unless_it_samples(tmp_path: Path, do_sample: dict[str, Any]) -> None:
-    assert defaults(tmp_path, temperature=0.7, **do_sample).temperature == 0.0
+    found = defaults(tmp_path, temperature=0.7, repetition_penalty=1.1, **do_sample)
+    assert found == GenerationDefaults(temperature=0.0, repetition_penalty=1.1)  # which greedy choices heed as well
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,10 @@ def test_greedy_unless_it_samples(tmp_path: Path, do_sample: dict[str, Any]) -> 
         ({"temperature": None, "top_k": None, "top_p": None}, GenerationDefaults()),
         ({"temperature": 0, "top_k": 0, "top_p": 1}, GenerationDefaults(0.0, 0, 1.0)),
         ({"top_k": -1}, GenerationDefaults(top_k=-1)),
-        ({"repetition_penalty": "high"}, GenerationDefaults()),
+        ({"min_p": 0.1, "repetition_penalty": 1.05}, GenerationDefaults(min_p=0.1, repetition_penalty=1.05)),
+        ({"max_new_tokens": "many"}, GenerationDefaults()),
     ],
-    ids=["unset", "numbers", "null", "neutral", "no limit", "others"],
+    ids=["unset", "numbers", "null", "neutral", "no limit", "more numbers", "others"],
 )
 def test_what_it_may_say(tmp_path: Path, values: dict[str, Any], expected: GenerationDefaults) -> None:
     assert defaults(tmp_path, do_sample=True, **values) == expected
@@ -56,6 +58,9 @@ def test_what_it_may_say(tmp_path: Path, values: dict[str, Any], expected: Gener
         ("top_k", -2),
         ("top_k", 20.5),
         ("top_k", True),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", "high"),
         ("do_sample", "yes"),
     ],
 )

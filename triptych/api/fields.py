@@ -109,6 +109,8 @@ StopStrings = Annotated[
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
 TopK = Annotated[int, Field(ge=-1, le=2**20)]
+MinP = Annotated[float, Field(ge=0.0, le=1.0)]
+RepetitionPenalty = Annotated[float, Field(gt=0.0, le=10.0)]
 """0 and -1: no limit."""
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -133,8 +135,8 @@ class ExtraFields(Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopStrings | None = None
     top_k: TopK | None = None
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_LIMIT)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=256)
     ignore_eos: bool = False

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from triptych.api.fair_threads import FairThreads
-from triptych.api.fields import Temperature, TopK, TopP
+from triptych.api.fields import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from triptych.api.held import Held
 from triptych.api.named_media import NamedMedia
 from triptych.api.observed import Observer
@@ -28,6 +28,8 @@ class _GenerationConfig(BaseModel):
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: TopP | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,13 @@ class GenerationDefaults:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def load(cls, folder: Path) -> "GenerationDefaults":
         """From the folder's ``generation_config.json``, in which a ``do_sample`` that is false or unset means greedy.
+        What vLLM reads there as well, but for ``max_new_tokens``: that would cut answers short.
         Raises CheckpointError, naming file and field, for a value that a request couldn't ask for."""
         values = load_generation_config(folder)
         if not values:
@@ -52,10 +57,8 @@ class GenerationDefaults:
             raise CheckpointError(
                 f"{folder / GENERATION_CONFIG}: {detail['loc'][0]} {detail['input']!r}: {detail['msg']}"
             ) from None
-        if not config.do_sample:
-            return cls(temperature=0.0)
-        given = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in config.model_dump(exclude={"do_sample"}).items() if value is not None}
+        return cls(**given | ({} if config.do_sample else {"temperature": 0.0}))
 
 
 @dataclass(frozen=True)
