@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tests.router.test_router import E0, E1, PD0, PD1, Desk, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Tokens
+from triptych.router.forecast import ENOUGH
 from triptych.router.router import TokenStream
 from triptych.types import RequestId, TransferId
 
@@ -226,6 +228,54 @@ def test_nobody_is_refused_for_what_was_measured_while_little_was_or_nobody_wait
     idle.now += 3600
     idle.wait(1, PD0)
     assert idle.submit()
+
+
+def admitted_by(desk: Desk) -> int:
+    """How many requests are let in before one is refused."""
+    for number in range(200):
+        try:
+            desk.submit()
+        except Overloaded:
+            return number
+    return 200
+
+
+def test_fewer_are_let_in_where_requests_took_longer_than_forecast() -> None:
+    as_thought, longer = (busy_desk(2.0, request_timeout=20.0) for _ in range(2))
+    for _ in range(ENOUGH):
+        longer.router._admission.forecast.margin.add(1.0, 2.0)
+    assert 2 <= admitted_by(longer) <= 0.7 * admitted_by(as_thought)
+
+
+def test_those_who_were_too_late_tell_too_in_line_and_at_work() -> None:
+    desk = busy_desk(2.0, request_timeout=20.0)
+    margin = desk.router._admission.forecast.margin
+    told = margin._mean.count
+    streams = [desk.submit() for _ in range(2 * ROOM)]
+    desk.wait(21, PD0)
+    assert all(stream.record.error == "DeadlineExceeded" for stream in streams)
+    assert margin._mean.count == told + 2 * ROOM
+    assert margin.times > 1.5
+
+
+def test_nobody_is_refused_who_would_be_alone() -> None:
+    desk = busy_desk(2.0, request_timeout=20.0)
+    stream = desk.submit(timeout=0.5)
+    with pytest.raises(Overloaded):
+        desk.submit(timeout=0.5)
+    desk.router.cancel(stream.request)
+
+
+def test_prompts_that_are_being_made_are_ahead_of_those_who_come() -> None:
+    desk = busy_desk(2.0, request_timeout=20.0)
+    with ExitStack() as making, pytest.raises(Overloaded, match="would take about"):
+        for _ in range(40):
+            making.enter_context(desk.router.preparing(has_media=False))
+    with ExitStack() as reading:
+        for _ in range(40):
+            reading.enter_context(desk.router.reading())
+        with desk.router.preparing(has_media=False):
+            pass
 
 
 STEPS: dict[str, Callable[[Desk, TokenStream], object]] = {

@@ -26,13 +26,15 @@ MAX_RETRY_AFTER = 60
 @dataclass(frozen=True, eq=False)
 class Waiting:
     """A request that no instance has been given yet. ``cost`` as the forecast has it, ``items_cost`` as plans have
-    it."""
+    it; ``expected`` is how many seconds its answer was to take from when it was ``submitted``, 0 if nobody knew."""
 
     prompt: PlannedPrompt
     generate: Generate
     caller: str
     priority: int
+    submitted: float
     deadline: float
+    expected: float
     cost: float
     items_cost: float
 
@@ -61,26 +63,29 @@ class Admission:
         self._line: FairQueue[Waiting] = FairQueue()
         self._tickets: dict[RequestId, Ticket[Waiting]] = {}
         self._preparing: Counter[str] = Counter()
+        self._reading: Counter[str] = Counter()
 
     @contextmanager
     def preparing(self, caller: str) -> Iterator[None]:
         """A caller's request has a place here while its prompt is made."""
-        self._preparing[caller] += 1
-        try:
+        with _counted(self._preparing, caller):
             yield
-        finally:
-            self._preparing[caller] -= 1
-            if not self._preparing[caller]:
-                del self._preparing[caller]
+
+    @contextmanager
+    def reading(self, caller: str) -> Iterator[None]:
+        """The same for one that won't be in line."""
+        with _counted(self._reading, caller):
+            yield
 
     def check_room(self, caller: str, running: Collection[Running]) -> None:
         """Raises RateLimited for a caller that has as much here as it may, and Overloaded when the house is full."""
-        here = len(running) + len(self._line) + self._preparing.total()
+        here = len(running) + len(self._line) + self._preparing.total() + self._reading.total()
         if here >= self._config.max_queue:
             raise Overloaded(f"{here} requests are waiting or running, the most allowed", self._retry_after(0.0))
         if limit := self._config.max_queue_per_caller:
             own = sum(entry.waiting.caller == caller for entry in running)
-            own += sum(ticket.caller == caller for ticket in self._line) + self._preparing[caller]
+            own += sum(ticket.caller == caller for ticket in self._line)
+            own += self._preparing[caller] + self._reading[caller]
             if own >= limit:
                 raise RateLimited(f"{own} of your requests are waiting or running, the most allowed")
 
@@ -94,20 +99,26 @@ class Admission:
         encoding: float = 0.0,
         priority: int = 0,
         timeout: float | None = None,
-    ) -> None:
-        """Raises what ``check_room`` does, and Overloaded when the answer wouldn't come within ``timeout`` seconds.
-        ``cost`` and ``items_cost`` are the request's, if they are known already; ``encoding`` the cost of what encode
-        instances have in hand."""
+    ) -> float:
+        """How many seconds the answer will take, 0 while nobody knows. Raises what ``check_room`` does, and Overloaded
+        when it may well not come within ``timeout`` seconds, unless nothing is ahead of it. ``cost`` and ``items_cost``
+        are the request's, if they are known already, which is when its prompt is made: until then those whose prompts
+        are being made are ahead of it. ``encoding`` is the cost of what encode instances have in hand."""
         self.check_room(caller, running)
-        cost = self.forecast.mean_cost if cost is None else cost
-        ahead = self._line.ahead(caller, cost, priority) + sum(entry.waiting.cost for entry in running) / 2
-        seconds = self.forecast.seconds(ahead, cost, encoding + self._items_ahead(caller, items_cost))
+        mean = self.forecast.mean_cost
+        coming = {whose: count * mean for whose, count in self._preparing.items()} if cost is None else {}
+        cost = mean if cost is None else cost
+        ahead = self._line.ahead(caller, cost, priority, coming) + sum(entry.waiting.cost for entry in running) / 2
+        encode_ahead = encoding + self._items_ahead(caller, items_cost)
+        expected = self.forecast.seconds(ahead, cost, encode_ahead)
+        seconds = expected * self.forecast.margin.times
         limit_seconds = self._config.request_timeout if timeout is None else timeout
-        if seconds > limit_seconds:
+        if seconds > limit_seconds and (ahead or encode_ahead):
             raise Overloaded(
                 f"the answer would take about {seconds:.0f} s, more than the {limit_seconds:g} s it may take",
                 self._retry_after(seconds - limit_seconds),
             )
+        return expected
 
     def add(self, waiting: Waiting) -> None:
         """Puts a request in line. One with media waits apart from its caller's texts."""
@@ -143,12 +154,18 @@ class Admission:
             cost = self.forecast.ended(num_prompt, num_generated, now - began)
         else:
             cost = self.forecast.cost_of(num_prompt, num_generated) if num_generated else 0.0
+        if whole or now >= waiting.deadline:
+            self._took(waiting, now)
         self.forecast.rate.end(cost, now)
         self._line.charge(waiting.caller, cost - waiting.cost)
 
-    def overdue(self, now: float) -> list[Waiting]:
-        """Those whose time has run out in line."""
-        return [ticket.work for ticket in self._line if ticket.work.deadline < now]
+    def expire(self, now: float) -> list[Waiting]:
+        """Takes those out of the line whose time has run out there."""
+        overdue = [ticket.work for ticket in self._line if ticket.work.deadline < now]
+        for waiting in overdue:
+            self.remove(waiting.generate.request)
+            self._took(waiting, now)
+        return overdue
 
     def all(self) -> list[Waiting]:
         return [ticket.work for ticket in self._line]
@@ -164,8 +181,23 @@ class Admission:
         own = by_caller.pop(caller, 0.0)
         return own + sum(min(waiting, own + cost) for waiting in by_caller.values())
 
+    def _took(self, waiting: Waiting, now: float) -> None:
+        if waiting.expected:
+            self.forecast.margin.add(waiting.expected, now - waiting.submitted)
+
     def _retry_after(self, seconds: float) -> int:
         """When there may be room, in whole seconds."""
         rate = self.forecast.rate.per_second()
         one_more = self.forecast.mean_cost / rate if rate else 0.0
         return min(MAX_RETRY_AFTER, max(1, math.ceil(max(seconds, one_more))))
+
+
+@contextmanager
+def _counted(counter: Counter[str], caller: str) -> Iterator[None]:
+    counter[caller] += 1
+    try:
+        yield
+    finally:
+        counter[caller] -= 1
+        if not counter[caller]:
+            del counter[caller]

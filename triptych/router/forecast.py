@@ -10,6 +10,9 @@ MEMORY = 30.0
 """Seconds of work that the measured rates look back on."""
 ENOUGH = 8
 """Requests that must have ended before anybody is turned away for what was measured."""
+DEVIATIONS = 2.0
+MOST_TIMES = 4.0
+"""One that took longer than so many times its forecast says no more of forecasts than one that took as long."""
 
 
 @dataclass
@@ -57,11 +60,35 @@ class Mean:
 
 
 @dataclass
+class Margin:
+    """How many times as long as forecast requests took lately: mean, and mean deviation from it, as timers of
+    retransmission keep them (RFC 6298)."""
+
+    _mean: Mean = field(default_factory=Mean)
+    _deviation: Mean = field(default_factory=Mean)
+
+    def add(self, expected: float, seconds: float) -> None:
+        """A request took so many seconds, or more, where so many were expected."""
+        times = min(MOST_TIMES, seconds / expected)
+        if self._mean.count:
+            self._deviation.add(abs(times - self._mean.value))
+        self._mean.add(times)
+
+    @property
+    def times(self) -> float:
+        """Few take longer than so many times their forecast."""
+        if self._mean.count < ENOUGH:
+            return 1.0
+        return max(1.0, self._mean.value + DEVIATIONS * self._deviation.value)
+
+
+@dataclass
 class Forecast:
-    """What requests cost, and how fast they are worked off."""
+    """What requests cost, how fast they are worked off, and how wrong that was."""
 
     rate: Rate = field(default_factory=Rate)
     encode_rate: Rate = field(default_factory=Rate)
+    margin: Margin = field(default_factory=Margin)
     _generated: Mean = field(default_factory=Mean)
     _seconds_per_cost: Mean = field(default_factory=Mean)
     _mean_cost: Mean = field(default_factory=Mean)

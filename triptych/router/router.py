@@ -150,7 +150,7 @@ class Router:
         timeout = min(timeout, self._config.request_timeout - seconds_spent())
         cost = self._admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
         items_cost = sum(item.plan.cost for item in prompt.items)
-        self._check(
+        expected = self._check(
             bool(prompt.items), caller=caller, cost=cost, items_cost=items_cost, priority=priority, timeout=timeout
         )
         request = RequestId(secrets.token_hex(8))
@@ -167,9 +167,21 @@ class Router:
         )
         stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)))
         self.metrics.admitted(stream.record)
-        deadline = self._clock() + timeout
+        now = self._clock()
         self._streams[request] = stream
-        self._admission.add(Waiting(prompt, generate, caller, priority, deadline, cost, items_cost))
+        self._admission.add(
+            Waiting(
+                prompt,
+                generate,
+                caller,
+                priority,
+                submitted=now,
+                deadline=now + timeout,
+                expected=expected,
+                cost=cost,
+                items_cost=items_cost,
+            )
+        )
         self._start_waiting()
         return stream
 
@@ -194,17 +206,18 @@ class Router:
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
-        with self._admission.preparing(caller):
+        with self._admission.reading(caller):
             yield
 
-    def _check(self, has_media: bool, *, caller: str, **known: Any) -> None:
+    def _check(self, has_media: bool, *, caller: str, **known: Any) -> float:
+        """As ``Admission.check``; and counts refusals."""
         try:
             if self.draining:
                 raise Overloaded("the service is shutting down", retry_after=5)
             if unavailable := self._unavailable(has_media):
                 raise unavailable
             encoding = sum(lease.outstanding for lease in self.registry.encoders()) if has_media else 0.0
-            self._admission.check(caller, self._requests.values(), encoding=encoding, **known)
+            return self._admission.check(caller, self._requests.values(), encoding=encoding, **known)
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
@@ -528,9 +541,8 @@ class Router:
         late = DeadlineExceeded("not done within the time that it had")
         for request in [request for request, entry in self._requests.items() if entry.waiting.deadline < now]:
             self._fail(request, late)
-        for waiting in self._admission.overdue(now):
-            if stream := self._leave_line(waiting.generate.request):
-                self._refuse(stream, late)
+        for waiting in self._admission.expire(now):
+            self._refuse(self._streams.pop(waiting.generate.request), late)
 
     def _lose(self, lease: InstanceLease, why: str) -> None:
         """An instance is gone, and the others let go of it. What it generated goes on elsewhere. Rows that were encoded
