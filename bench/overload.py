@@ -4,20 +4,24 @@ service can do. What it can't do it should refuse at once, and do no less of the
     python -m bench.overload demo --topology 1E1PD --out bench/results/overload.json
 
 Capacity is measured first, closed-loop. Then arrivals are Poisson at shares of it; each request has a deadline of
-``--deadline`` times what one takes alone under full load, which the service knows as --request-timeout.
+``--deadline`` times what one takes alone under full load, which the service knows as --request-timeout. Requests come
+from a process of its own, which has made them before its clock begins; what it and the front door (this process) use of
+the machine is part of the result, since instances have that much less.
 """
 
 import argparse
 import asyncio
 import dataclasses
 import json
+import multiprocessing
 import random
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 from bench.serve import Load, request_body
 from triptych.cli import flags
@@ -27,68 +31,118 @@ from triptych.topology import Topology
 
 CALLERS = 8
 REFUSED = (429, 503)
+MOST_PER_SECOND = 100
+"""Requests that are made in advance to find out the capacity. No two are the same: the service would know them."""
+PATIENCE = 600.0
+"""Seconds until the generator gives up on an answer."""
 
 
 @dataclasses.dataclass
 class Outcome:
-    """How one request went: its status, and seconds until its answer was whole."""
+    """How one request went: its status, 0 for none, and seconds until its answer was whole."""
 
     status: int
     seconds: float
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], caller: int) -> Outcome:
-    began = time.monotonic()
-    try:
-        response = await client.post(
-            "/v1/chat/completions", json=body, headers={"authorization": f"Bearer caller-{caller}"}
+@dataclasses.dataclass
+class Offered:
+    """What came of a load, in so many seconds, of which the generator itself computed ``cpu_seconds``. ``lag``: how
+    much too late requests were sent, at most."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    cpu_seconds: float
+    lag: float = 0.0
+
+
+# ── the generator: a process of its own ──────────────────────────────────────────────────────────────────────
+
+
+def prepared(url: str, load: Load, seeds: range) -> list[bytes]:
+    """Whole HTTP requests, callers taking turns."""
+    host = urlsplit(url).netloc
+    found = []
+    for seed in seeds:
+        body = json.dumps(request_body("m", load, seed)).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer caller-{seed % CALLERS}\r\n"
         )
-        status = response.status_code
-    except httpx.HTTPError:
+        head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        found.append(head.encode() + body)
+    return found
+
+
+async def ask(url: str, request: bytes) -> Outcome:
+    began = time.monotonic()
+    status, answer = 0, b""
+    try:
+        async with asyncio.timeout(PATIENCE):
+            reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+            try:
+                writer.write(request)
+                status = int((await reader.readline()).split()[1])
+                answer = await reader.read(-1)
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, IndexError, ValueError):
         status = 0
+    if status == 200 and (b"[DONE]" not in answer or b'"error"' in answer):
+        status = 504  # it had begun, and then its time ran out
     return Outcome(status, time.monotonic() - began)
 
 
-async def capacity(client: httpx.AsyncClient, load: Load, concurrency: int, seconds: float) -> tuple[float, float]:
-    """Requests per second with so many at a time, and the median time of one."""
-    outcomes: list[Outcome] = []
-    until = time.monotonic() + seconds
+def closed_loop(url: str, load: Load, *, concurrency: int, seconds: float) -> Offered:
+    """So many requests at a time, until the time is up or, where it was longer than thought, there are no more."""
 
-    async def worker(number: int) -> None:
-        seed = number * 10**6
-        while time.monotonic() < until:
-            outcomes.append(await ask(client, request_body("m", load, seed), number % CALLERS))
-            seed += 1
+    async def run() -> Offered:
+        requests = iter(prepared(url, load, range(10**6, 10**6 + int(MOST_PER_SECOND * seconds))))
+        outcomes: list[Outcome] = []
+        began, used = time.monotonic(), time.process_time()
 
-    began = time.monotonic()
-    await asyncio.gather(*(worker(number) for number in range(concurrency)))
-    took = time.monotonic() - began
-    good = [one.seconds for one in outcomes if one.status == 200]
-    return len(good) / took, statistics.median(good)
+        async def worker() -> None:
+            while time.monotonic() < began + seconds and (request := next(requests, None)):
+                outcomes.append(await ask(url, request))
+
+        await asyncio.gather(*(worker() for _ in range(concurrency)))
+        return Offered(outcomes, time.monotonic() - began, time.process_time() - used)
+
+    return asyncio.run(run())
 
 
-async def at_rate(
-    client: httpx.AsyncClient, load: Load, *, rate: float, seconds: float, deadline: float, seed: int
-) -> dict[str, Any]:
-    """Open-loop arrivals for so many seconds."""
-    rng = random.Random(seed)
-    tasks: list[asyncio.Task[Outcome]] = []
-    began = time.monotonic()
-    at = 0.0
-    while at < seconds:
-        await asyncio.sleep(max(0.0, began + at - time.monotonic()))
-        number = len(tasks)
-        body = request_body("m", load, seed + number)
-        tasks.append(asyncio.create_task(ask(client, body, number % CALLERS)))
-        at += rng.expovariate(rate)
-    outcomes = await asyncio.gather(*tasks)
-    took = time.monotonic() - began
+def open_loop(url: str, load: Load, *, rate: float, seconds: float, seed: int) -> Offered:
+    """Poisson arrivals for so many seconds, whatever becomes of them."""
+
+    async def run() -> Offered:
+        rng = random.Random(seed)
+        times = [0.0]
+        while times[-1] < seconds:
+            times.append(times[-1] + rng.expovariate(rate))
+        requests = prepared(url, load, range(seed, seed + len(times)))
+        lag = 0.0
+        tasks = []
+        began, used = time.monotonic(), time.process_time()
+        for at, request in zip(times, requests, strict=True):
+            await asyncio.sleep(max(0.0, began + at - time.monotonic()))
+            lag = max(lag, time.monotonic() - began - at)
+            tasks.append(asyncio.create_task(ask(url, request)))
+        outcomes = await asyncio.gather(*tasks)
+        return Offered(outcomes, time.monotonic() - began, time.process_time() - used, lag)
+
+    return asyncio.run(run())
+
+
+# ── the service, and what came of the load ───────────────────────────────────────────────────────────────────
+
+
+def told(offered: Offered, door_cpu_seconds: float, *, rate: float, seconds: float, deadline: float) -> dict[str, Any]:
+    outcomes = offered.outcomes
     good = [one for one in outcomes if one.status == 200 and one.seconds <= deadline]
     refused = sorted(one.seconds for one in outcomes if one.status in REFUSED)
     return {
         "rate": round(rate, 3),
         "requests": len(outcomes),
-        "goodput": round(len(good) / max(took, seconds), 3),
+        "goodput": round(len(good) / max(offered.seconds, seconds), 3),
         "good": len(good),
         "late": sum(one.status == 200 for one in outcomes) - len(good),
         "refused": len(refused),
@@ -96,6 +150,9 @@ async def at_rate(
         "other": sum(one.status not in (200, 504, *REFUSED) for one in outcomes),
         "refusal_ms_p50": round(1000 * statistics.median(refused), 1) if refused else None,
         "refusal_ms_p99": round(1000 * refused[int(0.99 * (len(refused) - 1))], 1) if refused else None,
+        "generator_cores": round(offered.cpu_seconds / offered.seconds, 3),
+        "generator_lag_ms_max": round(1000 * offered.lag, 1),
+        "front_door_cores": round(door_cpu_seconds / offered.seconds, 3),
     }
 
 
@@ -103,33 +160,34 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     load = Load(options.images, options.size, options.size, options.text_length, options.output_tokens)
     engine = EngineConfig(threads=options.threads, max_num_seqs=options.max_num_seqs)
     folder = flags.model_folder(options.model)
-    results: dict[str, Any] = {"options": {name: str(value) for name, value in vars(options).items()}, "rates": []}
+    told_options = {name: str(value) for name, value in vars(options).items() if name != "out"}
+    results: dict[str, Any] = {"options": told_options, "rates": []}
 
     def config(timeout: float) -> ServeConfig:
         door = FrontDoorConfig(port=0, served_model_name="m", request_timeout=timeout, max_queue=options.max_queue)
         return ServeConfig(model=folder, engine=engine, front_door=door)
 
-    limits = httpx.Limits(max_connections=None)
     topology = Topology.parse(options.topology)
-    deadline = 600.0
-    for share in (0.0, *options.shares):  # a service for each: none begins with another's backlog or estimates
-        async with LocalService(config(deadline), topology, show=lambda _: None) as service:
-            await service.wait_until_ready()
-            async with httpx.AsyncClient(
-                base_url=service.url, trust_env=False, timeout=deadline + 30, limits=limits
-            ) as client:
-                warm = options.seconds / 2
-                rate, typical = await capacity(
-                    client, load, options.concurrency, options.seconds if not share else warm
-                )
+    deadline = PATIENCE
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as generator:
+        for share in (0.0, *options.shares):  # a service for each: none begins with another's backlog or estimates
+            async with LocalService(config(deadline), topology, show=lambda _: None) as service:
+                await service.wait_until_ready()
+                in_generator = partial(asyncio.get_running_loop().run_in_executor, generator)
+                seconds = options.seconds / 2 if share else options.seconds
+                closed = partial(closed_loop, service.url, load, concurrency=options.concurrency, seconds=seconds)
+                warm = await in_generator(closed)
                 if not share:
+                    good = [one.seconds for one in warm.outcomes if one.status == 200]
+                    typical = statistics.median(good)
                     deadline = options.deadline * typical
-                    results |= {"capacity": round(rate, 3), "typical_s": round(typical, 3), "deadline_s": deadline}
+                    results |= {"capacity": round(len(good) / warm.seconds, 3), "typical_s": round(typical, 3)}
+                    results |= {"deadline_s": round(deadline, 3)}
                     continue
-                arrivals = share * results["capacity"]
-                entry = await at_rate(
-                    client, load, rate=arrivals, seconds=options.seconds, deadline=deadline, seed=int(share * 10**9)
-                )
+                how: dict[str, float] = {"rate": share * results["capacity"], "seconds": options.seconds}
+                used = time.process_time()
+                offered = await in_generator(partial(open_loop, service.url, load, seed=int(share * 10**9), **how))
+                entry = told(offered, time.process_time() - used, deadline=deadline, **how)
                 results["rates"].append({"share": share} | entry)
                 print(json.dumps(results["rates"][-1]), flush=True)
     peak = max(entry["goodput"] for entry in results["rates"])
