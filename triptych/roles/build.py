@@ -247,7 +247,7 @@ def _encoding(
     """Makes encode hosts, one after the other; what one has encoded, the next knows too."""
     cache = RowCache(engine.encode_cache_mb * 2**20)
     return lambda: EncodeHost(
-        preprocessor=_preprocess_workers(model, engine),
+        preprocessors=_preprocess_workers(model, engine),
         encoder=TowerEncoder(tower, model.weights.activations),
         queue=EncodeQueue(engine.encode_batch_patches),
         cache=cache,

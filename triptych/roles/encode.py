@@ -63,7 +63,7 @@ class EncodeHost:
     def __init__(
         self,
         *,
-        preprocessor: PreprocessPool,
+        preprocessors: PreprocessPool,
         encoder: RowEncoder,
         queue: EncodeQueue,
         cache: RowCache,
@@ -74,7 +74,7 @@ class EncodeHost:
         front_door: Address,
         send: Send,
     ) -> None:
-        self.preprocessors = preprocessor
+        self.preprocessors = preprocessors
         self._encoder = encoder
         self._queue = queue
         self._cache = cache
@@ -84,7 +84,7 @@ class EncodeHost:
         self._wake = wake
         self._front_door = front_door
         self._send = send
-        self._workers = ThreadPoolExecutor(preprocessor.number, thread_name_prefix="preprocess")
+        self._workers = ThreadPoolExecutor(preprocessors.number, thread_name_prefix="preprocess")
         self.num_asked = self.num_encoded = 0
         self._jobs: dict[str, EncodeJob] = {}
         self._parts: dict[str, EncodePart] = {}
