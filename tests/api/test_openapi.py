@@ -1,6 +1,7 @@
 """Requests made from the OpenAPI document, right ones and wrong ones: no failure of the service, and answers as the
 document says."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tests.api.serving import Served, served, wait_for
 from tests.harness import FLOAT32
 
 schemathesis = pytest.importorskip("schemathesis")
+import jsonschema_rs  # noqa: E402
 from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.specs.openapi.checks import (  # noqa: E402
     content_type_conformance,
@@ -60,9 +62,25 @@ def document(short: Served) -> Any:
     return schemathesis.openapi.from_url(f"{short.url}/openapi.json")
 
 
+def schema_of_events(document: Any, path: str) -> Any:
+    """What the document says of the data of a stream's events."""
+    answer = document.raw_schema["paths"][path]["post"]["responses"]["200"]
+    return jsonschema_rs.validator_for(answer["content"]["text/event-stream"]["x-event-schema"])
+
+
+def check_events(text: str, events: Any) -> None:
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert data
+    for one in data:
+        if one != "[DONE]" and "error" not in json.loads(one):
+            events.validate(json.loads(one))
+
+
 def check_path(short: Served, document: Any, method: str, path: str, num_cases: int) -> None:
     operation = document[path][method]
     statuses: Counter[int] = Counter()
+    streamed: Counter[int] = Counter()
+    events = schema_of_events(document, path) if path in list(RIGHT)[:GENERATING] else None
     modes = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE] if method == "POST" else [GenerationMode.POSITIVE]
     cases = st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes])
 
@@ -79,10 +97,14 @@ def check_path(short: Served, document: Any, method: str, path: str, num_cases: 
             # all fields at once are hardly ever right: most cases are a right request with a few of them
             names = choice.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3))
             case.body = {"model": short.model} | RIGHT[path] | {name: case.body[name] for name in names}
+            case.body |= {"stream": True} if events and choice.draw(st.booleans()) else {}
         response = case.call(base_url=short.url, timeout=30)
         too_late = response.status_code == 504 and "timeout" in case.body
         assert response.status_code < 500 or too_late, (case.body, response.text)
         case.validate_response(response, checks=CHECKS)
+        if response.headers["content-type"][0].startswith("text/event-stream"):
+            check_events(response.text, events)
+            streamed[response.status_code] += 1
         statuses[response.status_code] += 1
 
     if method == "POST":
@@ -92,6 +114,7 @@ def check_path(short: Served, document: Any, method: str, path: str, num_cases: 
         statuses[200] += 1
     run()
     assert statuses[200] > num_cases // 20, statuses
+    assert streamed[200] > num_cases // 40 or events is None
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)

@@ -42,9 +42,9 @@ def answers(kind: Any) -> Responses:
 
 
 def streams(kind: Any, chunk: Any) -> Responses:
-    """The ``responses`` of an endpoint whose answer may be streamed. Events aren't described by OpenAPI 3.1, so their
-    schema is given as an extension."""
-    content = {"text/event-stream": {"schema": {"type": "string"}, "x-event-schema": TypeAdapter(chunk).json_schema()}}
+    """The ``responses`` of an endpoint whose answer may be streamed. Events aren't described by OpenAPI 3.1, so the
+    schema of their data is given as an extension."""
+    content = {"text/event-stream": {"x-event-schema": TypeAdapter(chunk).json_schema()}}
     return {200: {"model": kind, "content": content}, **ERRORS}
 
 

@@ -155,7 +155,7 @@ class Admission:
         else:
             cost = self.forecast.cost_of(num_prompt, num_generated) if num_generated else 0.0
         if whole or now >= waiting.deadline:
-            self._took(waiting, now)
+            self._took(waiting, now, whole=whole)
         self.forecast.rate.end(cost, now)
         self._line.charge(waiting.caller, cost - waiting.cost)
 
@@ -164,7 +164,7 @@ class Admission:
         overdue = [ticket.work for ticket in self._line if ticket.work.deadline < now]
         for waiting in overdue:
             self.remove(waiting.generate.request)
-            self._took(waiting, now)
+            self._took(waiting, now, whole=False)
         return overdue
 
     def all(self) -> list[Waiting]:
@@ -181,9 +181,11 @@ class Admission:
         own = by_caller.pop(caller, 0.0)
         return own + sum(min(waiting, own + cost) for waiting in by_caller.values())
 
-    def _took(self, waiting: Waiting, now: float) -> None:
-        if waiting.expected:
-            self.forecast.margin.add(waiting.expected, now - waiting.submitted)
+    def _took(self, waiting: Waiting, now: float, *, whole: bool) -> None:
+        """How long a request took, or, of one that ran out of time, how long at least."""
+        seconds = now - waiting.submitted
+        if waiting.expected and (whole or seconds > waiting.expected):
+            self.forecast.margin.add(waiting.expected, seconds)
 
     def _retry_after(self, seconds: float) -> int:
         """When there may be room, in whole seconds."""
