@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 FORMATS = {"fp16": WEIGHT_FORMATS["auto"], "float32": WEIGHT_FORMATS["float32"], "int8": QUANTIZED_FORMATS["int8"]}
 TOKENS = (1, 8)
 READ_BYTES = 2**28
-GRID = (1, 28, 28)
-"""A picture of 448 x 448 pixels, in patches of 16."""
+SIDE = 448
+"""Pixels along each side of the picture."""
 
 
 def read_rates(shape: tuple[int, int], tokens: int) -> dict[str, float]:
@@ -57,9 +57,10 @@ def encode_ms(folder: Path) -> dict[str, float]:
     config, checkpoint = load_config(folder), Checkpoint(folder)
     family = resolve(family_of(config).tower)(config)
     vision = config["vision_config"]
+    grid = (1, SIDE // vision["patch_size"], SIDE // vision["patch_size"])
     values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    patches = np.random.default_rng(0).standard_normal((GRID[1] * GRID[2], values), dtype=np.float32)
-    image = TowerInput(patches=patches, grid=GRID, name="image")
+    patches = np.random.default_rng(0).standard_normal((grid[1] * grid[2], values), dtype=np.float32)
+    image = TowerInput(patches=patches, grid=grid, name="image")
     formats = {"F.linear": PlainFormat(torch.float32), "fp16": FORMATS["fp16"], "float32": FORMATS["float32"]}
     towers = {name: family.load_tower(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
     return {name: round(1e3 * best_of(partial(tower.encode, [image]), 7), 1) for name, tower in towers.items()}

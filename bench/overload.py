@@ -86,7 +86,7 @@ async def ask(url: str, request: bytes) -> Outcome:
             finally:
                 writer.close()
     except (OSError, TimeoutError, IndexError, ValueError):
-        status = 0
+        status = status if status in REFUSED else 0
     if status == 200 and (b"[DONE]" not in answer or b'"error"' in answer):
         status = 504  # it had begun, and then its time ran out
     return Outcome(status, time.monotonic() - began)

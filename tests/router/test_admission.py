@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.router.test_router import E0, E1, PD0, PD1, Desk, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Tokens
+from triptych.router.admission import FIRST
 from triptych.router.forecast import ENOUGH
 from triptych.router.router import TokenStream
 from triptych.types import RequestId, TransferId
@@ -266,16 +267,44 @@ def test_nobody_is_refused_who_would_be_alone() -> None:
     desk.router.cancel(stream.request)
 
 
-def test_prompts_that_are_being_made_are_ahead_of_those_who_come() -> None:
+def test_prompts_that_are_being_made_keep_nobody_out_of_an_idle_house() -> None:
     desk = busy_desk(2.0, request_timeout=20.0)
-    with ExitStack() as making, pytest.raises(Overloaded, match="would take about"):
-        for _ in range(40):
+    with ExitStack() as making:
+        for _ in range(200):
             making.enter_context(desk.router.preparing(has_media=False))
-    with ExitStack() as reading:
-        for _ in range(40):
-            reading.enter_context(desk.router.reading())
-        with desk.router.preparing(has_media=False):
-            pass
+
+
+def test_who_has_little_time_is_told_before_its_prompt_is_made() -> None:
+    desk = busy_desk(2.0, request_timeout=20.0)
+    desk.submit()
+    with pytest.raises(Overloaded), desk.router.preparing(has_media=False, timeout=2.0):
+        pass
+    with desk.router.preparing(has_media=False, timeout=20.0):
+        pass
+
+
+def test_a_probe_of_the_stages_is_let_in_whatever_the_forecast_and_teaches_nothing() -> None:
+    desk = busy_desk(16.0, request_timeout=20.0)
+    forecast = desk.router._admission.forecast
+    desk.submit()
+    with pytest.raises(Overloaded):
+        desk.submit(timeout=1.0)
+    before = forecast.mean_cost, forecast.margin._mean.count
+    probe = desk.submit(timeout=1.0, priority=FIRST)
+    finish(desk, probe)
+    assert (forecast.mean_cost, forecast.margin._mean.count) == before
+
+
+def test_who_hangs_up_early_tells_nothing_and_late_how_long_it_took_at_least() -> None:
+    desk = busy_desk(2.0, request_timeout=20.0)
+    margin = desk.router._admission.forecast.margin
+    told = margin._mean.count
+    early, late = desk.submit(), desk.submit()
+    desk.router.cancel(early.request)
+    assert margin._mean.count == told
+    desk.wait(10, PD0)
+    desk.router.cancel(late.request)
+    assert margin._mean.count == told + 1
 
 
 STEPS: dict[str, Callable[[Desk, TokenStream], object]] = {

@@ -54,7 +54,8 @@ async def prepare(service: Service, request: ChatCompletionRequest, caller: Call
     """Plans the request's prompt and fixes its sampling and its answer's form. Raises RequestError and ServiceError."""
     caller = caller.within(request.timeout)
     check_model(service, request.model)
-    with service.router.preparing(has_media=bool(media_parts(request.messages))):
+    has_media = bool(media_parts(request.messages))
+    with service.router.preparing(has_media=has_media, priority=request.priority or 0, timeout=caller.remaining):
         prompt, intervals = await planned(service, request, caller)
     generation = Generation(
         service=service,

@@ -28,7 +28,7 @@ async def prepare(service: Service, request: CompletionRequest, caller: Caller) 
     if wanted > service.front_door.max_queue:
         raise InvalidRequest(f"prompt: {wanted} answers, at most {service.front_door.max_queue} can be made", "prompt")
     began = time.time()
-    with service.router.preparing(has_media=False):
+    with service.router.preparing(has_media=False, priority=request.priority or 0, timeout=caller.remaining):
         async with caller.in_time():
             prompts = await service.planning.run(current_caller(), partial(_planned, service, request))
     planned = Interval("plan", began, time.time())

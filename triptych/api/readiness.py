@@ -13,6 +13,7 @@ from contextvars import Context
 from triptych.errors import TriptychError
 from triptych.messages.work import Sampling
 from triptych.prompt.prompt import Message, PromptBuilder
+from triptych.router.admission import FIRST
 from triptych.router.router import Router
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ WAIT = 0.9
 """Seconds that who asks may wait for an answer: less than what Kubernetes waits for one unless told otherwise."""
 PATIENCE = 30.0
 """Seconds that a probe may take."""
-FIRST = -(2**62)
-"""A priority before all others: what is asked is whether the stages work, not how long the line is."""
 SIDE = 64
 """Pixels along each side of the probe's image."""
 

@@ -1,5 +1,6 @@
 """A sequence's tokens, and how often each is among them."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,13 +20,13 @@ class TokenCounts:
 
     def now(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The different tokens and how many there are of each, both [N]; good until the next call."""
-        for token in self._tokens[self._read :]:
+        for token, count in Counter(self._tokens[self._read :]).items():
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._found):
                 self._found = np.concatenate([self._found, np.empty_like(self._found)])
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._found[place] = token
-            self._counts[place] += 1
+            self._counts[place] += count
         self._read = len(self._tokens)
         return self._found[: len(self._places)], self._counts[: len(self._places)]
 

@@ -21,6 +21,9 @@ from triptych.types import RequestId
 AHEAD = 4
 """Of every so many sequences that an instance works on, one more waits there: its next step needn't wait for us."""
 MAX_RETRY_AFTER = 60
+FIRST = -(2**62)
+"""The priority of probes, before all others. What they ask is whether the stages work, not how long the line is: no
+forecast stands in their way, and none is made of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,29 +66,26 @@ class Admission:
         self._line: FairQueue[Waiting] = FairQueue()
         self._tickets: dict[RequestId, Ticket[Waiting]] = {}
         self._preparing: Counter[str] = Counter()
-        self._reading: Counter[str] = Counter()
 
     @contextmanager
     def preparing(self, caller: str) -> Iterator[None]:
         """A caller's request has a place here while its prompt is made."""
-        with _counted(self._preparing, caller):
+        self._preparing[caller] += 1
+        try:
             yield
-
-    @contextmanager
-    def reading(self, caller: str) -> Iterator[None]:
-        """The same for one that won't be in line."""
-        with _counted(self._reading, caller):
-            yield
+        finally:
+            self._preparing[caller] -= 1
+            if not self._preparing[caller]:
+                del self._preparing[caller]
 
     def check_room(self, caller: str, running: Collection[Running]) -> None:
         """Raises RateLimited for a caller that has as much here as it may, and Overloaded when the house is full."""
-        here = len(running) + len(self._line) + self._preparing.total() + self._reading.total()
+        here = len(running) + len(self._line) + self._preparing.total()
         if here >= self._config.max_queue:
             raise Overloaded(f"{here} requests are waiting or running, the most allowed", self._retry_after(0.0))
         if limit := self._config.max_queue_per_caller:
             own = sum(entry.waiting.caller == caller for entry in running)
-            own += sum(ticket.caller == caller for ticket in self._line)
-            own += self._preparing[caller] + self._reading[caller]
+            own += sum(ticket.caller == caller for ticket in self._line) + self._preparing[caller]
             if own >= limit:
                 raise RateLimited(f"{own} of your requests are waiting or running, the most allowed")
 
@@ -102,23 +102,21 @@ class Admission:
     ) -> float:
         """How many seconds the answer will take, 0 while nobody knows. Raises what ``check_room`` does, and Overloaded
         when it may well not come within ``timeout`` seconds, unless nothing is ahead of it. ``cost`` and ``items_cost``
-        are the request's, if they are known already, which is when its prompt is made: until then those whose prompts
-        are being made are ahead of it. ``encoding`` is the cost of what encode instances have in hand."""
+        are the request's, if they are known already; ``encoding`` is the cost of what encode instances have in hand."""
         self.check_room(caller, running)
-        mean = self.forecast.mean_cost
-        coming = {whose: count * mean for whose, count in self._preparing.items()} if cost is None else {}
-        cost = mean if cost is None else cost
-        ahead = self._line.ahead(caller, cost, priority, coming) + sum(entry.waiting.cost for entry in running) / 2
-        encode_ahead = encoding + self._items_ahead(caller, items_cost)
-        expected = self.forecast.seconds(ahead, cost, encode_ahead)
-        seconds = expected * self.forecast.margin.times
+        if priority == FIRST:
+            return 0.0
+        cost = self.forecast.mean_cost if cost is None else cost
+        ahead = self._line.ahead(caller, cost, priority) + sum(entry.waiting.cost for entry in running) / 2
+        wait, work = self.forecast.seconds(ahead, cost, encoding + self._items_ahead(caller, items_cost))
+        seconds = wait * self.forecast.margin.times + work
         limit_seconds = self._config.request_timeout if timeout is None else timeout
-        if seconds > limit_seconds and (ahead or encode_ahead):
+        if wait and seconds > limit_seconds:
             raise Overloaded(
                 f"the answer would take about {seconds:.0f} s, more than the {limit_seconds:g} s it may take",
                 self._retry_after(seconds - limit_seconds),
             )
-        return expected
+        return wait + work
 
     def add(self, waiting: Waiting) -> None:
         """Puts a request in line. One with media waits apart from its caller's texts."""
@@ -150,12 +148,10 @@ class Admission:
     def ended(self, waiting: Waiting, num_generated: int, began: float, now: float, *, whole: bool) -> None:
         """A request that was started at ``began`` is over; ``whole``: it was answered to its end."""
         num_prompt = len(waiting.prompt.tokens)
-        if whole:
-            cost = self.forecast.ended(num_prompt, num_generated, now - began)
-        else:
-            cost = self.forecast.cost_of(num_prompt, num_generated) if num_generated else 0.0
-        if whole or now >= waiting.deadline:
-            self._took(waiting, now, whole=whole)
+        cost = self.forecast.cost_of(num_prompt, num_generated) if num_generated else 0.0
+        if whole and waiting.priority != FIRST:
+            self.forecast.ended(num_prompt, num_generated, now - began)
+        self._took(waiting, now, whole=whole)
         self.forecast.rate.end(cost, now)
         self._line.charge(waiting.caller, cost - waiting.cost)
 
@@ -182,7 +178,7 @@ class Admission:
         return own + sum(min(waiting, own + cost) for waiting in by_caller.values())
 
     def _took(self, waiting: Waiting, now: float, *, whole: bool) -> None:
-        """How long a request took, or, of one that ran out of time, how long at least."""
+        """How long a request took, or, of one that nobody waited for to its end, how long at least."""
         seconds = now - waiting.submitted
         if waiting.expected and (whole or seconds > waiting.expected):
             self.forecast.margin.add(waiting.expected, seconds)
@@ -192,14 +188,3 @@ class Admission:
         rate = self.forecast.rate.per_second()
         one_more = self.forecast.mean_cost / rate if rate else 0.0
         return min(MAX_RETRY_AFTER, max(1, math.ceil(max(seconds, one_more))))
-
-
-@contextmanager
-def _counted(counter: Counter[str], caller: str) -> Iterator[None]:
-    counter[caller] += 1
-    try:
-        yield
-    finally:
-        counter[caller] -= 1
-        if not counter[caller]:
-            del counter[caller]

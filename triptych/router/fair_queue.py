@@ -7,9 +7,8 @@ whosever they are; within a caller's work of one priority and kind, first come, 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -86,15 +85,11 @@ class FairQueue(Generic[T]):
         if caller in self._counters:
             self._counters[caller] = max(0.0, self._counters[caller] + cost)
 
-    def ahead(
-        self, caller: str, cost: float, priority: int = 0, coming: Mapping[str, float] = MappingProxyType({})
-    ) -> float:
+    def ahead(self, caller: str, cost: float, priority: int = 0) -> float:
         """How much of what waits will be started before new work of that cost: all that is more urgent, the caller's
-        own, and of each other as much as the caller will have had by then. ``coming`` is work, by caller, that will be
-        in line before it."""
+        own, and of each other as much as the caller will have had by then."""
         own = sum(flow.cost for (its, whose, _), flow in self._flows.items() if whose == caller and its <= priority)
-        own += coming.get(caller, 0.0)
-        others = {whose: waiting for whose, waiting in coming.items() if whose != caller}
+        others: dict[str, float] = {}
         urgent = 0.0
         for (its, whose, _), flow in self._flows.items():
             if whose != caller and its < priority:

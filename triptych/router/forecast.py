@@ -11,8 +11,8 @@ MEMORY = 30.0
 ENOUGH = 8
 """Requests that must have ended before anybody is turned away for what was measured."""
 DEVIATIONS = 2.0
-MOST_TIMES = 4.0
-"""One that took longer than so many times its forecast says no more of forecasts than one that took as long."""
+MOST_TIMES = 2.0
+"""A margin is at most that: one caller's requests, however odd, don't keep everybody else out."""
 
 
 @dataclass
@@ -69,17 +69,17 @@ class Margin:
 
     def add(self, expected: float, seconds: float) -> None:
         """A request took so many seconds, or more, where so many were expected."""
-        times = min(MOST_TIMES, seconds / expected)
+        times = min(2 * MOST_TIMES, seconds / expected)  # one that hung says little of the others
         if self._mean.count:
             self._deviation.add(abs(times - self._mean.value))
         self._mean.add(times)
 
     @property
     def times(self) -> float:
-        """Few take longer than so many times their forecast."""
+        """How many times as long as forecast a wait may well take."""
         if self._mean.count < ENOUGH:
             return 1.0
-        return max(1.0, self._mean.value + DEVIATIONS * self._deviation.value)
+        return min(MOST_TIMES, max(1.0, self._mean.value + DEVIATIONS * self._deviation.value))
 
 
 @dataclass
@@ -108,18 +108,18 @@ class Forecast:
         """Of a request of which nothing is known yet."""
         return self._mean_cost.value
 
-    def ended(self, num_prompt: int, num_generated: int, seconds: float) -> float:
-        """A request was answered in so many seconds from when it was started; what it has cost."""
+    def ended(self, num_prompt: int, num_generated: int, seconds: float) -> None:
+        """A request was answered in so many seconds from when it was started."""
         cost = self.cost_of(num_prompt, num_generated)
         self._generated.add(num_generated)
         self._mean_cost.add(cost)
         self._seconds_per_cost.add(seconds / max(1.0, cost))
-        return cost
 
-    def seconds(self, ahead: float, cost: float, encode_ahead: float = 0.0) -> float:
-        """Until a request of that cost is answered, with so much work before it; 0 while too little is known."""
+    def seconds(self, ahead: float, cost: float, encode_ahead: float = 0.0) -> tuple[float, float]:
+        """How long a request of that cost will wait for the work before it, and how long it will take then; 0 and 0
+        while too little is known."""
         if self._mean_cost.count < ENOUGH or not (rate := self.rate.per_second()):
-            return 0.0
+            return 0.0, 0.0
         encode_rate = self.encode_rate.per_second()
         waiting = max(ahead / rate, encode_ahead / encode_rate if encode_rate else 0.0)
-        return waiting + cost * self._seconds_per_cost.value
+        return waiting, cost * self._seconds_per_cost.value

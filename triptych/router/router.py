@@ -186,13 +186,13 @@ class Router:
         return stream
 
     @contextmanager
-    def preparing(self, *, has_media: bool) -> Iterator[None]:
+    def preparing(self, *, has_media: bool, priority: int = 0, timeout: float | None = None) -> Iterator[None]:
         """Around all that makes a request's prompt: it has a place in the house meanwhile, and what can't be served now
         costs neither a fetch nor a plan; ``submit`` asks again, because time passes until then. Raises Overloaded when
         there is no room for it or it wouldn't be answered in time, RateLimited when its caller has too many,
         Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
         caller = current_caller()
-        self._check(has_media, caller=caller)
+        self._check(has_media, caller=caller, priority=priority, timeout=timeout)
         with self._admission.preparing(caller):
             yield
 
@@ -206,7 +206,7 @@ class Router:
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
-        with self._admission.reading(caller):
+        with self._admission.preparing(caller):
             yield
 
     def _check(self, has_media: bool, *, caller: str, **known: Any) -> float:
