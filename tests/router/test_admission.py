@@ -284,7 +284,7 @@ def test_who_has_little_time_is_told_before_its_prompt_is_made() -> None:
 
 
 def test_a_probe_of_the_stages_is_let_in_whatever_the_forecast_and_teaches_nothing() -> None:
-    desk = busy_desk(16.0, request_timeout=20.0)
+    desk = busy_desk(4.0, request_timeout=20.0)
     forecast = desk.router._admission.forecast
     desk.submit()
     with pytest.raises(Overloaded):
