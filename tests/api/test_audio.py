@@ -11,6 +11,7 @@ import pytest
 
 from tests.api.serving import CHAT, SOON, Served, image, image_part, served, text_part, wait_for
 from tests.api.test_bad_input import the_error
+from tests.api.test_responses import answer, post
 from tests.media.clips import clip
 from tests.media.sounds import sound, tone
 from tests.parity.test_audio import CASES, Hears
@@ -75,6 +76,21 @@ def test_an_answer_does_not_depend_on_how_the_audio_came(hearing: Served, hears:
         told = client.post(CHAT, content=escaped.encode()).json()
     assert told["choices"][0]["message"]["content"] == answer
     assert hearing.text([text_part("x"), input_audio(sound("wav", tone(1.5, 16_000, hertz=900)))]) != answer
+
+
+def test_responses_take_audio_as_chats_do(hearing: Served) -> None:
+    """Taken out of the body, or small enough to stay in it; and refused with a field of theirs at fault."""
+    for data in (WAV, sound("wav", tone(0.05, 16_000))):
+        expected = hearing.text([text_part("x"), input_audio(data)], max_tokens=8, temperature=0)
+        content = [{"type": "input_text", "text": "x"}, input_audio(data)]
+        items = [{"role": "user", "content": content}]
+        whole = answer(hearing, input=items, max_output_tokens=8, temperature=0, ignore_eos=True)
+        assert whole["output"][0]["content"][0]["text"] == expected
+    items = [{"role": "user", "content": [input_audio(b"just some text")]}]
+    the_error(post(hearing, input=items), 400, "input", "unsupported_media")
+    unknown = {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "aiff"}}
+    response = post(hearing, input=[{"role": "user", "content": [unknown]}])
+    the_error(response, 400, "input[0].content[0].input_audio.format", "invalid_request")
 
 
 def test_answers_are_those_of_transformers(hearing: Served, hears: Path) -> None:

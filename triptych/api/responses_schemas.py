@@ -54,7 +54,14 @@ class InputImage(Strict):
     file_id: None = None
 
 
-Part = Annotated[InputText | OutputText | InputImage, Field(discriminator="type")]
+class InputAudio(Strict):
+    """As in chats."""
+
+    type: Literal["input_audio"]
+    input_audio: schemas.InputAudio
+
+
+Part = Annotated[InputText | OutputText | InputImage | InputAudio, Field(discriminator="type")]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -269,12 +276,15 @@ def _add(answer: ChatMessage, item: InputMessage | FunctionCallItem | ReasoningI
 def _content(message: InputMessage) -> str | list[schemas.Part]:
     if isinstance(message.content, str):
         return message.content
-    return [
-        ImagePart(type="image_url", image_url=schemas.ImageURL(url=part.image_url, detail=part.detail))
-        if isinstance(part, InputImage)
-        else schemas.TextPart(type="text", text=part.text)
-        for part in message.content
-    ]
+    return [_part(part) for part in message.content]
+
+
+def _part(part: Part) -> schemas.Part:
+    if isinstance(part, InputImage):
+        return ImagePart(type="image_url", image_url=schemas.ImageURL(url=part.image_url, detail=part.detail))
+    if isinstance(part, InputAudio):
+        return schemas.InputAudioPart(type="input_audio", input_audio=part.input_audio)
+    return schemas.TextPart(type="text", text=part.text)
 
 
 def _tool(tool: FunctionTool) -> Tool:
