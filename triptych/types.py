@@ -1,6 +1,7 @@
 """Small value types shared by every package. Nothing here imports anything heavy."""
 
 import bisect
+import math
 from collections.abc import Iterator
 from typing import Annotated, NewType
 
@@ -56,12 +57,14 @@ class VideoHeader(msgspec.Struct, frozen=True, tag="video"):
 
 class AudioHeader(msgspec.Struct, frozen=True, tag="audio"):
     """What an audio file's header says, before any of it is decoded: ``samples`` for each of ``channels``, ``rate`` of
-    them a second."""
+    them a second. Of a video's audio ``track`` only how long it is can be relied on: ``samples`` are ticks of its
+    clock, and what there are a second, and how many channels, is found out when it is decoded."""
 
     format: str
     rate: Positive
     channels: Positive
     samples: Positive
+    track: bool = False
 
     @property
     def seconds(self) -> float:
@@ -98,6 +101,22 @@ MODEL_SAMPLING = FrameSampling()
 """That which holds unless a request has its own."""
 
 
+class SoundPlan(msgspec.Struct, frozen=True):
+    """What a video's audio track will become: so many ``frames`` of features, and these so many ``rows``."""
+
+    header: AudioHeader
+    frames: Positive
+    rows: Positive
+
+
+class PartRows(msgspec.Struct, frozen=True, array_like=True):
+    """Where the rows of one part are among its item's: at runs of (first row, rows), in order. ``heard``: the part is
+    of a video's sound, and not of its frames."""
+
+    runs: tuple[tuple[Count, Positive], ...]
+    heard: bool = False
+
+
 class ItemPlan(msgspec.Struct, frozen=True):
     """What a media item will become: a pure function of its header, the options and the model's configuration.
 
@@ -107,6 +126,10 @@ class ItemPlan(msgspec.Struct, frozen=True):
     last may have fewer. ``cost`` is the work of encoding it, in patch-multiplications (linear in patches plus the
     attention's square), of the patches of the model's vision tower; ``bounds`` and ``sampling`` are what the request
     asked for; ``frames`` are the numbers of a video's frames that are seen, in the order of display, from 0 on.
+
+    Where a video's ``sound`` is heard, ``rows`` and ``cost`` are those of both; the rest is about its frames. The rows
+    are interleaved, so ``parts`` says where those of each part are, in the order in which parts are made; without sound
+    they follow each other.
     """
 
     modality: str
@@ -120,15 +143,41 @@ class ItemPlan(msgspec.Struct, frozen=True):
     bounds: PixelBounds = MODEL_BOUNDS
     sampling: FrameSampling = MODEL_SAMPLING
     frames: tuple[int, ...] = ()
+    sound: SoundPlan | None = None
+    parts: tuple[PartRows, ...] = ()
+
+    @property
+    def patches(self) -> int:
+        """How many the towers are given."""
+        return math.prod(self.grid) + (self.sound.frames if self.sound else 0)
 
     @property
     def num_parts(self) -> int:
         """Into how many parts the item is cut for encoding."""
-        return -(-self.rows // self.rows_per_part)
+        return len(self.parts) or -(-self.rows // self.rows_per_part)
+
+    def runs_of(self, part: int) -> tuple[tuple[int, int], ...]:
+        """(first row, rows) of each run of rows of the part of that number, from 0 on."""
+        if self.parts:
+            return self.parts[part].runs
+        first_row = part * self.rows_per_part
+        return ((first_row, min(self.rows_per_part, self.rows - first_row)),)
 
     def rows_of(self, part: int) -> int:
         """How many rows the part of that number, from 0 on, has."""
-        return min(self.rows_per_part, self.rows - part * self.rows_per_part)
+        return sum(rows for _, rows in self.runs_of(part))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parts make up its rows, each once: a plan may come from another process."""
+        if not self.parts or self.sound is None:
+            return not self.parts and self.sound is None
+        end = 0
+        for first_row, rows in sorted(run for part in self.parts for run in part.runs):
+            if first_row != end:
+                return False
+            end += rows
+        return end == self.rows
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -10,7 +10,10 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.media.sounds import track
+
 CODECS = {"mp4": "libx264", "webm": "libvpx-vp9", "gif": "gif"}
+SOUND_CODECS = {"mp4": "aac", "mov": "pcm_s16le", "webm": "libopus", "matroska": "flac"}
 
 
 def picture(number: int, width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -31,9 +34,12 @@ def clip(
     codec_options: dict[str, str] | None = None,
     options: dict[str, str] | None = None,
     times: list[int] | None = None,
-    audio: bool = False,
+    sound: NDArray[np.float32] | None = None,
+    sound_rate: int = 48_000,
+    sound_codec: str | None = None,
 ) -> bytes:
-    """A video file. ``times`` are the frames' times in units of 1/1000 s, where they aren't even."""
+    """A video file. ``times`` are the frames' times in units of 1/1000 s, where they aren't even. ``sound`` is that of
+    its audio track, (channels, samples)."""
     codec = codec or CODECS[container]
     extra = {"libx264": {"preset": "ultrafast", "bf": "2", "g": "6"}, "libvpx-vp9": {"cpu-used": "8", "g": "6"}}
     # a file, since what is written first may have to be read again to put the header there
@@ -45,7 +51,8 @@ def clip(
         stream.thread_count = 1
         if times is not None:
             stream.codec_context.time_base = Fraction(1, 1000)
-        sound: Any = file.add_stream("aac", rate=8000) if audio else None
+        sound_codec = sound_codec or SOUND_CODECS.get(container, "")
+        packets = track(file, sound, sound_rate, sound_codec) if sound is not None else ()
         for number in range(frames):
             frame = av.VideoFrame.from_ndarray(picture(number, width, height, seed), format="rgb24")
             frame = frame.reformat(format=stream.pix_fmt)
@@ -53,11 +60,8 @@ def clip(
                 frame.pts, frame.time_base = times[number], Fraction(1, 1000)
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
-        if sound is not None:
-            silence = av.AudioFrame.from_ndarray(np.zeros((1, 8000), dtype=np.float32), format="fltp", layout="mono")
-            silence.sample_rate = 8000
-            file.mux(sound.encode(silence))
-            file.mux(sound.encode(None))
+        for packet in packets:
+            file.mux(packet)
     with out:
         return out.read()
 

@@ -1,6 +1,7 @@
 """Small audio files, made with PyAV. Not a test."""
 
 import io
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -25,18 +26,21 @@ def sound(
     """An audio file of these samples, (channels, samples)."""
     samples = tone(1.0, rate) if samples is None else samples
     out = io.BytesIO()
-    layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(samples)]
-    codec = codec or CODECS[container]
-    options = {"strict": "-2"} if codec == "vorbis" else {}
     with av.open(out, "w", format=container) as file:
-        stream: Any = file.add_stream(codec, rate=rate, options=options)
-        stream.layout = layout
-        stream.codec_context.open()
-        size = stream.codec_context.frame_size or 4096
-        resampler = av.AudioResampler(format=stream.format.name, layout=layout, rate=rate, frame_size=size)
-        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format="fltp", layout=layout)
-        frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
-        for made in [*resampler.resample(frame), *resampler.resample(None)]:
-            file.mux(stream.encode(made))
-        file.mux(stream.encode(None))
+        for packet in track(file, samples, rate, codec or CODECS[container]):
+            file.mux(packet)
     return out.getvalue()
+
+
+def track(file: Any, samples: NDArray[np.float32], rate: int, codec: str) -> Iterator[Any]:
+    """Adds an audio track to a file that is being written, whose packets are returned."""
+    layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(samples)]
+    stream: Any = file.add_stream(codec, rate=rate, options={"strict": "-2"} if codec == "vorbis" else {})
+    stream.layout = layout
+    stream.codec_context.open()
+    size = stream.codec_context.frame_size or 4096
+    resampler = av.AudioResampler(format=stream.format.name, layout=layout, rate=rate, frame_size=size)
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format="fltp", layout=layout)
+    frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+    made = [*resampler.resample(frame), *resampler.resample(None), None]
+    return (packet for one in made for packet in stream.encode(one))

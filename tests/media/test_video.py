@@ -11,6 +11,7 @@ import pytest
 
 from tests.media import clips
 from tests.media.clips import all_frames, clip, turned
+from tests.media.sounds import tone
 from triptych.errors import BadMediaSize, MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.media.video import decode_frames
@@ -23,7 +24,7 @@ FILES = {
     "mp4, in fragments": lambda: clip("mp4", frames=40, options={"movflags": "frag_keyframe+empty_moov"}),
     "mp4, fragments of one frame": lambda: clip("mp4", frames=9, options={"movflags": "frag_every_frame+empty_moov"}),
     "mov": lambda: clip("mov", frames=20, codec="libx264"),
-    "mp4 with sound": lambda: clip("mp4", frames=20, audio=True),
+    "mp4 with sound": lambda: clip("mp4", frames=20, sound=tone(2.0, 48_000)),
     "mp4 at 29.97": lambda: clip("mp4", frames=31, rate=Fraction(30000, 1001)),
     "mp4, one frame": lambda: clip("mp4", frames=1),
     "mp4, uneven": lambda: clip("mp4", frames=8, times=[0, 40, 80, 500, 540, 2000, 2040, 3000]),

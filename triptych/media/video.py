@@ -29,8 +29,8 @@ Frame = NDArray[np.uint8]
 _Packet: TypeAlias = "av.Packet[VideoStream]"
 
 # Named, so that FFmpeg doesn't guess: some of its demuxers open other files.
-_DEMUXERS = {"MP4": "mp4", "WebM": "matroska", "GIF": "gif"}
-_OPTIONS = {"MP4": {"ignore_editlist": "1"}}  # what is stored counts, as in the header
+DEMUXERS = {"MP4": "mp4", "WebM": "matroska", "GIF": "gif"}
+OPTIONS = {"MP4": {"ignore_editlist": "1"}}  # what is stored counts, as in the header
 _CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libvpx", "libvpx-vp9", "gif"})
 
 _DECODING_ERRORS = (av.error.FFmpegError, ValueError, EOFError)
@@ -57,7 +57,7 @@ def decode_frames(data: bytes, header: VideoHeader, numbers: Sequence[int]) -> I
     name = header.format
     try:
         container = av.open(
-            io.BytesIO(data), "r", format=_DEMUXERS[name], options=_OPTIONS.get(name, {}), metadata_errors="ignore"
+            io.BytesIO(data), "r", format=DEMUXERS[name], options=OPTIONS.get(name, {}), metadata_errors="ignore"
         )
     except _DECODING_ERRORS as error:
         raise UnsupportedMedia(f"the {name} video is damaged and can't be opened") from error

@@ -6,13 +6,10 @@ MediaError. What a file says that isn't so is found out when it is decoded.
 
 import struct
 
-from triptych.errors import BadMediaSize, TruncatedMedia, UnsupportedMedia
+from triptych.errors import BadMediaSize, TruncatedMedia
+from triptych.media.sound_bounds import check_sound
 from triptych.prompt.containers.sound import probe_flac, probe_mp3, probe_ogg, probe_wav
 from triptych.types import AudioHeader
-
-MIN_RATE, MAX_RATE = 4_000, 384_000
-MAX_CHANNELS = 8
-"""More, and PyAV reads beyond what FFmpeg gives it."""
 
 
 def probe_audio(data: bytes) -> AudioHeader:
@@ -25,10 +22,7 @@ def probe_audio(data: bytes) -> AudioHeader:
         header = _probe(data)
     except (struct.error, IndexError):
         raise TruncatedMedia("the audio ends within its header") from None
-    if not MIN_RATE <= header.rate <= MAX_RATE:
-        raise UnsupportedMedia(f"the audio has {header.rate} samples per second; {MIN_RATE} to {MAX_RATE} are taken")
-    if not 1 <= header.channels <= MAX_CHANNELS:
-        raise UnsupportedMedia(f"the audio has {header.channels} channels; at most {MAX_CHANNELS} are taken")
+    check_sound(header.rate, header.channels)
     if header.samples < 1:
         raise BadMediaSize("the audio is empty")
     return header

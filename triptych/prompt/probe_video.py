@@ -1,4 +1,5 @@
-"""Reads a video's size, number of frames and frame rate from its container, without decoding anything.
+"""Reads a video's size, number of frames and frame rate, and its sound's length, from its container, without decoding
+anything.
 
 Runs in the front door on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
 MediaError. What a file says that isn't so is found out when it is decoded.
@@ -10,10 +11,10 @@ import struct
 from triptych.errors import BadMediaSize, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.prompt.containers.gif import probe_gif
-from triptych.prompt.containers.mp4 import probe_mp4
-from triptych.prompt.containers.webm import probe_webm
+from triptych.prompt.containers.mp4 import probe_mp4, probe_mp4_sound
+from triptych.prompt.containers.webm import probe_webm, probe_webm_sound
 from triptych.prompt.probe import probe_image
-from triptych.types import VideoHeader
+from triptych.types import AudioHeader, VideoHeader
 
 _MAX_RATE = 1000.0
 
@@ -36,6 +37,21 @@ def probe_video(data: bytes) -> VideoHeader:
     if not math.isfinite(header.rate) or not 0 < header.rate <= _MAX_RATE:
         raise UnsupportedMedia(f"the {header.format} video says that it has {header.rate:g} frames per second")
     return header
+
+
+def probe_sound(data: bytes) -> AudioHeader:
+    """The header of a video file's first audio track.
+
+    Raises UnsupportedMedia where there is none, and else as ``probe_video`` does.
+    """
+    try:
+        if data[4:8] in _MP4_BOXES:
+            return probe_mp4_sound(data)
+        if data.startswith(_EBML_MAGIC):
+            return probe_webm_sound(data)
+    except (struct.error, IndexError):
+        raise TruncatedMedia("the video ends within its header") from None
+    raise UnsupportedMedia("the video has no audio track: GIFs and lists of frames have none")
 
 
 def _probe(data: bytes) -> VideoHeader:

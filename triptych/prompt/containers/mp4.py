@@ -1,23 +1,33 @@
-"""Reads what an MP4 or QuickTime file says about its video track (ISO/IEC 14496-12), hopping from box to box.
+"""Reads what an MP4 or QuickTime file says about its video track, and its audio track (ISO/IEC 14496-12), hopping from
+box to box.
 
 Untrusted bytes: every loop advances and is bounded, and nothing but MediaError and ``struct.error`` (which the caller
 takes for a truncated file) leaves here.
 """
 
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
-from triptych.types import VideoHeader
+from triptych.types import AudioHeader, VideoHeader
 
 _MAX_BOXES = 1 << 18
 """Of a file, each as often as it is looked at. An hour in fragments of a second has some 40,000."""
 _MAX_FRAMES = 2**27
+_LOOK_AT = 256
+"""Tables, and lines of them, that tell how long most samples last."""
 
+_VIDEO, _SOUND = b"vide", b"soun"
 _CODECS = frozenset({b"avc1", b"avc3", b"hvc1", b"hev1", b"vp08", b"vp09", b"av01"})
+_SOUND_CODECS = frozenset(
+    {b"mp4a", b".mp3", b"Opus", b"fLaC", b"sowt", b"twos", b"lpcm", b"ipcm", b"in24", b"fl32", b"ulaw", b"alaw"}
+)
 
 # Of the matrix in a track's header: (a, b, c, d) in 16.16 fixed point, of x' = ax + cy, y' = bx + dy.
 _ONE = 1 << 16
@@ -37,41 +47,90 @@ class _File:
     boxes_left: int = _MAX_BOXES
 
 
+_Table: TypeAlias = tuple[NDArray[np.int64], NDArray[np.integer[Any]]]
+
+
 @dataclass
 class _Track:
-    """What a video track says. ``ticks`` (of ``timescale`` a second) is how long its samples last together."""
+    """What a track says. ``header`` and ``description`` are where its header's content begins, and the description of
+    its samples; ``tables`` are numbers of samples and how long each of these lasts, in ticks of ``timescale`` a
+    second."""
 
     number: int
-    rotation: int
+    header: int
+    description: int
+    codec: bytes
     timescale: int
-    width: int
-    height: int
     samples: int
-    ticks: int
+    tables: list[_Table]
+
+    def ticks(self, longest: int = 2**32) -> int:
+        """How long the samples last together, where none lasts longer than so long."""
+        return sum(
+            int((counts * np.minimum(durations.astype(np.int64), longest)).sum()) for counts, durations in self.tables
+        )
+
+    def usual(self) -> int:
+        """How long most samples last, as far as the first of them say."""
+        of_duration: Counter[int] = Counter()
+        for counts, durations in self.tables[:_LOOK_AT]:
+            looked_at = durations[:_LOOK_AT]
+            for count, duration in zip(np.broadcast_to(counts, len(durations)), looked_at, strict=False):
+                of_duration[int(duration)] += int(count)
+        return of_duration.most_common(1)[0][0] if of_duration else 0
 
 
 def probe_mp4(data: bytes) -> VideoHeader:
     """The header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia or ``struct.error``."""
     file = _File(data)
+    movie = _movie(file)
+    track = _first_track(file, movie, _VIDEO)
+    if track is None:
+        raise UnsupportedMedia("the MP4 file has no video track")
+    if track.codec not in _CODECS:
+        raise UnsupportedMedia(f"the MP4 video is encoded as {track.codec.decode('latin-1')!r}, which isn't supported")
+    _count(file, movie, track)
+    ticks = track.ticks()
+    if not track.samples or not ticks:
+        raise UnsupportedMedia("the MP4 video's track has no frames")
+    matrix = struct.unpack_from(">9l", data, track.header + (52 if data[track.header] == 1 else 40))
+    width, height = struct.unpack_from(">HH", data, track.description + 32)
+    rotation = _ROTATIONS.get((matrix[0], matrix[1], matrix[3], matrix[4]), 0)
+    swapped = rotation in (90, 270)
+    return VideoHeader(
+        format="MP4",
+        width=height if swapped else width,
+        height=width if swapped else height,
+        frames=track.samples,
+        rate=track.samples * track.timescale / ticks,
+        rotation=rotation,
+    )
+
+
+def probe_mp4_sound(data: bytes) -> AudioHeader:
+    """The header of the file's first audio track. Raises as ``probe_mp4`` does."""
+    file = _File(data)
+    movie = _movie(file)
+    track = _first_track(file, movie, _SOUND)
+    if track is None:
+        raise UnsupportedMedia("the MP4 video has no audio track")
+    if track.codec not in _SOUND_CODECS:
+        codec = track.codec.decode("latin-1")
+        raise UnsupportedMedia(f"the MP4 video's sound is encoded as {codec!r}, which isn't supported")
+    _count(file, movie, track)
+    ticks = track.ticks(longest=track.usual())  # one that lasts longer is followed by a gap, which isn't decoded
+    if not ticks or not track.timescale:
+        raise UnsupportedMedia("the MP4 video's audio track is empty")
+    (channels,) = struct.unpack_from(">H", data, track.description + 24)
+    return AudioHeader("MP4", track.timescale, max(1, channels), ticks, track=True)
+
+
+def _movie(file: _File) -> tuple[int, int]:
+    data = file.data
     movie = next(((start, end) for kind, start, end in _boxes(file, 0, len(data)) if kind == b"moov"), None)
     if movie is None:
         raise TruncatedMedia("the MP4 video ends before its header (no moov box)")
-    track = _video_track(file, *movie)
-    if not track.samples:
-        _count_fragments(file, track, _default_duration(file, movie, track.number))
-    if not track.samples or not track.ticks:
-        raise UnsupportedMedia("the MP4 video's track has no frames")
-    if track.samples > _MAX_FRAMES:
-        raise UnsupportedMedia(f"the MP4 video says that it has {track.samples} frames")
-    swapped = track.rotation in (90, 270)
-    return VideoHeader(
-        format="MP4",
-        width=track.height if swapped else track.width,
-        height=track.width if swapped else track.height,
-        frames=track.samples,
-        rate=track.samples * track.timescale / track.ticks,
-        rotation=track.rotation,
-    )
+    return movie
 
 
 def _boxes(file: _File, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
@@ -102,15 +161,14 @@ def _child(file: _File, parent: tuple[int, int], *path: bytes) -> tuple[int, int
     return place
 
 
-def _video_track(file: _File, start: int, end: int) -> _Track:
-    for kind, track_start, track_end in _boxes(file, start, end):
+def _first_track(file: _File, movie: tuple[int, int], wanted: bytes) -> _Track | None:
+    for kind, start, end in _boxes(file, *movie):
         if kind != b"trak":
             continue
-        place = track_start, track_end
-        handler = _child(file, place, b"mdia", b"hdlr")
-        if handler is not None and file.data[handler[0] + 8 : handler[0] + 12] == b"vide":
-            return _read_track(file, place)
-    raise UnsupportedMedia("the MP4 file has no video track")
+        handler = _child(file, (start, end), b"mdia", b"hdlr")
+        if handler is not None and file.data[handler[0] + 8 : handler[0] + 12] == wanted:
+            return _read_track(file, (start, end))
+    return None
 
 
 def _read_track(file: _File, place: tuple[int, int]) -> _Track:
@@ -119,28 +177,31 @@ def _read_track(file: _File, place: tuple[int, int]) -> _Track:
     description = _child(file, table, b"stsd") if table else None
     if header is None or media is None or table is None or description is None:
         raise UnsupportedMedia("the MP4 video's track lacks a header")
-    is_long = file.data[header[0]] == 1
-    (number,) = struct.unpack_from(">L", file.data, header[0] + (20 if is_long else 12))
-    matrix = struct.unpack_from(">9l", file.data, header[0] + (52 if is_long else 40))
+    (number,) = struct.unpack_from(">L", file.data, header[0] + (20 if file.data[header[0]] == 1 else 12))
     (timescale,) = struct.unpack_from(">L", file.data, media[0] + (20 if file.data[media[0]] == 1 else 12))
     (codec,) = struct.unpack_from("4s", file.data, description[0] + 12)
-    if codec not in _CODECS:
-        raise UnsupportedMedia(f"the MP4 video is encoded as {codec.decode('latin-1')!r}, which isn't supported")
-    width, height = struct.unpack_from(">HH", file.data, description[0] + 8 + 32)
-    samples, ticks = _samples(file, table)
+    samples, durations = _samples(file, table)
     return _Track(
         number=number,
-        rotation=_ROTATIONS.get((matrix[0], matrix[1], matrix[3], matrix[4]), 0),
+        header=header[0],
+        description=description[0] + 8,
+        codec=codec,
         timescale=timescale,
-        width=width,
-        height=height,
         samples=samples,
-        ticks=ticks,
+        tables=[durations],
     )
 
 
-def _samples(file: _File, table: tuple[int, int]) -> tuple[int, int]:
-    """How many samples the sample table has, and how long they last in ticks."""
+def _count(file: _File, movie: tuple[int, int], track: _Track) -> None:
+    """Adds what is in fragments, where the track has nothing of its own."""
+    if not track.samples:
+        _count_fragments(file, track, _default_duration(file, movie, track.number))
+    if track.samples > _MAX_FRAMES:
+        raise UnsupportedMedia(f"the MP4 video says that it has {track.samples} frames")
+
+
+def _samples(file: _File, table: tuple[int, int]) -> tuple[int, _Table]:
+    """How many samples the sample table has, and how many of them last how long."""
     times = _child(file, table, b"stts")
     sizes = _child(file, table, b"stsz") or _child(file, table, b"stz2")
     if times is None or sizes is None:
@@ -157,7 +218,7 @@ def _samples(file: _File, table: tuple[int, int]) -> tuple[int, int]:
         raise UnsupportedMedia(f"the MP4 video's header contradicts itself: {samples} frames, {counted} with a time")
     if samples > _MAX_FRAMES:
         raise UnsupportedMedia(f"the MP4 video says that it has {samples} frames")
-    return samples, int((pairs[:, 0] * pairs[:, 1]).sum())
+    return samples, (pairs[:, 0], pairs[:, 1])
 
 
 def _default_duration(file: _File, movie: tuple[int, int], track: int) -> int:
@@ -196,11 +257,11 @@ def _count_fragment(file: _File, place: tuple[int, int], track: _Track, default_
         flags, samples = struct.unpack_from(">LL", file.data, start)
         track.samples += samples
         if not flags & _TRUN_DURATION:
-            track.ticks += samples * default_duration
+            track.tables.append((np.array([samples]), np.array([default_duration])))
             continue
         first = start + 8 + 4 * bool(flags & _TRUN_OFFSET) + 4 * bool(flags & _TRUN_FIRST_FLAGS)
         fields = sum(bool(flags & field) for field in _TRUN_FIELDS)
         if first + 4 * fields * samples > end:
             raise TruncatedMedia("the MP4 video ends within a fragment's header")
         table = np.frombuffer(file.data, dtype=">u4", count=fields * samples, offset=first).reshape(-1, fields)
-        track.ticks += int(table[:, 0].astype(np.int64).sum())
+        track.tables.append((np.ones(1, np.int64), table[:, 0]))

@@ -1,18 +1,19 @@
-"""Reads what a WebM or Matroska file says about its video track (RFC 9559), hopping from element to element.
+"""Reads what a WebM or Matroska file says about its video track, and its audio track (RFC 9559), hopping from element
+to element.
 
 Where the header has the duration, as all files have that were finished, the clusters aren't looked at. Where it hasn't
-(a recording that was broken off, or made by a browser), their blocks are counted. Untrusted bytes: every loop advances
-and is bounded, and nothing but MediaError and ``struct.error`` or ``IndexError`` (which the caller takes for a
-truncated file) leaves here.
+(a recording that was broken off, or made by a browser), their blocks are counted. That duration is the longest track's:
+how long the sound is, its first and its last blocks say. Untrusted bytes: every loop advances and is bounded, and
+nothing but MediaError and ``struct.error`` or ``IndexError`` (which the caller takes for a truncated file) leaves here.
 """
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
-from triptych.types import VideoHeader
+from triptych.types import AudioHeader, VideoHeader
 
 _MAX_ELEMENTS = 1 << 18
 """Of a file. One without a duration has one for each frame and packet of sound."""
@@ -21,12 +22,17 @@ _EBML, _SEGMENT, _INFO, _TRACKS, _CLUSTER = 0x1A45DFA3, 0x18538067, 0x1549A966, 
 _TIMESTAMP_SCALE, _DURATION = 0x2AD7B1, 0x4489
 _TRACK, _TRACK_NUMBER, _TRACK_TYPE, _CODEC, _DEFAULT_DURATION, _VIDEO = 0xAE, 0xD7, 0x83, 0x86, 0x23E383, 0xE0
 _PIXEL_WIDTH, _PIXEL_HEIGHT = 0xB0, 0xBA
+_AUDIO, _SAMPLING_FREQUENCY, _CHANNELS = 0xE1, 0xB5, 0x9F
 _TIMESTAMP, _SIMPLE_BLOCK, _BLOCK_GROUP, _BLOCK = 0xE7, 0xA3, 0xA0, 0xA1
 _PARENTS = frozenset({_SEGMENT, _CLUSTER})
 """Elements that may have an unknown size: what is in them follows, and they end where a parent's element begins."""
 
 _CODECS = frozenset({b"V_VP8", b"V_VP9", b"V_AV1", b"V_MPEG4/ISO/AVC", b"V_MPEGH/ISO/HEVC"})
-_VIDEO_TYPE = 1
+_SOUND_CODECS = frozenset(
+    {b"A_OPUS", b"A_VORBIS", b"A_AAC", b"A_FLAC", b"A_MPEG/L3", b"A_PCM/INT/LIT", b"A_PCM/INT/BIG", b"A_PCM/FLOAT/IEEE"}
+)
+_VIDEO_TYPE, _AUDIO_TYPE = 1, 2
+_DEFAULT_FREQUENCY, _MAX_FREQUENCY = 8000.0, 1e6
 _NANO = 1_000_000_000
 _MAX_RATE_TERM = 30_000
 """Frame durations are whole nanoseconds: 33333333 stands for 1/30 s, 33366667 for 1001/30000 s."""
@@ -46,53 +52,119 @@ class _Source:
 
 
 @dataclass
-class _File:
-    """``duration`` in units of ``scale`` nanoseconds, and ``frame_duration`` in nanoseconds; 0 where the header says
-    nothing."""
+class _Track:
+    """``frame_duration`` in nanoseconds, 0 where the header doesn't say it."""
 
-    scale: int = 1_000_000
-    duration: float = 0.0
-    track: int = 0
+    number: int = 0
+    kind: int = 0
+    codec: bytes = b""
     frame_duration: int = 0
     width: int = 0
     height: int = 0
+    frequency: float = _DEFAULT_FREQUENCY
+    channels: int = 1
+
+
+@dataclass
+class _File:
+    """``duration`` in units of ``scale`` nanoseconds, 0 where the header says nothing; clusters begin at
+    ``clusters``, all of what is within the ``segment``."""
+
+    segment: tuple[int, int]
+    clusters: int
+    scale: int = 1_000_000
+    duration: float = 0.0
+    tracks: list[_Track] = field(default_factory=list)
+
+    def first(self, kind: int) -> _Track | None:
+        return next((track for track in self.tracks if track.kind == kind and track.number), None)
 
 
 def probe_webm(data: bytes) -> VideoHeader:
     """The header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia, ``struct.error`` or
     IndexError."""
     source = _Source(data)
+    file = _read(source)
+    track = file.first(_VIDEO_TYPE)
+    if track is None:
+        raise UnsupportedMedia("the WebM file has no video track")
+    if track.codec not in _CODECS:
+        raise UnsupportedMedia(f"the WebM video is encoded as {_spelled(track.codec)}, which isn't supported")
+    if file.duration and track.frame_duration:
+        frames = round(file.duration * file.scale / track.frame_duration)
+        return _header(track, frames, _rate(track.frame_duration), counted=False)
+    return _counted(source, file, track)
+
+
+def probe_webm_sound(data: bytes) -> AudioHeader:
+    """The header of the file's first audio track. Raises as ``probe_webm`` does."""
+    source = _Source(data)
+    file = _read(source)
+    track = file.first(_AUDIO_TYPE)
+    if track is None:
+        raise UnsupportedMedia("the WebM video has no audio track")
+    if track.codec not in _SOUND_CODECS:
+        raise UnsupportedMedia(f"the WebM video's sound is encoded as {_spelled(track.codec)}, which isn't supported")
+    if not 1 <= track.frequency <= _MAX_FREQUENCY:
+        raise UnsupportedMedia("the WebM video's sound has an impossible sample rate")
+    first, before_last, last = _block_times(source, file, track)
+    end = last * file.scale + ((last - before_last) * file.scale or track.frame_duration)
+    if file.duration:
+        end = min(end, max(round(file.duration), last) * file.scale)
+    samples = round((end - first * file.scale) * track.frequency / _NANO)
+    if samples < 1:
+        raise UnsupportedMedia("the WebM video's audio track is empty")
+    return AudioHeader("WebM", round(track.frequency), max(1, track.channels), samples, track=True)
+
+
+def _spelled(codec: bytes) -> str:
+    return repr(codec[:32].decode("latin-1"))
+
+
+def _read(source: _Source) -> _File:
+    """What the file says before its first cluster."""
+    data = source.data
     segment = next(((start, end) for kind, start, end in _elements(source, 0, len(data)) if kind == _SEGMENT), None)
     if segment is None:
         raise TruncatedMedia("the WebM video ends before its header")
-    file = _File()
-    first_cluster = segment[1]
+    file = _File(segment, segment[1])
     for kind, start, end in _elements(source, *segment):
         if kind == _INFO:
             _read_info(source, start, end, file)
         elif kind == _TRACKS:
-            _read_tracks(source, start, end, file)
+            file.tracks += [
+                _read_track(source, inner, inner_end)
+                for inner_kind, inner, inner_end in _elements(source, start, end)
+                if inner_kind == _TRACK
+            ]
         elif kind == _CLUSTER:
-            first_cluster = start
+            file.clusters = start
             break
-    if not file.track:
-        raise UnsupportedMedia("the WebM file has no video track")
-    if file.duration and file.frame_duration:
-        frames = round(file.duration * file.scale / file.frame_duration)
-        return _header(file, frames, _rate(file.frame_duration), counted=False)
-    return _counted(source, segment, first_cluster, file)
+    return file
 
 
-def _counted(source: _Source, segment: tuple[int, int], first_cluster: int, file: _File) -> VideoHeader:
-    frames, first, last = _count_blocks(source, segment[1], first_cluster, file.track)
-    if not frames:
+def _counted(source: _Source, file: _File, track: _Track) -> VideoHeader:
+    times = list(_times(source, file.clusters, file.segment[1], track))
+    if not times:
         raise UnsupportedMedia("the WebM video has no frames")
-    seconds = (last - first) * file.scale / _NANO
-    if file.frame_duration:
-        rate = _rate(file.frame_duration)
+    frames, seconds = len(times), (max(times) - min(times)) * file.scale / _NANO
+    if track.frame_duration:
+        rate = _rate(track.frame_duration)
     else:
         rate = (frames - 1) / seconds if frames > 1 and seconds > 0 else 1.0
-    return _header(file, frames, rate, counted=True)
+    return _header(track, frames, rate, counted=True)
+
+
+def _block_times(source: _Source, file: _File, track: _Track) -> tuple[int, int, int]:
+    """When the first, the last but one and the last block of a track begin, in the file's units. Clusters between are
+    hopped over."""
+    first = next(_times(source, file.clusters, file.segment[1], track), None)
+    clusters = [(start, end) for kind, start, end in _elements(source, *file.segment) if kind == _CLUSTER]
+    for start, end in reversed(clusters):
+        last = list(_times(source, start, end, track))[-2:]
+        if last and first is not None:
+            return first, last[0], last[-1]
+    raise UnsupportedMedia("the WebM video's audio track is empty")
 
 
 def _rate(frame_duration: int) -> float:
@@ -100,10 +172,10 @@ def _rate(frame_duration: int) -> float:
     return float(1 / seconds) if seconds else float("inf")
 
 
-def _header(file: _File, frames: int, rate: float, *, counted: bool) -> VideoHeader:
+def _header(track: _Track, frames: int, rate: float, *, counted: bool) -> VideoHeader:
     if frames < 1:
         raise UnsupportedMedia("the WebM video has no frames")
-    return VideoHeader("WebM", file.width, file.height, frames, rate, counted=counted)
+    return VideoHeader("WebM", track.width, track.height, frames, rate, counted=counted)
 
 
 def _number(data: bytes, start: int, *, keep_marker: bool) -> tuple[int, int]:
@@ -136,6 +208,13 @@ def _elements(source: _Source, start: int, end: int) -> Iterator[tuple[int, int,
         start = content_end
 
 
+def _float(data: bytes, start: int, end: int) -> float:
+    """0 for one of a length that floats haven't got."""
+    code = {4: ">f", 8: ">d"}.get(end - start)
+    value: float = struct.unpack_from(code, data, start)[0] if code else 0.0
+    return value
+
+
 def _unsigned(data: bytes, start: int, end: int) -> int:
     if end - start > 8:
         raise UnsupportedMedia("the WebM video has a number of more than 8 bytes")
@@ -147,57 +226,49 @@ def _read_info(source: _Source, start: int, end: int, file: _File) -> None:
         if kind == _TIMESTAMP_SCALE:
             file.scale = _unsigned(source.data, inner, inner_end)
         elif kind == _DURATION:
-            code = {4: ">f", 8: ">d"}.get(inner_end - inner)
-            duration = struct.unpack_from(code, source.data, inner)[0] if code else 0.0
+            duration = _float(source.data, inner, inner_end)
             file.duration = duration if 0 < duration < 2**53 else 0.0
 
 
-def _read_tracks(source: _Source, start: int, end: int, file: _File) -> None:
-    for kind, inner, inner_end in _elements(source, start, end):
-        if kind == _TRACK and not file.track:
-            _read_track(source, inner, inner_end, file)
-
-
-def _read_track(source: _Source, start: int, end: int, file: _File) -> None:
-    number = frame_duration = width = height = 0
-    track_type, codec = 0, b""
+def _read_track(source: _Source, start: int, end: int) -> _Track:
+    track = _Track()
     for kind, inner, inner_end in _elements(source, start, end):
         if kind == _TRACK_NUMBER:
-            number = _unsigned(source.data, inner, inner_end)
+            track.number = _unsigned(source.data, inner, inner_end)
         elif kind == _TRACK_TYPE:
-            track_type = _unsigned(source.data, inner, inner_end)
+            track.kind = _unsigned(source.data, inner, inner_end)
         elif kind == _CODEC:
-            codec = source.data[inner:inner_end].rstrip(b"\x00")
+            track.codec = source.data[inner:inner_end].rstrip(b"\x00")
         elif kind == _DEFAULT_DURATION:
-            frame_duration = _unsigned(source.data, inner, inner_end)
-        elif kind == _VIDEO:
+            track.frame_duration = _unsigned(source.data, inner, inner_end)
+        elif kind in (_VIDEO, _AUDIO):
             for setting, value, value_end in _elements(source, inner, inner_end):
-                if setting == _PIXEL_WIDTH:
-                    width = _unsigned(source.data, value, value_end)
-                elif setting == _PIXEL_HEIGHT:
-                    height = _unsigned(source.data, value, value_end)
-    if track_type != _VIDEO_TYPE:
-        return
-    if codec not in _CODECS:
-        raise UnsupportedMedia(f"the WebM video is encoded as {codec[:32].decode('latin-1')!r}, which isn't supported")
-    file.track, file.frame_duration, file.width, file.height = number, frame_duration, width, height
+                _read_setting(source, setting, value, value_end, track)
+    return track
 
 
-def _count_blocks(source: _Source, end: int, start: int, track: int) -> tuple[int, int, int]:
-    """(number, first timestamp, last timestamp) of a track's blocks, in the file's units. ``start`` is where the first
-    cluster's content begins."""
-    count = cluster_time = 0
-    first = last = 0
+def _read_setting(source: _Source, setting: int, start: int, end: int, track: _Track) -> None:
+    if setting == _PIXEL_WIDTH:
+        track.width = _unsigned(source.data, start, end)
+    elif setting == _PIXEL_HEIGHT:
+        track.height = _unsigned(source.data, start, end)
+    elif setting == _SAMPLING_FREQUENCY:
+        track.frequency = _float(source.data, start, end)
+    elif setting == _CHANNELS:
+        track.channels = _unsigned(source.data, start, end)
+
+
+def _times(source: _Source, start: int, end: int, track: _Track) -> Iterator[int]:
+    """When the track's blocks begin, in the file's units; ``start`` is where a cluster's content begins."""
+    cluster_time = 0
     for kind, inner, inner_end in _flattened(source, start, end):
         if kind == _TIMESTAMP:
             cluster_time = _unsigned(source.data, inner, inner_end)
         elif kind in (_SIMPLE_BLOCK, _BLOCK):
             number, number_bytes = _number(source.data, inner, keep_marker=False)
-            if number == track:
-                time = cluster_time + struct.unpack_from(">h", source.data, inner + number_bytes)[0]
-                first, last = (min(first, time), max(last, time)) if count else (time, time)
-                count += 1
-    return count, first, last
+            if number == track.number:
+                time: int = struct.unpack_from(">h", source.data, inner + number_bytes)[0]
+                yield cluster_time + time
 
 
 def _flattened(source: _Source, start: int, end: int) -> Iterator[tuple[int, int, int]]:

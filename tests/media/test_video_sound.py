@@ -1,0 +1,137 @@
+"""A video's sound: what the probe says of its length is what is decoded of it, as of a clip of its own."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.media.clips import clip, picture
+from tests.media.sounds import tone
+from triptych.errors import MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
+from triptych.media import frames
+from triptych.media.audio import decode_audio
+from triptych.prompt.probe_video import probe_sound
+from triptych.types import AudioHeader
+
+RATE = 16_000
+SECONDS = 2.3
+
+FILES: dict[str, Callable[[], bytes]] = {
+    "mp4": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 48_000)),
+    "mp4, stereo": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 44_100, 2), sound_rate=44_100),
+    "mp4, header first": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 48_000), options={"movflags": "faststart"}),
+    "mp4, in fragments": lambda: clip(
+        "mp4", frames=23, sound=tone(SECONDS, 48_000), options={"movflags": "frag_keyframe+empty_moov"}
+    ),
+    "mp4, opus": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 48_000), sound_codec="libopus"),
+    "mp4, mp3": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 48_000), sound_codec="libmp3lame"),
+    "mov, uncompressed": lambda: clip("mov", frames=23, codec="libx264", sound=tone(SECONDS, 48_000)),
+    "webm": lambda: clip("webm", frames=23, sound=tone(SECONDS, 48_000)),
+    "webm, vorbis": lambda: clip(
+        "webm", frames=23, sound=tone(SECONDS, 44_100, 2), sound_rate=44_100, sound_codec="vorbis"
+    ),
+    "webm as it is recorded": lambda: clip("webm", frames=23, sound=tone(SECONDS, 48_000), options={"live": "1"}),
+    "webm in many clusters": lambda: clip(
+        "webm", frames=23, sound=tone(SECONDS, 48_000), options={"cluster_time_limit": "300"}
+    ),
+    "matroska, flac": lambda: clip("matroska", frames=23, codec="libx264", sound=tone(SECONDS, 48_000)),
+    "matroska, aac": lambda: clip(
+        "matroska", frames=23, codec="libx264", sound=tone(SECONDS, 48_000), sound_codec="aac"
+    ),
+}
+
+
+def difference(heard: NDArray[np.float32], recorded: NDArray[np.float32]) -> float:
+    """Root mean square, where both fit together best: encoders begin a little early or late."""
+    middle = recorded[4000:-4000]
+    places = range(4000 - 1200, 4000 + 1200)
+    return min(float(np.sqrt(((heard[at : at + len(middle)] - middle) ** 2).mean())) for at in places)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_was_recorded_is_heard(name: str) -> None:
+    data = FILES[name]()
+    header = probe_sound(data)
+    assert header.track
+    assert header.seconds == pytest.approx(SECONDS, abs=0.06)
+    heard = decode_audio(data, header, RATE)
+    assert len(heard) == header.resampled(RATE)
+    channels = 2 if "stereo" in name or "vorbis" in name else 1
+    assert difference(heard, tone(SECONDS, RATE, channels).mean(axis=0)) < 0.1
+
+
+@pytest.mark.parametrize("container", ["mp4", "webm"])
+@pytest.mark.parametrize(("frames", "seconds"), [(10, 4.0), (40, 0.5)])
+def test_sound_need_not_be_as_long_as_the_video(container: str, frames: int, seconds: float) -> None:
+    data = clip(container, frames=frames, sound=tone(seconds, 48_000))
+    header = probe_sound(data)
+    assert header.seconds == pytest.approx(seconds, abs=0.06)
+    assert len(decode_audio(data, header, RATE)) == header.resampled(RATE)
+
+
+# ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refused(data: bytes, kind: type[MediaError], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        decode_audio(data, probe_sound(data), RATE)
+
+
+def test_what_has_no_sound() -> None:
+    refused(clip("mp4"), UnsupportedMedia, "the MP4 video has no audio track")
+    refused(clip("webm"), UnsupportedMedia, "the WebM video has no audio track")
+    refused(clip("gif"), UnsupportedMedia, "no audio track: GIFs")
+    packed = frames.pack_frames(frames.PackedFrames(1.0, [picture(0, 16, 16).tobytes()]))
+    refused(packed, UnsupportedMedia, "no audio track: GIFs and lists of frames")
+    refused(b"", UnsupportedMedia, "no audio track")
+
+
+def test_sound_that_is_not_taken() -> None:
+    refused(clip("mp4", sound=tone(1, 48_000), sound_codec="ac3"), UnsupportedMedia, "'ac-3', which isn't")
+    sound = {"sound": tone(1, 48_000), "sound_codec": "ac3"}
+    refused(clip("matroska", codec="libx264", **sound), UnsupportedMedia, "'A_AC3', which isn't")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("container", ["mp4", "webm"])
+def test_truncated(container: str) -> None:
+    options = {"movflags": "faststart"} if container == "mp4" else None
+    data = clip(container, frames=40, sound=tone(4.0, 48_000), options=options)
+    if container == "mp4":
+        refused(data[: len(data) * 2 // 3], MediaError, "sound ends after|damaged")
+    else:  # whose length is found at its end
+        cut = data[: len(data) * 2 // 3]
+        header = probe_sound(cut)
+        assert header.seconds < 3.5
+        assert len(decode_audio(cut, header, RATE)) == header.resampled(RATE)
+    refused(data[:30], MediaError, ".")
+
+
+def test_headers_that_lie() -> None:
+    data = clip("mp4", frames=20, sound=tone(2.0, 48_000))
+    with pytest.raises(MediaMismatch, match=r"the MP4 video's sound is longer than the 1\.0 s"):
+        decode_audio(data, AudioHeader("MP4", 48_000, 1, 48_000, track=True), RATE)
+    with pytest.raises(TruncatedMedia, match=r"the MP4 video's sound ends after 2\.0 s of 3\.0 s"):
+        decode_audio(data, AudioHeader("MP4", 48_000, 1, 144_000, track=True), RATE)
+    clock = AudioHeader("MP4", 1000, 1, 2000, track=True)
+    assert decode_audio(data, clock, RATE).any(), "its clock isn't its sample rate"
+
+
+@pytest.mark.parametrize("name", ["mp4", "mp4, in fragments", "webm", "webm as it is recorded", "matroska, aac"])
+def test_mutated_files_raise_only_typed_errors(name: str) -> None:
+    source = random.Random(name)
+    data = FILES[name]()
+    for _ in range(100):
+        mutated = bytearray(data)
+        for _ in range(source.randint(1, 4)):
+            place = source.randrange(min(source.choice([64, 1024, len(mutated)]), len(mutated)))
+            place = place if source.random() < 0.5 else len(mutated) - 1 - place
+            mutated[place] ^= 1 << source.randrange(8)
+        cut = bytes(mutated[: source.choice([len(mutated), source.randrange(len(mutated))])])
+        try:
+            header = probe_sound(cut)
+            if header.seconds < 60:
+                assert len(decode_audio(cut, header, RATE)) == header.resampled(RATE)
+        except MediaError:
+            continue
