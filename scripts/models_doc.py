@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.families import test_mrope, test_patches, test_videos
+from tests.families import test_interleaving, test_mrope, test_patches, test_videos
 from tests.families.golden.make_videos import family_of
 from tests.models import test_families as halves
 from tests.parity import test_families as service
@@ -80,6 +80,13 @@ CHECKS = (
         "alone and beside images",
         "tests/families, tests/models, tests/parity",
         {name for name, family in FAMILIES.items() if "audio" in family.modalities and name in TINY},
+    ),
+    Check(
+        "videos that are heard",
+        "tokens in the order of transformers' processor, positions (in the mixes above) and answers as with its "
+        "`use_audio_in_video`, from MP4, WebM and Matroska",
+        "tests/families, tests/parity/test_heard_videos.py",
+        {test_interleaving.FAMILY},
     ),
     Check("tensor parallelism", "the same answers from two ranks", "tests/parity", {*service.TWO_RANKS, *QWEN3_VL}),
     Check("sliding windows", "the same answers with windows switched on", "tests/parity", service.WITH_WINDOWS),

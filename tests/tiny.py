@@ -163,6 +163,8 @@ TINY = {
             | {
                 "audio_token_id": HEARING_IDS["<|audio_pad|>"],
                 "audio_start_token_id": HEARING_IDS["<|audio_start|>"],
+                "audio_end_token_id": HEARING_IDS["<|audio_end|>"],
+                "position_id_per_seconds": 13,
                 "text_config": TEXT
                 | {"vocab_size": len(HEARING_IDS) + 256}
                 | {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}

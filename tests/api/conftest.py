@@ -1,4 +1,4 @@
-"""One service for all tests of the API that need no other settings."""
+"""One service for all tests of the API that need no other settings, and one of a model that hears."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from tests.api.serving import SOON, Served, served, wait_for
 from tests.checkpoints import make_checkpoint
+from tests.tiny import make_tiny
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +29,21 @@ def service(shared_service: Served) -> Iterator[Served]:
         gate.opened.set()
         gate.delay, gate.failures = 0.0, 0
     wait_for(shared_service.everything_is_back, SOON)
+
+
+@pytest.fixture(scope="session")
+def hears(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("hears") / "tiny", "qwen3_omni_moe")
+
+
+@pytest.fixture(scope="session")
+def shared_hearing(hears: Path) -> Iterator[Served]:
+    with served(hears, allowed_local_media_path=str(hears)) as service:
+        yield service
+
+
+@pytest.fixture
+def hearing(shared_hearing: Served) -> Iterator[Served]:
+    """As ``service``, of a model that hears."""
+    yield shared_hearing
+    wait_for(shared_hearing.everything_is_back, SOON)

@@ -3,19 +3,17 @@
 import base64
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.serving import CHAT, SOON, Served, image, image_part, served, text_part, wait_for
+from tests.api.serving import CHAT, Served, image, image_part, served, text_part
 from tests.api.test_bad_input import the_error
 from tests.api.test_responses import answer, post
 from tests.media.clips import clip
 from tests.media.sounds import sound, tone
 from tests.parity.test_audio import CASES, Hears
-from tests.tiny import make_tiny
 from triptych.api.body import lift
 from triptych.prompt.prompt import PromptBuilder
 
@@ -33,24 +31,6 @@ def input_audio(data: bytes = WAV, kind: str = "wav") -> dict[str, Any]:
 
 def audio_url(data: bytes = WAV, kind: str = "audio/wav") -> dict[str, Any]:
     return {"type": "audio_url", "audio_url": {"url": f"data:{kind};base64,{encoded(data)}"}}
-
-
-@pytest.fixture(scope="module")
-def hears(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("hears") / "tiny", "qwen3_omni_moe")
-
-
-@pytest.fixture(scope="module")
-def shared_hearing(hears: Path) -> Iterator[Served]:
-    with served(hears, allowed_local_media_path=str(hears)) as service:
-        yield service
-
-
-@pytest.fixture
-def hearing(shared_hearing: Served) -> Iterator[Served]:
-    """The shared service; the test leaves nothing behind in it."""
-    yield shared_hearing
-    wait_for(shared_hearing.everything_is_back, SOON)
 
 
 @pytest.mark.parametrize("stream", [False, True])

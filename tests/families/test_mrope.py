@@ -62,6 +62,7 @@ class Mix:
     seconds: list[float] = field(default_factory=list)
     plans: list[ItemPlan] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
+    heard: bool = False
 
     def add_text(self, count: int, token: int = TEXT) -> None:
         self.tokens += [token] * count
@@ -80,6 +81,22 @@ class Mix:
             self.types += [KINDS[plan.modality]] * run
             if marks:
                 self.add_text(1, marks[1])
+        self.plans.append(plan)
+        self.placements.append(Placement(tuple(spans)))
+
+    def add_heard(self, planner: Planner, plan: ItemPlan, marks: tuple[int, int]) -> None:
+        """A video that is heard: the marks of audio are within its own."""
+        kinds = {token: KINDS[name] for name, token in planner.placeholder_ids.items()}
+        runs, spans = iter(planner.runs(plan)), []
+        self.add_text(1, marks[0])
+        for token in map(int, planner.placeholder(plan, "{} ".format).split()):
+            if token not in kinds:
+                self.add_text(1, token)
+                continue
+            spans.append(Span(len(self.tokens), next(runs)))
+            self.tokens += [token] * spans[-1].length
+            self.types += [kinds[token]] * spans[-1].length
+        self.add_text(1, marks[1])
         self.plans.append(plan)
         self.placements.append(Placement(tuple(spans)))
 
@@ -107,28 +124,36 @@ def seconds_of(family: str, plan: ItemPlan) -> float:
     return 2 / sampled
 
 
+def random_sound(source: random.Random) -> AudioHeader:
+    return AudioHeader("WAV", 16_000, 1, source.randint(400, 16_000 * 12))
+
+
 def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
-    """The ends may be bare, but two items always have text between them, as in templates; Omni looks for the marks."""
+    """The ends may be bare, but two items always have text between them, as in templates; Omni looks for the marks.
+    Either all videos of a prompt are heard or none."""
     config = config_of(family)
     config = config.get("thinker_config", config)
     seen = config["vision_start_token_id"], config["vision_end_token_id"]
-    mix = Mix()
+    mix = Mix(heard=planner.hears_videos and source.random() < 0.5)
     mix.add_text(source.choice([0, 1, 20]))
     for _ in range(source.randrange(6)):
         marks = None if family != "qwen3_omni_moe" and source.random() < 0.3 else seen
         if family == "qwen3_omni_moe" and source.random() < 0.4:
-            plan = planner.plan(AudioHeader("WAV", 16_000, 1, source.randint(400, 16_000 * 12)))
+            plan = planner.plan(random_sound(source))
             marks = config["audio_start_token_id"], TEXT
         elif source.random() < 0.5:
             plan = planner.plan(ImageHeader("PNG", source.randint(20, 300), source.randint(20, 300)))
         else:
             header, sampling = random_video(source)
-            plan = planner.plan(header, BOUNDS, sampling)
+            plan = planner.plan(header, BOUNDS, sampling, random_sound(source) if mix.heard else None)
             mix.seconds.append(seconds_of(family, plan))
-        mix.add(planner, plan, marks)
+        if plan.sound:
+            mix.add_heard(planner, plan, seen)
+        else:
+            mix.add(planner, plan, marks)
         mix.add_text(source.choice([1, 2, 30]))
     if mix.plans and source.random() < 0.3:
-        end = mix.placements[-1].end + (family == "qwen3_omni_moe")
+        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].sound else 1)
         del mix.tokens[end:], mix.types[end:]
     return mix if mix.tokens else Mix([TEXT], [0])
 
@@ -160,10 +185,12 @@ def test_as_the_reference(family: str, count: int) -> None:
     for _ in range(count):
         mix = random_mix(source, family, planner)
         tokens = torch.tensor([mix.tokens])
-        given = {"image_grid_thw": mix.grids("image"), "video_grid_thw": mix.grids("video")}
+        given: dict[str, Any] = {"image_grid_thw": mix.grids("image"), "video_grid_thw": mix.grids("video")}
         if family == "qwen3_omni_moe":
             given["attention_mask"] = torch.ones_like(tokens)
-            given["audio_seqlens"] = torch.tensor([p.grid[0] for p in mix.plans if p.modality == "audio"])
+            heard = [p for p in mix.plans if p.sound or p.modality == "audio"]
+            given["audio_seqlens"] = torch.tensor([p.sound.frames if p.sound else p.grid[0] for p in heard])
+            given["use_audio_in_video"] = mix.heard
         else:
             given["mm_token_type_ids"] = torch.tensor([mix.types])
         if seconds_name:

@@ -75,9 +75,11 @@ class Hears(Model):
         return load_reference(self.folder)
 
     def _inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
-        """With what transformers' processor makes of each clip by itself."""
+        """With what transformers' processor makes of each clip, and of each heard video's sound, by itself."""
         inputs = super()._inputs(prompt)
-        if clips := [self._features(item) for item in prompt.items if item.plan.modality == "audio"]:
+        if any(item.plan.sound for item in prompt.items):
+            inputs["use_audio_in_video"] = True
+        if clips := [self._features(*sound) for item in prompt.items for sound in sounds_of(item)]:
             lengths = torch.tensor([clip.shape[1] for clip in clips])
             longest = int(lengths.max())
             padded = [torch.nn.functional.pad(clip, (0, longest - clip.shape[1])) for clip in clips]
@@ -85,14 +87,19 @@ class Hears(Model):
             inputs["feature_attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
         return inputs
 
-    def _features(self, item: PlannedItem) -> Tensor:
-        assert isinstance(item.plan.header, AudioHeader)
-        samples = decode_audio(item.data, item.plan.header, RATE)
+    def _features(self, data: bytes, header: AudioHeader) -> Tensor:
+        samples = decode_audio(data, header, RATE)
         extractor = WhisperFeatureExtractor.from_pretrained(self.folder)
         made = extractor(samples, sampling_rate=RATE, padding=True, truncation=False, return_tensors="pt")
         features = made["input_features"][0]
         assert isinstance(features, Tensor)
         return features
+
+
+def sounds_of(item: PlannedItem) -> list[tuple[bytes, AudioHeader]]:
+    """The bytes and the header of what is to be heard of an item."""
+    header = (item.plan.sound or item.plan).header
+    return [(item.data, header)] if isinstance(header, AudioHeader) else []
 
 
 slow = pytest.mark.slow

@@ -16,6 +16,7 @@ from tests.harness import Messages
 from tests.media.clips import picture
 from tests.parity.cases import picture as still
 from tests.parity.cases import png
+from triptych.families.base import VISION
 from triptych.families.registry import family_of, resolve
 from triptych.media.frames import PackedFrames, pack_frames
 from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
@@ -87,7 +88,8 @@ class Model:
         for modality, values in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             items = [item for item in prompt.items if item.plan.modality == modality]
             if items:
-                parts = [part.patches for item in items for part in preprocess(item.data, item.plan)]
+                made = [part for item in items for part in preprocess(item.data, item.plan)]
+                parts = [part.patches for part in made if part.tower == VISION]
                 inputs[values] = torch.from_numpy(np.concatenate(parts))
                 inputs[f"{modality}_grid_thw"] = torch.tensor([item.plan.grid for item in items])
         name = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_omni_moe": "video_second_per_grid"}.get(family)

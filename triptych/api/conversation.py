@@ -6,7 +6,7 @@ from typing import Any
 
 from triptych.api.forms import callable_tools
 from triptych.api.generation import Caller, check_model
-from triptych.api.media_parts import Place, View, check_numbers, fetch_all, media_parts
+from triptych.api.media_parts import Place, View, check_parts, fetch_all, media_parts
 from triptych.api.schemas import (
     ChatCompletionRequest,
     ChatMessage,
@@ -29,8 +29,8 @@ async def planned(
     check_model(service, request.model)
     variables = template_variables(service, request)
     parts = media_parts(request.messages)
-    check_numbers(service, parts)
     view = View.of(request.mm_processor_kwargs)
+    check_parts(service, parts, view)
     began = time.time()
     async with caller.in_time():
         media = await fetch_all(parts, view, caller, service.named_media)

@@ -46,10 +46,12 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class View:
-    """How a request wants its media to be seen; what it leaves open is the model's to say."""
+    """How a request wants its media to be seen, and whether videos shall be ``heard``; what it leaves open is the
+    model's to say."""
 
     bounds: PixelBounds = MODEL_BOUNDS
     sampling: FrameSampling = MODEL_SAMPLING
+    heard: bool = False
 
     @classmethod
     def of(cls, options: MediaOptions | None) -> "View":
@@ -58,12 +60,13 @@ class View:
             return cls()
         if options.fps is not None and options.num_frames is not None:
             raise InvalidRequest("fps and num_frames exclude each other", "mm_processor_kwargs.fps")
-        sampling = FrameSampling(options.fps or 0.0, options.num_frames or 0)
-        if options.size is None:
-            return cls(PixelBounds(options.min_pixels or 0, options.max_pixels or 0), sampling)
-        if options.min_pixels is not None or options.max_pixels is not None:
+        if options.size and (options.min_pixels is not None or options.max_pixels is not None):
             raise InvalidRequest("size and min_pixels, max_pixels say the same twice", "mm_processor_kwargs.size")
-        return cls(PixelBounds(options.size.shortest_edge, options.size.longest_edge), sampling)
+        bounds = PixelBounds(options.min_pixels or 0, options.max_pixels or 0)
+        if options.size:
+            bounds = PixelBounds(options.size.shortest_edge, options.size.longest_edge)
+        sampling = FrameSampling(options.fps or 0.0, options.num_frames or 0)
+        return cls(bounds, sampling, heard=bool(options.use_audio_in_video))
 
     def bounds_of(self, part: ImagePart) -> PixelBounds:
         """A request's own bounds go before what ``detail`` says."""
@@ -84,10 +87,16 @@ def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
     }
 
 
-def check_numbers(service: Service, parts: dict[Place, MediaPart]) -> None:
-    """Raises InvalidRequest for more items of a modality than are allowed."""
+def check_parts(service: Service, parts: dict[Place, MediaPart], view: View) -> None:
+    """Raises InvalidRequest for more items of a modality than are allowed, where a video that is heard is an audio
+    clip, too, and for videos that shall be heard by a model that can't."""
+    if view.heard and not service.prompt_builder.hears_videos:
+        raise InvalidRequest("the model doesn't hear videos", "mm_processor_kwargs.use_audio_in_video")
     limits = service.front_door.media_limits
-    for modality, number in Counter(MODALITIES[type(part)] for part in parts.values()).items():
+    numbers = Counter(MODALITIES[type(part)] for part in parts.values())
+    if view.heard:
+        numbers["audio"] += numbers["video"]
+    for modality, number in numbers.items():
         if number > (most := limits[modality]):
             raise InvalidRequest(f"{number} {PLURALS[modality]}, at most {most} are allowed", "messages")
 
@@ -111,7 +120,7 @@ async def _fetch_part(place: Place, part: MediaPart, view: View, caller: Caller,
     if isinstance(part, ImagePart):
         return fetched | {"bounds": view.bounds_of(part)}
     if isinstance(part, VideoPart | FramesPart):
-        return fetched | {"bounds": view.bounds, "sampling": view.sampling}
+        return fetched | {"bounds": view.bounds, "sampling": view.sampling, "heard": view.heard}
     return fetched
 
 

@@ -204,13 +204,15 @@ class ImageSize(Strict):
 
 class MediaOptions(Strict):
     """vLLM's ``mm_processor_kwargs``: ``min_pixels`` and ``max_pixels``, or ``size``, bound the area that images are
-    resized to, within the model's own bounds. ``fps`` and ``num_frames`` are about videos alone."""
+    resized to, within the model's own bounds. ``fps`` and ``num_frames`` are about videos alone, and so is
+    ``use_audio_in_video``: their sound is heard, too."""
 
     min_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
     max_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
     size: ImageSize | None = None
     fps: float | None = Field(None, ge=0.001, le=240.0)
     num_frames: int | None = Field(None, ge=1, le=2**16)
+    use_audio_in_video: bool | None = None
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────

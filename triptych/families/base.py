@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.types import FrameSampling, ItemPlan, MediaHeader, PixelBounds, Placement
+from triptych.types import AudioHeader, FrameSampling, ItemPlan, MediaHeader, PixelBounds, Placement
 
 VISION, AUDIO = "vision", "audio"
 """A family's towers."""
@@ -37,10 +37,19 @@ class Planner(Protocol):
     media_token_ids: frozenset[int]
     """Every token that may only come from the template, never from a user's text."""
     context_length: int
+    hears_videos: bool
+    """Whether a video's sound can be heard with it."""
 
-    def plan(self, header: MediaHeader, bounds: PixelBounds = ..., sampling: FrameSampling = ...) -> ItemPlan:
+    def plan(
+        self,
+        header: MediaHeader,
+        bounds: PixelBounds = ...,
+        sampling: FrameSampling = ...,
+        sound: AudioHeader | None = ...,
+    ) -> ItemPlan:
         """What the item will become, resized within a request's ``bounds``, and of a video the frames that its
-        ``sampling`` takes. Raises MediaError when the model can't take it, or not so."""
+        ``sampling`` takes, with its ``sound`` if that shall be heard. Raises MediaError when the model can't take it,
+        or not so."""
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
         """What takes the place of an item's placeholder in the rendered template, with one placeholder for each run of

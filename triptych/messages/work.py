@@ -206,7 +206,7 @@ class Sampling(Struct, frozen=True):
 
 
 class PlacedItem(Struct, frozen=True):
-    """Where one item's rows belong in the prompt. They are made ``rows_per_part`` at a time, or fewer at the end."""
+    """Where one item's rows belong in the prompt. They are made about ``rows_per_part`` at a time."""
 
     key: str
     placement: Placement

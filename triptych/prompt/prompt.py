@@ -26,7 +26,7 @@ from triptych.models.fingerprint import fingerprint, update_with_length
 from triptych.prompt.caps import Counted, MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
-from triptych.prompt.probe_video import probe_video
+from triptych.prompt.probe_video import probe_sound, probe_video
 from triptych.prompt.reasoning import Thought, thought_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
@@ -35,8 +35,8 @@ from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemPlan, MediaHeader, 
 Message = Mapping[str, Any]
 """``role`` and ``content``: a string, None, or parts ``{"type": "text", "text": str}`` and
 ``{"type": "image", "data": bytes}``, or ``"video"`` or ``"audio"``; with ``bounds`` (PixelBounds) and, of a video,
-``sampling`` (FrameSampling) if the model's own don't hold, and with ``field``, the part's field that its bytes came
-from, unless that is its URL. Further keys go to the template as they are."""
+``sampling`` (FrameSampling) if the model's own don't hold, ``heard`` if its sound shall be, and with ``field``, the
+part's field that its bytes came from, unless that is its URL. Further keys go to the template as they are."""
 
 PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video, "audio": probe_audio}
 """What reads the header of each modality's files."""
@@ -76,7 +76,8 @@ class PromptBuilder:
     """Builds prompts for the model of a checkpoint folder.
 
     ``context_length`` is the longest prompt in tokens: the model's, or the given one where that is shorter. ``caps``
-    bound the media of a request. ``modalities`` are those that the model takes and its template has a place for.
+    bound the media of a request. ``modalities`` are those that the model takes and its template has a place for;
+    ``hears_videos`` says whether a video's sound can be heard with it.
     Raises CheckpointError for a folder that can't be served.
     """
 
@@ -96,6 +97,7 @@ class PromptBuilder:
         self._modalities = {self._spelling(token): name for name, token in self.planner.placeholder_ids.items()}
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
         self.modalities = [name for spelling, name in self._modalities.items() if self._places(name, spelling)]
+        self.hears_videos = self.planner.hears_videos and "video" in self.modalities
 
     def build(
         self,
@@ -235,7 +237,11 @@ class PromptBuilder:
             raise UnsupportedMedia(f"the model takes no {PLURALS[modality]}")
         header = PROBES[modality](part["data"])
         counted.add_header(header)
-        plan = self.planner.plan(header, part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING))
+        sound = probe_sound(part["data"]) if part.get("heard") else None
+        if sound is not None:
+            counted.add_header(sound)
+        view = part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING)
+        plan = self.planner.plan(header, *view, sound)
         counted.add_plan(plan)
         return plan
 

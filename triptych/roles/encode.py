@@ -142,6 +142,10 @@ class EncodeHost:
 
     def _on_encode(self, message: Encode) -> None:
         now = time.time()
+        if not message.plan.is_whole:
+            failed = EncodeFailed(message.transfer, "PlanMismatch", "a plan's parts don't make up its rows")
+            self._send(self._front_door, failed)
+            return
         self._sender.offer(
             message.transfer,
             message.consumer,
@@ -311,7 +315,10 @@ class EncodeHost:
             self._provide(transfer, job.plan, number, rows)
 
     def _provide(self, transfer: TransferId, plan: ItemPlan, number: int, rows: Rows) -> None:
-        self._sender.provide(transfer, rows, number * plan.rows_per_part)
+        taken = 0
+        for first_row, length in plan.runs_of(number):
+            self._sender.provide(transfer, rows[taken : taken + length], first_row)
+            taken += length
 
     def _finish(self, job: EncodeJob) -> None:
         if not self._is_wanted(job):

@@ -4,7 +4,6 @@ Instances are given a few batches at a time, so that the order of the rest is st
 fair queue's to say.
 """
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -105,7 +104,7 @@ class Encodings:
             self._tell(encoder.address, encode)
 
     def _weight(self, plan: ItemPlan) -> int:
-        return min(math.prod(plan.grid), self._batch_patches)
+        return min(plan.patches, self._batch_patches)
 
     def get(self, transfer: TransferId) -> Encoding | None:
         """The item that was given to an encode instance for that transfer, and whose request goes on."""

@@ -4,17 +4,24 @@ The reference is ``Qwen2VLImageProcessor``, ``Qwen2VLVideoProcessor``, ``Qwen3Om
 ``Qwen3OmniMoeThinkerForConditionalGeneration.get_rope_index`` in transformers.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from triptych.families.base import ModelConfig
 from triptych.families.qwen3_omni.audio import Hearing, HearingWork
-from triptych.families.shared.mrope import Shape, line_shape, timed_shape
+from triptych.families.qwen3_omni.interleaving import interleaved, runs_of_kinds
+from triptych.families.shared.mrope import Shape, interleaved_shapes, line_shape, timed_shape
 from triptych.families.shared.planner import VISION_TOKENS, PatchPlanner, TowerWork
 from triptych.families.shared.settings import setting
 from triptych.families.shared.video import EqualSteps, FrameGeometry
-from triptych.types import AudioHeader, ItemPlan, VideoHeader
+from triptych.types import AudioHeader, ItemPlan, SoundPlan, VideoHeader
 
 AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id")
+AUDIO_END = "audio_end_token_id"
 
 
 def thinker_config(config: ModelConfig) -> ModelConfig:
@@ -53,16 +60,21 @@ class Qwen3OmniPlanner(PatchPlanner):
             hidden_size=setting(thinker, "vision_config.hidden_size", int),
             intermediate_size=setting(thinker, "vision_config.intermediate_size", int),
         )
+        # transformers takes the end's from the tokenizer, so that not every config has it
+        has_end = thinker.get(AUDIO_END) is not None
         super().__init__(
             thinker,
             preprocessor_config,
             video_config,
             context_length=setting(thinker, "text_config.max_position_embeddings", int),
             work=work,
-            media_tokens=(*VISION_TOKENS, *AUDIO_TOKENS),
+            media_tokens=(*VISION_TOKENS, *AUDIO_TOKENS, *((AUDIO_END,) if has_end else ())),
         )
         self._positions_per_second = setting(thinker, "position_id_per_seconds", float, default=25.0)
         self.placeholder_ids = {**self.placeholder_ids, "audio": setting(thinker, "audio_token_id", int)}
+        self._audio_start = setting(thinker, "audio_start_token_id", int)
+        self._audio_end = setting(thinker, AUDIO_END, int) if has_end else None
+        self.hears_videos = self._audio_end is not None
         audio = setting(thinker, "audio_config", dict)
         self._hearing = Hearing.from_configs(audio, preprocessor_config)
         self._hearing_work = _hearing_work(audio, work.linear * setting(thinker, "vision_config.depth", int))
@@ -82,21 +94,55 @@ class Qwen3OmniPlanner(PatchPlanner):
             cost=self._hearing_work.cost(hearing, frames),
         )
 
+    def _with_sound(self, plan: ItemPlan, sound: AudioHeader) -> ItemPlan:
+        """A patch in time comes before the first token of sound that isn't earlier, a token taking a position."""
+        heard = self._plan_audio(sound)
+        windows = [heard.rows_of(part) for part in range(heard.num_parts)]
+        return msgspec.structs.replace(
+            plan,
+            rows=plan.rows + heard.rows,
+            cost=plan.cost + heard.cost,
+            sound=SoundPlan(sound, heard.grid[0], heard.rows),
+            parts=interleaved(self._times(plan), plan.rows_per_part, windows),
+        )
+
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+        """Of a video that is heard one for each run of rows of a kind, within the marks of audio."""
+        if self._audio_end is None or plan.sound is None:
+            return super().placeholder(plan, spelling)
+        kinds = ("audio" if heard else "video" for heard, _ in runs_of_kinds(plan.parts))
+        placeholders = (self.placeholder_ids[kind] for kind in kinds)
+        return "".join(map(spelling, (self._audio_start, *placeholders, self._audio_end)))
+
+    def runs(self, plan: ItemPlan) -> Sequence[int]:
+        """As ``placeholder`` has them."""
+        return [rows for _, rows in runs_of_kinds(plan.parts)] if plan.sound else super().runs(plan)
+
     def _shapes(self, plan: ItemPlan) -> list[Shape]:
-        """Audio counts up like text."""
-        return [line_shape(plan.rows)] if plan.modality == "audio" else super()._shapes(plan)
+        """Audio counts up like text; a video's frames and its sound begin together."""
+        if plan.modality == "audio":
+            return [line_shape(plan.rows)]
+        shapes = super()._shapes(plan)
+        if plan.sound is None:
+            return shapes
+        return interleaved_shapes([*shapes, line_shape(plan.sound.rows)], runs_of_kinds(plan.parts))
 
     def _shape(self, plan: ItemPlan, frames: int, height: int, width: int) -> Shape:
-        """A video's patches in time are as far apart as they are in seconds, at the rate that was asked for; at that of
-        the frames that are seen where their number was."""
         if not isinstance(plan.header, VideoHeader):
             return super()._shape(plan, frames, height, width)
+        return timed_shape(self._times(plan), height, width)
+
+    def _times(self, plan: ItemPlan) -> NDArray[np.float64]:
+        """When a video's patches in time begin, in positions from its start: as far apart as they are in seconds, at
+        the rate that was asked for; at that of the frames that are seen where their number was."""
+        assert isinstance(plan.header, VideoHeader)
         asked = self._sampling.asked(plan.sampling)
         rate = asked.fps
         if plan.header.chosen or asked.num_frames is not None:
             rate = self._seen_rate(plan, plan.header)
-        interval = self._geometry.temporal_patch_size / rate * self._positions_per_second
-        return timed_shape(frames, height, width, interval)
+        seconds = self._geometry.temporal_patch_size / rate
+        # in this order, as the reference: what it is rounded to decides which of two at the same time comes first
+        return np.arange(plan.grid[0], dtype=np.float64) * seconds * self._positions_per_second
 
 
 def _hearing_work(audio: ModelConfig, unit: int) -> HearingWork:

@@ -14,7 +14,7 @@ from triptych.families.qwen3_omni.plan import thinker_config
 from triptych.families.shared.frames import VideoPreprocessor
 from triptych.families.shared.settings import setting
 from triptych.media.audio import decode_audio
-from triptych.types import AudioHeader, ItemPlan
+from triptych.types import AudioHeader, ItemPlan, SoundPlan
 
 
 class Qwen3OmniPreprocessor(VideoPreprocessor):
@@ -28,19 +28,30 @@ class Qwen3OmniPreprocessor(VideoPreprocessor):
         self._hearing = Hearing.from_configs(setting(thinker, "audio_config", dict), preprocessor_config)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
-        """As ``VideoPreprocessor``; of audio a part for each window. A part's patches are its frames of features,
-        float32 of shape (frames, bands), with zeros that fill up the last chunk: its grid has those that count. Raises
-        MediaError for bytes that can't be decoded, PlanMismatch when there are more or fewer frames than planned."""
+        """As ``VideoPreprocessor``; of audio a part for each window, of a video that is heard both, in the order of its
+        plan. A window's patches are its frames of features, float32 of shape (frames, bands), with zeros that fill up
+        the last chunk: its grid has those that count. Raises MediaError for bytes that can't be decoded, PlanMismatch
+        when there are more or fewer frames than planned."""
+        if plan.sound is not None:
+            return self._see_and_hear(data, plan, plan.sound)
         if isinstance(plan.header, AudioHeader):
-            return self._hear(data, plan, plan.header)
+            return self._hear(data, plan.header, plan.grid[0])
         return super().__call__(data, plan)
 
-    def _hear(self, data: bytes, plan: ItemPlan, header: AudioHeader) -> Iterator[TowerInput]:
+    def _see_and_hear(self, data: bytes, plan: ItemPlan, sound: SoundPlan) -> Iterator[TowerInput]:
+        seen, heard = super().__call__(data, plan), self._hear(data, sound.header, sound.frames)
+        for number, rows in enumerate(plan.parts):
+            part = next(heard if rows.heard else seen, None)
+            if part is None:
+                raise PlanMismatch(f"a video that is heard has {number} parts; its plan says {len(plan.parts)}")
+            yield part
+
+    def _hear(self, data: bytes, header: AudioHeader, frames: int) -> Iterator[TowerInput]:
         """All features come first: how loud the loudest of them is counts for each."""
         mel = self._hearing.mel
         features = mel(decode_audio(data, header, mel.rate))
-        if len(features) != plan.grid[0]:
-            raise PlanMismatch(f"audio became {len(features)} frames of features; its plan says {plan.grid[0]}")
+        if len(features) != frames:
+            raise PlanMismatch(f"audio became {len(features)} frames of features; its plan says {frames}")
         for first, length, filled in self._hearing.parts(len(features)):
             patches = np.zeros((filled, mel.num_bands), dtype=np.float32)
             patches[:length] = features[first : first + length]

@@ -34,9 +34,9 @@ def grid_shape(frames: int, height: int, width: int, interval: float = 1.0) -> S
     return Shape(_grid(times, height, width), max(height, width))
 
 
-def timed_shape(frames: int, height: int, width: int, interval: float) -> Shape:
-    """As ``grid_shape``, but frames are ``interval`` positions apart exactly, and what follows counts them."""
-    offsets = _grid(np.arange(frames) * interval, height, width)
+def timed_shape(times: NDArray[np.float64], height: int, width: int) -> Shape:
+    """As ``grid_shape``, but frames are at these positions exactly, and what follows counts them."""
+    offsets = _grid(times, height, width)
     return Shape(offsets, float(offsets.max()) + 1)
 
 
@@ -51,6 +51,18 @@ def _grid(times: NDArray[np.floating[Any]], height: int, width: int) -> NDArray[
 def line_shape(tokens: int) -> Shape:
     """So many tokens that count up by one on all three axes, as text does."""
     return Shape(np.tile(np.arange(tokens, dtype=np.float64), (3, 1)), tokens)
+
+
+def interleaved_shapes(shapes: Sequence[Shape], runs: Sequence[tuple[int, int]]) -> list[Shape]:
+    """Of shapes that begin at one position and whose tokens are interleaved: each run is so many of the next tokens of
+    the shape of that number. Like the reference, what follows counts the last run only."""
+    taken = [0] * len(shapes)
+    made = []
+    for number, tokens in runs:
+        offsets = shapes[number].offsets[:, taken[number] : taken[number] + tokens]
+        taken[number] += tokens
+        made.append(Shape(offsets, 0.0))
+    return [*made[:-1], Shape(made[-1].offsets, float(made[-1].offsets.max()) + 1)]
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[Span], shapes: Sequence[Shape]) -> Positions:

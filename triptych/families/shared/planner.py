@@ -66,6 +66,7 @@ class PatchPlanner:
 
     video_sampling: ClassVar[type[VideoSampling]]
     video_geometry: ClassVar[type[VideoGeometry]]
+    hears_videos = False
 
     def __init__(
         self,
@@ -93,9 +94,13 @@ class PatchPlanner:
         self._work = work
 
     def plan(
-        self, header: MediaHeader, bounds: PixelBounds = MODEL_BOUNDS, sampling: FrameSampling = MODEL_SAMPLING
+        self,
+        header: MediaHeader,
+        bounds: PixelBounds = MODEL_BOUNDS,
+        sampling: FrameSampling = MODEL_SAMPLING,
+        sound: AudioHeader | None = None,
     ) -> ItemPlan:
-        """What the image, video or audio will become.
+        """What the image, video or audio will become; ``sound`` is that of a video that is heard.
 
         Raises MediaTooLarge for more than ``max_source_pixels`` (of an image, or of one frame), BadMediaSize for an
         aspect ratio above 200, for bounds that can't be kept and for audio that is too short, and UnsupportedMedia for
@@ -113,7 +118,8 @@ class PatchPlanner:
                 f"at most {self._max_source_pixels} are taken"
             )
         if isinstance(header, VideoHeader):
-            return self._plan_video(header, bounds, sampling)
+            plan = self._plan_video(header, bounds, sampling)
+            return self._with_sound(plan, sound) if sound else plan
         return self._plan_image(header, bounds)
 
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds) -> ItemPlan:
@@ -131,6 +137,9 @@ class PatchPlanner:
 
     def _plan_audio(self, header: AudioHeader) -> ItemPlan:
         raise UnsupportedMedia("the model takes no audio clips")
+
+    def _with_sound(self, plan: ItemPlan, sound: AudioHeader) -> ItemPlan:
+        raise UnsupportedMedia("the model doesn't hear videos")
 
     def _item_plan(
         self,

@@ -7,7 +7,16 @@ from triptych.errors import MediaNotServed
 from triptych.families.base import ModelConfig, Positions
 from triptych.families.shared.mrope import mrope_positions
 from triptych.families.shared.settings import setting
-from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, FrameSampling, ItemPlan, MediaHeader, PixelBounds, Placement
+from triptych.types import (
+    MODEL_BOUNDS,
+    MODEL_SAMPLING,
+    AudioHeader,
+    FrameSampling,
+    ItemPlan,
+    MediaHeader,
+    PixelBounds,
+    Placement,
+)
 
 
 class TextPlanner:
@@ -15,6 +24,7 @@ class TextPlanner:
 
     placeholder_ids: Mapping[str, int] = {}
     media_token_ids: frozenset[int] = frozenset()
+    hears_videos = False
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
@@ -22,7 +32,11 @@ class TextPlanner:
         self.context_length = setting(config, "max_position_embeddings", int)
 
     def plan(
-        self, header: MediaHeader, bounds: PixelBounds = MODEL_BOUNDS, sampling: FrameSampling = MODEL_SAMPLING
+        self,
+        header: MediaHeader,
+        bounds: PixelBounds = MODEL_BOUNDS,
+        sampling: FrameSampling = MODEL_SAMPLING,
+        sound: AudioHeader | None = None,
     ) -> ItemPlan:
         """Raises MediaNotServed."""
         raise MediaNotServed("this model takes text alone")
