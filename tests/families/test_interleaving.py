@@ -117,4 +117,7 @@ def test_who_does_not_hear(family: str) -> None:
 def test_a_config_that_does_not_name_the_end_of_audio() -> None:
     """transformers' own has no setting for it."""
     thinker = {k: v for k, v in config_of(FAMILY)["thinker_config"].items() if k != "audio_end_token_id"}
-    assert not Qwen3OmniPlanner(config_of(FAMILY) | {"thinker_config": thinker}, {"feature_size": 20}).hears_videos
+    planner = Qwen3OmniPlanner(config_of(FAMILY) | {"thinker_config": thinker}, {"feature_size": 20})
+    assert not planner.hears_videos
+    with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
+        planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)

@@ -12,6 +12,8 @@ from tests.media.sounds import tone
 from triptych.errors import MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.media.audio import decode_audio
+from triptych.prompt.caps import MediaCaps
+from triptych.prompt.containers import mp4
 from triptych.prompt.probe_video import probe_sound
 from triptych.types import AudioHeader
 
@@ -106,6 +108,25 @@ def test_truncated(container: str) -> None:
         assert header.seconds < 3.5
         assert len(decode_audio(cut, header, RATE)) == header.resampled(RATE)
     refused(data[:30], MediaError, ".")
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_rounded_times_are_counted_whole_and_gaps_are_not(uneven: bool) -> None:
+    """As of 48 kHz on a clock of milliseconds."""
+    durations = np.array([21, 21, 22] * 500 + [700] + [21, 21, 22] * 500)
+    counts = np.ones(0 if uneven else len(durations), np.int64)
+    track = mp4._Track(1, 0, 0, b"mp4a", 1000, len(durations), (counts, durations[: len(counts)]))
+    if uneven:
+        track.uneven = [durations[:700].astype(">u4"), durations[700:].astype(">u4")]
+    assert track.ticks() == 1000 * 64 + 700
+    assert track.ticks(without_gaps=True) == 1000 * 64 + 21
+
+
+def test_a_track_is_bounded_by_what_its_samples_turn_out_to_be() -> None:
+    data = clip("mp4", frames=20, sound=tone(2.0, 48_000))
+    MediaCaps().audio.check(AudioHeader("MP4", 10_000_000, 2, 640_000_000, track=True))
+    with pytest.raises(UnsupportedMedia, match="the MP4 video's sound has more than 1000000000 samples"):
+        decode_audio(data, AudioHeader("MP4", 1000, 1, 25_000_000, track=True), RATE)
 
 
 def test_headers_that_lie() -> None:

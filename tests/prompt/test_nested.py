@@ -27,7 +27,18 @@ def many_tracks() -> bytes:
 
 
 def many_fragments() -> bytes:
-    fragment = box(b"moof", box(b"traf", box(b"free", b"") * 500 + box(b"tfhd", struct.pack(">LL", 0, 99))))
+    return fragmented(box(b"free", b"") * 500 + box(b"tfhd", struct.pack(">LL", 0, 99)))
+
+
+def many_empty_runs() -> bytes:
+    """Of samples that last as long as all do, and as each says."""
+    runs = box(b"trun", struct.pack(">LL", 0, 0)) + box(b"trun", struct.pack(">LL", 0x100, 0))
+    return fragmented(box(b"tfhd", struct.pack(">LL", 0, 1)) + runs * 250)
+
+
+def fragmented(content: bytes) -> bytes:
+    """A file whose frames are all in fragments of that content."""
+    fragment = box(b"moof", box(b"traf", content))
     data = clip("mp4", frames=4)
     start = data.index(b"stsz") + 12
     data = data[:start] + struct.pack(">L", 0) + data[start + 4 :]
@@ -41,7 +52,7 @@ def many_elements() -> bytes:
     return element(b"\x1a\x45\xdf\xa3", b"") + element(b"\x18\x53\x80\x67", tracks)
 
 
-@pytest.mark.parametrize("make", [many_tracks, many_fragments, many_elements])
+@pytest.mark.parametrize("make", [many_tracks, many_fragments, many_empty_runs, many_elements])
 def test_their_walk_is_bounded(make: Callable[[], bytes]) -> None:
     data = make()
     began = time.thread_time()

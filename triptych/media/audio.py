@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import MediaMismatch, TruncatedMedia, UnsupportedMedia
-from triptych.media.sound_bounds import check_sound
+from triptych.media.sound_bounds import MAX_TRACK_SAMPLES, check_sound
 from triptych.media.video import DEMUXERS, OPTIONS
 from triptych.types import AudioHeader
 
@@ -91,6 +91,8 @@ def _decoded(data: bytes, header: AudioHeader) -> Iterator[tuple[Samples, int]]:
             said = None if header.track else (header.rate, header.channels)
             in_floats: av.AudioResampler | None = None
             for frame in container.decode(stream):
+                if said is None and header.seconds * frame.sample_rate * len(frame.layout.channels) > MAX_TRACK_SAMPLES:
+                    raise UnsupportedMedia(f"{name} has more than {MAX_TRACK_SAMPLES} samples")
                 said = _checked(frame, said, name)
                 in_floats = in_floats or av.AudioResampler("fltp", frame.layout, frame.sample_rate)
                 for made in in_floats.resample(frame):

@@ -6,6 +6,9 @@ MIN_RATE, MAX_RATE = 4_000, 384_000
 MAX_CHANNELS = 8
 """More, and PyAV reads beyond what FFmpeg gives it."""
 
+MAX_TRACK_SAMPLES = 10**9
+"""Of all channels of a video's audio track, whose header doesn't say how many there are."""
+
 
 def check_sound(rate: int, channels: int) -> None:
     """Raises UnsupportedMedia for so many samples a second, or channels."""

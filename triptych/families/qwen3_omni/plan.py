@@ -96,6 +96,8 @@ class Qwen3OmniPlanner(PatchPlanner):
 
     def _with_sound(self, plan: ItemPlan, sound: AudioHeader) -> ItemPlan:
         """A patch in time comes before the first token of sound that isn't earlier, a token taking a position."""
+        if self._audio_end is None:
+            return super()._with_sound(plan, sound)
         heard = self._plan_audio(sound)
         windows = [heard.rows_of(part) for part in range(heard.num_parts)]
         return msgspec.structs.replace(

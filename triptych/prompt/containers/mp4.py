@@ -8,7 +8,7 @@ takes for a truncated file) leaves here.
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -47,14 +47,14 @@ class _File:
     boxes_left: int = _MAX_BOXES
 
 
-_Table: TypeAlias = tuple[NDArray[np.int64], NDArray[np.integer[Any]]]
+_Durations: TypeAlias = NDArray[np.integer[Any]]
 
 
 @dataclass
 class _Track:
     """What a track says. ``header`` and ``description`` are where its header's content begins, and the description of
-    its samples; ``tables`` are numbers of samples and how long each of these lasts, in ticks of ``timescale`` a
-    second."""
+    its samples. How long samples last, in ticks of ``timescale`` a second: ``table`` has numbers of samples and their
+    durations, ``even`` too, by duration, and ``uneven`` a duration for each of its samples."""
 
     number: int
     header: int
@@ -62,21 +62,30 @@ class _Track:
     codec: bytes
     timescale: int
     samples: int
-    tables: list[_Table]
+    table: tuple[NDArray[np.int64], NDArray[np.int64]]
+    even: Counter[int] = field(default_factory=Counter)
+    uneven: list[_Durations] = field(default_factory=list)
 
-    def ticks(self, longest: int = 2**32) -> int:
-        """How long the samples last together, where none lasts longer than so long."""
-        return sum(
-            int((counts * np.minimum(durations.astype(np.int64), longest)).sum()) for counts, durations in self.tables
-        )
+    def ticks(self, *, without_gaps: bool = False) -> int:
+        """How long the samples last together. ``without_gaps``: one that lasts more than twice as long as most do is
+        followed by a gap, and counts like those."""
+        usual = self._usual() if without_gaps else 0
 
-    def usual(self) -> int:
+        def heard(durations: _Durations) -> _Durations:
+            return np.where(durations > 2 * usual, usual, durations) if usual else durations
+
+        counts, durations = self.table
+        even = np.array([*self.even], np.int64)
+        ticks = int((counts * heard(durations)).sum()) + int((np.array([*self.even.values()]) * heard(even)).sum())
+        return ticks + (int(heard(np.concatenate(self.uneven)).sum(dtype=np.int64)) if self.uneven else 0)
+
+    def _usual(self) -> int:
         """How long most samples last, as far as the first of them say."""
-        of_duration: Counter[int] = Counter()
-        for counts, durations in self.tables[:_LOOK_AT]:
-            looked_at = durations[:_LOOK_AT]
-            for count, duration in zip(np.broadcast_to(counts, len(durations)), looked_at, strict=False):
-                of_duration[int(duration)] += int(count)
+        of_duration = Counter(self.even)
+        for count, duration in zip(*(column[:_LOOK_AT].tolist() for column in self.table), strict=True):
+            of_duration[duration] += count
+        for durations in self.uneven[:_LOOK_AT]:
+            of_duration.update(durations[:_LOOK_AT].tolist())
         return of_duration.most_common(1)[0][0] if of_duration else 0
 
 
@@ -118,7 +127,7 @@ def probe_mp4_sound(data: bytes) -> AudioHeader:
         codec = track.codec.decode("latin-1")
         raise UnsupportedMedia(f"the MP4 video's sound is encoded as {codec!r}, which isn't supported")
     _count(file, movie, track)
-    ticks = track.ticks(longest=track.usual())  # one that lasts longer is followed by a gap, which isn't decoded
+    ticks = track.ticks(without_gaps=True)  # they aren't decoded
     if not ticks or not track.timescale:
         raise UnsupportedMedia("the MP4 video's audio track is empty")
     (channels,) = struct.unpack_from(">H", data, track.description + 24)
@@ -188,7 +197,7 @@ def _read_track(file: _File, place: tuple[int, int]) -> _Track:
         codec=codec,
         timescale=timescale,
         samples=samples,
-        tables=[durations],
+        table=durations,
     )
 
 
@@ -200,7 +209,7 @@ def _count(file: _File, movie: tuple[int, int], track: _Track) -> None:
         raise UnsupportedMedia(f"the MP4 video says that it has {track.samples} frames")
 
 
-def _samples(file: _File, table: tuple[int, int]) -> tuple[int, _Table]:
+def _samples(file: _File, table: tuple[int, int]) -> tuple[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """How many samples the sample table has, and how many of them last how long."""
     times = _child(file, table, b"stts")
     sizes = _child(file, table, b"stsz") or _child(file, table, b"stz2")
@@ -257,11 +266,12 @@ def _count_fragment(file: _File, place: tuple[int, int], track: _Track, default_
         flags, samples = struct.unpack_from(">LL", file.data, start)
         track.samples += samples
         if not flags & _TRUN_DURATION:
-            track.tables.append((np.array([samples]), np.array([default_duration])))
+            track.even[default_duration] += samples
             continue
         first = start + 8 + 4 * bool(flags & _TRUN_OFFSET) + 4 * bool(flags & _TRUN_FIRST_FLAGS)
         fields = sum(bool(flags & field) for field in _TRUN_FIELDS)
         if first + 4 * fields * samples > end:
             raise TruncatedMedia("the MP4 video ends within a fragment's header")
         table = np.frombuffer(file.data, dtype=">u4", count=fields * samples, offset=first).reshape(-1, fields)
-        track.tables.append((np.ones(1, np.int64), table[:, 0]))
+        if samples:
+            track.uneven.append(table[:, 0])
