@@ -10,6 +10,7 @@ from triptych.cluster.local import LocalCluster, Print, wait_until_ready
 from triptych.config import ServeConfig
 from triptych.errors import TopologyError
 from triptych.families.registry import family_of
+from triptych.heap import settle
 from triptych.models.config_files import load_config
 from triptych.roles.front_door import FrontDoor
 from triptych.topology import Topology
@@ -71,6 +72,7 @@ class LocalService:
         if self._cluster and self._topology:
             registry, expected = self._front_door.router.registry, len(self._topology.roles)
             await wait_until_ready(self._cluster, lambda: len(registry) >= expected, self._config.lease.start_timeout)
+        settle()
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Lets running requests finish, up to the drain timeout or until ``hurry`` is set."""
