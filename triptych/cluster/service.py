@@ -10,7 +10,7 @@ from triptych.cluster.local import LocalCluster, Print, wait_until_ready
 from triptych.config import ServeConfig
 from triptych.errors import TopologyError
 from triptych.families.registry import family_of
-from triptych.heap import settle
+from triptych.heap import settled
 from triptych.models.config_files import load_config
 from triptych.roles.front_door import FrontDoor
 from triptych.topology import Topology
@@ -38,6 +38,7 @@ class LocalService:
         encodes = topology is None or any(role.encodes for role in topology.roles)
         self._front_door = FrontDoor(config, expects_encoders=encodes)
         self._cluster = LocalCluster(config, topology, self._front_door.control, show) if topology else None
+        self._settled = contextlib.ExitStack()
         self.lost: asyncio.Future[str] = (
             self._cluster.lost if self._cluster else asyncio.get_running_loop().create_future()
         )
@@ -63,6 +64,7 @@ class LocalService:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._settled.close()
         if self._cluster:
             await self._cluster.stop()
         await self._front_door.__aexit__(kind, error, trace)
@@ -72,7 +74,7 @@ class LocalService:
         if self._cluster and self._topology:
             registry, expected = self._front_door.router.registry, len(self._topology.roles)
             await wait_until_ready(self._cluster, lambda: len(registry) >= expected, self._config.lease.start_timeout)
-        settle()
+        self._settled.enter_context(settled())
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Lets running requests finish, up to the drain timeout or until ``hurry`` is set."""

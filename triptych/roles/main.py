@@ -7,7 +7,7 @@ import torch
 
 from triptych.config import ServeConfig
 from triptych.errors import StartError
-from triptych.heap import settle
+from triptych.heap import settled
 from triptych.messages.channel import BadAddress, Channel, endpoint
 from triptych.models.checkpoint import Checkpoint
 from triptych.roles.build import Model, build_instance
@@ -41,8 +41,8 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: instance.stop())
-        settle()
-        instance.run()
+        with settled():
+            instance.run()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # they would wake a channel that is closed
