@@ -34,7 +34,6 @@ class Sequence:
     cache_salt: str = ""
     prefilled_here: bool = True
     decoded_here: bool = True
-    num_prompt: int = field(init=False)
     history: History = field(init=False)
     arrival: int = 0
     running: bool = False
@@ -46,12 +45,15 @@ class Sequence:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
-        self.history = History(self.tokens, self.num_prompt)
+        self.history = History(self.tokens, len(self.tokens))
+
+    @property
+    def num_prompt(self) -> int:
+        return self.history.num_prompt
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return self.history.num_generated
 
     @property
     def max_length(self) -> int:
