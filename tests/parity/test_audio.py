@@ -21,15 +21,16 @@ from tests.media.sounds import sound, tone
 from tests.parity.test_tokens import Recording, language_host
 from tests.parity.test_video import count_parts
 from tests.parity.test_video_families import SMALL
-from tests.parity.videos import Model, image_part, user, video_part
+from tests.parity.videos import Model, answered, image_part, user, video_part
 from tests.tiny import make_tiny
-from triptych.config import EngineConfig
 from triptych.media.audio import decode_audio
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.roles.instance import Instance
 from triptych.types import AudioHeader
 
 RATE = 16_000
+
+slow = pytest.mark.slow
 
 
 def noise(seconds: float, seed: int, rate: int = RATE) -> NDArray[np.float32]:
@@ -102,22 +103,11 @@ def sounds_of(item: PlannedItem) -> list[tuple[bytes, AudioHeader]]:
     return [(item.data, header)] if isinstance(header, AudioHeader) else []
 
 
-slow = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hears]:
     torch.set_num_threads(1)
     yield Hears(make_tiny(tmp_path_factory.mktemp("audio"), "qwen3_omni_moe"), CASES)
     asyncio.set_event_loop(None)
-
-
-def answered(model: Hears, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
-    async def run() -> list[list[int]]:
-        async with running(model.folder, topology, engine) as service:
-            return await service.answers(list(CASES.values()))
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])

@@ -18,9 +18,8 @@ from tests.media.sounds import sound
 from tests.parity.test_audio import RATE, Hears, audio_part, noise
 from tests.parity.test_video import count_parts, encode_hosts
 from tests.parity.test_video_families import CHUNKS, MORE, RUNS, SMALL
-from tests.parity.videos import image_part, user, video_part
+from tests.parity.videos import answered, image_part, user, video_part
 from tests.tiny import make_tiny
-from triptych.config import EngineConfig
 from triptych.messages.codec import Message
 from triptych.messages.work import Encode, EncodeFailed
 from triptych.types import Address, FrameSampling, TransferId
@@ -61,14 +60,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hears]:
     torch.set_num_threads(1)
     yield Hears(make_tiny(tmp_path_factory.mktemp("heard"), "qwen3_omni_moe"), CASES)
     asyncio.set_event_loop(None)
-
-
-def answered(model: Hears, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
-    async def run() -> list[list[int]]:
-        async with running(model.folder, topology, engine) as service:
-            return await service.answers(list(CASES.values()))
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize(

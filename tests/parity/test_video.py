@@ -13,8 +13,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Messages, Running, running
 from tests.media.clips import clip, turned
-from tests.parity.videos import Model, image_part, listed, user, video_part
-from triptych.config import EngineConfig
+from tests.parity.videos import Model, answered, image_part, listed, user, video_part
 from triptych.encode.cache import Rows
 from triptych.families.base import TowerInput
 from triptych.roles.encode import EncodeHost
@@ -41,14 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 def encode_hosts(service: Running) -> list[EncodeHost]:
     return [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeHost)]
-
-
-def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
-    async def run() -> list[list[int]]:
-        async with running(model.folder, topology, engine) as service:
-            return await service.answers(list(CASES.values()))
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D", "2E2PD"])

@@ -13,9 +13,8 @@ from tests.api.test_videos import url_of
 from tests.harness import FLOAT32, Messages, running
 from tests.media.clips import clip
 from tests.parity.test_video import count_parts
-from tests.parity.videos import Model, image_part, listed, user, video_part
+from tests.parity.videos import Model, answered, image_part, listed, user, video_part
 from tests.tiny import make_tiny
-from triptych.config import EngineConfig
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.types import FrameSampling, PixelBounds
 
@@ -55,14 +54,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model
     torch.set_num_threads(1)
     yield {family: Model(make_tiny(tmp_path_factory.mktemp(family), family), CASES) for family in FAMILIES}
     asyncio.set_event_loop(None)
-
-
-def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
-    async def run() -> list[list[int]]:
-        async with running(model.folder, topology, engine) as service:
-            return await service.answers(list(CASES.values()))
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize(

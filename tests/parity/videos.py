@@ -1,5 +1,6 @@
 """Prompts with videos, and what transformers answers to them. Not a test."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +13,11 @@ from PIL import Image
 
 from tests.checkpoints import load_reference
 from tests.families.test_mrope import seconds_of
-from tests.harness import Messages
+from tests.harness import FLOAT32, Messages, running
 from tests.media.clips import picture
 from tests.parity.cases import picture as still
 from tests.parity.cases import png
+from triptych.config import EngineConfig
 from triptych.families.base import VISION
 from triptych.families.registry import family_of, resolve
 from triptych.media.frames import PackedFrames, pack_frames
@@ -97,3 +99,13 @@ class Model:
             seconds = [seconds_of(family, item.plan) for item in prompt.items if item.plan.modality == "video"]
             inputs[name] = torch.tensor(seconds)
         return inputs
+
+
+def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
+    """What a service says to all of a model's cases at once."""
+
+    async def run() -> list[list[int]]:
+        async with running(model.folder, topology, engine) as service:
+            return await service.answers(list(model.cases.values()))
+
+    return asyncio.run(run())
