@@ -91,14 +91,7 @@ class _Track:
 
 def probe_mp4(data: bytes) -> VideoHeader:
     """The header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia or ``struct.error``."""
-    file = _File(data)
-    movie = _movie(file)
-    track = _first_track(file, movie, _VIDEO)
-    if track is None:
-        raise UnsupportedMedia("the MP4 file has no video track")
-    if track.codec not in _CODECS:
-        raise UnsupportedMedia(f"the MP4 video is encoded as {track.codec.decode('latin-1')!r}, which isn't supported")
-    _count(file, movie, track)
+    track = _counted(_File(data), _VIDEO, _CODECS, name="video", missing="file has no video track")
     ticks = track.ticks()
     if not track.samples or not ticks:
         raise UnsupportedMedia("the MP4 video's track has no frames")
@@ -118,20 +111,26 @@ def probe_mp4(data: bytes) -> VideoHeader:
 
 def probe_mp4_sound(data: bytes) -> AudioHeader:
     """The header of the file's first audio track. Raises as ``probe_mp4`` does."""
-    file = _File(data)
-    movie = _movie(file)
-    track = _first_track(file, movie, _SOUND)
-    if track is None:
-        raise UnsupportedMedia("the MP4 video has no audio track")
-    if track.codec not in _SOUND_CODECS:
-        codec = track.codec.decode("latin-1")
-        raise UnsupportedMedia(f"the MP4 video's sound is encoded as {codec!r}, which isn't supported")
-    _count(file, movie, track)
+    track = _counted(_File(data), _SOUND, _SOUND_CODECS, name="video's sound", missing="video has no audio track")
     ticks = track.ticks(without_gaps=True)  # they aren't decoded
     if not ticks or not track.timescale:
         raise UnsupportedMedia("the MP4 video's audio track is empty")
     (channels,) = struct.unpack_from(">H", data, track.description + 24)
     return AudioHeader("MP4", track.timescale, max(1, channels), ticks, track=True)
+
+
+def _counted(file: _File, handler: bytes, codecs: frozenset[bytes], *, name: str, missing: str) -> _Track:
+    """The file's first track of a handler, with the samples of fragments. Raises UnsupportedMedia where there is none,
+    or of another codec."""
+    movie = _movie(file)
+    track = _first_track(file, movie, handler)
+    if track is None:
+        raise UnsupportedMedia(f"the MP4 {missing}")
+    if track.codec not in codecs:
+        codec = track.codec.decode("latin-1")
+        raise UnsupportedMedia(f"the MP4 {name} is encoded as {codec!r}, which isn't supported")
+    _count(file, movie, track)
+    return track
 
 
 def _movie(file: _File) -> tuple[int, int]:

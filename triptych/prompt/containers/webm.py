@@ -76,8 +76,15 @@ class _File:
     duration: float = 0.0
     tracks: list[_Track] = field(default_factory=list)
 
-    def first(self, kind: int) -> _Track | None:
-        return next((track for track in self.tracks if track.kind == kind and track.number), None)
+    def first(self, kind: int, codecs: frozenset[bytes], *, name: str, missing: str) -> _Track:
+        """The first track of a kind. Raises UnsupportedMedia where there is none, or of another codec."""
+        track = next((track for track in self.tracks if track.kind == kind and track.number), None)
+        if track is None:
+            raise UnsupportedMedia(f"the WebM {missing}")
+        if track.codec not in codecs:
+            codec = track.codec[:32].decode("latin-1")
+            raise UnsupportedMedia(f"the WebM {name} is encoded as {codec!r}, which isn't supported")
+        return track
 
 
 def probe_webm(data: bytes) -> VideoHeader:
@@ -85,11 +92,7 @@ def probe_webm(data: bytes) -> VideoHeader:
     IndexError."""
     source = _Source(data)
     file = _read(source)
-    track = file.first(_VIDEO_TYPE)
-    if track is None:
-        raise UnsupportedMedia("the WebM file has no video track")
-    if track.codec not in _CODECS:
-        raise UnsupportedMedia(f"the WebM video is encoded as {_spelled(track.codec)}, which isn't supported")
+    track = file.first(_VIDEO_TYPE, _CODECS, name="video", missing="file has no video track")
     if file.duration and track.frame_duration:
         frames = round(file.duration * file.scale / track.frame_duration)
         return _header(track, frames, _rate(track.frame_duration), counted=False)
@@ -100,11 +103,7 @@ def probe_webm_sound(data: bytes) -> AudioHeader:
     """The header of the file's first audio track. Raises as ``probe_webm`` does."""
     source = _Source(data)
     file = _read(source)
-    track = file.first(_AUDIO_TYPE)
-    if track is None:
-        raise UnsupportedMedia("the WebM video has no audio track")
-    if track.codec not in _SOUND_CODECS:
-        raise UnsupportedMedia(f"the WebM video's sound is encoded as {_spelled(track.codec)}, which isn't supported")
+    track = file.first(_AUDIO_TYPE, _SOUND_CODECS, name="video's sound", missing="video has no audio track")
     if not 1 <= track.frequency <= _MAX_FREQUENCY:
         raise UnsupportedMedia("the WebM video's sound has an impossible sample rate")
     first, before_last, last = _block_times(source, file, track)
@@ -115,10 +114,6 @@ def probe_webm_sound(data: bytes) -> AudioHeader:
     if samples < 1:
         raise UnsupportedMedia("the WebM video's audio track is empty")
     return AudioHeader("WebM", round(track.frequency), max(1, track.channels), samples, track=True)
-
-
-def _spelled(codec: bytes) -> str:
-    return repr(codec[:32].decode("latin-1"))
 
 
 def _read(source: _Source) -> _File:
