@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 
@@ -20,12 +21,15 @@ def request_of(caller: str) -> Iterator[RequestRecord]:
 
 def test_pieces_add_up_and_all_is_given_back_at_once() -> None:
     held = Held(8 * SMALL)
-    with request_of("a") as record:
+    with (
+        request_of("a") as record,
+        patch.object(record.ending, "callback", wraps=record.ending.callback) as to_be_called,
+    ):
         hold = held.for_request()
         for _ in range(3 * 64):
             hold(SMALL // 64)
         assert held.total == 2 * SMALL
-        assert len(record.ending._exit_callbacks) == 1  # type: ignore[attr-defined]
+        assert to_be_called.call_count == 1
     assert held.total == 0
     held.for_request()(2 * SMALL)
     assert held.total == 0, "of no request"

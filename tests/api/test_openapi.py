@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.api.serving import Served, served, wait_for
 from tests.harness import FLOAT32
 
+jsonschema_rs = pytest.importorskip("jsonschema_rs")
 schemathesis = pytest.importorskip("schemathesis")
-import jsonschema_rs  # noqa: E402
 from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.specs.openapi.checks import (  # noqa: E402
     content_type_conformance,

@@ -92,8 +92,8 @@ def test_what_has_no_sound() -> None:
 
 def test_sound_that_is_not_taken() -> None:
     refused(clip("mp4", sound=tone(1, 48_000), sound_codec="ac3"), UnsupportedMedia, "'ac-3', which isn't")
-    sound = {"sound": tone(1, 48_000), "sound_codec": "ac3"}
-    refused(clip("matroska", codec="libx264", **sound), UnsupportedMedia, "'A_AC3', which isn't")  # type: ignore[arg-type]
+    matroska = clip("matroska", codec="libx264", sound=tone(1, 48_000), sound_codec="ac3")
+    refused(matroska, UnsupportedMedia, "'A_AC3', which isn't")
 
 
 @pytest.mark.parametrize("container", ["mp4", "webm"])
