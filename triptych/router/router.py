@@ -188,9 +188,10 @@ class Router:
     @contextmanager
     def preparing(self, *, has_media: bool, priority: int = 0, timeout: float | None = None) -> Iterator[None]:
         """Around all that makes a request's prompt: it has a place in the house meanwhile, and what can't be served now
-        costs neither a fetch nor a plan; ``submit`` asks again, because time passes until then. Raises Overloaded when
-        there is no room for it or it wouldn't be answered in time, RateLimited when its caller has too many,
-        Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
+        costs neither a fetch nor a plan; ``submit`` asks again, because time passes until then. Those of lower
+        ``priority`` go first; ``timeout`` is how many seconds there are for the answer, None for what the service
+        allows. Raises Overloaded when there is no room for it or it wouldn't be answered in time, RateLimited when its
+        caller has too many, Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
         caller = current_caller()
         self._check(has_media, caller=caller, priority=priority, timeout=timeout)
         with self._admission.preparing(caller):
