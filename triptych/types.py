@@ -57,8 +57,8 @@ class VideoHeader(msgspec.Struct, frozen=True, tag="video"):
 
 class AudioHeader(msgspec.Struct, frozen=True, tag="audio"):
     """What an audio file's header says, before any of it is decoded: ``samples`` for each of ``channels``, ``rate`` of
-    them a second. Of a video's audio ``track`` only how long it is can be relied on: ``samples`` are ticks of its
-    clock, and what there are a second, and how many channels, is found out when it is decoded."""
+    them a second. Of a video's audio ``track`` they are ticks of its clock, in one channel, and tell how long it is:
+    what samples and channels it really has is found out when it is decoded."""
 
     format: str
     rate: Positive

@@ -12,9 +12,10 @@ from tests.media.sounds import tone
 from triptych.errors import MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.media.audio import decode_audio
+from triptych.media.video import decode_frames
 from triptych.prompt.caps import MediaCaps
 from triptych.prompt.containers import mp4
-from triptych.prompt.probe_video import probe_sound
+from triptych.prompt.probe_video import probe_sound, probe_video
 from triptych.types import AudioHeader
 
 RATE = 16_000
@@ -127,6 +128,19 @@ def test_a_track_is_bounded_by_what_its_samples_turn_out_to_be() -> None:
     MediaCaps().audio.check(AudioHeader("MP4", 10_000_000, 2, 640_000_000, track=True))
     with pytest.raises(UnsupportedMedia, match="the MP4 video's sound has more than 1000000000 samples"):
         decode_audio(data, AudioHeader("MP4", 1000, 1, 25_000_000, track=True), RATE)
+
+
+@pytest.mark.parametrize("damage", [bytes(17), b"\x9f\xff", b"\x9f\x8f"])
+def test_what_describes_the_sound_is_damaged_for_those_who_hear(damage: bytes) -> None:
+    """An element that is none, channels of unknown size, and of more bytes than there are."""
+    data = clip("matroska", codec="libx264", sound=tone(1.2, 48_000), sound_codec="aac")
+    place = data.index(b"\xe1\x91\x9f\x81\x01\xb5\x88") + 2
+    damaged = data[:place] + damage + data[place + len(damage) :]
+    refused(damaged, UnsupportedMedia, "the WebM video's sound is damaged")
+    header = probe_video(damaged)
+    assert header == probe_video(data)
+    seen, expected = (list(decode_frames(file, header, [0, 11])) for file in (damaged, data))
+    np.testing.assert_array_equal(seen, expected)
 
 
 def test_headers_that_lie() -> None:

@@ -115,8 +115,7 @@ def probe_mp4_sound(data: bytes) -> AudioHeader:
     ticks = track.ticks(without_gaps=True)  # they aren't decoded
     if not ticks or not track.timescale:
         raise UnsupportedMedia("the MP4 video's audio track is empty")
-    (channels,) = struct.unpack_from(">H", data, track.description + 24)
-    return AudioHeader("MP4", track.timescale, max(1, channels), ticks, track=True)
+    return AudioHeader("MP4", track.timescale, 1, ticks, track=True)
 
 
 def _counted(file: _File, handler: bytes, codecs: frozenset[bytes], *, name: str, missing: str) -> _Track:

@@ -22,7 +22,6 @@ _EBML, _SEGMENT, _INFO, _TRACKS, _CLUSTER = 0x1A45DFA3, 0x18538067, 0x1549A966, 
 _TIMESTAMP_SCALE, _DURATION = 0x2AD7B1, 0x4489
 _TRACK, _TRACK_NUMBER, _TRACK_TYPE, _CODEC, _DEFAULT_DURATION, _VIDEO = 0xAE, 0xD7, 0x83, 0x86, 0x23E383, 0xE0
 _PIXEL_WIDTH, _PIXEL_HEIGHT = 0xB0, 0xBA
-_AUDIO, _SAMPLING_FREQUENCY, _CHANNELS = 0xE1, 0xB5, 0x9F
 _TIMESTAMP, _SIMPLE_BLOCK, _BLOCK_GROUP, _BLOCK = 0xE7, 0xA3, 0xA0, 0xA1
 _PARENTS = frozenset({_SEGMENT, _CLUSTER})
 """Elements that may have an unknown size: what is in them follows, and they end where a parent's element begins."""
@@ -32,7 +31,6 @@ _SOUND_CODECS = frozenset(
     {b"A_OPUS", b"A_VORBIS", b"A_AAC", b"A_FLAC", b"A_MPEG/L3", b"A_PCM/INT/LIT", b"A_PCM/INT/BIG", b"A_PCM/FLOAT/IEEE"}
 )
 _VIDEO_TYPE, _AUDIO_TYPE = 1, 2
-_DEFAULT_FREQUENCY, _MAX_FREQUENCY = 8000.0, 1e6
 _NANO = 1_000_000_000
 _MAX_RATE_TERM = 30_000
 """Frame durations are whole nanoseconds: 33333333 stands for 1/30 s, 33366667 for 1001/30000 s."""
@@ -61,8 +59,6 @@ class _Track:
     frame_duration: int = 0
     width: int = 0
     height: int = 0
-    frequency: float = _DEFAULT_FREQUENCY
-    channels: int = 1
 
 
 @dataclass
@@ -104,16 +100,14 @@ def probe_webm_sound(data: bytes) -> AudioHeader:
     source = _Source(data)
     file = _read(source)
     track = file.first(_AUDIO_TYPE, _SOUND_CODECS, name="video's sound", missing="video has no audio track")
-    if not 1 <= track.frequency <= _MAX_FREQUENCY:
-        raise UnsupportedMedia("the WebM video's sound has an impossible sample rate")
     first, before_last, last = _block_times(source, file, track)
     end = last * file.scale + ((last - before_last) * file.scale or track.frame_duration)
     if file.duration:
         end = min(end, max(round(file.duration), last) * file.scale)
-    samples = round((end - first * file.scale) * track.frequency / _NANO)
-    if samples < 1:
+    ticks = end - first * file.scale
+    if ticks < 1:
         raise UnsupportedMedia("the WebM video's audio track is empty")
-    return AudioHeader("WebM", round(track.frequency), max(1, track.channels), samples, track=True)
+    return AudioHeader("WebM", _NANO, 1, ticks, track=True)
 
 
 def _read(source: _Source) -> _File:
@@ -236,21 +230,17 @@ def _read_track(source: _Source, start: int, end: int) -> _Track:
             track.codec = source.data[inner:inner_end].rstrip(b"\x00")
         elif kind == _DEFAULT_DURATION:
             track.frame_duration = _unsigned(source.data, inner, inner_end)
-        elif kind in (_VIDEO, _AUDIO):
-            for setting, value, value_end in _elements(source, inner, inner_end):
-                _read_setting(source, setting, value, value_end, track)
+        elif kind == _VIDEO:
+            _read_size(source, inner, inner_end, track)
     return track
 
 
-def _read_setting(source: _Source, setting: int, start: int, end: int, track: _Track) -> None:
-    if setting == _PIXEL_WIDTH:
-        track.width = _unsigned(source.data, start, end)
-    elif setting == _PIXEL_HEIGHT:
-        track.height = _unsigned(source.data, start, end)
-    elif setting == _SAMPLING_FREQUENCY:
-        track.frequency = _float(source.data, start, end)
-    elif setting == _CHANNELS:
-        track.channels = _unsigned(source.data, start, end)
+def _read_size(source: _Source, start: int, end: int, track: _Track) -> None:
+    for kind, inner, inner_end in _elements(source, start, end):
+        if kind == _PIXEL_WIDTH:
+            track.width = _unsigned(source.data, inner, inner_end)
+        elif kind == _PIXEL_HEIGHT:
+            track.height = _unsigned(source.data, inner, inner_end)
 
 
 def _times(source: _Source, start: int, end: int, track: _Track) -> Iterator[int]:
