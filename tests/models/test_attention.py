@@ -4,24 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.models.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
 from triptych.models.attention import native
 from triptych.models.attention.base import AttentionBatch, PageRun, leading_run
 from triptych.models.attention.cpu import CpuAttention, read_pages
 
 PAGE_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
-
-
-def written_out(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of the last tokens, in fp64: query [q, heads, d], keys and values [kv, kv_heads, d]."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = (tensor.double().repeat_interleave(group, dim=1) for tensor in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * query.shape[-1] ** -0.5
-    query_len, kv_len = scores.shape[1:]
-    position = torch.arange(kv_len - query_len, kv_len)
-    scores = scores.masked_fill(torch.arange(kv_len) > position[:, None], -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).float()
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
@@ -47,7 +36,7 @@ def test_packed_sequences(cache_dtype: torch.dtype, compiled: bool, heads: slice
         expected.append(written_out(q, *rows))
     key, value = torch.cat(new, dim=1)
     batch = AttentionBatch(query_lens, kv_lens, tables, torch.cat(slots))
-    kernel = native.paged_decode() if compiled else None
+    kernel = native.paged_attention() if compiled else None
     if compiled and kernel is None:
         pytest.skip("there is no C compiler")
     output = CpuAttention(kernel)(query, key, value, caches[0], caches[1], batch)
@@ -56,32 +45,59 @@ def test_packed_sequences(cache_dtype: torch.dtype, compiled: bool, heads: slice
     assert everybodys.isnan().all(), "nothing is written to heads that aren't ours"
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 4, 64), (16, 1, 256), (6, 2, 8)])
-@pytest.mark.parametrize("page_size", [1, 16, 40])
-def test_the_compiled_kernel(heads: int, kv_heads: int, dim: int, page_size: int) -> None:
-    """Histories of one token, of whole pages and of parts of pages; scores so large that they'd overflow unscaled."""
-    kernel = native.paged_decode()
-    if kernel is None:
+@pytest.fixture
+def kernel() -> native.PagedAttention:
+    found = native.paged_attention()
+    if found is None:
         pytest.skip("there is no C compiler")
-    torch.manual_seed(0)
-    kv_lens = [1, page_size, 3 * page_size + 1, 100]
-    tables = [torch.randperm(200)[: -(-length // page_size)] for length in kv_lens]
-    query = 30 * torch.randn(len(kv_lens), heads, dim)
-    keys, values = torch.randn(2, 200, page_size, kv_heads, dim)
-    batch = AttentionBatch([1] * 4, kv_lens, tables, torch.zeros(4, dtype=torch.int64))
-    assert batch.decodes is not None
-    assert kernel.suits(query, keys)
-    expected = [
-        written_out(one[None], *(cache[table].flatten(0, 1)[:length] for cache in (keys, values)))
-        for one, table, length in zip(query, tables, kv_lens, strict=True)
-    ]
-    torch.testing.assert_close(kernel(query, keys, values, batch.decodes), torch.cat(expected), atol=2e-5, rtol=2e-5)
+    return found
 
 
-def test_the_kernel_is_not_asked_for_what_it_has_no_room_for() -> None:
-    kernel = native.paged_decode()
-    if kernel is None:
-        pytest.skip("there is no C compiler")
+WIDE = [Shape(16, 8, 128, 16), Shape(16, 1, 256, 40)]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", [*SHAPES, *WIDE], ids=str)
+def test_the_compiled_kernel(kernel: native.PagedAttention, shape: Shape, batch: str) -> None:
+    check(make_case(shape, *BATCHES[batch], torch.float32, torch.float32, torch.device("cpu")), kernel)
+
+
+@pytest.mark.parametrize("window", [1, 16, 70])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_the_compiled_kernel_with_windows(kernel: native.PagedAttention, shape: Shape, window: int) -> None:
+    """As PyTorch's attention has them, which ``tests/models/test_families.py`` holds against transformers."""
+    for lengths in BATCHES.values():
+        one, same = (make_case(shape, *lengths, torch.float32, torch.float32, torch.device("cpu")) for _ in range(2))
+        outputs = [
+            attend(case.query, case.key, case.value, *case.caches, case.batch, window)
+            for attend, case in ((kernel, one), (CpuAttention(None), same))
+        ]
+        torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
+
+
+def test_large_scores(kernel: native.PagedAttention) -> None:
+    """Their exponentials would overflow, and most of the others' vanish."""
+    for lengths in BATCHES.values():
+        case = make_case(SHAPES[1], *lengths, torch.float32, torch.float32, torch.device("cpu"))
+        case.query.mul_(30)
+        attended = kernel(case.query, case.key, case.value, *case.caches, case.batch)
+        expected = CpuAttention(None)(case.query, case.key, case.value, *case.caches, case.batch)
+        torch.testing.assert_close(attended, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_token_sees_is_all_that_matters(kernel: native.PagedAttention) -> None:
+    """Bit by bit the same whatever the chunk that a token comes in and whatever else is in the step."""
+    shape, length = Shape(16, 8, 128, 16), 90
+    case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, torch.float32, torch.device("cpu"))
+    whole = kernel(case.query, case.key, case.value, *case.caches, case.batch)[:length]
+    for begin, end in ((0, 33), (33, 50), (50, 88), (88, 90)):
+        part = slice(begin, end)
+        batch = AttentionBatch([end - begin], [end], case.batch.page_tables[:1], case.batch.slots[part])
+        chunk = kernel(case.query[part], case.key[part], case.value[part], *case.caches, batch)
+        torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
+
+
+def test_the_kernel_is_not_asked_for_what_it_has_no_room_for(kernel: native.PagedAttention) -> None:
     query, cache = torch.zeros(1, 34, 8), torch.zeros(1, 4, 2, 8)
     assert not kernel.suits(query, cache)
     assert not kernel.suits(torch.zeros(1, 2, 257), torch.zeros(1, 4, 2, 257))
@@ -92,12 +108,12 @@ def test_the_kernel_is_not_asked_for_what_it_has_no_room_for() -> None:
 def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler")
-    native.paged_decode.cache_clear()
-    assert native.paged_decode() is None
+    native.paged_attention.cache_clear()
+    assert native.paged_attention() is None
     monkeypatch.setenv("CC", "false")
-    native.paged_decode.cache_clear()
-    assert native.paged_decode() is None
-    native.paged_decode.cache_clear()
+    native.paged_attention.cache_clear()
+    assert native.paged_attention() is None
+    native.paged_attention.cache_clear()
 
 
 def test_consecutive_pages_are_read_in_place() -> None:

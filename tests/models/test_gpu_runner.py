@@ -22,7 +22,7 @@ from triptych.language.step_broadcast import send_step
 from triptych.messages.work import Sampling
 from triptych.models.attention.base import KVTensors
 from triptych.models.attention.cpu import CpuAttention
-from triptych.models.attention.native import paged_decode
+from triptych.models.attention.native import paged_attention
 from triptych.models.decoder import AfterLayer, Decoder, ForwardBatch
 from triptych.models.parallel import Group
 
@@ -41,7 +41,7 @@ SAMPLINGS = [Sampling(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=in
 
 @pytest.fixture(scope="module")
 def plain(checkpoint_folder: Callable[..., Path]) -> Decoder:
-    return load(checkpoint_folder(), CpuAttention(paged_decode()))
+    return load(checkpoint_folder(), CpuAttention(paged_attention()))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from triptych.config import EngineConfig
 from triptych.errors import ConfigError, StartError
 from triptych.models.attention.base import AttentionBackend
 from triptych.models.attention.cpu import CpuAttention
-from triptych.models.attention.native import paged_decode
+from triptych.models.attention.native import paged_attention
 from triptych.models.layers import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
 from triptych.models.parallel import rank_device
 from triptych.models.safetensors_header import TensorInfo
@@ -67,7 +67,7 @@ def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:
 def attention_for(device: torch.device) -> AttentionBackend:
     """The attention backend of a device. Raises ConfigError on a GPU without Triton."""
     if device.type == "cpu":
-        return CpuAttention(paged_decode())
+        return CpuAttention(paged_attention())
     try:
         from triptych.models.attention.triton_backend import TritonAttention
     except ImportError as error:

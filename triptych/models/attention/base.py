@@ -1,6 +1,5 @@
 """The interface between the decoder and an attention backend, and the paged KV cache they share."""
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,20 +19,6 @@ class PageRun:
 
     first: int
     length: int
-
-
-@dataclass(frozen=True)
-class Decodes:
-    """The D sequences of a step that have one new token each, found once per step. All are int64."""
-
-    tokens: Tensor
-    """[D]: which of the step's tokens they are."""
-    pages: Tensor
-    """Their page tables, one after the other."""
-    offsets: Tensor
-    """[D]: where each one's table begins in ``pages``."""
-    kv_lens: Tensor
-    """[D]"""
 
 
 @dataclass(frozen=True)
@@ -65,21 +50,6 @@ class AttentionBatch:
             raise ValueError(f"query lengths add up to {sum(self.query_lens)}, but there are {len(self.slots)} slots")
         if any(query_len > kv_len for query_len, kv_len in zip(self.query_lens, self.kv_lens, strict=True)):
             raise ValueError(f"query lengths {self.query_lens} exceed kv lengths {self.kv_lens}")
-
-    @cached_property
-    def decodes(self) -> "Decodes | None":
-        """The sequences that have one new token; None when there is none."""
-        chosen = [index for index, query_len in enumerate(self.query_lens) if query_len == 1]
-        if not chosen:
-            return None
-        starts = [0, *itertools.accumulate(self.query_lens)]
-        tables = [self.page_tables[index] for index in chosen]
-        return Decodes(
-            tokens=torch.tensor([starts[index] for index in chosen]),
-            pages=torch.cat(tables),
-            offsets=torch.tensor([0, *itertools.accumulate(len(table) for table in tables)][:-1]),
-            kv_lens=torch.tensor([self.kv_lens[index] for index in chosen]),
-        )
 
     def first_seen(self, index: int, window: int | None) -> int:
         """The first of a sequence's tokens that one of its new ones sees."""

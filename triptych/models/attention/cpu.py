@@ -1,24 +1,23 @@
-"""Attention on CPUs: PyTorch's fused attention, sequence by sequence."""
+"""Attention on CPUs: the compiled kernel, or PyTorch's fused attention, sequence by sequence."""
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.models.attention.base import AttentionBatch, PageRun, pages_needed
-from triptych.models.attention.native import PagedDecode
+from triptych.models.attention.native import PagedAttention
 
 
 class CpuAttention:
     """``AttentionBackend`` for CPUs. Allocates in proportion to one sequence at a time, never to the pool.
 
-    In float32, sequences with one new token go through the compiled kernel, all at once and in place, where the machine
-    has a C compiler and the layer no window. Otherwise, and for prefill, a sequence whose pages are consecutive is read
-    in place; another one's pages are gathered.
+    In float32, where the machine has a C compiler, all sequences go through the compiled kernel at once, which reads
+    pages in place. Otherwise a sequence whose pages are consecutive is read in place; another one's pages are gathered.
     """
 
     takes_windows = True
 
-    def __init__(self, kernel: PagedDecode | None) -> None:
-        """``kernel`` as ``native.paged_decode`` returns it; None does without."""
+    def __init__(self, kernel: PagedAttention | None) -> None:
+        """``kernel`` as ``native.paged_attention`` returns it; None does without."""
         self._kernel = kernel
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
@@ -32,20 +31,17 @@ class CpuAttention:
         window: int | None = None,
     ) -> Tensor:
         """See ``AttentionBackend``."""
+        if self._kernel is not None and self._kernel.suits(query, key_cache):
+            return self._kernel(query, key, value, key_cache, value_cache, batch, window)
         key_cache.flatten(0, 1).index_copy_(0, batch.slots, key.to(key_cache.dtype))
         value_cache.flatten(0, 1).index_copy_(0, batch.slots, value.to(value_cache.dtype))
         output = query.new_empty(query.shape)
-        suits = self._kernel is not None and window is None and self._kernel.suits(query, key_cache)
-        kernel = self._kernel if suits else None
-        if kernel is not None and (decodes := batch.decodes) is not None:
-            output[decodes.tokens] = kernel(query[decodes.tokens], key_cache, value_cache, decodes)
         parts = zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
         for index, (sequence_query, sequence_output) in enumerate(parts):
-            if kernel is None or len(sequence_query) > 1:
-                where = batch.kv_lens[index], batch.page_tables[index], batch.page_runs[index]
-                seen = slice(batch.first_seen(index, window), None)
-                keys, values = (read_pages(cache, *where)[seen].to(query.dtype) for cache in (key_cache, value_cache))
-                sequence_output.copy_(attend(sequence_query, keys, values, batch.mask(index, query.dtype, window)))
+            where = batch.kv_lens[index], batch.page_tables[index], batch.page_runs[index]
+            seen = slice(batch.first_seen(index, window), None)
+            keys, values = (read_pages(cache, *where)[seen].to(query.dtype) for cache in (key_cache, value_cache))
+            sequence_output.copy_(attend(sequence_query, keys, values, batch.mask(index, query.dtype, window)))
         return output
 
 

@@ -14,7 +14,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from triptych.models.attention.base import Decodes
+from triptych.models.attention.base import AttentionBatch
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +26,30 @@ TIMEOUT = 60
 """Seconds that the compiler gets; it needs less than one."""
 MAX_GROUP, MAX_DIM = 16, 256
 """Query heads for one kv head, and the size of a head, that the kernel has room for."""
+NO_WINDOW = 2**30
 
 
-class PagedDecode:
+class Step(ctypes.Structure):
+    """The kernel's operands, as ``paged.c`` says."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "output", "slots")),
+        *((name, ctypes.c_void_p) for name in ("query_starts", "query_lens", "kv_lens", "page_starts")),
+        *((name, ctypes.c_void_p) for name in ("decodes", "tiles", "pages")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_decodes", "num_tiles")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "page_size")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride", "stride", "window")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class PagedAttention:
     """The kernel in ``paged.c``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._function = library.paged_decode
-        self._function.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 6, ctypes.c_float]
-        self._function.restype = None
+        self._run = library.paged_attention
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], None
+        self._rows = int(library.rows())
 
     def suits(self, query: Tensor, cache: Tensor) -> bool:
         """Whether the kernel is made for these dtypes and shapes."""
@@ -42,23 +57,46 @@ class PagedDecode:
         in_float32 = query.dtype == cache.dtype == torch.float32 and query.device.type == "cpu"
         return in_float32 and heads // cache.shape[2] <= MAX_GROUP and dim <= MAX_DIM
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, decodes: Decodes) -> Tensor:
-        """``query`` [D, heads, d], contiguous, the new tokens of ``decodes``; caches [pages, page_size, kv_heads, d],
-        of which a token's heads are contiguous. Returns [D, heads, d]."""
-        output = torch.empty_like(query)
-        operands = (query, keys, values, decodes.pages, decodes.offsets, decodes.kv_lens, output)
-        sequences, heads, dim = query.shape
-        _, page_size, kv_heads, _ = keys.shape
-        pointers = [tensor.data_ptr() for tensor in operands]
-        self._function(*pointers, sequences, heads, kv_heads, dim, page_size, keys.stride(1), dim**-0.5)
+    def __call__(  # noqa: PLR0917 (a kernel's operands)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        window: int | None = None,
+    ) -> Tensor:
+        """See ``AttentionBackend``. Of caches, a token's heads are contiguous."""
+        query, key, value = (_with_dense_heads(tensor) for tensor in (query, key, value))
+        num_tokens, heads, dim = query.shape
+        _, page_size, kv_heads, _ = key_cache.shape
+        tables = batch.paged(self._rows // (heads // kv_heads))
+        output = query.new_empty(query.shape)
+        operands = [
+            *(query, key, value, key_cache, value_cache, output, batch.slots),
+            *(tables.query_starts, tables.query_lens, tables.kv_lens, tables.page_starts),
+            *(tables.decodes, tables.tiles, tables.pages),
+        ]
+        step = Step(
+            *(tensor.data_ptr() for tensor in operands), num_tokens, len(tables.decodes), len(tables.tiles),
+            heads, kv_heads, dim, page_size, query.stride(0), key.stride(0), value.stride(0), key_cache.stride(1),
+            NO_WINDOW if window is None else window, dim**-0.5,
+        )  # fmt: skip
+        self._run(step)
         return output
 
 
+def _with_dense_heads(tokens: Tensor) -> Tensor:
+    """[T, heads, d] of which each token's values are contiguous; tokens may lie apart."""
+    return tokens if tokens.stride()[1:] == (tokens.shape[2], 1) else tokens.contiguous()
+
+
 @cache
-def paged_decode() -> PagedDecode | None:
+def paged_attention() -> PagedAttention | None:
     """The kernel; None, with a line in the log, on a machine that has no C compiler or on which it fails."""
     try:
-        return PagedDecode(ctypes.CDLL(str(_built())))
+        return PagedAttention(ctypes.CDLL(str(_built())))
     except (OSError, subprocess.SubprocessError) as error:
         log.info("no compiled attention kernel, so PyTorch's is used: %s", error)
         return None

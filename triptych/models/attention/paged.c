@@ -1,68 +1,261 @@
-/* Decode attention over a paged KV cache, in float32: one new token per sequence reads its whole history in place.
+/* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place.
  *
- * Each pair of sequence and kv head is one task. It goes through its pages once, keeps the running maximum and sum of the
- * softmax (Milakov and Gimelshein, arXiv:1805.02867), and serves all query heads that share the kv head, so that keys
- * and values are read once. Built by native.py.
+ * A single new token (decode) and a tile of several (a chunk of a prompt) go through their keys once, each with a running
+ * maximum and sum of the softmax (Milakov and Gimelshein, arXiv:1805.02867), for all query heads that share a kv head.
+ * Built by native.py.
  */
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #define MAX_GROUP 16   /* query heads for one kv head */
 #define MAX_DIM 256    /* of a head */
-#define TILE 16        /* keys scored before their values are added up */
+#define NEVER -1e30f   /* a score that loses to all others, and of which two have a difference */
 
-static void attend(const float *query, const float *keys, const float *values, const int64_t *pages, int64_t length,
-                   float *output, int group, int dim, int page_size, int64_t stride, float scale) {
-    float sums[MAX_GROUP][MAX_DIM];
-    float maxima[MAX_GROUP], totals[MAX_GROUP], scores[MAX_GROUP][TILE];
+#ifdef __AVX512F__
+#define LANES 16       /* of a vector */
+#define BLOCK 8        /* keys, or dimensions, whose sums are in registers at a time */
+#else
+#define LANES 8
+#define BLOCK 4
+#endif
+#define ROWS (2 * LANES) /* of a tile: its tokens, times the query heads of a kv head */
+#define TILE 64          /* keys scored before their values are added up */
+#define LINE 16          /* floats that memory is read by */
+#define inlined static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* A step of S sequences and T new tokens, and one layer's operands. ``PagedTables`` says what the int64 fields are. */
+typedef struct {
+    const float *query;        /* [T, heads, dim], query_stride floats from one token to the next; so the next two */
+    const float *key, *value;  /* [T, kv_heads, dim] */
+    float *keys, *values;      /* [pages, page_size, kv_heads, dim], stride floats from one token to the next */
+    float *output;             /* [T, heads, dim] */
+    const int64_t *slots, *query_starts, *query_lens, *kv_lens, *page_starts, *decodes, *tiles, *pages;
+    int64_t num_tokens, num_decodes, num_tiles, heads, kv_heads, dim, page_size;
+    int64_t query_stride, key_stride, value_stride, stride;
+    int64_t window;            /* how many tokens each one sees, at most 2^30 */
+    float scale;
+} Step;
+
+inlined int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inlined int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inlined floats choose(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
+inlined floats larger(floats a, floats b) { return choose(a > b, a, b); }
+
+/* e^x for x <= 0, to about 2 units in the last place: 2^n e^r, where r is at most half of ln 2 and e^r a Taylor series. */
+inlined floats exponential(floats x) {
+    x = larger(x, (floats){} - 87.0f);
+    ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* rounds towards zero */
+    floats whole = __builtin_convertvector(n, floats);
+    floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    floats sum = 1.0f / 720 + (floats){};
+    sum = sum * r + 1.0f / 120;
+    sum = sum * r + 1.0f / 24;
+    sum = sum * r + 1.0f / 6;
+    sum = sum * r + 0.5f;
+    sum = sum * r + 1.0f;
+    sum = sum * r + 1.0f;
+    return (floats)((ints)sum + (n << 23));
+}
+
+/* sums[block][ROWS] += scalars[block * step + i * across] * vectors[i][ROWS], over i; of the rows, so many halves. */
+inlined void multiply(float *sums, const float *scalars, int64_t step, int64_t across, const float *vectors,
+                      int64_t count, const int blocks, const int halves) {
+    floats found[BLOCK][2];
+    for (int block = 0; block < blocks; block++)
+        for (int half = 0; half < halves; half++) found[block][half] = *(floats *)(sums + block * ROWS + half * LANES);
+    for (int64_t i = 0; i < count; i++) {
+        const floats *vector = (const floats *)(vectors + i * ROWS);
+        floats low = vector[0], high = halves > 1 ? vector[1] : low;
+#pragma GCC unroll 8
+        for (int block = 0; block < blocks; block++) {
+            float scalar = scalars[block * step + i * across];
+            found[block][0] += scalar * low;
+            if (halves > 1) found[block][1] += scalar * high;
+        }
+    }
+    for (int block = 0; block < blocks; block++)
+        for (int half = 0; half < halves; half++) *(floats *)(sums + block * ROWS + half * LANES) = found[block][half];
+}
+
+inlined void multiply_all(float *sums, const float *scalars, int64_t step, int64_t across, const float *vectors,
+                          int64_t count, int64_t blocks, const int halves) {
+    if (blocks == BLOCK) {
+        multiply(sums, scalars, step, across, vectors, count, BLOCK, halves);
+    } else {
+        for (int64_t block = 0; block < blocks; block++)
+            multiply(sums + block * ROWS, scalars + block * step, step, across, vectors, count, 1, halves);
+    }
+}
+
+/* Where key ``start`` is, and how many follow it at the same distance from each other, at most ``wanted``. */
+inlined int64_t run(const int64_t *pages, int64_t start, int64_t wanted, int64_t page_size, int64_t *slot) {
+    int64_t page = start / page_size, found = page_size - start % page_size;
+    *slot = pages[page] * page_size + start % page_size;
+    for (; found < wanted && pages[page + 1] == pages[page] + 1; page++) found += page_size;
+    return least(found, wanted);
+}
+
+inlined const float *row_of(const float *cache, const int64_t *pages, int64_t key, const Step *step) {
+    return cache + (pages[key / step->page_size] * step->page_size + key % step->page_size) * step->stride;
+}
+
+/* Has the keys, or values, from ``start`` to ``end`` of one kv head on their way. Heads lie between each other's in the
+ * cache, so each row is on another page, which is where processors stop to prefetch by themselves. */
+inlined void prefetch(const float *cache, const int64_t *pages, int64_t start, int64_t end, const Step *step) {
+    for (int64_t key = start; key < end; key++) {
+        const float *row = row_of(cache, pages, key, step);
+        for (int64_t i = 0; i < step->dim; i += LINE) __builtin_prefetch(row + i, 0, 2);
+    }
+}
+
+/* Copies them, one after the other: where they are, they would push each other out of the processor's caches. */
+inlined void gather(float *rows, const float *cache, const int64_t *pages, int64_t start, int64_t count,
+                    const Step *step) {
+    for (int64_t key = 0; key < count; key++)
+        memcpy(rows + key * step->dim, row_of(cache, pages, start + key, step), step->dim * sizeof(float));
+}
+
+inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head, const int halves) {
+    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS], rows[TILE * MAX_DIM];
+    int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
+    int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
+    int64_t first_position = kv_len - query_len + first_token;
+    int64_t place = step->query_starts[sequence] + first_token;
+    const float *query = step->query + place * step->query_stride + kv_head * group * dim;
+    const int64_t *pages = step->pages + step->page_starts[sequence];
+    const float *keys = step->keys + kv_head * dim, *values = step->values + kv_head * dim;
+    ints position[2];
+    for (int row = 0; row < ROWS; row++) {
+        int64_t token = least(row / group, tokens - 1); /* rows without a token repeat the last one's */
+        const float *own = query + token * step->query_stride + row % group * dim;
+        for (int64_t i = 0; i < dim; i++) queries[i * ROWS + row] = own[i] * step->scale;
+        position[row / LANES][row % LANES] = (int32_t)(first_position + token);
+    }
+    for (int64_t i = 0; i < dim * ROWS; i++) sums[i] = 0;
+    floats maxima[2] = {NEVER + (floats){}, NEVER + (floats){}}, totals[2] = {{}, {}};
+    int64_t end = first_position + tokens, begin = most(0, first_position - step->window + 1);
+    for (int64_t start = begin; start < end; start += TILE) {
+        int64_t count = least(TILE, end - start);
+        for (int64_t i = 0; i < count * ROWS; i++) scores[i] = 0;
+        gather(rows, keys, pages, start, count, step);
+        for (int64_t key = 0, some; key < count; key += some) {
+            some = least(BLOCK, count - key);
+            prefetch(values, pages, start + key, start + key + some, step);
+            multiply_all(scores + key * ROWS, rows + key * dim, dim, 1, queries, dim, some, halves);
+        }
+        int partly = start + count - 1 > first_position || start <= first_position + tokens - 1 - step->window;
+        for (int half = 0; half < halves; half++) {
+            floats highest = maxima[half];
+            for (int64_t key = 0; key < count; key++) {
+                floats *score = (floats *)(scores + key * ROWS + half * LANES);
+                if (partly) {
+                    int32_t at = (int32_t)(start + key);
+                    ints seen = (at <= position[half]) & (at > position[half] - (int32_t)step->window);
+                    *score = choose(seen, *score, NEVER + (floats){});
+                }
+                highest = larger(highest, *score);
+            }
+            floats shrink = exponential(maxima[half] - highest);
+            maxima[half] = highest;
+            totals[half] *= shrink;
+            for (int64_t i = 0; i < dim; i++) *(floats *)(sums + i * ROWS + half * LANES) *= shrink;
+            for (int64_t key = 0; key < count; key++) {
+                floats *score = (floats *)(scores + key * ROWS + half * LANES);
+                *score = exponential(*score - highest);
+                totals[half] += *score;
+            }
+        }
+        gather(rows, values, pages, start, count, step);
+        int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
+        for (int64_t i = 0, some; i < dim; i += some) {
+            some = least(BLOCK, dim - i);
+            prefetch(keys, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, step);
+            multiply_all(sums + i * ROWS, rows + i, 1, dim, scores, count, some, halves);
+        }
+    }
+    for (int row = 0; row < tokens * group; row++) {
+        float *output = step->output + ((place + row / group) * step->heads + kv_head * group + row % group) * dim;
+        float total = totals[row / LANES][row % LANES];
+        for (int64_t i = 0; i < dim; i++) output[i] = sums[i * ROWS + row] / total;
+    }
+}
+
+static void attend_several(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head) {
+    int64_t group = step->heads / step->kv_heads, tokens = step->query_lens[sequence] - first_token;
+    if (tokens * group <= LANES) attend_tile(step, sequence, first_token, kv_head, 1);
+    else attend_tile(step, sequence, first_token, kv_head, 2);
+}
+
+static void attend_one(const Step *step, int64_t sequence, int64_t kv_head) {
+    float sums[MAX_GROUP][MAX_DIM], maxima[MAX_GROUP], totals[MAX_GROUP], scores[MAX_GROUP][TILE];
+    int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence], slot;
+    const float *query = step->query + step->query_starts[sequence] * step->query_stride + kv_head * group * dim;
+    const int64_t *pages = step->pages + step->page_starts[sequence];
     for (int head = 0; head < group; head++) {
-        maxima[head] = -INFINITY;
+        maxima[head] = NEVER;
         totals[head] = 0;
         for (int i = 0; i < dim; i++) sums[head][i] = 0;
     }
-    for (int64_t start = 0; start < length;) {
-        int64_t offset = start % page_size;
-        int64_t count = page_size - offset < length - start ? page_size - offset : length - start;
-        if (count > TILE) count = TILE;
-        int64_t first = (pages[start / page_size] * page_size + offset) * stride;
+    int64_t count;
+    for (int64_t start = most(0, kv_len - step->window); start < kv_len; start += count) {
+        count = run(pages, start, least(TILE, kv_len - start), step->page_size, &slot);
+        const float *keys = step->keys + slot * step->stride + kv_head * dim;
+        const float *values = step->values + slot * step->stride + kv_head * dim;
+        int64_t next = start + count, ahead = least(count, kv_len - next);
         for (int head = 0; head < group; head++) {
+            const float *own = query + head * dim;
             float highest = maxima[head];
-            for (int64_t token = 0; token < count; token++) {
-                const float *key = keys + first + token * stride, *own = query + (int64_t)head * dim;
+            for (int64_t key = 0; key < count; key++) {
                 float score = 0;
-                for (int i = 0; i < dim; i++) score += own[i] * key[i];
-                scores[head][token] = score * scale;
-                if (scores[head][token] > highest) highest = scores[head][token];
+                if (!head) prefetch(step->values + kv_head * dim, pages, start + key, start + key + 1, step);
+                for (int i = 0; i < dim; i++) score += own[i] * keys[key * step->stride + i];
+                scores[head][key] = score * step->scale;
+                if (scores[head][key] > highest) highest = scores[head][key];
             }
             float shrink = expf(maxima[head] - highest);
             maxima[head] = highest;
             totals[head] *= shrink;
             for (int i = 0; i < dim; i++) sums[head][i] *= shrink;
-            for (int64_t token = 0; token < count; token++) {
-                const float *value = values + first + token * stride;
-                float weight = expf(scores[head][token] - highest);
+            for (int64_t key = 0; key < count; key++) {
+                float weight = expf(scores[head][key] - highest);
                 totals[head] += weight;
-                for (int i = 0; i < dim; i++) sums[head][i] += weight * value[i];
+                if (!head && key < ahead) prefetch(step->keys + kv_head * dim, pages, next + key, next + key + 1, step);
+                for (int i = 0; i < dim; i++) sums[head][i] += weight * values[key * step->stride + i];
             }
         }
-        start += count;
     }
+    float *output = step->output + (step->query_starts[sequence] * step->heads + kv_head * group) * dim;
     for (int head = 0; head < group; head++)
-        for (int i = 0; i < dim; i++) output[(int64_t)head * dim + i] = sums[head][i] / totals[head];
+        for (int i = 0; i < dim; i++) output[head * dim + i] = sums[head][i] / totals[head];
 }
 
-/* query, output: [sequences, heads, dim]; keys, values: [pages, page_size, kv_heads, dim], stride floats from one token
- * to the next; pages: int64, the sequences' tables one after the other, sequence s's at offsets[s]; lengths: tokens of
- * each sequence, at least 1. heads is a multiple of kv_heads, at most MAX_GROUP of it; dim is at most MAX_DIM. */
-void paged_decode(const float *query, const float *keys, const float *values, const int64_t *pages,
-                  const int64_t *offsets, const int64_t *lengths, float *output, int64_t sequences, int64_t heads,
-                  int64_t kv_heads, int64_t dim, int64_t page_size, int64_t stride, float scale) {
-    int64_t group = heads / kv_heads;
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int64_t sequence = 0; sequence < sequences; sequence++)
-        for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
-            int64_t place = (sequence * heads + kv_head * group) * dim;
-            attend(query + place, keys + kv_head * dim, values + kv_head * dim, pages + offsets[sequence],
-                   lengths[sequence], output + place, group, dim, page_size, stride, scale);
+int rows(void) { return ROWS; }
+
+void paged_attention(const Step *step) {
+    int64_t ones = step->num_decodes * step->kv_heads, tasks = ones + step->num_tiles * step->kv_heads;
+    int64_t width = step->kv_heads * step->dim;
+#pragma omp parallel
+    {
+#pragma omp for
+        for (int64_t token = 0; token < step->num_tokens; token++) {
+            int64_t to = step->slots[token] * step->stride;
+            memcpy(step->keys + to, step->key + token * step->key_stride, width * sizeof(float));
+            memcpy(step->values + to, step->value + token * step->value_stride, width * sizeof(float));
         }
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < tasks; task++) {
+            int64_t kv_head = task % step->kv_heads, which = task / step->kv_heads;
+            if (task < ones) {
+                attend_one(step, step->decodes[which], kv_head);
+            } else {
+                /* a prompt's last tiles see most: they go first */
+                const int64_t *tile = step->tiles + 2 * (step->num_tiles - 1 - (which - step->num_decodes));
+                attend_several(step, tile[0], tile[1], kv_head);
+            }
+        }
+    }
 }
