@@ -116,9 +116,11 @@ class Running:
         return [self.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
 
 
-def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Literal["all", "last", "none"] = "all") -> Tensor:
+def step(
+    pool: Pool, work: Sequence[tuple[Running, int]], logits: Literal["all", "last", "none", "odd"] = "all"
+) -> Tensor:
     """Runs the next ``count`` tokens of each sequence in one packed batch. Returns the logits of all the tokens, of
-    each sequence's last, or of none."""
+    each sequence's last, of none, or of every second one in the batch."""
     counts = [count for _, count in work]
     ends = list(accumulate(counts))
     slots: list[int] = []
@@ -136,7 +138,12 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Literal["all",
         positions=torch.cat([positions for _, positions in parts], dim=1),
         media_index=torch.cat(media_index),
         media_rows=torch.cat(media_rows),
-        logits_index={"all": torch.arange(ends[-1]), "last": torch.tensor(ends) - 1, "none": torch.arange(0)}[logits],
+        logits_index={
+            "all": torch.arange(ends[-1]),
+            "last": torch.tensor(ends) - 1,
+            "none": torch.arange(0),
+            "odd": torch.arange(1, ends[-1], 2),
+        }[logits],
         attention=AttentionBatch(
             query_lens=counts,
             kv_lens=[sequence.done for sequence, _ in work],

@@ -28,7 +28,7 @@ class LayerContext:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged cache."""
+    """Grouped-query attention over the paged cache; what ``forward`` returns, or rows of it, ``output`` projects."""
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
         super().__init__()
@@ -58,13 +58,14 @@ class Attention(nn.Module):
             self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
-        """``hidden`` [T, hidden] → [T, hidden]; writes the new tokens' K and V to the layer's ``keys``, ``values``."""
+        """``hidden`` [T, hidden] → what ``output`` takes, [T, heads * head_dim]; writes the new tokens' K and V to the
+        layer's ``keys``, ``values``."""
         heads, kv_heads, _ = self.head_counts
         qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
         qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
         query, key = rotate(self.qk_norm(qk), context.cos, context.sin).split((heads, kv_heads), dim=1)
         attended = self.backend(query, key, value, keys, values, context.attention, self.window)  # [T, heads, head_dim]
-        return self.output(attended.flatten(1))
+        return attended.flatten(1)
 
 
 class GatedMLP(nn.Module):
@@ -148,7 +149,15 @@ class Layer(nn.Module):
             mlp = load_dense_mlp(config, reader, f"{prefix}.mlp")
         self.mlp = reader.all_reduced(mlp)
 
-    def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
-        """``hidden`` [T, hidden] → [T, hidden], a new tensor."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), keys, values, context)
+    def forward(
+        self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext, rows: Tensor | None = None
+    ) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden], a new tensor, or with ``rows``, int64 [R], [R, hidden]: of those tokens
+        alone. K and V of all T are written."""
+        attended = self.attention(self.attention_norm(hidden), keys, values, context)
+        if rows is not None:
+            hidden, attended = hidden[rows], attended[rows]
+            if not len(rows):
+                return hidden
+        hidden = hidden + self.attention.output(attended)
         return hidden + self.mlp(self.mlp_norm(hidden))

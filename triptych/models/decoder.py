@@ -33,7 +33,7 @@ class ForwardBatch:
     media_rows: Tensor
     """[M, hidden * (1 + num_deepstack_layers)]: embedding, then the features added after layers 0, 1, …"""
     logits_index: Tensor
-    """int64 [L]: the tokens whose logits are wanted; L may be 0."""
+    """int64 [L]: the tokens whose logits are wanted, in ascending order, each once; L may be 0."""
     attention: AttentionBatch
 
     def __post_init__(self) -> None:
@@ -57,6 +57,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, reader: WeightReader, backend: AttentionBackend) -> None:
         super().__init__()
         self.config = config.shard(reader.group.size)
+        self._group_size = reader.group.size
         self.dtype = reader.weights.activations
         vocab_and_hidden = (config.vocab_size, config.hidden_size)
         embedding = reader.tensor("embed_tokens.weight", vocab_and_hidden)
@@ -108,15 +109,28 @@ class Decoder(nn.Module):
         hidden.index_copy_(0, batch.media_index, media[0])
         cos, sin = self.rope(batch.positions, self.dtype)
         context = LayerContext(cos, sin, batch.attention)
+        wanted, last = batch.logits_index, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, cache.keys[index], cache.values[index], context)
+            rows = self._last_rows(batch) if index == last else None
+            hidden = layer(hidden, cache.keys[index], cache.values[index], context, rows)
             if after_layer is not None:
                 after_layer(index)
             if index < self.config.num_deepstack_layers:
                 hidden.index_add_(0, batch.media_index, media[1 + index])
-        if batch.logits_index.shape[0] == 0:
+        if len(wanted) == 0:
             return hidden.new_empty((0, self.num_logits), dtype=torch.float32)
-        return self.head(self.norm(hidden[batch.logits_index])).float()
+        if len(hidden) != len(wanted):
+            hidden = hidden[wanted]
+        return self.head(self.norm(hidden)).float()
+
+    def _last_rows(self, batch: ForwardBatch) -> Tensor | None:
+        """The tokens, int64, with which the last layer goes on after its attention: only those whose logits are wanted;
+        None for all. Of several ranks always some, since the sum of theirs tells that all have written K and V."""
+        wanted = batch.logits_index
+        adds_features = self.config.num_deepstack_layers >= self.config.num_layers  # by their place among all tokens
+        if adds_features or len(wanted) == len(batch.tokens):
+            return None
+        return wanted if len(wanted) or self._group_size == 1 else wanted.new_zeros(1)
 
     def _media_features(self, batch: ForwardBatch) -> tuple[Tensor, ...]:
         """The media rows cut into the embedding and each deepstack layer's features, every one [M, hidden]."""
