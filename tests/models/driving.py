@@ -154,6 +154,11 @@ def step(
     return pool.decoder(batch, pool.cache)
 
 
+TOWER_TOLERANCE = 5e-5
+"""Of rows whose values go up to 7. Ours and transformers' add up in another order, and are equally far from rows that
+were computed in float64."""
+
+
 def assert_close(ours: Tensor, reference: Tensor, tolerance: float) -> None:
     """Fails with the largest error when it exceeds ``tolerance``."""
     error = (ours - reference).abs().max().item()

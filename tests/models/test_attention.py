@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.models.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
-from triptych.models.attention import native
+from triptych.models import native
+from triptych.models.attention import compiled
 from triptych.models.attention.base import AttentionBatch, PageRun, leading_run
 from triptych.models.attention.cpu import CpuAttention, read_pages
 
@@ -14,9 +16,9 @@ PAGE_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("heads", [slice(0, KV_HEADS), slice(KV_HEADS, 2 * KV_HEADS)])
-def test_packed_sequences(cache_dtype: torch.dtype, compiled: bool, heads: slice) -> None:
+def test_packed_sequences(cache_dtype: torch.dtype, by_kernel: bool, heads: slice) -> None:
     """A whole prompt, a chunk in the middle of one, and single tokens; pages consecutive, scattered and reversed. The
     cache has other heads beside ours."""
     torch.manual_seed(0)
@@ -36,8 +38,8 @@ def test_packed_sequences(cache_dtype: torch.dtype, compiled: bool, heads: slice
         expected.append(written_out(q, *rows))
     key, value = torch.cat(new, dim=1)
     batch = AttentionBatch(query_lens, kv_lens, tables, torch.cat(slots))
-    kernel = native.paged_attention() if compiled else None
-    if compiled and kernel is None:
+    kernel = compiled.paged_attention() if by_kernel else None
+    if by_kernel and kernel is None:
         pytest.skip("there is no C compiler")
     output = CpuAttention(kernel)(query, key, value, caches[0], caches[1], batch)
     torch.testing.assert_close(output, torch.cat(expected), atol=1e-5, rtol=1e-5)
@@ -46,8 +48,8 @@ def test_packed_sequences(cache_dtype: torch.dtype, compiled: bool, heads: slice
 
 
 @pytest.fixture
-def kernel() -> native.PagedAttention:
-    found = native.paged_attention()
+def kernel() -> compiled.PagedAttention:
+    found = compiled.paged_attention()
     if found is None:
         pytest.skip("there is no C compiler")
     return found
@@ -58,13 +60,13 @@ WIDE = [Shape(16, 8, 128, 16), Shape(16, 1, 256, 40)]
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("shape", [*SHAPES, *WIDE], ids=str)
-def test_the_compiled_kernel(kernel: native.PagedAttention, shape: Shape, batch: str) -> None:
+def test_the_compiled_kernel(kernel: compiled.PagedAttention, shape: Shape, batch: str) -> None:
     check(make_case(shape, *BATCHES[batch], torch.float32, torch.float32, torch.device("cpu")), kernel)
 
 
 @pytest.mark.parametrize("window", [1, 16, 70])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_the_compiled_kernel_with_windows(kernel: native.PagedAttention, shape: Shape, window: int) -> None:
+def test_the_compiled_kernel_with_windows(kernel: compiled.PagedAttention, shape: Shape, window: int) -> None:
     """As PyTorch's attention has them, which ``tests/models/test_families.py`` holds against transformers."""
     for lengths in BATCHES.values():
         one, same = (make_case(shape, *lengths, torch.float32, torch.float32, torch.device("cpu")) for _ in range(2))
@@ -75,7 +77,7 @@ def test_the_compiled_kernel_with_windows(kernel: native.PagedAttention, shape: 
         torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
 
 
-def test_large_scores(kernel: native.PagedAttention) -> None:
+def test_large_scores(kernel: compiled.PagedAttention) -> None:
     """Their exponentials would overflow, and most of the others' vanish."""
     for lengths in BATCHES.values():
         case = make_case(SHAPES[1], *lengths, torch.float32, torch.float32, torch.device("cpu"))
@@ -85,7 +87,7 @@ def test_large_scores(kernel: native.PagedAttention) -> None:
         torch.testing.assert_close(attended, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_what_a_token_sees_is_all_that_matters(kernel: native.PagedAttention) -> None:
+def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention) -> None:
     """Bit by bit the same whatever the chunk that a token comes in and whatever else is in the step."""
     shape, length = Shape(16, 8, 128, 16), 90
     case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, torch.float32, torch.device("cpu"))
@@ -97,7 +99,19 @@ def test_what_a_token_sees_is_all_that_matters(kernel: native.PagedAttention) ->
         torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
 
 
-def test_the_kernel_is_not_asked_for_what_it_has_no_room_for(kernel: native.PagedAttention) -> None:
+@pytest.mark.parametrize(
+    ("slots", "table"),
+    [([12, 13], [2, 3]), ([-1, 13], [2, 3]), ([10, 11], [2, 5]), ([10, 11], [2, -1]), ([10, 11], [2])],
+)
+def test_pages_that_there_are_not(kernel: compiled.PagedAttention, slots: list[int], table: list[int]) -> None:
+    caches, query = torch.zeros(2, 3, 4, 2, 8), torch.ones(2, 4, 8)
+    batch = AttentionBatch([2], [8], [torch.tensor(table)], torch.tensor(slots))
+    with pytest.raises(IndexError, match="beyond the 3 pages"):
+        kernel(query, query[:, :2], query[:, :2], *caches, batch)
+    assert not caches.any()
+
+
+def test_the_kernel_is_not_asked_for_what_it_has_no_room_for(kernel: compiled.PagedAttention) -> None:
     query, cache = torch.zeros(1, 34, 8), torch.zeros(1, 4, 2, 8)
     assert not kernel.suits(query, cache)
     assert not kernel.suits(torch.zeros(1, 2, 257), torch.zeros(1, 4, 2, 257))
@@ -107,13 +121,24 @@ def test_the_kernel_is_not_asked_for_what_it_has_no_room_for(kernel: native.Page
 
 def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CC", "no-such-compiler")
-    native.paged_attention.cache_clear()
-    assert native.paged_attention() is None
-    monkeypatch.setenv("CC", "false")
-    native.paged_attention.cache_clear()
-    assert native.paged_attention() is None
-    native.paged_attention.cache_clear()
+    for compiler in ("no-such-compiler", "false"):
+        monkeypatch.setenv("CC", compiler)
+        assert native.library.__wrapped__() is None
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 784), (3, 33), (2, 1)])
+@pytest.mark.parametrize("shape", [(3, 3, 72), (6, 2, 16)])
+def test_a_towers_attention(
+    kernel: compiled.PagedAttention, batch: int, tokens: int, shape: tuple[int, int, int]
+) -> None:
+    """Every token sees all of its sequence; values are a view of a wider tensor."""
+    torch.manual_seed(0)
+    heads, kv_heads, dim = shape
+    query, key = torch.randn(batch, tokens, heads, dim), torch.randn(batch, tokens, kv_heads, dim)
+    value = torch.randn(batch, tokens, 3 * kv_heads, dim)[:, :, kv_heads : 2 * kv_heads]
+    swapped = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    expected = F.scaled_dot_product_attention(*swapped, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(kernel.unmasked(query, key, value, 0.3), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_consecutive_pages_are_read_in_place() -> None:

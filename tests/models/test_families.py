@@ -10,7 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import edit_config, load_family, load_reference
-from tests.models.driving import Pool, Prompt, Running, assert_close, make_prompt, random_input, reference_logits, step
+from tests.models.driving import (
+    TOWER_TOLERANCE,
+    Pool,
+    Prompt,
+    Running,
+    assert_close,
+    make_prompt,
+    random_input,
+    reference_logits,
+    step,
+)
 from tests.tiny import TINY, make_tiny
 from triptych.errors import CheckpointError, ConfigError
 from triptych.families.registry import FAMILIES
@@ -53,7 +63,7 @@ def test_logits(tiny: Tiny, name: str, layout: str) -> None:
         rows = family.load_tower(checkpoint, FP32, CPU).encode(images)
         prompt = make_prompt(reference, list(b"hello"), images, rows, family.row_width)
         expected = reference_logits(reference, prompt, images)
-    assert_close(step(pool, [(Running(prompt), len(prompt.tokens))]), expected, 1e-4)
+    assert_close(step(pool, [(Running(prompt), len(prompt.tokens))]), expected, 2e-4)
     assert len(set(expected.argmax(-1).tolist())) > 10
 
 
@@ -76,9 +86,9 @@ def test_tower_rows(tiny: Tiny, name: str) -> None:
     rows = tower.encode(IMAGES)
     assert [len(part) for part in rows] == [6, 1, 45]
     features = getattr(expected, "deepstack_features", None) or []
-    assert_close(torch.cat(rows), torch.cat((expected.pooler_output, *features), dim=1), 1e-5)
+    assert_close(torch.cat(rows), torch.cat((expected.pooler_output, *features), dim=1), TOWER_TOLERANCE)
     for item, part in zip(IMAGES, rows, strict=True):
-        assert_close(part, tower.encode([item])[0], 1e-5)
+        assert_close(part, tower.encode([item])[0], TOWER_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
@@ -94,8 +104,8 @@ def test_rows_of_videos(tiny: Tiny, name: str) -> None:
         )
     features = getattr(expected, "deepstack_features", None) or []
     whole = torch.cat((expected.pooler_output, *features), dim=1)
-    assert_close(torch.cat(tower.encode(parts)), whole, 1e-5)
-    assert_close(torch.cat([tower.encode([part])[0] for part in parts]), whole, 1e-5)
+    assert_close(torch.cat(tower.encode(parts)), whole, TOWER_TOLERANCE)
+    assert_close(torch.cat([tower.encode([part])[0] for part in parts]), whole, TOWER_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)

@@ -21,8 +21,8 @@ from triptych.language.scheduler import Chunk
 from triptych.language.step_broadcast import send_step
 from triptych.messages.work import Sampling
 from triptych.models.attention.base import KVTensors
+from triptych.models.attention.compiled import paged_attention
 from triptych.models.attention.cpu import CpuAttention
-from triptych.models.attention.native import paged_attention
 from triptych.models.decoder import AfterLayer, Decoder, ForwardBatch
 from triptych.models.parallel import Group
 

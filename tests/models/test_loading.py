@@ -104,7 +104,7 @@ def test_weights_that_need_no_change_stay_in_the_file(checkpoint_folder: Callabl
     assert is_mapped(decoder.layers[0].mlp.experts[3].gate_up.weight, file)
     assert not is_mapped(decoder.layers[0].attention.qkv.weight, file)
     tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
-    assert all(is_mapped(parameter, file) for parameter in tower.module.parameters())
+    assert all(is_mapped(parameter, file) for parameter in tower.module.parameters() if parameter.numel())
 
 
 @pytest.mark.parametrize("hidden_over_intermediate", [1, 2])

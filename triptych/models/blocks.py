@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from triptych.errors import ConfigError
 from triptych.models.attention.base import AttentionBackend, AttentionBatch
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
 from triptych.models.layers import Linear, RMSNorm
 from triptych.models.parallel import Dimension
-from triptych.models.rope import rotate
+from triptych.models.pointwise import rotate, silu_times
 from triptych.models.weights import WeightReader
 
 
@@ -78,8 +77,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``hidden`` [T, hidden] → [T, hidden]."""
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(silu_times(self.gate_up(hidden)))
 
 
 class MixtureOfExperts(nn.Module):

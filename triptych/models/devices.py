@@ -8,8 +8,8 @@ import torch
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, StartError
 from triptych.models.attention.base import AttentionBackend
+from triptych.models.attention.compiled import paged_attention
 from triptych.models.attention.cpu import CpuAttention
-from triptych.models.attention.native import paged_attention
 from triptych.models.layers import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
 from triptych.models.parallel import rank_device
 from triptych.models.safetensors_header import TensorInfo

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.errors import ConfigError
+from triptych.models.pointwise import rms_norm
 
 
 class Linear(nn.Module):
@@ -152,10 +153,7 @@ CUDA_FORMATS: dict[str, WeightFormat] = {
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (arXiv:1910.07467) over the last dimension, which ``weight`` [..., D] scales.
-
-    The mean square is taken in fp32 and the result rounded before it is scaled, as transformers' Qwen3-VL does.
-    """
+    """``pointwise.rms_norm`` by a ``weight`` [D] or, for heads [T, heads, D], [heads, D]."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -163,9 +161,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, activations: Tensor) -> Tensor:
-        wide = activations.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(activations.dtype)
+        return rms_norm(activations, self.weight, self.eps)
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

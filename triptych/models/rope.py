@@ -82,12 +82,3 @@ def _axes(head_dim: int, rope: RopeConfig) -> Tensor:
     for axis in (1, 2):
         axes[axis : 3 * section[axis] : 3] = axis
     return axes
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``heads`` [T, heads, head_dim] turned by the angles whose ``cos`` and ``sin`` [T, 1, head_dim] are given.
-
-    The pairs that turn together are values i and i + head_dim / 2 (the "rotate half" convention of GPT-NeoX).
-    """
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin

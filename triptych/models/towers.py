@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from triptych.errors import CheckpointError
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder, DecoderConfig
-from triptych.models.layers import WeightFormat
+from triptych.models.layers import Linear, WeightFormat, frozen
 from triptych.models.parallel import SINGLE_RANK, Group
+from triptych.models.pointwise import GeluTanh
 from triptych.models.safetensors_header import TensorInfo
 
 if TYPE_CHECKING:  # importing transformers takes seconds and 100 MiB, which a language instance does without
@@ -85,16 +86,20 @@ def load_module(
     weights: WeightFormat,
     device: torch.device,
 ) -> Module:
-    """A transformers module with a checkpoint's weights, for inference, with PyTorch's fused attention and with linear
-    layers of a weight format.
+    """A transformers module with a checkpoint's weights, for inference, with linear layers of a weight format, and with
+    our kernels for attention and GELU.
 
     ``keys`` maps the module's parameter names to the checkpoint's. Built without initialising or copying weights:
     those that the format takes as they are stay memory-mapped. Raises CheckpointError, naming one, for weights that
     are missing, misshapen or that the module has no place for, and ConfigError for a format that the device can't use.
     """
+    from transformers.activations import GELUTanh
+
+    from triptych.models.attention import towers as attention
+
     dtype = weights.activations
     with torch.device("meta"):
-        module = module_class._from_config(config, attn_implementation="sdpa", dtype=dtype)
+        module = module_class._from_config(config, attn_implementation=attention.NAME, dtype=dtype)
     expected = module.state_dict()
     for name in sorted(expected.keys() ^ keys.keys()):
         if name in keys:
@@ -106,15 +111,35 @@ def load_module(
                 f"{checkpoint.folder}: tensor {key!r} has shape {list(found)}; the config makes it {list(shape)}"
             )
     tensors = checkpoint.read(keys.values())
-    linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
+    linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear | nn.Conv3d)}
     within = {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}
     state = {name: tensors[key].to(device, dtype) for name, key in keys.items() if name not in within}
     for name, linear in linears.items():
         bias = None if linear.bias is None else tensors[keys[f"{name}.bias"]]
-        module.set_submodule(name, weights.unquantized(tensors[keys[f"{name}.weight"]], bias, device))
+        ours = weights.unquantized(tensors[keys[f"{name}.weight"]].flatten(1), bias, device)
+        module.set_submodule(name, ours if isinstance(linear, nn.Linear) else PatchProjection(ours, dtype))
+    for name in [name for name, one in module.named_modules() if isinstance(one, GELUTanh)]:
+        module.set_submodule(name, GeluTanh())
     module.load_state_dict(state, assign=True, strict=False)
     _materialise_buffers(module, device)
     return module.eval().requires_grad_(False)
+
+
+class PatchProjection(nn.Module):
+    """What a convolution comes to where each input is one patch, as large as its kernel: a product. Convolutions of so
+    many small inputs are slow.
+
+    ``weight`` holds nothing: transformers' towers ask for its dtype.
+    """
+
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = linear
+        self.weight = frozen(torch.empty(0, dtype=dtype))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[patches, channels, frames, height, width] → [patches, out]"""
+        return self.linear(patches.flatten(1))
 
 
 def _materialise_buffers(module: "PreTrainedModel", device: torch.device) -> None:

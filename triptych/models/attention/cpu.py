@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.models.attention.base import AttentionBatch, PageRun, pages_needed
-from triptych.models.attention.native import PagedAttention
+from triptych.models.attention.compiled import PagedAttention
 
 
 class CpuAttention:
@@ -17,7 +17,7 @@ class CpuAttention:
     takes_windows = True
 
     def __init__(self, kernel: PagedAttention | None) -> None:
-        """``kernel`` as ``native.paged_attention`` returns it; None does without."""
+        """``kernel`` as ``compiled.paged_attention`` returns it; None does without."""
         self._kernel = kernel
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)

@@ -4,63 +4,34 @@
  * maximum and sum of the softmax (Milakov and Gimelshein, arXiv:1805.02867), for all query heads that share a kv head.
  * Built by native.py.
  */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
 #define MAX_GROUP 16   /* query heads for one kv head */
 #define MAX_DIM 256    /* of a head */
 #define NEVER -1e30f   /* a score that loses to all others, and of which two have a difference */
 
-#ifdef __AVX512F__
-#define LANES 16       /* of a vector */
-#define BLOCK 8        /* keys, or dimensions, whose sums are in registers at a time */
-#else
-#define LANES 8
-#define BLOCK 4
-#endif
+#define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
 #define ROWS (2 * LANES) /* of a tile: its tokens, times the query heads of a kv head */
 #define TILE 64          /* keys scored before their values are added up */
 #define LINE 16          /* floats that memory is read by */
-#define inlined static inline __attribute__((always_inline))
-
-typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 
 /* A step of S sequences and T new tokens, and one layer's operands. ``PagedTables`` says what the int64 fields are. */
 typedef struct {
     const float *query;        /* [T, heads, dim], query_stride floats from one token to the next; so the next two */
     const float *key, *value;  /* [T, kv_heads, dim] */
-    float *keys, *values;      /* [pages, page_size, kv_heads, dim], stride floats from one token to the next */
+    float *keys, *values;      /* [pages, page_size, kv_heads, dim], keys_stride and values_stride floats from token to token */
     float *output;             /* [T, heads, dim] */
     const int64_t *slots, *query_starts, *query_lens, *kv_lens, *page_starts, *decodes, *tiles, *pages;
-    int64_t num_tokens, num_decodes, num_tiles, heads, kv_heads, dim, page_size;
-    int64_t query_stride, key_stride, value_stride, stride;
+    int64_t num_tokens, num_sequences, num_decodes, num_tiles, num_entries; /* entries: of pages */
+    int64_t heads, kv_heads, dim, num_pages, page_size;
+    int64_t query_stride, key_stride, value_stride, keys_stride, values_stride;
     int64_t window;            /* how many tokens each one sees, at most 2^30 */
+    int64_t causal;            /* whether a token sees only itself and those before it, not all of its sequence */
     float scale;
 } Step;
 
 inlined int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inlined int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-inlined floats choose(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
-inlined floats larger(floats a, floats b) { return choose(a > b, a, b); }
-
-/* e^x for x <= 0, to about 2 units in the last place: 2^n e^r, where r is at most half of ln 2 and e^r a Taylor series. */
-inlined floats exponential(floats x) {
-    x = larger(x, (floats){} - 87.0f);
-    ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* rounds towards zero */
-    floats whole = __builtin_convertvector(n, floats);
-    floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    floats sum = 1.0f / 720 + (floats){};
-    sum = sum * r + 1.0f / 120;
-    sum = sum * r + 1.0f / 24;
-    sum = sum * r + 1.0f / 6;
-    sum = sum * r + 0.5f;
-    sum = sum * r + 1.0f;
-    sum = sum * r + 1.0f;
-    return (floats)((ints)sum + (n << 23));
-}
-
 /* sums[block][ROWS] += scalars[block * step + i * across] * vectors[i][ROWS], over i; of the rows, so many halves. */
 inlined void multiply(float *sums, const float *scalars, int64_t step, int64_t across, const float *vectors,
                       int64_t count, const int blocks, const int halves) {
@@ -99,31 +70,33 @@ inlined int64_t run(const int64_t *pages, int64_t start, int64_t wanted, int64_t
     return least(found, wanted);
 }
 
-inlined const float *row_of(const float *cache, const int64_t *pages, int64_t key, const Step *step) {
-    return cache + (pages[key / step->page_size] * step->page_size + key % step->page_size) * step->stride;
+inlined const float *row_of(const float *cache, int64_t stride, const int64_t *pages, int64_t key, const Step *step) {
+    return cache + (pages[key / step->page_size] * step->page_size + key % step->page_size) * stride;
 }
 
 /* Has the keys, or values, from ``start`` to ``end`` of one kv head on their way. Heads lie between each other's in the
  * cache, so each row is on another page, which is where processors stop to prefetch by themselves. */
-inlined void prefetch(const float *cache, const int64_t *pages, int64_t start, int64_t end, const Step *step) {
+inlined void prefetch(const float *cache, int64_t stride, const int64_t *pages, int64_t start, int64_t end,
+                      const Step *step) {
     for (int64_t key = start; key < end; key++) {
-        const float *row = row_of(cache, pages, key, step);
+        const float *row = row_of(cache, stride, pages, key, step);
         for (int64_t i = 0; i < step->dim; i += LINE) __builtin_prefetch(row + i, 0, 2);
     }
 }
 
 /* Copies them, one after the other: where they are, they would push each other out of the processor's caches. */
-inlined void gather(float *rows, const float *cache, const int64_t *pages, int64_t start, int64_t count,
+inlined void gather(float *rows, const float *cache, int64_t stride, const int64_t *pages, int64_t start, int64_t count,
                     const Step *step) {
     for (int64_t key = 0; key < count; key++)
-        memcpy(rows + key * step->dim, row_of(cache, pages, start + key, step), step->dim * sizeof(float));
+        memcpy(rows + key * step->dim, row_of(cache, stride, pages, start + key, step), step->dim * sizeof(float));
 }
 
 inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head, const int halves) {
     float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS], rows[TILE * MAX_DIM];
     int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
     int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
-    int64_t first_position = kv_len - query_len + first_token;
+    int64_t first = step->causal ? kv_len - query_len + first_token : kv_len - 1;
+    int64_t last = step->causal ? first + tokens - 1 : first; /* keys that the first and the last token see up to */
     int64_t place = step->query_starts[sequence] + first_token;
     const float *query = step->query + place * step->query_stride + kv_head * group * dim;
     const int64_t *pages = step->pages + step->page_starts[sequence];
@@ -133,21 +106,21 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
         int64_t token = least(row / group, tokens - 1); /* rows without a token repeat the last one's */
         const float *own = query + token * step->query_stride + row % group * dim;
         for (int64_t i = 0; i < dim; i++) queries[i * ROWS + row] = own[i] * step->scale;
-        position[row / LANES][row % LANES] = (int32_t)(first_position + token);
+        position[row / LANES][row % LANES] = (int32_t)least(first + token, last);
     }
     for (int64_t i = 0; i < dim * ROWS; i++) sums[i] = 0;
-    floats maxima[2] = {NEVER + (floats){}, NEVER + (floats){}}, totals[2] = {{}, {}};
-    int64_t end = first_position + tokens, begin = most(0, first_position - step->window + 1);
+    floats maxima[2] = {all(NEVER), all(NEVER)}, totals[2] = {{}, {}};
+    int64_t end = last + 1, begin = most(0, first - step->window + 1);
     for (int64_t start = begin; start < end; start += TILE) {
         int64_t count = least(TILE, end - start);
         for (int64_t i = 0; i < count * ROWS; i++) scores[i] = 0;
-        gather(rows, keys, pages, start, count, step);
+        gather(rows, keys, step->keys_stride, pages, start, count, step);
         for (int64_t key = 0, some; key < count; key += some) {
             some = least(BLOCK, count - key);
-            prefetch(values, pages, start + key, start + key + some, step);
+            prefetch(values, step->values_stride, pages, start + key, start + key + some, step);
             multiply_all(scores + key * ROWS, rows + key * dim, dim, 1, queries, dim, some, halves);
         }
-        int partly = start + count - 1 > first_position || start <= first_position + tokens - 1 - step->window;
+        int partly = start + count - 1 > first || start <= last - step->window;
         for (int half = 0; half < halves; half++) {
             floats highest = maxima[half];
             for (int64_t key = 0; key < count; key++) {
@@ -155,7 +128,7 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
                 if (partly) {
                     int32_t at = (int32_t)(start + key);
                     ints seen = (at <= position[half]) & (at > position[half] - (int32_t)step->window);
-                    *score = choose(seen, *score, NEVER + (floats){});
+                    *score = choose(seen, *score, all(NEVER));
                 }
                 highest = larger(highest, *score);
             }
@@ -169,11 +142,11 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
                 totals[half] += *score;
             }
         }
-        gather(rows, values, pages, start, count, step);
+        gather(rows, values, step->values_stride, pages, start, count, step);
         int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
         for (int64_t i = 0, some; i < dim; i += some) {
             some = least(BLOCK, dim - i);
-            prefetch(keys, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, step);
+            prefetch(keys, step->keys_stride, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, step);
             multiply_all(sums + i * ROWS, rows + i, 1, dim, scores, count, some, halves);
         }
     }
@@ -191,60 +164,88 @@ static void attend_several(const Step *step, int64_t sequence, int64_t first_tok
 }
 
 static void attend_one(const Step *step, int64_t sequence, int64_t kv_head) {
-    float sums[MAX_GROUP][MAX_DIM], maxima[MAX_GROUP], totals[MAX_GROUP], scores[MAX_GROUP][TILE];
-    int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence], slot;
+    float sums[MAX_GROUP][MAX_DIM], scores[MAX_GROUP][TILE], maxima[MAX_GROUP], totals[MAX_GROUP];
+    int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence], slot, count;
     const float *query = step->query + step->query_starts[sequence] * step->query_stride + kv_head * group * dim;
     const int64_t *pages = step->pages + step->page_starts[sequence];
-    for (int head = 0; head < group; head++) {
+    const float *all_keys = step->keys + kv_head * dim, *all_values = step->values + kv_head * dim;
+    for (int64_t head = 0; head < group; head++) {
         maxima[head] = NEVER;
         totals[head] = 0;
-        for (int i = 0; i < dim; i++) sums[head][i] = 0;
+        for (int64_t i = 0; i < dim; i++) sums[head][i] = 0;
     }
-    int64_t count;
     for (int64_t start = most(0, kv_len - step->window); start < kv_len; start += count) {
         count = run(pages, start, least(TILE, kv_len - start), step->page_size, &slot);
-        const float *keys = step->keys + slot * step->stride + kv_head * dim;
-        const float *values = step->values + slot * step->stride + kv_head * dim;
-        int64_t next = start + count, ahead = least(count, kv_len - next);
-        for (int head = 0; head < group; head++) {
-            const float *own = query + head * dim;
-            float highest = maxima[head];
-            for (int64_t key = 0; key < count; key++) {
-                float score = 0;
-                if (!head) prefetch(step->values + kv_head * dim, pages, start + key, start + key + 1, step);
-                for (int i = 0; i < dim; i++) score += own[i] * keys[key * step->stride + i];
-                scores[head][key] = score * step->scale;
-                if (scores[head][key] > highest) highest = scores[head][key];
-            }
-            float shrink = expf(maxima[head] - highest);
-            maxima[head] = highest;
-            totals[head] *= shrink;
-            for (int i = 0; i < dim; i++) sums[head][i] *= shrink;
-            for (int64_t key = 0; key < count; key++) {
-                float weight = expf(scores[head][key] - highest);
-                totals[head] += weight;
-                if (!head && key < ahead) prefetch(step->keys + kv_head * dim, pages, next + key, next + key + 1, step);
-                for (int i = 0; i < dim; i++) sums[head][i] += weight * values[key * step->stride + i];
+        const float *keys = all_keys + slot * step->keys_stride, *values = all_values + slot * step->values_stride;
+        for (int64_t key = 0; key < count; key++) {
+            prefetch(all_values, step->values_stride, pages, start + key, start + key + 1, step);
+            for (int64_t head = 0; head < group; head++) {
+                floats score = {};
+                for (int64_t i = 0; i < dim; i += LANES)
+                    score += load(query + head * dim + i, dim - i) * load(keys + key * step->keys_stride + i, dim - i);
+                scores[head][key] = sum_of(score) * step->scale;
             }
         }
+        for (int64_t head = 0; head < group; head++) {
+            floats highest = all(maxima[head]), total = {};
+            for (int64_t key = count; key < TILE; key++) scores[head][key] = NEVER;
+            for (int64_t key = 0; key < count; key += LANES) highest = larger(highest, load(scores[head] + key, LANES));
+            float maximum = largest_of(highest);
+            for (int64_t key = 0; key < count; key += LANES) {
+                floats weight = exponential(load(scores[head] + key, LANES) - maximum);
+                store(scores[head] + key, weight, LANES);
+                total += weight;
+            }
+            float shrink = exponential(all(maxima[head] - maximum))[0];
+            maxima[head] = maximum;
+            totals[head] = totals[head] * shrink + sum_of(total);
+            for (int64_t i = 0; i < dim; i += LANES) store(sums[head] + i, load(sums[head] + i, dim - i) * shrink, dim - i);
+        }
+        int64_t next = start + count, ahead = least(count, kv_len - next);
+        prefetch(all_keys, step->keys_stride, pages, next, next + ahead, step);
+        for (int64_t head = 0; head < group; head++)
+            for (int64_t i = 0; i < dim; i += LANES) {
+                floats sum = load(sums[head] + i, dim - i);
+                for (int64_t key = 0; key < count; key++)
+                    sum += scores[head][key] * load(values + key * step->values_stride + i, dim - i);
+                store(sums[head] + i, sum, dim - i);
+            }
     }
     float *output = step->output + (step->query_starts[sequence] * step->heads + kv_head * group) * dim;
-    for (int head = 0; head < group; head++)
-        for (int i = 0; i < dim; i++) output[head * dim + i] = sums[head][i] / totals[head];
+    for (int64_t head = 0; head < group; head++)
+        for (int64_t i = 0; i < dim; i++) output[head * dim + i] = sums[head][i] / totals[head];
 }
 
 int rows(void) { return ROWS; }
 
-void paged_attention(const Step *step) {
+static int within(const Step *step) {
+    for (int64_t token = 0; token < step->num_tokens; token++)
+        if (step->slots[token] < 0 || step->slots[token] >= step->num_pages * step->page_size) return 0;
+    for (int64_t sequence = 0; sequence < step->num_sequences; sequence++) {
+        int last = sequence + 1 == step->num_sequences;
+        int64_t first = step->page_starts[sequence], end = last ? step->num_entries : step->page_starts[sequence + 1];
+        int64_t needed = (step->kv_lens[sequence] + step->page_size - 1) / step->page_size;
+        if (needed > end - first) return 0;
+        for (int64_t i = first; i < first + needed; i++)
+            if (step->pages[i] < 0 || step->pages[i] >= step->num_pages) return 0;
+    }
+    return 1;
+}
+
+/* Writes the new keys and values, then attends. Returns 1; or 0, having done nothing, for a slot or a page that the
+ * cache doesn't have, or a page table that is too short. */
+int paged_attention(const Step *step) {
+    if (!within(step)) return 0;
     int64_t ones = step->num_decodes * step->kv_heads, tasks = ones + step->num_tiles * step->kv_heads;
     int64_t width = step->kv_heads * step->dim;
 #pragma omp parallel
     {
 #pragma omp for
         for (int64_t token = 0; token < step->num_tokens; token++) {
-            int64_t to = step->slots[token] * step->stride;
-            memcpy(step->keys + to, step->key + token * step->key_stride, width * sizeof(float));
-            memcpy(step->values + to, step->value + token * step->value_stride, width * sizeof(float));
+            int64_t slot = step->slots[token];
+            memcpy(step->keys + slot * step->keys_stride, step->key + token * step->key_stride, width * sizeof(float));
+            memcpy(step->values + slot * step->values_stride, step->value + token * step->value_stride,
+                   width * sizeof(float));
         }
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; task++) {
@@ -258,4 +259,5 @@ void paged_attention(const Step *step) {
             }
         }
     }
+    return 1;
 }

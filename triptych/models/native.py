@@ -1,0 +1,70 @@
+"""Builds the kernels in ``kernels/`` with the machine's own C compiler, once, and loads them. Where that fails there
+are none, and PyTorch's do."""
+
+import ctypes
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from blake3 import blake3
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).with_name("kernels")
+# No fast-math: it would take apart what an exponential does to be exact. OpenMP's runtime isn't linked: torch has
+# loaded one, and a second would keep threads of its own.
+COMPILE = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
+TIMEOUT = 60
+"""Seconds that the compiler gets for a file; it needs one."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels; None, with a line in the log, on a machine that has no C compiler or on which it fails."""
+    try:
+        return ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.info("no compiled kernels, so PyTorch's are used: %s", error)
+        return None
+
+
+def _built() -> Path:
+    """The library, built if it isn't there yet. Raises OSError and SubprocessError."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise OSError("there is no C compiler")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
+    texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
+    # a cache folder may be shared by machines with other processors
+    named_by = (*texts, *map(str.encode, COMPILE), _processor().encode(), compiler.encode())
+    library = folder / f"kernels-{blake3(b'|'.join(named_by)).hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        objects = []
+        for source in sorted(SOURCES.glob("*.c")):
+            objects.append(str(Path(scratch) / f"{source.stem}.o"))
+            _run(compiler, *COMPILE, str(source), "-o", objects[-1])
+        finished = Path(scratch) / "kernels.so"
+        _run(compiler, "-shared", *objects, "-o", str(finished), "-lm")
+        finished.replace(library)  # whole or not at all: another process may be building it too
+    return library
+
+
+def _processor() -> str:
+    """What -march=native goes by."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT)
