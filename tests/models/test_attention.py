@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from tests.models.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
 from triptych.models import native
@@ -124,21 +123,6 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, 
     for compiler in ("no-such-compiler", "false"):
         monkeypatch.setenv("CC", compiler)
         assert native.library.__wrapped__() is None
-
-
-@pytest.mark.parametrize(("batch", "tokens"), [(1, 784), (3, 33), (2, 1)])
-@pytest.mark.parametrize("shape", [(3, 3, 72), (6, 2, 16)])
-def test_a_towers_attention(
-    kernel: compiled.PagedAttention, batch: int, tokens: int, shape: tuple[int, int, int]
-) -> None:
-    """Every token sees all of its sequence; values are a view of a wider tensor."""
-    torch.manual_seed(0)
-    heads, kv_heads, dim = shape
-    query, key = torch.randn(batch, tokens, heads, dim), torch.randn(batch, tokens, kv_heads, dim)
-    value = torch.randn(batch, tokens, 3 * kv_heads, dim)[:, :, kv_heads : 2 * kv_heads]
-    swapped = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    expected = F.scaled_dot_product_attention(*swapped, scale=0.3, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(kernel.unmasked(query, key, value, 0.3), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_consecutive_pages_are_read_in_place() -> None:

@@ -1,14 +1,13 @@
-"""The compiled attention kernel, for paged caches and for towers."""
+"""The compiled attention kernel."""
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from triptych.models import native
 from triptych.models.attention.base import AttentionBatch
-from triptych.models.attention.tables import PagedTables
 
 MAX_GROUP, MAX_DIM = 16, 256
 """Query heads for one kv head, and the size of a head, that the kernel has room for."""
@@ -25,7 +24,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_decodes", "num_tiles")),
         *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "num_pages", "page_size")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_int64) for name in ("keys_stride", "values_stride", "window", "causal")),
+        *((name, ctypes.c_int64) for name in ("cache_stride", "window")),
         ("scale", ctypes.c_float),
     )
 
@@ -56,53 +55,25 @@ class PagedAttention:
     ) -> Tensor:
         """See ``AttentionBackend``. Of caches, a token's heads are contiguous. Raises IndexError for slots and page
         tables that go beyond them."""
-        group = query.shape[1] // key.shape[1]
-        scale = query.shape[2] ** -0.5
-        return self._launch(
-            (query, key, value, key_cache, value_cache, batch.slots), batch.paged(self._rows // group), scale,
-            window=NO_WINDOW if window is None else window, causal=True,
-        )  # fmt: skip
-
-    def unmasked(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of each of B sequences' tokens to all T of them: [B, T, heads, d] each. Returns the same shape."""
-        batch, tokens, heads, _ = query.shape
-        packed = (tensor.flatten(0, 1) for tensor in (query, key, value))
-        query, key, value = (_with_dense_heads(tensor) for tensor in packed)
-        tables = _whole(batch, tokens, self._rows * key.shape[1] // heads)
-        caches = (tensor.unflatten(0, (batch, tokens)) for tensor in (key, value))  # each sequence is a page of its own
-        no_slots = tables.pages[:0]
-        operands = (query, key, value, *caches, no_slots)
-        return self._launch(operands, tables, scale, window=NO_WINDOW, causal=False).unflatten(0, (batch, tokens))
-
-    def _launch(
-        self, operands: tuple[Tensor, ...], tables: PagedTables, scale: float, *, window: int, causal: bool
-    ) -> Tensor:
-        """``operands`` are query, key, value, the caches and the slots that are written."""
-        query, key, value, key_cache, value_cache, slots = operands
         query, key, value = (_with_dense_heads(tensor) for tensor in (query, key, value))
         _, heads, dim = query.shape
         num_pages, page_size, kv_heads, _ = key_cache.shape
-        cache_strides = (cache.flatten(0, 1).stride(0) for cache in (key_cache, value_cache))
+        tables = batch.paged(self._rows // (heads // kv_heads))
         output = query.new_empty(query.shape)
         tensors = [
-            *(query, key, value, key_cache, value_cache, output, slots),
+            *(query, key, value, key_cache, value_cache, output, batch.slots),
             *(tables.query_starts, tables.query_lens, tables.kv_lens, tables.page_starts),
             *(tables.decodes, tables.tiles, tables.pages),
         ]
         step = Step(
-            *(tensor.data_ptr() for tensor in tensors), len(slots), len(tables.kv_lens), len(tables.decodes),
+            *(tensor.data_ptr() for tensor in tensors), len(batch.slots), len(tables.kv_lens), len(tables.decodes),
             len(tables.tiles), len(tables.pages), heads, kv_heads, dim, num_pages, page_size, query.stride(0),
-            key.stride(0), value.stride(0), *cache_strides, window, causal, scale,
+            key.stride(0), value.stride(0), key_cache.flatten(0, 1).stride(0),
+            NO_WINDOW if window is None else window, dim**-0.5,
         )  # fmt: skip
         if not self._run(step):
             raise IndexError(f"a slot or page table goes beyond the {num_pages} pages of the KV cache")
         return output
-
-
-@lru_cache(maxsize=64)
-def _whole(batch: int, tokens: int, tile: int) -> PagedTables:
-    """So many sequences, each of which is a page by itself."""
-    return PagedTables.on_host([tokens] * batch, [tokens] * batch, list(torch.arange(batch).split(1)), tile)
 
 
 @cache

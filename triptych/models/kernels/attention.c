@@ -1,37 +1,37 @@
 /* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place.
  *
- * A single new token (decode) and a tile of several (a chunk of a prompt) go through their keys once, each with a running
- * maximum and sum of the softmax (Milakov and Gimelshein, arXiv:1805.02867), for all query heads that share a kv head.
+ * A single new token (decode) and a tile of several (a chunk of a prompt) go through their keys once, each with a
+ * running maximum and sum of the softmax (Milakov and Gimelshein, arXiv:1805.02867), for all query heads that share a
+ * kv head.
  * Built by native.py.
  */
 #include "vectors.h"
 
-#define MAX_GROUP 16   /* query heads for one kv head */
-#define MAX_DIM 256    /* of a head */
-#define NEVER -1e30f   /* a score that loses to all others, and of which two have a difference */
-
+#define MAX_GROUP 16      /* query heads for one kv head */
+#define MAX_DIM 256       /* of a head */
+#define NEVER -1e30f      /* a score that loses to all others, and of which two have a difference */
 #define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
-#define ROWS (2 * LANES) /* of a tile: its tokens, times the query heads of a kv head */
-#define TILE 64          /* keys scored before their values are added up */
-#define LINE 16          /* floats that memory is read by */
+#define ROWS (2 * LANES)  /* of a tile: its tokens, times the query heads of a kv head */
+#define TILE 64           /* keys scored before their values are added up */
+#define LINE 16           /* floats that memory is read by */
 
 /* A step of S sequences and T new tokens, and one layer's operands. ``PagedTables`` says what the int64 fields are. */
 typedef struct {
     const float *query;        /* [T, heads, dim], query_stride floats from one token to the next; so the next two */
     const float *key, *value;  /* [T, kv_heads, dim] */
-    float *keys, *values;      /* [pages, page_size, kv_heads, dim], keys_stride and values_stride floats from token to token */
+    float *keys, *values;      /* [pages, page_size, kv_heads, dim], cache_stride floats from one token to the next */
     float *output;             /* [T, heads, dim] */
     const int64_t *slots, *query_starts, *query_lens, *kv_lens, *page_starts, *decodes, *tiles, *pages;
     int64_t num_tokens, num_sequences, num_decodes, num_tiles, num_entries; /* entries: of pages */
     int64_t heads, kv_heads, dim, num_pages, page_size;
-    int64_t query_stride, key_stride, value_stride, keys_stride, values_stride;
+    int64_t query_stride, key_stride, value_stride, cache_stride;
     int64_t window;            /* how many tokens each one sees, at most 2^30 */
-    int64_t causal;            /* whether a token sees only itself and those before it, not all of its sequence */
     float scale;
 } Step;
 
 inlined int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inlined int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 /* sums[block][ROWS] += scalars[block * step + i * across] * vectors[i][ROWS], over i; of the rows, so many halves. */
 inlined void multiply(float *sums, const float *scalars, int64_t step, int64_t across, const float *vectors,
                       int64_t count, const int blocks, const int halves) {
@@ -70,33 +70,31 @@ inlined int64_t run(const int64_t *pages, int64_t start, int64_t wanted, int64_t
     return least(found, wanted);
 }
 
-inlined const float *row_of(const float *cache, int64_t stride, const int64_t *pages, int64_t key, const Step *step) {
-    return cache + (pages[key / step->page_size] * step->page_size + key % step->page_size) * stride;
+inlined const float *row_of(const float *cache, const int64_t *pages, int64_t key, const Step *step) {
+    return cache + (pages[key / step->page_size] * step->page_size + key % step->page_size) * step->cache_stride;
 }
 
 /* Has the keys, or values, from ``start`` to ``end`` of one kv head on their way. Heads lie between each other's in the
  * cache, so each row is on another page, which is where processors stop to prefetch by themselves. */
-inlined void prefetch(const float *cache, int64_t stride, const int64_t *pages, int64_t start, int64_t end,
-                      const Step *step) {
+inlined void prefetch(const float *cache, const int64_t *pages, int64_t start, int64_t end, const Step *step) {
     for (int64_t key = start; key < end; key++) {
-        const float *row = row_of(cache, stride, pages, key, step);
+        const float *row = row_of(cache, pages, key, step);
         for (int64_t i = 0; i < step->dim; i += LINE) __builtin_prefetch(row + i, 0, 2);
     }
 }
 
 /* Copies them, one after the other: where they are, they would push each other out of the processor's caches. */
-inlined void gather(float *rows, const float *cache, int64_t stride, const int64_t *pages, int64_t start, int64_t count,
+inlined void gather(float *rows, const float *cache, const int64_t *pages, int64_t start, int64_t count,
                     const Step *step) {
     for (int64_t key = 0; key < count; key++)
-        memcpy(rows + key * step->dim, row_of(cache, stride, pages, start + key, step), step->dim * sizeof(float));
+        memcpy(rows + key * step->dim, row_of(cache, pages, start + key, step), step->dim * sizeof(float));
 }
 
 inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head, const int halves) {
     float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS], rows[TILE * MAX_DIM];
     int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
     int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
-    int64_t first = step->causal ? kv_len - query_len + first_token : kv_len - 1;
-    int64_t last = step->causal ? first + tokens - 1 : first; /* keys that the first and the last token see up to */
+    int64_t first = kv_len - query_len + first_token, last = first + tokens - 1; /* their positions */
     int64_t place = step->query_starts[sequence] + first_token;
     const float *query = step->query + place * step->query_stride + kv_head * group * dim;
     const int64_t *pages = step->pages + step->page_starts[sequence];
@@ -106,7 +104,7 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
         int64_t token = least(row / group, tokens - 1); /* rows without a token repeat the last one's */
         const float *own = query + token * step->query_stride + row % group * dim;
         for (int64_t i = 0; i < dim; i++) queries[i * ROWS + row] = own[i] * step->scale;
-        position[row / LANES][row % LANES] = (int32_t)least(first + token, last);
+        position[row / LANES][row % LANES] = (int32_t)(first + token);
     }
     for (int64_t i = 0; i < dim * ROWS; i++) sums[i] = 0;
     floats maxima[2] = {all(NEVER), all(NEVER)}, totals[2] = {{}, {}};
@@ -114,10 +112,10 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
     for (int64_t start = begin; start < end; start += TILE) {
         int64_t count = least(TILE, end - start);
         for (int64_t i = 0; i < count * ROWS; i++) scores[i] = 0;
-        gather(rows, keys, step->keys_stride, pages, start, count, step);
+        gather(rows, keys, pages, start, count, step);
         for (int64_t key = 0, some; key < count; key += some) {
             some = least(BLOCK, count - key);
-            prefetch(values, step->values_stride, pages, start + key, start + key + some, step);
+            prefetch(values, pages, start + key, start + key + some, step);
             multiply_all(scores + key * ROWS, rows + key * dim, dim, 1, queries, dim, some, halves);
         }
         int partly = start + count - 1 > first || start <= last - step->window;
@@ -142,11 +140,11 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
                 totals[half] += *score;
             }
         }
-        gather(rows, values, step->values_stride, pages, start, count, step);
+        gather(rows, values, pages, start, count, step);
         int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
         for (int64_t i = 0, some; i < dim; i += some) {
             some = least(BLOCK, dim - i);
-            prefetch(keys, step->keys_stride, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, step);
+            prefetch(keys, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, step);
             multiply_all(sums + i * ROWS, rows + i, 1, dim, scores, count, some, halves);
         }
     }
@@ -176,13 +174,13 @@ static void attend_one(const Step *step, int64_t sequence, int64_t kv_head) {
     }
     for (int64_t start = most(0, kv_len - step->window); start < kv_len; start += count) {
         count = run(pages, start, least(TILE, kv_len - start), step->page_size, &slot);
-        const float *keys = all_keys + slot * step->keys_stride, *values = all_values + slot * step->values_stride;
+        const float *keys = all_keys + slot * step->cache_stride, *values = all_values + slot * step->cache_stride;
         for (int64_t key = 0; key < count; key++) {
-            prefetch(all_values, step->values_stride, pages, start + key, start + key + 1, step);
+            prefetch(all_values, pages, start + key, start + key + 1, step);
             for (int64_t head = 0; head < group; head++) {
                 floats score = {};
                 for (int64_t i = 0; i < dim; i += LANES)
-                    score += load(query + head * dim + i, dim - i) * load(keys + key * step->keys_stride + i, dim - i);
+                    score += load(query + head * dim + i, dim - i) * load(keys + key * step->cache_stride + i, dim - i);
                 scores[head][key] = sum_of(score) * step->scale;
             }
         }
@@ -199,15 +197,16 @@ static void attend_one(const Step *step, int64_t sequence, int64_t kv_head) {
             float shrink = exponential(all(maxima[head] - maximum))[0];
             maxima[head] = maximum;
             totals[head] = totals[head] * shrink + sum_of(total);
-            for (int64_t i = 0; i < dim; i += LANES) store(sums[head] + i, load(sums[head] + i, dim - i) * shrink, dim - i);
+            for (int64_t i = 0; i < dim; i += LANES)
+                store(sums[head] + i, load(sums[head] + i, dim - i) * shrink, dim - i);
         }
         int64_t next = start + count, ahead = least(count, kv_len - next);
-        prefetch(all_keys, step->keys_stride, pages, next, next + ahead, step);
+        prefetch(all_keys, pages, next, next + ahead, step);
         for (int64_t head = 0; head < group; head++)
             for (int64_t i = 0; i < dim; i += LANES) {
                 floats sum = load(sums[head] + i, dim - i);
                 for (int64_t key = 0; key < count; key++)
-                    sum += scores[head][key] * load(values + key * step->values_stride + i, dim - i);
+                    sum += scores[head][key] * load(values + key * step->cache_stride + i, dim - i);
                 store(sums[head] + i, sum, dim - i);
             }
     }
@@ -243,8 +242,8 @@ int paged_attention(const Step *step) {
 #pragma omp for
         for (int64_t token = 0; token < step->num_tokens; token++) {
             int64_t slot = step->slots[token];
-            memcpy(step->keys + slot * step->keys_stride, step->key + token * step->key_stride, width * sizeof(float));
-            memcpy(step->values + slot * step->values_stride, step->value + token * step->value_stride,
+            memcpy(step->keys + slot * step->cache_stride, step->key + token * step->key_stride, width * sizeof(float));
+            memcpy(step->values + slot * step->cache_stride, step->value + token * step->value_stride,
                    width * sizeof(float));
         }
 #pragma omp for schedule(dynamic)

@@ -5,8 +5,8 @@
 
 #define FEW 16384 /* values for which it isn't worth waking other threads */
 
-/* x / sqrt(mean(x^2) + eps) * weight, for the ``heads`` vectors [dim] of each of ``tokens``, which lie ``stride`` floats
- * apart; weight [heads, dim]; output [tokens, heads, dim]. */
+/* x / sqrt(mean(x^2) + eps) * weight, for the ``heads`` vectors [dim] of each of ``tokens``, which lie ``stride``
+ * floats apart; weight [heads, dim]; output [tokens, heads, dim]. */
 void rms_norm(const float *input, const float *weight, float *output, int64_t tokens, int64_t heads, int64_t dim,
               int64_t stride, float eps) {
 #pragma omp parallel for if (tokens * heads * dim > FEW)
@@ -33,7 +33,8 @@ void rotate(const float *input, const float *cos, const float *sin, float *outpu
 #pragma omp parallel for if (tokens * heads * dim > FEW)
     for (int64_t vector = 0; vector < tokens * heads; vector++) {
         int64_t token = vector / heads;
-        const float *from = input + token * stride + vector % heads * dim, *c = cos + token * dim, *s = sin + token * dim;
+        const float *from = input + token * stride + vector % heads * dim;
+        const float *c = cos + token * dim, *s = sin + token * dim;
         float *to = output + vector * dim;
         for (int64_t i = 0; i < half; i += LANES) {
             int64_t left = half - i;

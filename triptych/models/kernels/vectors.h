@@ -17,7 +17,8 @@ inlined floats all(float value) { return value - (floats){}; }
 inlined floats choose(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
 inlined floats larger(floats a, floats b) { return choose(a > b, a, b); }
 
-/* e^x for x <= 0, to about 2 units in the last place: 2^n e^r, where r is at most half of ln 2 and e^r a Taylor series. */
+/* e^x for x <= 0, to about 2 units in the last place: 2^n e^r, where r is at most half of ln 2 and e^r a Taylor
+ * series. */
 inlined floats exponential(floats x) {
     x = larger(x, all(-87.0f));
     ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* rounds towards zero */
@@ -54,30 +55,29 @@ inlined void store(float *to, floats value, int64_t left) {
 }
 
 #if LANES == 16
-typedef int32_t order __attribute__((vector_size(64)));
-#define NEIGHBOURS(n) {n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n, 8 ^ n, 9 ^ n, 10 ^ n, 11 ^ n, 12 ^ n, 13 ^ n, 14 ^ n, 15 ^ n}
+#define EIGHT(n) n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n
+#define NEIGHBOURS(n) {EIGHT(n), EIGHT(8 ^ n)}
 #else
-typedef int32_t order __attribute__((vector_size(32)));
 #define NEIGHBOURS(n) {n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n}
 #endif
 
 /* Half of the lanes with the other half, then half of those, … until each has met all others. */
 inlined float sum_of(floats value) {
 #if LANES == 16
-    value += __builtin_shuffle(value, (order)NEIGHBOURS(8));
+    value += __builtin_shuffle(value, (ints)NEIGHBOURS(8));
 #endif
-    value += __builtin_shuffle(value, (order)NEIGHBOURS(4));
-    value += __builtin_shuffle(value, (order)NEIGHBOURS(2));
-    value += __builtin_shuffle(value, (order)NEIGHBOURS(1));
+    value += __builtin_shuffle(value, (ints)NEIGHBOURS(4));
+    value += __builtin_shuffle(value, (ints)NEIGHBOURS(2));
+    value += __builtin_shuffle(value, (ints)NEIGHBOURS(1));
     return value[0];
 }
 
 inlined float largest_of(floats value) {
 #if LANES == 16
-    value = larger(value, __builtin_shuffle(value, (order)NEIGHBOURS(8)));
+    value = larger(value, __builtin_shuffle(value, (ints)NEIGHBOURS(8)));
 #endif
-    value = larger(value, __builtin_shuffle(value, (order)NEIGHBOURS(4)));
-    value = larger(value, __builtin_shuffle(value, (order)NEIGHBOURS(2)));
-    value = larger(value, __builtin_shuffle(value, (order)NEIGHBOURS(1)));
+    value = larger(value, __builtin_shuffle(value, (ints)NEIGHBOURS(4)));
+    value = larger(value, __builtin_shuffle(value, (ints)NEIGHBOURS(2)));
+    value = larger(value, __builtin_shuffle(value, (ints)NEIGHBOURS(1)));
     return value[0];
 }
