@@ -23,10 +23,10 @@ from bench.language_limits import best_of, decoder_shapes
 from triptych.bench.transfer import machine
 from triptych.families.base import TowerInput
 from triptych.families.registry import family_of, resolve
-from triptych.language.sampler import likeliest
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config
 from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
+from triptych.models.pointwise import likeliest
 
 CPU = torch.device("cpu")
 FORMATS = {"fp16": WEIGHT_FORMATS["auto"], "float32": WEIGHT_FORMATS["float32"], "int8": QUANTIZED_FORMATS["int8"]}

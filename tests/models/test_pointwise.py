@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from triptych.models import native
-from triptych.models.pointwise import GeluTanh, rms_norm, rotate, silu_times
+from triptych.models.pointwise import GeluTanh, likeliest, rms_norm, rotate, silu_times
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
 TOKENS = (1, 3, 700)
@@ -62,3 +62,14 @@ def test_other_dtypes_and_layouts_go_through_pytorch() -> None:
     columns = torch.randn(8, 3).T
     torch.testing.assert_close(silu_times(columns), silu_times(columns.contiguous()))
     torch.testing.assert_close(GeluTanh()(columns), GeluTanh()(columns.contiguous()))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 151_936), (8, 1_003), (3, 5)])
+def test_likeliest(rows: int, width: int) -> None:
+    """The first of several; rows that grammars have cut down to one token, or that lie apart."""
+    torch.manual_seed(0)
+    logits = torch.randint(-3, 4, (rows, width + 7)).float()[:, 3 : width + 3]
+    assert likeliest(logits).tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
+    banned = torch.full((2, width), -torch.inf)
+    banned[0, width - 1] = -1000.0
+    assert likeliest(banned).tolist() == [width - 1, 0]

@@ -11,6 +11,7 @@ from torch import Tensor
 from triptych.language.draws import Chances, Changes, Draw, Plan, chances_of, uniform
 from triptych.language.grammar import constrain
 from triptych.models.pinned import to_host
+from triptych.models.pointwise import likeliest
 
 __all__ = ["Draw", "Drawn", "sample", "uniform"]
 
@@ -50,14 +51,6 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
         tokens[chances.rows], _ = _limited(adjusted, chances, vocabulary)
         found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, plan)])
     return _drawn(draws, plan, found.tolist(), logprobs)
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """The first of each row's highest, int64 [rows]. On a CPU PyTorch's own search takes several times as long
-    (``bench/linears.py``)."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
 
 
 # ── penalties, biases and bans ───────────────────────────────────────────────────────────────────────────────────

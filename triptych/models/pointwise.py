@@ -1,4 +1,4 @@
-"""What a layer does between its products: in one pass by the compiled kernels where there are any, else by PyTorch.
+"""What goes on between a model's products: in one pass by the compiled kernels where there are any, else by PyTorch.
 
 The kernels are for float32 on CPUs, where a pass over a prompt's activations costs as much as reading them, and for a
 single token a call of PyTorch's costs more than the work.
@@ -13,7 +13,13 @@ from torch.nn import functional as F
 
 from triptych.models import native
 
-_OPERANDS = {"rms_norm": (3, 4, 1), "rotate": (4, 4, 0), "silu_times": (2, 2, 0), "gelu_tanh": (2, 1, 0)}
+_OPERANDS = {
+    "rms_norm": (3, 4, 1),
+    "rotate": (4, 4, 0),
+    "silu_times": (2, 2, 0),
+    "gelu_tanh": (2, 1, 0),
+    "likeliest": (2, 3, 0),
+}
 """Pointers, integers and floats that each kernel of ``kernels/pointwise.c`` takes."""
 
 
@@ -45,8 +51,8 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if kernels is None or heads.stride()[1:] != (dim, 1):
         first, second = heads.chunk(2, dim=-1)
         return heads * cos + torch.cat((-second, first), dim=-1) * sin
-    output = heads.new_empty(heads.shape)
-    pointers = (tensor.data_ptr() for tensor in (heads, cos.contiguous(), sin.contiguous(), output))
+    cos, sin, output = cos.contiguous(), sin.contiguous(), heads.new_empty(heads.shape)
+    pointers = (tensor.data_ptr() for tensor in (heads, cos, sin, output))
     kernels.rotate(*pointers, num_tokens, num_heads, dim, heads.stride(0))
     return output
 
@@ -61,6 +67,19 @@ def silu_times(gate_up: Tensor) -> Tensor:
     output = gate_up.new_empty((num_tokens, width))
     kernels.silu_times(gate_up.data_ptr(), output.data_ptr(), num_tokens, width)
     return output
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The first of each row's highest: [rows, vocabulary] → int64 [rows]. On CPUs PyTorch's own search takes several
+    times as long as NumPy's (``bench/linears.py``)."""
+    kernels = _kernels(logits)
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    if kernels is None or logits.stride(1) != 1:
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    found = torch.empty(len(logits), dtype=torch.int64)
+    kernels.likeliest(logits.data_ptr(), found.data_ptr(), *logits.shape, logits.stride(0))
+    return found
 
 
 class GeluTanh(nn.Module):
@@ -83,10 +102,13 @@ def _kernels(*tensors: Tensor) -> ctypes.CDLL | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = native.library()
-    if library is not None:
-        for name, (pointers, integers, floats) in _OPERANDS.items():
-            function = getattr(library, name)
-            function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
-            function.restype = None
+    return None if (library := native.library()) is None else declared(library)
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, knowing what its kernels take."""
+    for name, (pointers, integers, floats) in _OPERANDS.items():
+        function = getattr(library, name)
+        function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
+        function.restype = None
     return library

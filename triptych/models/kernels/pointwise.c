@@ -1,9 +1,10 @@
-/* What a layer does between its products, in float32, each in one pass: PyTorch takes up to ten. */
+/* What goes on between products, in float32, each in one pass: PyTorch takes up to ten. */
 #include <math.h>
 #include <stddef.h>
 #include "vectors.h"
 
 #define FEW 16384 /* values for which it isn't worth waking other threads */
+#define SPAN 1024
 
 /* x / sqrt(mean(x^2) + eps) * weight, for the ``heads`` vectors [dim] of each of ``tokens``, which lie ``stride``
  * floats apart; weight [heads, dim]; output [tokens, heads, dim]. */
@@ -63,5 +64,29 @@ void gelu_tanh(const float *input, float *output, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {
         floats x = load(input + i, count - i);
         store(output + i, x * sigmoid(1.59576912f * x * (1.0f + 0.044715f * x * x)), count - i);
+    }
+}
+
+/* Where each row's highest is, the first of them if there are several: first the span that has it. */
+void likeliest(const float *logits, int64_t *found, int64_t rows, int64_t width, int64_t stride) {
+#pragma omp parallel for if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = logits + row * stride;
+        float maximum = -INFINITY;
+        int64_t place = 0;
+        for (int64_t start = 0, end; start < width; start = end) {
+            floats highest = all(-INFINITY);
+            int64_t i = start;
+            end = start + SPAN < width ? start + SPAN : width;
+            for (; i + LANES <= end; i += LANES) highest = larger(load(from + i, LANES), highest);
+            float among = largest_of(highest);
+            for (; i < end; i++) if (from[i] > among) among = from[i];
+            if (among > maximum) {
+                maximum = among;
+                place = start;
+            }
+        }
+        while (place + 1 < width && from[place] != maximum) place++;
+        found[row] = place;
     }
 }
