@@ -98,6 +98,17 @@ def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention) 
         torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str) -> None:
+    """In every token that sees it, which are all new ones of the first sequence, and in no other."""
+    case = make_case(SHAPES[1], *BATCHES[batch], torch.float32, torch.float32, torch.device("cpu"))
+    case.key[:1] = torch.nan
+    attended = kernel(case.query, case.key, case.value, *case.caches, case.batch)
+    first, others = attended.tensor_split([case.batch.query_lens[0]])
+    assert first.isnan().all()
+    assert not others.isnan().any()
+
+
 @pytest.mark.parametrize(
     ("slots", "table"),
     [([12, 13], [2, 3]), ([-1, 13], [2, 3]), ([10, 11], [2, 5]), ([10, 11], [2, -1]), ([10, 11], [2])],

@@ -5,6 +5,7 @@ import ctypes
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -25,23 +26,28 @@ TIMEOUT = 60
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels; None, with a line in the log, on a machine that has no C compiler or on which it fails."""
+    """The kernels; None, with a line in the log, on a machine that has no GCC or on which it fails."""
     try:
         return ctypes.CDLL(str(_built()))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.info("no compiled kernels, so PyTorch's are used: %s", error)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
+        said = getattr(error, "stderr", None) or b""
+        log.warning("no compiled kernels, so PyTorch's slower ones are used: %s %s", error, said.decode()[-500:])
         return None
 
 
 def _built() -> Path:
     """The library, built if it isn't there yet. Raises OSError and SubprocessError."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise OSError("there is no C compiler")
+    name, *options = shlex.split(os.environ.get("CC", "cc"))
+    path = shutil.which(name)
+    if path is None:
+        raise OSError(f"there is no C compiler {name!r}")
+    compiler = [path, *options]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
     texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
+    if not texts:
+        raise OSError(f"there are no sources in {SOURCES}")
     # a cache folder may be shared by machines with other processors
-    named_by = (*texts, *map(str.encode, COMPILE), _processor().encode(), compiler.encode())
+    named_by = (*texts, *map(str.encode, (*COMPILE, _processor(), *compiler)))
     library = folder / f"kernels-{blake3(b'|'.join(named_by)).hexdigest()[:16]}.so"
     if library.exists():
         return library
@@ -50,9 +56,9 @@ def _built() -> Path:
         objects = []
         for source in sorted(SOURCES.glob("*.c")):
             objects.append(str(Path(scratch) / f"{source.stem}.o"))
-            _run(compiler, *COMPILE, str(source), "-o", objects[-1])
+            _run(*compiler, *COMPILE, str(source), "-o", objects[-1])
         finished = Path(scratch) / "kernels.so"
-        _run(compiler, "-shared", *objects, "-o", str(finished), "-lm")
+        _run(*compiler, "-shared", *objects, "-o", str(finished), "-lm")
         finished.replace(library)  # whole or not at all: another process may be building it too
     return library
 

@@ -30,7 +30,7 @@ def rms_norm(activations: Tensor, weight: Tensor, eps: float) -> Tensor:
     The mean square is taken in fp32 and the result rounded before it is scaled, as transformers' Qwen3-VL does.
     """
     kernels = _kernels(activations, weight)
-    if kernels is None or activations[0].stride() != weight.stride():
+    if kernels is None or activations.stride()[1:] != weight.stride():
         wide = activations.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return weight * normed.to(activations.dtype)
@@ -70,8 +70,8 @@ def silu_times(gate_up: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The first of each row's highest: [rows, vocabulary] → int64 [rows]. On CPUs PyTorch's own search takes several
-    times as long as NumPy's (``bench/linears.py``)."""
+    """The first of each row's highest: [rows, vocabulary] → int64 [rows]; some token for a row of NaNs. On CPUs
+    PyTorch's own search takes several times as long as NumPy's (``bench/linears.py``)."""
     kernels = _kernels(logits)
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)

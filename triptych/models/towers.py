@@ -114,6 +114,8 @@ def load_module(
     state = {name: tensors[key].to(device, dtype) for name, key in keys.items() if name not in within}
     for name, linear in linears.items():
         bias = None if linear.bias is None else tensors[keys[f"{name}.bias"]]
+        if isinstance(linear, nn.Conv3d) and (linear.kernel_size != linear.stride or any(linear.padding)):
+            raise CheckpointError(f"{module_class.__name__}'s {name} is not a projection of patches")
         ours = weights.unquantized(tensors[keys[f"{name}.weight"]].flatten(1), bias, device)
         module.set_submodule(name, ours if isinstance(linear, nn.Linear) else PatchProjection(ours, dtype))
     for name in [name for name, one in module.named_modules() if isinstance(one, GELUTanh)]:

@@ -69,7 +69,7 @@ class PagedAttention:
             *(tensor.data_ptr() for tensor in tensors), len(batch.slots), len(tables.kv_lens), len(tables.decodes),
             len(tables.tiles), len(tables.pages), heads, kv_heads, dim, num_pages, page_size, query.stride(0),
             key.stride(0), value.stride(0), key_cache.flatten(0, 1).stride(0),
-            NO_WINDOW if window is None else window, dim**-0.5,
+            min(window or NO_WINDOW, NO_WINDOW), dim**-0.5,
         )  # fmt: skip
         if not self._run(step):
             raise IndexError(f"a slot or page table goes beyond the {num_pages} pages of the KV cache")

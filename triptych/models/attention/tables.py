@@ -1,4 +1,4 @@
-"""A step's page tables and lengths as kernels on a GPU read them: a few int64 tensors, uploaded once for all layers."""
+"""A step's page tables and lengths as kernels read them: a few int64 tensors, on a GPU uploaded once for all layers."""
 
 from dataclasses import dataclass, fields
 from itertools import accumulate

@@ -128,7 +128,7 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
                     ints seen = (at <= position[half]) & (at > position[half] - (int32_t)step->window);
                     *score = choose(seen, *score, all(NEVER));
                 }
-                highest = larger(highest, *score);
+                highest = larger(*score, highest);
             }
             floats shrink = exponential(maxima[half] - highest);
             maxima[half] = highest;
@@ -187,7 +187,7 @@ static void attend_one(const Step *step, int64_t sequence, int64_t kv_head) {
         for (int64_t head = 0; head < group; head++) {
             floats highest = all(maxima[head]), total = {};
             for (int64_t key = count; key < TILE; key++) scores[head][key] = NEVER;
-            for (int64_t key = 0; key < count; key += LANES) highest = larger(highest, load(scores[head] + key, LANES));
+            for (int64_t key = 0; key < count; key += LANES) highest = larger(load(scores[head] + key, LANES), highest);
             float maximum = largest_of(highest);
             for (int64_t key = 0; key < count; key += LANES) {
                 floats weight = exponential(load(scores[head] + key, LANES) - maximum);

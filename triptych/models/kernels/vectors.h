@@ -15,12 +15,12 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 
 inlined floats all(float value) { return value - (floats){}; }
 inlined floats choose(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
-inlined floats larger(floats a, floats b) { return choose(a > b, a, b); }
+inlined floats larger(floats a, floats b) { return choose(a > b, a, b); } /* of a NaN and another, b */
 
 /* e^x for x <= 0, to about 2 units in the last place: 2^n e^r, where r is at most half of ln 2 and e^r a Taylor
  * series. */
 inlined floats exponential(floats x) {
-    x = larger(x, all(-87.0f));
+    x = larger(all(-87.0f), x); /* a NaN stays one */
     ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* rounds towards zero */
     floats whole = __builtin_convertvector(n, floats);
     floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
