@@ -65,7 +65,7 @@ async def vllm(environment: Path, folder: Path) -> AsyncIterator[str]:
     command += ["--dtype", "float32", "--max-model-len", "4096", "--port", "8123", "--served-model-name", MODEL]
     command += ["--limit-mm-per-prompt", '{"image":1,"video":0}', "--no-enable-prefix-caching"]
     command += ["--skip-mm-profiling"]  # it would encode the largest images there may be, for over ten minutes
-    # which cores it computes on is its own choice, which keeps one free: bound to both, it was several times slower
+    # which cores it computes on is its own choice, which keeps one free
     variables = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         [str(word) for word in command],
