@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import numpy as np
@@ -139,6 +140,7 @@ def build_instance(
         )
         instance.become(role)
     except BaseException:
+        instance.compute.close()  # it wakes the channel, which isn't there for much longer
         ranks.close()
         raise
     return instance
@@ -157,11 +159,13 @@ def _load(
     fabrics = open_fabrics(transfer, cluster_host)
     for fabric in fabrics:
         instance.at_end(fabric.close)
+    num_threads = torch.get_num_threads()
+    instance.compute.submit(torch.set_num_threads, num_threads)  # which counts for the thread that calls it
     with Loading(model.num_bytes(role)) as loading:
         model.checkpoint.on_read = loading.advance
-        tower = _timed("towers", model.load_tower) if role.encodes else None
+        tower = _loaded("towers", instance.compute.submit(model.load_tower)) if role.encodes else None
         group = ranks.connect(rank_device(model.device, 0))
-        decoder = _timed("decoder", lambda: model.load_decoder(group)) if role.has_decoder else None
+        decoder = _loaded("decoder", instance.compute.submit(model.load_decoder, group)) if role.has_decoder else None
     sender = Sender({fabric.name: fabric for fabric in fabrics}, instance.channel.address, instance.send)
     language = None
     if decoder is not None:
@@ -187,7 +191,9 @@ def _load(
         kv_layout=model.kv_layout,
         fabrics=fabrics,
         sender=sender,
-        make_encode_host=_encoding(model, tower, instance, engine, sender) if tower is not None else None,
+        make_encode_host=_encoding(model, tower, instance, engine, sender, num_threads=num_threads)
+        if tower is not None
+        else None,
         language=language,
     )
 
@@ -228,10 +234,10 @@ def _as_bytes(rows: torch.Tensor) -> Rows:
     return np.array(as_bytes)
 
 
-def _preprocess_workers(model: Model, engine: EngineConfig) -> PreprocessWorkers:
+def _preprocess_workers(model: Model, engine: EngineConfig, num_threads: int) -> PreprocessWorkers:
     limits = Limits(memory_bytes=engine.decode_memory_mb * 2**20, seconds=engine.decode_timeout)
     # one keeps several threads of the tower busy, which compute while it decodes
-    num_workers = engine.decode_workers or max(1, torch.get_num_threads() // 4)
+    num_workers = engine.decode_workers or max(1, num_threads // 4)
     workers = PreprocessWorkers(model.checkpoint.folder, num_workers, limits)
     try:
         workers.wait_until_ready()
@@ -242,12 +248,12 @@ def _preprocess_workers(model: Model, engine: EngineConfig) -> PreprocessWorkers
 
 
 def _encoding(
-    model: Model, tower: Tower, instance: Instance, engine: EngineConfig, sender: Sender
+    model: Model, tower: Tower, instance: Instance, engine: EngineConfig, sender: Sender, *, num_threads: int
 ) -> Callable[[], EncodeHost]:
     """Makes encode hosts, one after the other; what one has encoded, the next knows too."""
     cache = RowCache(engine.encode_cache_mb * 2**20)
     return lambda: EncodeHost(
-        preprocessors=_preprocess_workers(model, engine),
+        preprocessors=_preprocess_workers(model, engine, num_threads),
         encoder=TowerEncoder(tower, model.weights.activations),
         queue=EncodeQueue(engine.encode_batch_patches),
         cache=cache,
@@ -324,8 +330,8 @@ def _runner(forward: Forward, cache: KVTensors, page_size: int, device: torch.de
     return GpuRunner(forward, cache, page_size, device)
 
 
-def _timed(what: str, load: Callable[[], T]) -> T:
+def _loaded(what: str, loading: "Future[T]") -> T:
     began = time.monotonic()
-    loaded = load()
+    loaded = loading.result()
     log.info("loaded the %s in %.1f s", what, time.monotonic() - began)
     return loaded

@@ -1,4 +1,9 @@
-"""The one thread of an instance that computes, so that its loop stays free to answer messages."""
+"""The one thread of an instance that computes, so that its loop stays free to answer messages.
+
+All that takes several cores runs on it, loading included. OpenMP keeps a team of threads for every thread that has ever
+asked for one, and once a process has more of them than cores, each of the dozens of hand-overs in a step goes through
+the kernel (decision 3).
+"""
 
 import time
 from collections.abc import Callable

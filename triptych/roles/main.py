@@ -39,6 +39,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
             cluster_host=config.cluster.cluster_host,
             lease=config.lease,
         )
+        torch.set_num_threads(1)  # from here on this thread is the loop, and the compute thread has its own
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: instance.stop())
         with settled():

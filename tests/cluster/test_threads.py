@@ -1,0 +1,37 @@
+"""How many threads an instance's process has: OpenMP's teams can't be seen otherwise."""
+
+import os
+import subprocess
+import sys
+
+from tests.cluster.processes import ROOT, triptych
+from tests.cluster.test_serve import picture_answer
+from triptych.demo import MODEL_DIR
+
+COMPUTES = """
+import os, psutil, torch
+from triptych.roles.compute import ComputeThread
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+ComputeThread(lambda: None).submit(lambda: torch.ones(10**6).sum()).result()
+print(psutil.Process().num_threads())
+"""
+"""A process in which one thread alone asks for others."""
+
+
+def in_an_instance(threads: int) -> int:
+    """Once it has loaded, encoded, prefilled and decoded."""
+    arguments = ("--port", "0", "--topology", "1EPD", "--served-model-name", "demo", "--threads", str(threads))
+    with triptych("serve", MODEL_DIR, *arguments) as command:
+        assert picture_answer(command.wait_until_ready(), "demo")
+        return command.child("epd0").num_threads()
+
+
+def in_a_process_that_computes(threads: int) -> int:
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    return int(subprocess.check_output([sys.executable, "-c", COMPUTES], cwd=ROOT, env=environment))
+
+
+def test_the_compute_thread_alone_has_others_work_with_it() -> None:
+    """If the thread that loads kept a team, too, OpenMP would go to sleep between all of a step's operations."""
+    more = in_a_process_that_computes(3) - in_a_process_that_computes(1)
+    assert in_an_instance(3) - in_an_instance(1) == more
