@@ -98,6 +98,28 @@ def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention) 
         torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
 
 
+LONG = [1024, 3000, 1, 1025, 3072]
+
+
+@pytest.mark.parametrize("window", [None, 1500])
+@pytest.mark.parametrize("shape", [Shape(16, 8, 128, 16), Shape(40, 40, 64, 16), Shape(6, 2, 80, 4)], ids=str)
+def test_long_contexts(kernel: compiled.PagedAttention, shape: Shape, window: int | None) -> None:
+    """A single token's history is gone through in parts, whose bounds depend on nothing else: neither on the other
+    sequences nor on how many threads there are."""
+    case = make_case(shape, [1] * len(LONG), LONG, torch.float32, torch.float32, torch.device("cpu"))
+    operands, threads = (case.query, case.key, case.value), torch.get_num_threads()
+    together = kernel(*operands, *case.caches, case.batch, window)
+    expected = CpuAttention(None)(*operands, *case.caches, case.batch, window)
+    torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
+    torch.set_num_threads(3)
+    for index, length in enumerate(LONG):
+        part = slice(index, index + 1)
+        batch = AttentionBatch([1], [length], case.batch.page_tables[part], case.batch.slots[part])
+        alone = kernel(*(operand[part] for operand in operands), *case.caches, batch, window)
+        torch.testing.assert_close(alone, together[part], atol=0, rtol=0)
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str) -> None:
     """In every token that sees it, which are all new ones of the first sequence, and in no other."""

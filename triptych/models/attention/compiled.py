@@ -9,9 +9,8 @@ from torch import Tensor
 from triptych.models import native
 from triptych.models.attention.base import AttentionBatch
 
-MAX_GROUP, MAX_DIM = 16, 256
-"""Query heads for one kv head, and the size of a head, that the kernel has room for."""
 NO_WINDOW = 2**30
+"""More tokens than any context has."""
 
 
 class Step(ctypes.Structure):
@@ -35,13 +34,15 @@ class PagedAttention:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.paged_attention
         self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], ctypes.c_int
-        self._rows = int(library.rows())
+        self._rows, self._max_group, self._max_dim = (
+            ctypes.c_int.in_dll(library, name).value for name in ("rows", "max_group", "max_dim")
+        )
 
     def suits(self, query: Tensor, cache: Tensor) -> bool:
         """Whether the kernel is made for these dtypes and shapes."""
         _, heads, dim = query.shape
         in_float32 = query.dtype == cache.dtype == torch.float32 and query.device.type == "cpu"
-        return in_float32 and heads // cache.shape[2] <= MAX_GROUP and dim <= MAX_DIM
+        return in_float32 and heads // cache.shape[2] <= self._max_group and dim <= self._max_dim
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self,
@@ -54,7 +55,7 @@ class PagedAttention:
         window: int | None = None,
     ) -> Tensor:
         """See ``AttentionBackend``. Of caches, a token's heads are contiguous. Raises IndexError for slots and page
-        tables that go beyond them."""
+        tables that go beyond them, and MemoryError."""
         query, key, value = (_with_dense_heads(tensor) for tensor in (query, key, value))
         _, heads, dim = query.shape
         num_pages, page_size, kv_heads, _ = key_cache.shape
@@ -71,7 +72,10 @@ class PagedAttention:
             key.stride(0), value.stride(0), key_cache.flatten(0, 1).stride(0),
             min(window or NO_WINDOW, NO_WINDOW), dim**-0.5,
         )  # fmt: skip
-        if not self._run(step):
+        done = self._run(step)
+        if done < 0:
+            raise MemoryError(f"no memory to attend from {len(batch.slots)} tokens")
+        if not done:
             raise IndexError(f"a slot or page table goes beyond the {num_pages} pages of the KV cache")
         return output
 

@@ -1,19 +1,27 @@
 /* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place.
  *
- * A single new token (decode) and a tile of several (a chunk of a prompt) go through their keys once, each with a
- * running maximum and sum of the softmax (Milakov and Gimelshein, arXiv:1805.02867), for all query heads that share a
- * kv head.
+ * A tile of new tokens (a chunk of a prompt) goes through its keys once, kv head by kv head; a single one (decode)
+ * through a span of them, row after row with all its heads. Each keeps a running maximum and sum of the softmax
+ * (Milakov and Gimelshein, arXiv:1805.02867). What a token comes to depends, bit by bit, on its own sequence alone.
  * Built by native.py.
  */
+#include <omp.h>
+#include <stdlib.h>
+
 #include "vectors.h"
 
 #define MAX_GROUP 16      /* query heads for one kv head */
 #define MAX_DIM 256       /* of a head */
+#define MAX_HEADS 32      /* query heads of a single token that are attended to together */
+#define SPAN 1024         /* keys that one thread goes through for a single token */
+#define AHEAD 4           /* rows that are on their way while others are worked on */
 #define NEVER -1e30f      /* a score that loses to all others, and of which two have a difference */
 #define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
 #define ROWS (2 * LANES)  /* of a tile: its tokens, times the query heads of a kv head */
 #define TILE 64           /* keys scored before their values are added up */
 #define LINE 16           /* floats that memory is read by */
+
+const int max_group = MAX_GROUP, max_dim = MAX_DIM, rows = ROWS;
 
 /* A step of S sequences and T new tokens, and one layer's operands. ``PagedTables`` says what the int64 fields are. */
 typedef struct {
@@ -62,14 +70,6 @@ inlined void multiply_all(float *sums, const float *scalars, int64_t step, int64
     }
 }
 
-/* Where key ``start`` is, and how many follow it at the same distance from each other, at most ``wanted``. */
-inlined int64_t run(const int64_t *pages, int64_t start, int64_t wanted, int64_t page_size, int64_t *slot) {
-    int64_t page = start / page_size, found = page_size - start % page_size;
-    *slot = pages[page] * page_size + start % page_size;
-    for (; found < wanted && pages[page + 1] == pages[page] + 1; page++) found += page_size;
-    return least(found, wanted);
-}
-
 inlined const float *row_of(const float *cache, const int64_t *pages, int64_t key, const Step *step) {
     return cache + (pages[key / step->page_size] * step->page_size + key % step->page_size) * step->cache_stride;
 }
@@ -90,6 +90,7 @@ inlined void gather(float *rows, const float *cache, const int64_t *pages, int64
         memcpy(rows + key * step->dim, row_of(cache, pages, start + key, step), step->dim * sizeof(float));
 }
 
+/* Of one kv head. Rows are the lanes of a vector, so nothing is ever added up across lanes; of ROWS, so many halves. */
 inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head, const int halves) {
     float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS], rows[TILE * MAX_DIM];
     int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
@@ -107,7 +108,7 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
         position[row / LANES][row % LANES] = (int32_t)(first + token);
     }
     for (int64_t i = 0; i < dim * ROWS; i++) sums[i] = 0;
-    floats maxima[2] = {all(NEVER), all(NEVER)}, totals[2] = {{}, {}};
+    floats maxima[2] = {splat(NEVER), splat(NEVER)}, totals[2] = {{}, {}};
     int64_t end = last + 1, begin = most(0, first - step->window + 1);
     for (int64_t start = begin; start < end; start += TILE) {
         int64_t count = least(TILE, end - start);
@@ -126,7 +127,7 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
                 if (partly) {
                     int32_t at = (int32_t)(start + key);
                     ints seen = (at <= position[half]) & (at > position[half] - (int32_t)step->window);
-                    *score = choose(seen, *score, all(NEVER));
+                    *score = choose(seen, *score, splat(NEVER));
                 }
                 highest = larger(*score, highest);
             }
@@ -161,61 +162,100 @@ static void attend_several(const Step *step, int64_t sequence, int64_t first_tok
     else attend_tile(step, sequence, first_token, kv_head, 2);
 }
 
-static void attend_one(const Step *step, int64_t sequence, int64_t kv_head) {
-    float sums[MAX_GROUP][MAX_DIM], scores[MAX_GROUP][TILE], maxima[MAX_GROUP], totals[MAX_GROUP];
-    int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence], slot, count;
-    const float *query = step->query + step->query_starts[sequence] * step->query_stride + kv_head * group * dim;
-    const int64_t *pages = step->pages + step->page_starts[sequence];
-    const float *all_keys = step->keys + kv_head * dim, *all_values = step->values + kv_head * dim;
-    for (int64_t head = 0; head < group; head++) {
-        maxima[head] = NEVER;
-        totals[head] = 0;
-        for (int64_t i = 0; i < dim; i++) sums[head][i] = 0;
-    }
-    for (int64_t start = most(0, kv_len - step->window); start < kv_len; start += count) {
-        count = run(pages, start, least(TILE, kv_len - start), step->page_size, &slot);
-        const float *keys = all_keys + slot * step->cache_stride, *values = all_values + slot * step->cache_stride;
-        for (int64_t key = 0; key < count; key++) {
-            prefetch(all_values, pages, start + key, start + key + 1, step);
-            for (int64_t head = 0; head < group; head++) {
-                floats score = {};
-                for (int64_t i = 0; i < dim; i += LANES)
-                    score += load(query + head * dim + i, dim - i) * load(keys + key * step->cache_stride + i, dim - i);
-                scores[head][key] = sum_of(score) * step->scale;
-            }
+/* One token's attention over part of what it sees. What comes of it is added to that of the other parts at the end. */
+typedef struct {
+    int64_t sequence, start, end;
+} Span;
+
+/* [heads] for each span: the highest score, the sum of e^(score - highest), and with these weights that of the values,
+ * [heads, dim]. */
+typedef struct {
+    float *maxima, *totals, *sums;
+} Parts;
+
+/* Scores of ``count`` keys from ``start`` on, for the query heads of some kv heads, row after row as in memory. */
+inlined void score_keys(float scores[][TILE], const Step *step, const Span *span, int64_t start, int64_t count,
+                        int64_t first_head, int64_t num_heads, const int64_t dim) {
+    int64_t group = step->heads / step->kv_heads;
+    const float *query = step->query + step->query_starts[span->sequence] * step->query_stride + first_head * dim;
+    const float *keys = step->keys + first_head / group * dim;
+    const int64_t *pages = step->pages + step->page_starts[span->sequence];
+    for (int64_t key = 0; key < count; key++) {
+        const float *row = row_of(keys, pages, start + key, step);
+        const float *later = row_of(keys, pages, least(start + key + AHEAD, span->end - 1), step);
+        for (int64_t i = 0; i < num_heads / group * dim; i += LINE) __builtin_prefetch(later + i);
+        for (int64_t head = 0; head < num_heads; head++) {
+            const float *own = query + head * dim, *other = row + head / group * dim;
+            floats score = {};
+            for (int64_t i = 0; i < dim; i += LANES) score += load(own + i, dim - i) * load(other + i, dim - i);
+            scores[head][key] = sum_of(score) * step->scale;
         }
-        for (int64_t head = 0; head < group; head++) {
-            floats highest = all(maxima[head]), total = {};
-            for (int64_t key = count; key < TILE; key++) scores[head][key] = NEVER;
-            for (int64_t key = 0; key < count; key += LANES) highest = larger(load(scores[head] + key, LANES), highest);
-            float maximum = largest_of(highest);
-            for (int64_t key = 0; key < count; key += LANES) {
-                floats weight = exponential(load(scores[head] + key, LANES) - maximum);
-                store(scores[head] + key, weight, LANES);
-                total += weight;
-            }
-            float shrink = exponential(all(maxima[head] - maximum))[0];
-            maxima[head] = maximum;
-            totals[head] = totals[head] * shrink + sum_of(total);
-            for (int64_t i = 0; i < dim; i += LANES)
-                store(sums[head] + i, load(sums[head] + i, dim - i) * shrink, dim - i);
-        }
-        int64_t next = start + count, ahead = least(count, kv_len - next);
-        prefetch(all_keys, pages, next, next + ahead, step);
-        for (int64_t head = 0; head < group; head++)
-            for (int64_t i = 0; i < dim; i += LANES) {
-                floats sum = load(sums[head] + i, dim - i);
-                for (int64_t key = 0; key < count; key++)
-                    sum += scores[head][key] * load(values + key * step->cache_stride + i, dim - i);
-                store(sums[head] + i, sum, dim - i);
-            }
     }
-    float *output = step->output + (step->query_starts[sequence] * step->heads + kv_head * group) * dim;
-    for (int64_t head = 0; head < group; head++)
-        for (int64_t i = 0; i < dim; i++) output[head * dim + i] = sums[head][i] / totals[head];
 }
 
-int rows(void) { return ROWS; }
+/* Makes them the weights of their values, and what was summed up before a part of the same whole. */
+inlined void weigh(float *scores, int64_t count, float *maximum, float *total, float *sums, const int64_t dim) {
+    floats highest = splat(*maximum), added = {};
+    for (int64_t key = count; key < TILE; key++) scores[key] = NEVER;
+    for (int64_t key = 0; key < count; key += LANES) highest = larger(load(scores + key, LANES), highest);
+    float found = largest_of(highest);
+    for (int64_t key = 0; key < count; key += LANES) {
+        floats weight = exponential(load(scores + key, LANES) - found);
+        store(scores + key, weight, LANES);
+        added += weight;
+    }
+    float shrink = exponential(splat(*maximum - found))[0];
+    *maximum = found;
+    *total = *total * shrink + sum_of(added);
+    for (int64_t i = 0; i < dim; i += LANES) store(sums + i, load(sums + i, dim - i) * shrink, dim - i);
+}
+
+/* Adds the values, weighed, a few rows at a time. */
+inlined void add_values(float *sums, float scores[][TILE], const Step *step, const Span *span, int64_t start,
+                        int64_t count, int64_t first_head, int64_t num_heads, const int64_t dim) {
+    int64_t group = step->heads / step->kv_heads;
+    const float *values = step->values + first_head / group * dim;
+    const int64_t *pages = step->pages + step->page_starts[span->sequence];
+    for (int64_t key = 0; key < count; key += AHEAD) {
+        const float *rows[AHEAD], *later[AHEAD];
+        for (int64_t i = 0; i < AHEAD; i++) {
+            /* rows after the last repeat it, and weigh nothing */
+            rows[i] = row_of(values, pages, start + least(key + i, count - 1), step);
+            later[i] = row_of(values, pages, least(start + key + i + AHEAD, span->end - 1), step);
+        }
+        for (int64_t kv_head = 0; kv_head < num_heads / group; kv_head++) {
+            for (int64_t i = 0; i < AHEAD; i++)
+                for (int64_t at = 0; at < dim; at += LINE) __builtin_prefetch(later[i] + kv_head * dim + at);
+            for (int64_t at = 0; at < dim; at += LANES) {
+                floats value[AHEAD];
+                for (int64_t i = 0; i < AHEAD; i++) value[i] = load(rows[i] + kv_head * dim + at, dim - at);
+                for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+                    floats sum = load(sums + head * dim + at, dim - at);
+                    for (int64_t i = 0; i < AHEAD; i++) sum += scores[head][key + i] * value[i];
+                    store(sums + head * dim + at, sum, dim - at);
+                }
+            }
+        }
+    }
+}
+
+inlined void attend_span(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads,
+                         const int64_t dim) {
+    float scores[MAX_HEADS][TILE], *sums = parts.sums + first_head * dim;
+    for (int64_t head = 0; head < num_heads; head++) {
+        parts.maxima[first_head + head] = NEVER;
+        parts.totals[first_head + head] = 0;
+    }
+    for (int64_t i = 0; i < num_heads * dim; i++) sums[i] = 0;
+    for (int64_t start = span->start; start < span->end; start += TILE) {
+        int64_t count = least(TILE, span->end - start);
+        score_keys(scores, step, span, start, count, first_head, num_heads, dim);
+        for (int64_t head = 0; head < num_heads; head++)
+            weigh(scores[head], count, parts.maxima + first_head + head, parts.totals + first_head + head,
+                  sums + head * dim, dim);
+        add_values(sums, scores, step, span, start, count, first_head, num_heads, dim);
+    }
+}
 
 static int within(const Step *step) {
     for (int64_t token = 0; token < step->num_tokens; token++)
@@ -231,32 +271,95 @@ static int within(const Step *step) {
     return 1;
 }
 
-/* Writes the new keys and values, then attends. Returns 1; or 0, having done nothing, for a slot or a page that the
- * cache doesn't have, or a page table that is too short. */
-int paged_attention(const Step *step) {
-    if (!within(step)) return 0;
-    int64_t ones = step->num_decodes * step->kv_heads, tasks = ones + step->num_tiles * step->kv_heads;
-    int64_t width = step->kv_heads * step->dim;
+/* The spans of all single tokens, in order; how many there are. */
+static int64_t find_spans(const Step *step, Span *spans) {
+    int64_t count = 0;
+    for (int64_t which = 0; which < step->num_decodes; which++) {
+        int64_t sequence = step->decodes[which], end = step->kv_lens[sequence];
+        for (int64_t start = most(0, end - step->window); start < end; start += SPAN, count++)
+            if (spans) spans[count] = (Span){sequence, start, least(start + SPAN, end)};
+    }
+    return count;
+}
+
+static void attend_one(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads) {
+    if (step->dim == 128) attend_span(step, span, parts, first_head, num_heads, 128);
+    else if (step->dim == 64) attend_span(step, span, parts, first_head, num_heads, 64);
+    else attend_span(step, span, parts, first_head, num_heads, step->dim);
+}
+
+/* Adds up what came of a sequence's spans, of which this is the first, for one head. */
+static void add_spans(const Step *step, const Span *span, Parts parts, int64_t head, int64_t spans_left) {
+    int64_t heads = step->heads, dim = step->dim, count = 1;
+    while (count < spans_left && span[count].sequence == span->sequence) count++;
+    floats highest = splat(NEVER), total = {};
+    for (int64_t i = 0; i < count; i++) highest = larger(splat(parts.maxima[i * heads + head]), highest);
+    for (int64_t i = 0; i < count; i++)
+        total += exponential(splat(parts.maxima[i * heads + head]) - highest) * parts.totals[i * heads + head];
+    float *output = step->output + (step->query_starts[span->sequence] * heads + head) * dim;
+    for (int64_t at = 0; at < dim; at += LANES) {
+        floats sum = {};
+        for (int64_t i = 0; i < count; i++) {
+            floats share = exponential(splat(parts.maxima[i * heads + head]) - highest);
+            sum += share * load(parts.sums + (i * heads + head) * dim + at, dim - at);
+        }
+        store(output + at, sum / total, dim - at);
+    }
+}
+
+static void write_token(const Step *step, int64_t token) {
+    int64_t slot = step->slots[token], size = step->kv_heads * step->dim * sizeof(float);
+    memcpy(step->keys + slot * step->cache_stride, step->key + token * step->key_stride, size);
+    memcpy(step->values + slot * step->cache_stride, step->value + token * step->value_stride, size);
+}
+
+static Parts parts_of(const Step *step, Parts parts, int64_t span) {
+    int64_t before = span * step->heads;
+    return (Parts){parts.maxima + before, parts.totals + before, parts.sums + before * step->dim};
+}
+
+static void attend(const Step *step, const Span *spans, int64_t num_spans, Parts parts) {
+    int64_t heads = step->heads, kv_heads = step->kv_heads, group = heads / kv_heads;
 #pragma omp parallel
     {
+        /* few spans are shared head by head, which changes nothing about what comes of them */
+        int64_t together = least(kv_heads * num_spans / omp_get_num_threads(), least(kv_heads, MAX_HEADS / group));
+        together = most(together, 1);
+        int64_t shares = (kv_heads + together - 1) / together, ones = num_spans * shares;
 #pragma omp for
-        for (int64_t token = 0; token < step->num_tokens; token++) {
-            int64_t slot = step->slots[token];
-            memcpy(step->keys + slot * step->cache_stride, step->key + token * step->key_stride, width * sizeof(float));
-            memcpy(step->values + slot * step->cache_stride, step->value + token * step->value_stride,
-                   width * sizeof(float));
-        }
+        for (int64_t token = 0; token < step->num_tokens; token++) write_token(step, token);
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++) {
-            int64_t kv_head = task % step->kv_heads, which = task / step->kv_heads;
+        for (int64_t task = 0; task < ones + step->num_tiles * kv_heads; task++) {
             if (task < ones) {
-                attend_one(step, step->decodes[which], kv_head);
+                int64_t span = task / shares, kv_head = task % shares * together;
+                attend_one(step, spans + span, parts_of(step, parts, span), kv_head * group,
+                           least(together, kv_heads - kv_head) * group);
             } else {
                 /* a prompt's last tiles see most: they go first */
-                const int64_t *tile = step->tiles + 2 * (step->num_tiles - 1 - (which - step->num_decodes));
-                attend_several(step, tile[0], tile[1], kv_head);
+                int64_t which = (task - ones) / kv_heads;
+                const int64_t *tile = step->tiles + 2 * (step->num_tiles - 1 - which);
+                attend_several(step, tile[0], tile[1], (task - ones) % kv_heads);
             }
         }
+#pragma omp for
+        for (int64_t task = 0; task < num_spans * heads; task++) {
+            int64_t span = task / heads;
+            if (span > 0 && spans[span - 1].sequence == spans[span].sequence) continue;
+            add_spans(step, spans + span, parts_of(step, parts, span), task % heads, num_spans - span);
+        }
     }
+}
+
+/* Writes the new keys and values, then attends. Returns 1; or, having done nothing, 0 for a slot or a page that the
+ * cache doesn't have, or a page table that is too short, and -1 if there is no memory. */
+int paged_attention(const Step *step) {
+    if (!within(step)) return 0;
+    int64_t num_spans = find_spans(step, NULL), rows = num_spans * step->heads;
+    Span *spans = malloc(num_spans * sizeof(Span) + rows * (step->dim + 2) * sizeof(float) + 1);
+    if (!spans) return -1;
+    float *numbers = (float *)(spans + num_spans);
+    find_spans(step, spans);
+    attend(step, spans, num_spans, (Parts){numbers, numbers + rows, numbers + 2 * rows});
+    free(spans);
     return 1;
 }

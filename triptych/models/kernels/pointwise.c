@@ -75,7 +75,7 @@ void likeliest(const float *logits, int64_t *found, int64_t rows, int64_t width,
         float maximum = -INFINITY;
         int64_t place = 0;
         for (int64_t start = 0, end; start < width; start = end) {
-            floats highest = all(-INFINITY);
+            floats highest = splat(-INFINITY);
             int64_t i = start;
             end = start + SPAN < width ? start + SPAN : width;
             for (; i + LANES <= end; i += LANES) highest = larger(load(from + i, LANES), highest);

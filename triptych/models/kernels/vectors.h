@@ -13,18 +13,18 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 
-inlined floats all(float value) { return value - (floats){}; }
+inlined floats splat(float value) { return value - (floats){}; }
 inlined floats choose(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
 inlined floats larger(floats a, floats b) { return choose(a > b, a, b); } /* of a NaN and another, b */
 
 /* e^x for x <= 0, to about 2 units in the last place: 2^n e^r, where r is at most half of ln 2 and e^r a Taylor
  * series. */
 inlined floats exponential(floats x) {
-    x = larger(all(-87.0f), x); /* a NaN stays one */
+    x = larger(splat(-87.0f), x); /* a NaN stays one */
     ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* rounds towards zero */
     floats whole = __builtin_convertvector(n, floats);
     floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    floats sum = all(1.0f / 5040);
+    floats sum = splat(1.0f / 5040);
     sum = sum * r + 1.0f / 720;
     sum = sum * r + 1.0f / 120;
     sum = sum * r + 1.0f / 24;
@@ -38,7 +38,7 @@ inlined floats exponential(floats x) {
 /* 1 / (1 + e^-x) */
 inlined floats sigmoid(floats x) {
     floats small = exponential(choose(x > 0, -x, x));
-    return choose(x > 0, all(1.0f), small) / (1.0f + small);
+    return choose(x > 0, splat(1.0f), small) / (1.0f + small);
 }
 
 /* The next floats of an array that has so many left; zeros after its end. */
