@@ -43,7 +43,7 @@ def request_products(folder: Path, load: Load, prompt_tokens: int) -> Counter[tu
             out, inner = info.shape[0], torch.Size(info.shape[1:]).numel()
             rows = patches // vision["spatial_merge_size"] ** 2 if "merger" in name else patches
             products[rows, out, inner] += 1
-    decoder = _decoder(folder)
+    decoder = decoder_config(folder)
     for out, inner in decoder_shapes(folder).values():
         products[prompt_tokens, out, inner] += decoder.num_layers
     products[1, decoder.vocab_size, decoder.hidden_size] += 1
@@ -52,7 +52,7 @@ def request_products(folder: Path, load: Load, prompt_tokens: int) -> Counter[tu
 
 def decoder_elements(folder: Path) -> int:
     """Elements of all the weights that a token's step reads."""
-    decoder = _decoder(folder)
+    decoder = decoder_config(folder)
     layer = sum(rows * columns for rows, columns in decoder_shapes(folder).values())
     return layer * decoder.num_layers + decoder.vocab_size * decoder.hidden_size
 
@@ -73,7 +73,7 @@ def _linear(rows: int, out: int, inner: int) -> float:
     return best_of(lambda: F.linear(tokens, weight), 3)
 
 
-def _decoder(folder: Path) -> DecoderConfig:
+def decoder_config(folder: Path) -> DecoderConfig:
     config = load_config(folder)
     decoder: DecoderConfig = resolve(family_of(config).tower)(config).decoder_config
     return decoder
@@ -81,7 +81,7 @@ def _decoder(folder: Path) -> DecoderConfig:
 
 def decoder_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of a layer's linear layers, by name."""
-    decoder = _decoder(folder)
+    decoder = decoder_config(folder)
     heads = decoder.num_heads + 2 * decoder.num_kv_heads
     return {
         "qkv": (heads * decoder.head_dim, decoder.hidden_size),

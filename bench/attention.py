@@ -1,0 +1,128 @@
+"""How long a layer's attention takes by the compiled kernel and by PyTorch's own, for what steps are made of.
+
+    python -m bench.make_checkpoint /tmp/mid --preset mid
+    python -m bench.attention /tmp/mid --out bench/results/attention-mid.json
+
+The shapes are the checkpoint's; its weights aren't read. Layers, each with a cache, are as many as take more memory
+than processors' caches have, and are attended to one after the other, by either in turn. A sequence's pages are
+consecutive, which PyTorch's way reads in place. What is made once per step, such as masks, isn't counted.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bench.language_limits import decoder_config
+from triptych.bench.transfer import machine
+from triptych.models.attention.base import AttentionBatch, KVTensors, pages_needed
+from triptych.models.attention.compiled import paged_attention
+from triptych.models.attention.cpu import CpuAttention
+from triptych.models.decoder_config import DecoderConfig
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 16
+READ_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Step:
+    """``sequences`` with ``new`` tokens each, the last of ``kv_len`` in the cache."""
+
+    sequences: int
+    new: int
+    kv_len: int
+
+    def __str__(self) -> str:
+        what = f"{self.sequences} decoding" if self.new == 1 else f"chunk of {self.new}"
+        return f"{what}, {self.kv_len} tokens"
+
+
+STEPS = [
+    *(Step(sequences, 1, kv_len) for kv_len in (345, 2_000) for sequences in (1, 8, 16, 64)),
+    Step(1, 1, 16_384),
+    Step(1, 345, 345),
+    *(Step(1, new, 2_000) for new in (8, 16, 512)),
+]
+
+
+def seconds_per_layer(
+    step: Step, decoder: DecoderConfig, backends: dict[str, CpuAttention], rounds: int
+) -> dict[str, float]:
+    """By backend, the median over ``rounds``."""
+    pages = pages_needed(step.kv_len, PAGE_SIZE)
+    tables = torch.arange(step.sequences * pages).split(pages)
+    new = torch.arange(step.kv_len - step.new, step.kv_len)
+    slots = torch.cat([table[0] * PAGE_SIZE + new for table in tables])
+    batch = AttentionBatch([step.new] * step.sequences, [step.kv_len] * step.sequences, list(tables), slots)
+    num_layers = max(1, READ_BYTES // bytes_read(step, decoder))
+    several = replace(decoder, num_layers=num_layers)
+    caches = KVTensors.allocate(several, step.sequences * pages, PAGE_SIZE, torch.float32, CPU)
+    for cache in (*caches.keys, *caches.values):
+        cache.normal_()
+    widths = decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads
+    packed = torch.randn(len(slots), sum(widths), decoder.head_dim).split(widths, dim=1)
+
+    def all_layers(attend: CpuAttention) -> None:
+        for keys, values in zip(caches.keys, caches.values, strict=True):
+            attend(*packed, keys, values, batch)
+
+    found: dict[str, list[float]] = {name: [] for name in backends}
+    for _ in range(1 + rounds):
+        for name, attend in backends.items():
+            found[name].append(_timed(all_layers, attend) / num_layers)
+    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
+
+
+def bytes_read(step: Step, decoder: DecoderConfig) -> int:
+    """Of a layer's keys and values, if each is read once."""
+    return step.sequences * step.kv_len * 2 * decoder.num_kv_heads * decoder.head_dim * torch.float32.itemsize
+
+
+def _timed(work: Callable[[CpuAttention], None], attend: CpuAttention) -> float:
+    began = time.perf_counter()
+    work(attend)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a checkpoint folder")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7, help="of which a figure is the median")
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
+    options = parser.parse_args()
+    kernel = paged_attention()
+    if kernel is None:
+        raise SystemExit("there are no compiled kernels on this machine")
+    torch.set_num_threads(options.threads)
+    decoder = decoder_config(options.model)
+    backends = {"compiled": CpuAttention(kernel), "PyTorch": CpuAttention(None)}
+    with torch.inference_mode():
+        seconds = {step: seconds_per_layer(step, decoder, backends, options.rounds) for step in STEPS}
+    found = {
+        "machine": machine(),
+        "options": {"model": str(options.model), "threads": options.threads, "rounds": options.rounds},
+        "shape": {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
+        "ms_per_layer": {
+            str(step): {name: round(1e3 * one, 3) for name, one in taken.items()} for step, taken in seconds.items()
+        },
+        "gb_per_s": {
+            str(step): {name: round(bytes_read(step, decoder) / one / 1e9, 1) for name, one in taken.items()}
+            for step, taken in seconds.items()
+            if step.new == 1
+        },
+    }
+    shown = json.dumps(found, indent=1)
+    print(shown)
+    if options.out:
+        options.out.write_text(shown + "\n")
+
+
+if __name__ == "__main__":
+    main()
