@@ -8,8 +8,7 @@ from contextlib import contextmanager
 @contextmanager
 def settled() -> Iterator[None]:
     """For as long as a process has what it works with. A full collection walks through all that is there, which takes
-    some 50 ms in a front door and 200 in an instance, and nobody is answered meanwhile: within this it finds only what
-    comes."""
+    tens of milliseconds, with PyTorch more, and nobody is answered meanwhile: within this it finds only what comes."""
     gc.collect()
     gc.freeze()
     try:
