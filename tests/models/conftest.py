@@ -1,5 +1,7 @@
 """Fixtures for the tests of ``triptych/models``."""
 
+import ctypes
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
+from triptych.models import native
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +33,22 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         return made[name]
 
     return make
+
+
+@pytest.fixture(scope="session", params=["native", "haswell", "x86-64"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The compiled kernels as this processor gets them, as one with AVX2's 8 floats does, and as every x86 does: the
+    machine that tests may have wide vectors."""
+    if request.param != "native" and platform.machine() != "x86_64":
+        pytest.skip("only x86 has vectors of several widths")
+    if request.param == "haswell" and " avx2" not in native._processor():
+        pytest.skip("this processor has no AVX2")
+    if native.library() is None:
+        pytest.skip("there is no C compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kernels")))
+        march = f"-march={request.param}"
+        patch.setattr(native, "COMPILE", [march if word.startswith("-march") else word for word in native.COMPILE])
+        library = native.library.__wrapped__()
+    assert library is not None
+    return library

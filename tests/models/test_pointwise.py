@@ -1,15 +1,22 @@
 """The compiled kernels between products against PyTorch's operations."""
 
+import ctypes
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from triptych.models import native
+from triptych.models import pointwise
 from triptych.models.pointwise import GeluTanh, likeliest, rms_norm, rotate, silu_times
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
 TOKENS = (1, 3, 700)
 """Few enough for one thread, and enough for several."""
+
+
+@pytest.fixture(autouse=True)
+def _by_these_kernels(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = pointwise.declared(kernels)
+    monkeypatch.setattr(pointwise, "_library", lambda: library)
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
