@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from tests.checkpoints import edit_config, load_family, load_reference
 from tests.models.driving import (
@@ -186,6 +187,21 @@ def test_a_missing_expert_is_named(tiny: Tiny, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.5\.up_proj\.weight' is missing"):
         load_family(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+
+
+@pytest.mark.parametrize("change", [{"stride": (2, 7, 14)}, {"padding": (0, 1, 1)}], ids=str)
+def test_a_convolution_over_more_than_single_patches(
+    tiny: Tiny, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Convolution(modeling_qwen2_vl.PatchEmbed):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            vars(self.proj).update(change)
+
+    monkeypatch.setattr(modeling_qwen2_vl, "PatchEmbed", Convolution)
+    folder = tiny("qwen2_vl", "published")
+    with pytest.raises(CheckpointError, match=r"patch_embed\.proj is not a projection of patches"):
+        load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
 
 
 def test_models_of_text_alone_have_one_half(tiny: Tiny) -> None:
