@@ -21,7 +21,7 @@ SOURCES = Path(__file__).with_name("kernels")
 # loaded one, and a second would keep threads of its own.
 COMPILE = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
 TIMEOUT = 60
-"""Seconds that the compiler gets for a file; it needs one."""
+"""Seconds that the compiler gets for a file; it needs less than one."""
 
 
 @cache
