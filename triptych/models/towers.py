@@ -86,8 +86,8 @@ def load_module(
     weights: WeightFormat,
     device: torch.device,
 ) -> Module:
-    """A transformers module with a checkpoint's weights, for inference, with PyTorch's fused attention, linear layers
-    of a weight format and our GELU.
+    """A transformers module with a checkpoint's weights, for inference, with linear layers of a weight format, and
+    attention and GELU of ours.
 
     ``keys`` maps the module's parameter names to the checkpoint's. Built without initialising or copying weights:
     those that the format takes as they are stay memory-mapped. Raises CheckpointError, naming one, for weights that
@@ -95,9 +95,11 @@ def load_module(
     """
     from transformers.activations import GELUTanh
 
+    from triptych.models.attention import tower
+
     dtype = weights.activations
     with torch.device("meta"):
-        module = module_class._from_config(config, attn_implementation="sdpa", dtype=dtype)
+        module = module_class._from_config(config, attn_implementation=tower.NAME, dtype=dtype)
     expected = module.state_dict()
     for name in sorted(expected.keys() ^ keys.keys()):
         if name in keys:

@@ -34,6 +34,7 @@ typedef struct {
     int64_t heads, kv_heads, dim, num_pages, page_size;
     int64_t query_stride, key_stride, value_stride, cache_stride;
     int64_t window;            /* how many tokens each one sees, at most 2^30 */
+    int64_t causal;            /* 0 where each of several new tokens sees all of its sequence, later ones too */
     float scale;
 } Step;
 
@@ -95,7 +96,8 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
     float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS], rows[TILE * MAX_DIM];
     int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
     int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
-    int64_t first = kv_len - query_len + first_token, last = first + tokens - 1; /* their positions */
+    int64_t first = step->causal ? kv_len - query_len + first_token : kv_len - 1; /* position that the first one has */
+    int64_t last = step->causal ? first + tokens - 1 : first;
     int64_t place = step->query_starts[sequence] + first_token;
     const float *query = step->query + place * step->query_stride + kv_head * group * dim;
     const int64_t *pages = step->pages + step->page_starts[sequence];
@@ -105,7 +107,7 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
         int64_t token = least(row / group, tokens - 1); /* rows without a token repeat the last one's */
         const float *own = query + token * step->query_stride + row % group * dim;
         for (int64_t i = 0; i < dim; i++) queries[i * ROWS + row] = own[i] * step->scale;
-        position[row / LANES][row % LANES] = (int32_t)(first + token);
+        position[row / LANES][row % LANES] = (int32_t)least(first + token, last);
     }
     for (int64_t i = 0; i < dim * ROWS; i++) sums[i] = 0;
     floats maxima[2] = {splat(NEVER), splat(NEVER)}, totals[2] = {{}, {}};
