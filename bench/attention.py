@@ -5,7 +5,8 @@
 
 The shapes are the checkpoint's; its weights aren't read. Layers, each with a cache, are as many as take more memory
 than processors' caches have, and are attended to one after the other, by either in turn. A sequence's pages are
-consecutive, which PyTorch's way reads in place. What is made once per step, such as masks, isn't counted.
+consecutive, which PyTorch's way reads in place. What is made once per step, such as masks, isn't counted. Beside the
+decoder's, a layer of the tower's over one picture.
 """
 
 import argparse
@@ -15,19 +16,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from bench.language_limits import decoder_config
 from triptych.bench.transfer import machine
 from triptych.models.attention.base import AttentionBatch, KVTensors, pages_needed
-from triptych.models.attention.compiled import paged_attention
+from triptych.models.attention.compiled import PagedAttention, paged_attention
 from triptych.models.attention.cpu import CpuAttention
+from triptych.models.config_files import load_config
 from triptych.models.decoder_config import DecoderConfig
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
 READ_BYTES = 2**28
+SIDE = 448
+"""Pixels along each side of the picture."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,37 @@ def seconds_per_layer(
     return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
+def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> dict[str, dict[str, float]]:
+    """A picture's attention in one layer: milliseconds, and GFLOP/s."""
+    tokens, heads = (SIDE // config["patch_size"]) ** 2, config["num_heads"]
+    dim = config["hidden_size"] // heads
+    packed = torch.randn(3, tokens, heads, dim)
+    query, key, value = packed.unbind()
+    by_heads = [tensor.transpose(0, 1)[None] for tensor in packed]
+    ways: dict[str, Callable[[], Tensor]] = {
+        "compiled": lambda: kernel.over_all(query, key, value, dim**-0.5),
+        "PyTorch": lambda: F.scaled_dot_product_attention(*by_heads),
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(1 + 5 * rounds):
+        for name, way in ways.items():
+            found[name].append(_timed(way))
+    seconds = {name: statistics.median(taken[1:]) for name, taken in found.items()}
+    flop = 4 * tokens**2 * heads * dim
+    return {
+        "ms": {name: round(1e3 * one, 3) for name, one in seconds.items()},
+        "gflop_per_s": {name: round(flop / one / 1e9) for name, one in seconds.items()},
+    }
+
+
 def bytes_read(step: Step, decoder: DecoderConfig) -> int:
     """Of a layer's keys and values, if each is read once."""
     return step.sequences * step.kv_len * 2 * decoder.num_kv_heads * decoder.head_dim * torch.float32.itemsize
 
 
-def _timed(work: Callable[[CpuAttention], None], attend: CpuAttention) -> float:
+def _timed(work: Callable[..., object], *operands: object) -> float:
     began = time.perf_counter()
-    work(attend)
+    work(*operands)
     return time.perf_counter() - began
 
 
@@ -104,6 +134,7 @@ def main() -> None:
     decoder = decoder_config(options.model)
     backends = {"compiled": CpuAttention(kernel), "PyTorch": CpuAttention(None)}
     with torch.inference_mode():
+        tower = tower_layer(load_config(options.model)["vision_config"], kernel, options.rounds)
         seconds = {step: seconds_per_layer(step, decoder, backends, options.rounds) for step in STEPS}
     found = {
         "machine": machine(),
@@ -117,6 +148,7 @@ def main() -> None:
             for step, taken in seconds.items()
             if step.new == 1
         },
+        "tower": tower,
     }
     shown = json.dumps(found, indent=1)
     print(shown)
