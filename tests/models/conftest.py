@@ -35,14 +35,15 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     return make
 
 
-@pytest.fixture(scope="session", params=["native", "haswell", "x86-64"])
+@pytest.fixture(scope="session", params=["native", "alderlake", "haswell", "x86-64"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The compiled kernels as this processor gets them, as one with AVX2's 8 floats does, and as every x86 does: the
-    machine that tests may have wide vectors."""
+    """The compiled kernels as this processor gets them, as those with AVX2's 8 floats do, with VNNI and without, and as
+    every x86 does: the machine that tests may have wide vectors."""
     if request.param != "native" and platform.machine() != "x86_64":
         pytest.skip("only x86 has vectors of several widths")
-    if request.param == "haswell" and " avx2" not in native._processor():
-        pytest.skip("this processor has no AVX2")
+    flag = {"alderlake": "avx_vnni", "haswell": "avx2"}.get(request.param)
+    if flag and flag not in native._processor().split():
+        pytest.skip(f"this processor has no {flag}")
     if native.library() is None:
         pytest.skip("there is no C compiler")
     with pytest.MonkeyPatch.context() as patch:

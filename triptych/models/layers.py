@@ -1,6 +1,5 @@
 """Linear layers in several weight formats, and the norm. Weights come in from a checkpoint; nothing trains here."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.errors import ConfigError
+from triptych.models.int8 import int8_product
 from triptych.models.pointwise import rms_norm
 
 
@@ -61,24 +61,18 @@ class PackedFloatLinear(Linear):
 
 
 class PackedInt8Linear(Linear):
-    """W rounded to int8, a scale for each output, laid out for FBGEMM's kernel; sums in int32.
+    """W rounded to int8, a scale for each output; activations rounded to int8 as they come, a scale for each token.
 
-    Activations are rounded to 7 bits as they come, with one scale for all tokens of the step: an 8-bit product of pairs
-    could overflow where the processor has no VNNI. So what a token comes to depends, a little, on the others' tokens.
+    Sums are integers, so what a token comes to is the same in any batch, to the bit. Only the packed copy of the weight
+    is kept.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        wide = weight.float()
-        scales = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # deprecated, but nothing has taken its place on CPUs yet
-            zero_points = torch.zeros(len(scales), dtype=torch.int64)
-            rounded = torch.quantize_per_channel(wide, scales, zero_points, axis=0, dtype=torch.qint8)
-            self._packed = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
+        self._product = int8_product(weight, bias)
 
     def forward(self, activations: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic(activations, self._packed, reduce_range=True)
+        return self._product(activations)
 
 
 class WeightFormat(Protocol):

@@ -38,9 +38,6 @@ typedef struct {
     float scale;
 } Step;
 
-inlined int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inlined int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* sums[block][ROWS] += scalars[block * step + i * across] * vectors[i][ROWS], over i; of the rows, so many halves. */
 inlined void multiply(float *sums, const float *scalars, int64_t step, int64_t across, const float *vectors,
                       int64_t count, const int blocks, const int halves) {

@@ -13,6 +13,9 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 
+inlined int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inlined int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 inlined floats splat(float value) { return value - (floats){}; }
 inlined floats choose(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
 inlined floats larger(floats a, floats b) { return choose(a > b, a, b); } /* of a NaN and another, b */

@@ -1,0 +1,136 @@
+/* Products with int8 weights: each token rounded to int8 by a scale of its own, sums in int32, which are exact, so that
+ * what a token comes to is the same in any batch.
+ *
+ * Weights lie in panels of OUTPUTS outputs: for every four inputs, those four of each output. A panel's weights for four
+ * inputs are loaded once for up to TOKENS tokens, whose sums stay in registers from the first input to the last.
+ */
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+#include "vectors.h"
+
+#ifdef __AVX512VNNI__
+#define SUMS 16  /* of a vector */
+#define TOKENS 8 /* 4, or 8 */
+#else
+#define SUMS 8
+#define TOKENS 4
+#endif
+#define OUTPUTS (2 * SUMS)
+#define AHEAD 4096           /* bytes of weights that are on their way: by itself hardware stops at each page's end */
+#define SMALLEST 1e-30f      /* a row's highest value, at least: 127 / it is finite */
+#define ROUNDING 12582912.0f /* 1.5 * 2^23: of a float beside it the low bits are the nearest whole number */
+
+typedef int32_t sums __attribute__((vector_size(4 * SUMS), aligned(4)));
+typedef int16_t halves __attribute__((vector_size(4 * SUMS), aligned(4)));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
+
+/* Of each lane: sum + the four weights times the four activations. UNSIGNED is what has been added to the weights by
+ * then, because VNNI takes signed values on one side only. Without VNNI two products are added in 16 bits, which hold
+ * 2 * 127 * 127. */
+#if defined __AVX512VNNI__
+#define UNSIGNED 128
+inlined sums dot(sums sum, sums weights, sums four) {
+    return (sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)four);
+}
+#elif defined __AVXVNNI__
+#define UNSIGNED 128
+inlined sums dot(sums sum, sums weights, sums four) {
+    return (sums)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)four);
+}
+#elif defined __AVX2__
+#define UNSIGNED 0
+inlined sums dot(sums sum, sums weights, sums four) {
+    __m256i signs = _mm256_sign_epi8((__m256i)four, (__m256i)weights), sizes = _mm256_abs_epi8((__m256i)weights);
+    return sum + (sums)_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, signs), _mm256_set1_epi16(1));
+}
+#else
+#define UNSIGNED 0
+inlined sums dot(sums sum, sums weights, sums four) {
+    halves pairs = ((halves)weights << 8 >> 8) * ((halves)four << 8 >> 8) + ((halves)weights >> 8) * ((halves)four >> 8);
+    return sum + ((sums)pairs << 16 >> 16) + ((sums)pairs >> 16);
+}
+#endif
+
+/* A layer's operands for T tokens, and room to work in. */
+typedef struct {
+    const float *input;   /* [T, inputs] */
+    const int8_t *panels; /* [ceil(outputs / OUTPUTS), depth / 4, OUTPUTS, 4], of weights; zeros fill them up */
+    const float *scales, *bias; /* [outputs] */
+    float *output;        /* [T, outputs] */
+    int8_t *rows;         /* [T + TOKENS], stride bytes from one to the next: the tokens rounded */
+    float *row_scales;    /* [T] */
+    int32_t *row_starts;  /* [T], of their sums */
+    int64_t tokens, inputs, outputs, depth, stride; /* depth: inputs, up to a multiple of 4 */
+} Step;
+
+int64_t int8_panel(void) { return OUTPUTS; }
+int64_t int8_tokens(void) { return TOKENS; }
+
+inlined void round_row(const Step *step, int64_t token) {
+    const float *from = step->input + token * step->inputs;
+    int8_t *to = step->rows + token * step->stride;
+    floats highest = splat(SMALLEST), strange = {}, total = {};
+    for (int64_t i = 0; i < step->inputs; i += LANES) {
+        floats x = load(from + i, step->inputs - i);
+        highest = larger(choose(x > 0, x, -x), highest);
+        strange += x * 0.0f; /* becomes NaN by one, and by an infinity */
+    }
+    float maximum = largest_of(highest), factor = 127.0f / maximum;
+    for (int64_t i = 0; i < step->inputs; i += LANES) {
+        floats whole = load(from + i, step->inputs - i) * factor + ROUNDING;
+        bytes low = __builtin_convertvector((ints)whole, bytes);
+        total += whole - ROUNDING;
+        memcpy(to + i, &low, least(LANES, step->depth - i));
+    }
+    step->row_scales[token] = maximum / 127.0f + sum_of(strange);
+    step->row_starts[token] = UNSIGNED ? -UNSIGNED * (int32_t)sum_of(total) : 0;
+}
+
+/* What ``count`` tokens come to for a panel's outputs. The last of them may not exist: nothing of theirs is kept. */
+inlined void multiply(const Step *step, int64_t panel, int64_t first, const int count) {
+    /* a panel that is multiplied several times leaves time for the whole next one to come */
+    int64_t size = OUTPUTS * step->depth, ahead = step->tokens > TOKENS ? size : AHEAD;
+    const int8_t *weights = step->panels + panel * size, *rows = step->rows + first * step->stride;
+    sums found[TOKENS][2];
+    for (int token = 0; token < count; token++) found[token][0] = found[token][1] = (sums){};
+    for (int64_t input = 0; input < step->depth; input += 4, weights += 4 * OUTPUTS) {
+        sums low = ((const sums *)weights)[0], high = ((const sums *)weights)[1];
+        if (UNSIGNED) {
+            low ^= (int32_t)0x80808080;
+            high ^= (int32_t)0x80808080;
+        }
+        for (int64_t line = 0; line < 4 * OUTPUTS; line += 64) __builtin_prefetch(weights + ahead + line);
+#pragma GCC unroll 8
+        for (int token = 0; token < count; token++) {
+            int32_t four;
+            memcpy(&four, rows + token * step->stride + input, sizeof four);
+            found[token][0] = dot(found[token][0], low, four - (sums){});
+            found[token][1] = dot(found[token][1], high, four - (sums){});
+        }
+    }
+    int64_t output = panel * OUTPUTS, outputs = least(OUTPUTS, step->outputs - output);
+    const float *scales = step->scales + output, *bias = step->bias + output;
+    for (int64_t token = 0; token < least(count, step->tokens - first); token++) {
+        const int32_t *sum = (const int32_t *)found[token];
+        int32_t start = step->row_starts[first + token];
+        float scale = step->row_scales[first + token], *to = step->output + (first + token) * step->outputs + output;
+        for (int64_t i = 0; i < outputs; i++) to[i] = (float)(sum[i] + start) * scale * scales[i] + bias[i];
+    }
+}
+
+void int8_linear(const Step *step) {
+#pragma omp parallel
+    {
+#pragma omp for
+        for (int64_t token = 0; token < step->tokens; token++) round_row(step, token);
+#pragma omp for
+        for (int64_t panel = 0; panel < (step->outputs + OUTPUTS - 1) / OUTPUTS; panel++)
+            for (int64_t first = 0, left; (left = step->tokens - first) > 0; first += TOKENS) {
+                if (left > 4) multiply(step, panel, first, TOKENS);
+                else if (left > 2) multiply(step, panel, first, 4);
+                else if (left > 1) multiply(step, panel, first, 2);
+                else multiply(step, panel, first, 1);
+            }
+    }
+}
