@@ -36,7 +36,7 @@ class CompiledProduct:
         self._run = library.int8_linear
         self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], None
         self._outputs, self._inputs = weight.shape
-        panel, self._room = library.int8_panel(), library.int8_tokens()
+        panel, self._room = (ctypes.c_int.in_dll(library, name).value for name in ("int8_outputs", "int8_tokens"))
         full = F.pad(weight, (0, -self._inputs % 4, 0, -self._outputs % panel))
         self._depth = full.shape[1]
         self._panels = full.unflatten(1, (-1, 4)).unflatten(0, (-1, panel)).transpose(1, 2).contiguous()

@@ -64,8 +64,7 @@ typedef struct {
     int64_t tokens, inputs, outputs, depth, stride; /* depth: inputs, up to a multiple of 4 */
 } Step;
 
-int64_t int8_panel(void) { return OUTPUTS; }
-int64_t int8_tokens(void) { return TOKENS; }
+const int int8_outputs = OUTPUTS, int8_tokens = TOKENS;
 
 inlined void round_row(const Step *step, int64_t token) {
     const float *from = step->input + token * step->inputs;
