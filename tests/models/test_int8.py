@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from triptych.errors import ConfigError
 from triptych.models import native
 from triptych.models.int8 import int8_product
 
@@ -130,3 +131,8 @@ for sign in (1, -1):
     assert torch.equal(product(torch.full((9, 1024), sign * 63.0)), torch.full((9, 40), sign * 1024.0 * 127 * 63))
 """
         subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
+
+
+def test_more_inputs_than_can_be_added_up_are_refused() -> None:
+    with pytest.raises(ConfigError, match="65536 inputs, not 65537"):
+        int8_product(torch.zeros(1, 2**16 + 1), None)

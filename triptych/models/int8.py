@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from triptych.errors import ConfigError
 from triptych.models import native
 
 LINE = 64
 """Bytes between rows, so that equal places of several don't push each other out of the processor's first cache."""
 SMALLEST = 1e-30
 """What a token's largest activation is taken for, at least; in the kernel, too."""
+MAX_INPUTS = 2**16
+"""So many products of 8 bits fit in 32, offsets included."""
 
 Product = Callable[[Tensor], Tensor]
 """float32 activations [T, in] to [T, out]."""
@@ -30,7 +33,7 @@ class Step(ctypes.Structure):
 
 
 class CompiledProduct:
-    """The kernel in ``kernels/int8.c`` with a layer's weights in its panels. Sums are exact up to 2**16 inputs."""
+    """The kernel in ``kernels/int8.c`` with a layer's weights in its panels."""
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, scales: Tensor, bias: Tensor) -> None:
         self._run = library.int8_linear
@@ -78,7 +81,9 @@ class OneDnnProduct:
 
 def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
     """``x W^T + b`` by W [out, in] rounded to int8, a scale for each output. A token with a NaN or an infinity comes to
-    NaNs; no token has a part in what others come to."""
+    NaNs; no token has a part in what others come to. Raises ConfigError for more inputs than add up exactly."""
+    if weight.shape[1] > MAX_INPUTS:
+        raise ConfigError(f"int8 is for layers of at most {MAX_INPUTS} inputs, not {weight.shape[1]}")
     wide = weight.float()
     scales = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     rounded = (wide / scales[:, None]).round_().to(torch.int8)

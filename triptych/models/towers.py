@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from triptych.errors import CheckpointError
+from triptych.models import native
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder, DecoderConfig
 from triptych.models.layers import Linear, WeightFormat, frozen
@@ -97,6 +98,7 @@ def load_module(
 
     from triptych.models.attention import tower
 
+    native.library()  # if it has to be built, now, not when the first item waits
     dtype = weights.activations
     with torch.device("meta"):
         module = module_class._from_config(config, attn_implementation=tower.NAME, dtype=dtype)
