@@ -3,16 +3,21 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
 
 from tests.cluster.processes import ROOT, triptych
 from tests.cluster.test_serve import picture_answer
 from triptych.demo import MODEL_DIR
+from triptych.roles.build import use_threads
 
 COMPUTES = """
 import os, psutil, torch
 from triptych.roles.compute import ComputeThread
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-ComputeThread(lambda: None).submit(lambda: torch.ones(10**6).sum()).result()
+compute = ComputeThread(lambda: None)
+compute.submit(lambda: torch.ones(10**6).sum()).result()
 print(psutil.Process().num_threads())
 """
 """A process in which one thread alone asks for others."""
@@ -35,3 +40,12 @@ def test_the_compute_thread_alone_has_others_work_with_it() -> None:
     """If the thread that loads kept a team, too, OpenMP would go to sleep between all of a step's operations."""
     more = in_a_process_that_computes(3) - in_a_process_that_computes(1)
     assert in_an_instance(3) - in_an_instance(1) == more
+
+
+def test_a_thread_keeps_its_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(use_threads, 3).result()
+        torch.set_num_threads(1)
+        assert executor.submit(torch.get_num_threads).result() == 3
+    torch.set_num_threads(before)

@@ -85,7 +85,7 @@ def test_large_scores(kernel: compiled.PagedAttention) -> None:
 
 
 def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention) -> None:
-    """Bit by bit the same whatever the chunk that a token comes in and whatever else is in the step."""
+    """Bit by bit the same whatever the chunk of several that a token comes in and whatever else is in the step."""
     shape, length = Shape(16, 8, 128, 16), 90
     case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, torch.float32, torch.device("cpu"))
     whole = kernel(case.query, case.key, case.value, *case.caches, case.batch)[:length]
@@ -105,7 +105,7 @@ def test_long_contexts(kernel: compiled.PagedAttention, shape: Shape, window: in
     """A single token's history is gone through in parts, whose bounds depend on nothing else: neither on the other
     sequences nor on how many threads there are."""
     case = make_case(shape, [1] * len(LONG), LONG, torch.float32, torch.float32, torch.device("cpu"))
-    operands, threads = (case.query, case.key, case.value), torch.get_num_threads()
+    operands = case.query, case.key, case.value
     together = kernel(*operands, *case.caches, case.batch, window)
     expected = CpuAttention(None)(*operands, *case.caches, case.batch, window)
     torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
@@ -115,7 +115,6 @@ def test_long_contexts(kernel: compiled.PagedAttention, shape: Shape, window: in
         batch = AttentionBatch([1], [length], case.batch.page_tables[part], case.batch.slots[part])
         alone = kernel(*(operand[part] for operand in operands), *case.caches, batch, window)
         torch.testing.assert_close(alone, together[part], atol=0, rtol=0)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

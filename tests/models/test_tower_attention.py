@@ -54,3 +54,25 @@ def test_what_the_kernel_is_not_made_for_goes_through_pytorch(monkeypatch: pytes
     monkeypatch.setattr(tower, "paged_attention", lambda: None)
     without, _ = tower.tower_attention(nn.Module(), query, key, value, None, **settings)
     torch.testing.assert_close(without, expected(query, key, value, 0.125), atol=2e-5, rtol=2e-5)
+
+
+def test_what_it_is_not_asked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped heads that don't go into each other, values of another size, no keys, what transformers adds one day."""
+    monkeypatch.setattr(tower, "paged_attention", lambda: pytest.fail("the kernel was asked for"))
+    query, key, value = operands(20, 4, 64)
+    settings = {"scaling": None, "is_causal": False}
+    found, _ = tower.tower_attention(nn.Module(), query, key, value[..., :16], None, **settings)
+    torch.testing.assert_close(found, expected(query, key, value[..., :16], 0.125))
+    nothing, _ = tower.tower_attention(nn.Module(), query, key[:, :, :0], value[:, :, :0], None, **settings)
+    assert nothing.shape == (1, 20, 4, 64)
+    bias = torch.randn(1, 4, 20, 20)
+    biased, _ = tower.tower_attention(nn.Module(), query, key, value, None, position_bias=bias, **settings)
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2)
+    torch.testing.assert_close(biased, wanted)
+
+
+def test_the_kernel_refuses_what_it_has_no_answer_to(kernels: ctypes.CDLL) -> None:
+    kernel = PagedAttention(kernels)
+    assert not kernel.suits(torch.zeros(5, 3, 8), torch.zeros(1, 5, 2, 8))
+    with pytest.raises(IndexError):
+        kernel.over_all(torch.zeros(3, 2, 8), torch.zeros(0, 2, 8), torch.zeros(0, 2, 8))

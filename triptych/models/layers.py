@@ -63,7 +63,7 @@ class PackedFloatLinear(Linear):
 class PackedInt8Linear(Linear):
     """W rounded to int8, a scale for each output; activations rounded to int8 as they come, a scale for each token.
 
-    Sums are integers, so what a token comes to is the same in any batch, to the bit. Only the packed copy of the weight
+    Sums are integers, so a token's product doesn't depend on its batch, to the bit. Only the packed copy of the weight
     is kept.
     """
 

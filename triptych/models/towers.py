@@ -98,7 +98,8 @@ def load_module(
 
     from triptych.models.attention import tower
 
-    native.library()  # if it has to be built, now, not when the first item waits
+    if device.type == "cpu":
+        native.library()  # if it has to be built, now, not when the first item waits
     dtype = weights.activations
     with torch.device("meta"):
         module = module_class._from_config(config, attn_implementation=tower.NAME, dtype=dtype)

@@ -160,7 +160,7 @@ def _load(
     for fabric in fabrics:
         instance.at_end(fabric.close)
     num_threads = torch.get_num_threads()
-    instance.compute.submit(torch.set_num_threads, num_threads)  # which counts for the thread that calls it
+    instance.compute.submit(use_threads, num_threads)
     with Loading(model.num_bytes(role)) as loading:
         model.checkpoint.on_read = loading.advance
         tower = _loaded("towers", instance.compute.submit(model.load_tower)) if role.encodes else None
@@ -184,6 +184,9 @@ def _load(
         dtype, width = model.weights.activations, model.family.row_width
         always = transfer.checksum == "always"
         language = LanguageParts(parts, cache, dtype, width, blocks, engine.receive_block_rows, always)
+    encoding = None
+    if tower is not None:
+        encoding = _encoding(model, tower, instance, engine, sender, num_threads=num_threads)
     return Parts(
         instance=instance,
         check_role=lambda role: check_role(model, role),
@@ -191,11 +194,15 @@ def _load(
         kv_layout=model.kv_layout,
         fabrics=fabrics,
         sender=sender,
-        make_encode_host=_encoding(model, tower, instance, engine, sender, num_threads=num_threads)
-        if tower is not None
-        else None,
+        make_encode_host=encoding,
         language=language,
     )
+
+
+def use_threads(number: int) -> None:
+    """For what the calling thread computes, whatever others set later."""
+    torch.set_num_threads(number)
+    torch.get_num_threads()  # a thread takes on the process's number once, at its first parallel operation or here
 
 
 def check_role(model: Model, role: Role) -> None:

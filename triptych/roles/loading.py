@@ -4,7 +4,6 @@ import contextlib
 import logging
 import sys
 import time
-from concurrent.futures import CancelledError
 from types import TracebackType
 
 from rich.console import Console
@@ -17,7 +16,7 @@ LINE_EVERY = 2.0
 
 
 class Loading:
-    """Of ``total`` bytes. A context manager: the bar is gone afterwards, and what loads after an exception ends."""
+    """Of ``total`` bytes. A context manager: the bar is gone afterwards."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -25,7 +24,6 @@ class Loading:
         self._next_line = time.monotonic() + LINE_EVERY
         self._bar: Progress | None = None
         self._stack = contextlib.ExitStack()
-        self._given_up = False
 
     def __enter__(self) -> "Loading":
         if sys.stderr.isatty():
@@ -38,14 +36,10 @@ class Loading:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._given_up = error is not None
         self._stack.close()
 
     def advance(self, num_bytes: int) -> None:
-        """So many more bytes are about to be taken in. Raises CancelledError when that is no longer wanted: Ctrl-C
-        interrupts the main thread, not the one that loads."""
-        if self._given_up:
-            raise CancelledError
+        """So many more bytes are about to be taken in."""
         self._loaded += num_bytes
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._loaded)

@@ -20,6 +20,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
     """Loads the role's part of the model, joins the front door at ``join`` (HOST:PORT) and serves until it is told to
     stop. Raises StartError when it can't."""
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception here wouldn't stop the thread that loads
     host, _, port = join.rpartition(":")
     try:
         front_door = endpoint(host.strip("[]"), port)

@@ -93,7 +93,7 @@ SERIES = [
     Series("transfer_sent", "transfers that were sent whole", True, _sent(lambda sent: sent.completed)),
     Series("transfer_retries", "writes that failed and were repeated", True, _sent(lambda sent: sent.retries)),
     Series("transfer_aborted", "transfers that the sender gave up", True, _sent(lambda sent: sent.aborted)),
-    Series("engine_busy_seconds", "time that the compute thread worked", True, _of_all(lambda one: one.busy_seconds)),
+    Series("engine_busy_seconds", "time spent on computing and loading", True, _of_all(lambda one: one.busy_seconds)),
     Series("engine_resident_bytes", "memory of rank 0's process", False, _of_all(lambda one: one.resident_bytes)),
     Series("engine_outstanding", "cost of the work given and not done: tokens, or the tower's multiplications", False,
            lambda lease: [("", lease.outstanding)]),

@@ -42,8 +42,10 @@ class PagedAttention:
     def suits(self, query: Tensor, cache: Tensor) -> bool:
         """Whether the kernel is made for these dtypes and shapes."""
         _, heads, dim = query.shape
+        kv_heads = cache.shape[2]
         in_float32 = query.dtype == cache.dtype == torch.float32 and query.device.type == "cpu"
-        return in_float32 and heads // cache.shape[2] <= self._max_group and dim <= self._max_dim
+        in_groups = heads % kv_heads == 0 and heads // kv_heads <= self._max_group
+        return in_float32 and in_groups and dim <= self._max_dim
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self,
@@ -61,9 +63,9 @@ class PagedAttention:
         tables = batch.paged(self._tile(query, key_cache))
         return self._attend(query, (key_cache, value_cache), new, tables, window=window or NO_WINDOW)
 
-    def over_all(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of each of ``query`` [N, heads, head_dim] to all of ``key``, ``value`` [M, kv_heads, head_dim].
-        Returns [N, heads, head_dim]. Raises MemoryError."""
+    def over_all(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of each of ``query`` [N, heads, head_dim] to all of ``key``, ``value`` [M, kv_heads, head_dim],
+        M > 0, by default scaled by ``head_dim ** -0.5``. Returns [N, heads, head_dim]. Raises MemoryError."""
         if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
             key, value = key.contiguous(), value.contiguous()
         pages = key[None], value[None]
@@ -98,7 +100,7 @@ class PagedAttention:
             *(tensor.data_ptr() for tensor in tensors), num_new, len(tables.kv_lens), len(tables.decodes),
             len(tables.tiles), len(tables.pages), heads, kv_heads, dim, num_pages, page_size, query.stride(0),
             new[0].stride(0), new[1].stride(0), caches[0].flatten(0, 1).stride(0),
-            min(window, NO_WINDOW), causal, scale or dim**-0.5,
+            min(window, NO_WINDOW), causal, dim**-0.5 if scale is None else scale,
         )  # fmt: skip
         done = self._run(step)
         if done < 0:

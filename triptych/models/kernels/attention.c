@@ -2,7 +2,8 @@
  *
  * A tile of new tokens (a chunk of a prompt) goes through its keys once, kv head by kv head; a single one (decode)
  * through a span of them, row after row with all its heads. Each keeps a running maximum and sum of the softmax
- * (Milakov and Gimelshein, arXiv:1805.02867). What a token comes to depends, bit by bit, on its own sequence alone.
+ * (Milakov and Gimelshein, arXiv:1805.02867). What a token comes to depends, bit by bit, on its own sequence, and on
+ * whether it comes alone, but not on what else is in the step.
  * Built by native.py.
  */
 #include <omp.h>
@@ -90,7 +91,7 @@ inlined void gather(float *rows, const float *cache, const int64_t *pages, int64
 
 /* Of one kv head. Rows are the lanes of a vector, so nothing is ever added up across lanes; of ROWS, so many halves. */
 inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head, const int halves) {
-    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS], rows[TILE * MAX_DIM];
+    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS], gathered[TILE * MAX_DIM];
     int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
     int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
     int64_t first = step->causal ? kv_len - query_len + first_token : kv_len - 1; /* position that the first one has */
@@ -112,11 +113,11 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
     for (int64_t start = begin; start < end; start += TILE) {
         int64_t count = least(TILE, end - start);
         for (int64_t i = 0; i < count * ROWS; i++) scores[i] = 0;
-        gather(rows, keys, pages, start, count, step);
+        gather(gathered, keys, pages, start, count, step);
         for (int64_t key = 0, some; key < count; key += some) {
             some = least(BLOCK, count - key);
             prefetch(values, pages, start + key, start + key + some, step);
-            multiply_all(scores + key * ROWS, rows + key * dim, dim, 1, queries, dim, some, halves);
+            multiply_all(scores + key * ROWS, gathered + key * dim, dim, 1, queries, dim, some, halves);
         }
         int partly = start + count - 1 > first || start <= last - step->window;
         for (int half = 0; half < halves; half++) {
@@ -140,12 +141,12 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
                 totals[half] += *score;
             }
         }
-        gather(rows, values, pages, start, count, step);
+        gather(gathered, values, pages, start, count, step);
         int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
         for (int64_t i = 0, some; i < dim; i += some) {
             some = least(BLOCK, dim - i);
             prefetch(keys, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, step);
-            multiply_all(sums + i * ROWS, rows + i, 1, dim, scores, count, some, halves);
+            multiply_all(sums + i * ROWS, gathered + i, 1, dim, scores, count, some, halves);
         }
     }
     for (int row = 0; row < tokens * group; row++) {
@@ -218,7 +219,7 @@ inlined void add_values(float *sums, float scores[][TILE], const Step *step, con
     for (int64_t key = 0; key < count; key += AHEAD) {
         const float *rows[AHEAD], *later[AHEAD];
         for (int64_t i = 0; i < AHEAD; i++) {
-            /* rows after the last repeat it, and weigh nothing */
+            /* rows after the last repeat it, and weigh next to nothing */
             rows[i] = row_of(values, pages, start + least(key + i, count - 1), step);
             later[i] = row_of(values, pages, least(start + key + i + AHEAD, span->end - 1), step);
         }
@@ -257,6 +258,7 @@ inlined void attend_span(const Step *step, const Span *span, Parts parts, int64_
 }
 
 static int within(const Step *step) {
+    if (step->page_size < 1) return 0;
     for (int64_t token = 0; token < step->num_tokens; token++)
         if (step->slots[token] < 0 || step->slots[token] >= step->num_pages * step->page_size) return 0;
     for (int64_t sequence = 0; sequence < step->num_sequences; sequence++) {
@@ -353,12 +355,12 @@ static void attend(const Step *step, const Span *spans, int64_t num_spans, Parts
  * cache doesn't have, or a page table that is too short, and -1 if there is no memory. */
 int paged_attention(const Step *step) {
     if (!within(step)) return 0;
-    int64_t num_spans = find_spans(step, NULL), rows = num_spans * step->heads;
-    Span *spans = malloc(num_spans * sizeof(Span) + rows * (step->dim + 2) * sizeof(float) + 1);
+    int64_t num_spans = find_spans(step, NULL), parts = num_spans * step->heads;
+    Span *spans = malloc(num_spans * sizeof(Span) + parts * (step->dim + 2) * sizeof(float) + 1);
     if (!spans) return -1;
     float *numbers = (float *)(spans + num_spans);
     find_spans(step, spans);
-    attend(step, spans, num_spans, (Parts){numbers, numbers + rows, numbers + 2 * rows});
+    attend(step, spans, num_spans, (Parts){numbers, numbers + parts, numbers + 2 * parts});
     free(spans);
     return 1;
 }

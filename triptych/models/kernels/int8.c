@@ -82,8 +82,9 @@ inlined void round_row(const Step *step, int64_t token) {
         total += whole - ROUNDING;
         memcpy(to + i, &low, least(LANES, step->depth - i));
     }
-    step->row_scales[token] = maximum / 127.0f + sum_of(strange);
-    step->row_starts[token] = UNSIGNED ? -UNSIGNED * (int32_t)sum_of(total) : 0;
+    float odd = sum_of(strange);
+    step->row_scales[token] = maximum / 127.0f + odd;
+    step->row_starts[token] = odd == 0 ? -UNSIGNED * (int32_t)sum_of(total) : 0;
 }
 
 /* What ``count`` tokens come to for a panel's outputs. The last of them may not exist: nothing of theirs is kept. */
