@@ -86,7 +86,8 @@ class StruckFabric(FaultyFabric):
 
     def let_go(self) -> None:
         self.holding = False
-        for write in self._held:
+        held, self._held = self._held, []
+        for write in held:
             write.land()
 
     def _draw(self) -> str | None:
