@@ -36,7 +36,7 @@ class PagedAttention:
         self._run = library.paged_attention
         self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], ctypes.c_int
         self._rows, self._max_group, self._max_dim = (
-            ctypes.c_int.in_dll(library, name).value for name in ("rows", "max_group", "max_dim")
+            ctypes.c_int.in_dll(library, f"attention_{name}").value for name in ("rows", "group", "dim")
         )
 
     def suits(self, query: Tensor, cache: Tensor) -> bool:

@@ -22,7 +22,7 @@
 #define TILE 64           /* keys scored before their values are added up */
 #define LINE 16           /* floats that memory is read by */
 
-const int max_group = MAX_GROUP, max_dim = MAX_DIM, rows = ROWS;
+const int attention_group = MAX_GROUP, attention_dim = MAX_DIM, attention_rows = ROWS;
 
 /* A step of S sequences and T new tokens, and one layer's operands. ``PagedTables`` says what the int64 fields are. */
 typedef struct {
