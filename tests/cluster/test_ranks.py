@@ -15,6 +15,11 @@ from tests.cluster.test_serve import FAST, one_line_error, picture_answer
 TWO_RANKS = (*FAST, "--topology", "1EPD", "--tensor-parallel-size", "2")
 
 
+def ranks(command: Command) -> list[psutil.Process]:
+    """All instances' processes; beside them are those that decode media."""
+    return [child for child in command.descendants if "triptych.sandbox.child" not in child.cmdline()]
+
+
 def worker(command: Command) -> psutil.Process:
     """Rank 1, once it runs."""
     found: list[psutil.Process] = []
@@ -32,8 +37,7 @@ def test_a_rank_that_is_killed_ends_the_service(folder: Path) -> None:
     with triptych("serve", folder, *TWO_RANKS) as command:
         url = command.wait_until_ready()
         assert picture_answer(url, "tiny")
-        ranks = [child for child in command.descendants if "triptych.sandbox.child" not in child.cmdline()]
-        assert len(ranks) == 2
+        assert len(ranks(command)) == 2
         with stream_of(url, "tiny", 4000) as lines:
             killed = worker(command)
             killed.kill()
@@ -52,7 +56,7 @@ def test_each_role_has_its_own_number_of_ranks(folder: Path) -> None:
     with triptych("serve", folder, *arguments) as command:
         url = command.wait_until_ready()
         assert picture_answer(url, "tiny")
-        assert len(command.descendants) == 3
+        assert len(ranks(command)) == 3
         assert worker(command).parent() == command.child("d0")
 
 
