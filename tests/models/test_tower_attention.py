@@ -56,8 +56,8 @@ def test_what_the_kernel_is_not_made_for_goes_through_pytorch(monkeypatch: pytes
     torch.testing.assert_close(without, expected(query, key, value, 0.125), atol=2e-5, rtol=2e-5)
 
 
-def test_what_it_is_not_asked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped heads that don't go into each other, values of another size, no keys, what transformers adds one day."""
+def test_the_kernel_is_not_asked_for_what_it_has_no_operands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of another size than keys, no keys at all, settings beyond those it knows."""
     monkeypatch.setattr(tower, "paged_attention", lambda: pytest.fail("the kernel was asked for"))
     query, key, value = operands(20, 4, 64)
     settings = {"scaling": None, "is_causal": False}
