@@ -10,19 +10,16 @@ decoder's, a layer of the tower's over one picture.
 """
 
 import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from bench.language_limits import decoder_config
+from bench.measuring import medians_in_turns, report
 from triptych.bench.transfer import machine
 from triptych.models.attention.base import AttentionBatch, KVTensors, pages_needed
 from triptych.models.attention.compiled import PagedAttention, paged_attention
@@ -79,11 +76,8 @@ def seconds_per_layer(
         for keys, values in zip(caches.keys, caches.values, strict=True):
             attend(*packed, keys, values, batch)
 
-    found: dict[str, list[float]] = {name: [] for name in backends}
-    for _ in range(1 + rounds):
-        for name, attend in backends.items():
-            found[name].append(_timed(all_layers, attend) / num_layers)
-    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
+    seconds = medians_in_turns({name: partial(all_layers, attend) for name, attend in backends.items()}, rounds)
+    return {name: one / num_layers for name, one in seconds.items()}
 
 
 def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> dict[str, dict[str, float]]:
@@ -93,15 +87,11 @@ def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> 
     packed = torch.randn(3, tokens, heads, dim)
     query, key, value = packed.unbind()
     by_heads = [tensor.transpose(0, 1)[None] for tensor in packed]
-    ways: dict[str, Callable[[], Tensor]] = {
-        "compiled": lambda: kernel.over_all(query, key, value, dim**-0.5),
+    ways = {
+        "compiled": lambda: kernel.over_all(query, key, value),
         "PyTorch": lambda: F.scaled_dot_product_attention(*by_heads),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(1 + 5 * rounds):
-        for name, way in ways.items():
-            found[name].append(_timed(way))
-    seconds = {name: statistics.median(taken[1:]) for name, taken in found.items()}
+    seconds = medians_in_turns(ways, 5 * rounds)
     flop = 4 * tokens**2 * heads * dim
     return {
         "ms": {name: round(1e3 * one, 3) for name, one in seconds.items()},
@@ -112,12 +102,6 @@ def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> 
 def bytes_read(step: Step, decoder: DecoderConfig) -> int:
     """Of a layer's keys and values, if each is read once."""
     return step.sequences * step.kv_len * 2 * decoder.num_kv_heads * decoder.head_dim * torch.float32.itemsize
-
-
-def _timed(work: Callable[..., object], *operands: object) -> float:
-    began = time.perf_counter()
-    work(*operands)
-    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -150,10 +134,7 @@ def main() -> None:
         },
         "tower": tower,
     }
-    shown = json.dumps(found, indent=1)
-    print(shown)
-    if options.out:
-        options.out.write_text(shown + "\n")
+    report(found, options.out)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,6 @@ no compiler, and by themselves.
 """
 
 import argparse
-import json
-import statistics
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.language_limits import best_of, decoder_shapes
+from bench.language_limits import decoder_shapes
+from bench.measuring import median_seconds, medians_in_turns, report
 from triptych.bench.transfer import machine
 from triptych.models import native
 from triptych.models.int8 import CompiledProduct, OneDnnProduct, Product
@@ -49,8 +47,7 @@ def onednn_alone(weight: Tensor, scales: Tensor, zeros: Tensor) -> Product:
 
 
 def layer_ms(kernels: dict[str, Kernel], shapes: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
-    """By kernel and number of tokens, for a layer of such linear layers [outputs, inputs]: the median of several
-    rounds, in each of which the kernels take turns, because a machine's memory isn't equally fast all the time."""
+    """By kernel and number of tokens, for a layer of such linear layers [outputs, inputs]."""
     num_layers = READ_BYTES // sum(outputs * inputs for outputs, inputs in shapes)
     weights = [torch.randint(-127, 128, shape, dtype=torch.int8) for shape in shapes * num_layers]
     layers = {
@@ -59,10 +56,9 @@ def layer_ms(kernels: dict[str, Kernel], shapes: list[tuple[int, int]]) -> dict[
     found: dict[str, dict[str, float]] = {name: {} for name in kernels}
     for tokens in TOKENS:
         activations = {inputs: torch.randn(tokens, inputs) for _, inputs in shapes}
-        rounds = [{name: seconds(layers[name], activations) for name in kernels} for _ in range(1 + ROUNDS)]
-        for name in kernels:
-            median = statistics.median(one[name] for one in rounds[1:])
-            found[name][str(tokens)] = round(1e3 * median / num_layers, 2)
+        ways = {name: partial(multiply_all, layers[name], activations) for name in kernels}
+        for name, seconds in medians_in_turns(ways, ROUNDS).items():
+            found[name][str(tokens)] = round(1e3 * seconds / num_layers, 2)
     return found
 
 
@@ -70,11 +66,9 @@ def packed(kernel: Kernel, weight: Tensor) -> Product:
     return kernel(weight, torch.rand(len(weight)), torch.zeros(len(weight)))
 
 
-def seconds(layers: list[tuple[int, Product]], activations: dict[int, Tensor]) -> float:
-    began = time.perf_counter()
+def multiply_all(layers: list[tuple[int, Product]], activations: dict[int, Tensor]) -> None:
     for inputs, product in layers:
         product(activations[inputs])
-    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -94,7 +88,7 @@ def main() -> None:
         kernels["ours"] = partial(CompiledProduct, library)
     with torch.inference_mode():
         weights = torch.randn(READ_BYTES // 4)
-        read = best_of(weights.sum, 9)
+        read = median_seconds(weights.sum, 9)
         found = {
             "machine": machine(),
             "options": {"model": str(options.model), "threads": options.threads},
@@ -102,10 +96,7 @@ def main() -> None:
             "read_gb_per_s": round(READ_BYTES / read / 1e9, 1),
             "layer_ms": layer_ms(kernels, shapes),
         }
-    shown = json.dumps(found, indent=1)
-    print(shown)
-    if options.out:
-        options.out.write_text(shown + "\n")
+    report(found, options.out)
 
 
 if __name__ == "__main__":

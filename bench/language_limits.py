@@ -1,16 +1,14 @@
 """What bounds the language engine on this machine: how fast it reads memory, and how fast it multiplies matrices of a
 model's own shapes."""
 
-import statistics
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from bench.measuring import median_seconds
 from bench.serve import Load
 from triptych.families.registry import family_of, resolve
 from triptych.models.config_files import load_config
@@ -25,7 +23,7 @@ def limits(folder: Path, load: Load, prompt_tokens: int, threads: int) -> dict[s
     prefilling one such request. Attention isn't counted."""
     torch.set_num_threads(threads)
     memory = torch.ones(READ_BYTES // 4)
-    read = best_of(memory.sum, 7)
+    read = median_seconds(memory.sum, 7)
     products = request_products(folder, load, prompt_tokens)
     seconds = sum(count * _linear(*shape) for shape, count in products.items())
     return {"read_gb_per_s": round(READ_BYTES / read / 1e9, 2), "request_linear_ms": round(1e3 * seconds, 1)}
@@ -57,20 +55,9 @@ def decoder_elements(folder: Path) -> int:
     return layer * decoder.num_layers + decoder.vocab_size * decoder.hidden_size
 
 
-def best_of(work: Callable[[], Any], times: int) -> float:
-    """Seconds, the median of so many runs after the first."""
-    work()
-    found = []
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
-
-
 def _linear(rows: int, out: int, inner: int) -> float:
     weight, tokens = torch.randn(out, inner), torch.randn(rows, inner)
-    return best_of(lambda: F.linear(tokens, weight), 3)
+    return median_seconds(lambda: F.linear(tokens, weight), 3)
 
 
 def decoder_config(folder: Path) -> DecoderConfig:

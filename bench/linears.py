@@ -9,7 +9,6 @@ float32 is what each format stands beside.
 """
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.language_limits import best_of, decoder_shapes
+from bench.language_limits import decoder_shapes
+from bench.measuring import median_seconds, report
 from triptych.bench.transfer import machine
 from triptych.families.base import TowerInput
 from triptych.families.registry import family_of, resolve
@@ -49,7 +49,7 @@ def read_rates(shape: tuple[int, int], tokens: int) -> dict[str, float]:
 
 
 def _seconds(layers: list[Any], activations: Tensor) -> float:
-    return best_of(lambda: [layer(activations) for layer in layers], 7)
+    return median_seconds(lambda: [layer(activations) for layer in layers], 7)
 
 
 def encode_ms(folder: Path) -> dict[str, float]:
@@ -63,13 +63,13 @@ def encode_ms(folder: Path) -> dict[str, float]:
     image = TowerInput(patches=patches, grid=grid, name="image")
     formats = {"F.linear": PlainFormat(torch.float32), "fp16": FORMATS["fp16"], "float32": FORMATS["float32"]}
     towers = {name: family.load_tower(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
-    return {name: round(1e3 * best_of(partial(tower.encode, [image]), 7), 1) for name, tower in towers.items()}
+    return {name: round(1e3 * median_seconds(partial(tower.encode, [image]), 7), 1) for name, tower in towers.items()}
 
 
 def likeliest_ms(rows: int, vocabulary: int) -> dict[str, float]:
     logits = torch.randn(rows, vocabulary)
     searches = {"ours": partial(likeliest, logits), "torch": partial(logits.argmax, dim=-1)}
-    return {name: round(1e3 * best_of(search, 30), 3) for name, search in searches.items()}
+    return {name: round(1e3 * median_seconds(search, 30), 3) for name, search in searches.items()}
 
 
 def main() -> None:
@@ -92,10 +92,7 @@ def main() -> None:
             "encode_ms": encode_ms(options.model),
             "likeliest_of_8_rows_ms": likeliest_ms(8, load_config(options.model)["text_config"]["vocab_size"]),
         }
-    shown = json.dumps(found, indent=1)
-    print(shown)
-    if options.out:
-        options.out.write_text(shown + "\n")
+    report(found, options.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from the process's beginning until then. A new process of the same model: the fi
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.measuring import report
 from triptych.bench.transfer import machine
 from triptych.cli.flags import model_folder
 from triptych.cluster.operator import Operator
@@ -106,10 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = {name: str(value) for name, value in vars(options).items() if name != "out"}
     result = {"machine": machine(), "options": settings} | asyncio.run(run(options))
-    shown = json.dumps(result, indent=1, ensure_ascii=False)
-    print(shown)
-    if options.out:
-        options.out.write_text(shown + "\n")
+    report(result, options.out)
 
 
 if __name__ == "__main__":
