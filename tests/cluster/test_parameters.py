@@ -16,7 +16,8 @@ from tests.checkpoints import DENSE
 from tests.harness import FLOAT32, running
 from triptych.config import EngineConfig
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.layers import PackedFloatLinear, PackedHalfLinear
+from triptych.models.float_product import CompiledProduct
+from triptych.models.layers import PackedLinear
 from triptych.models.safetensors_header import TensorInfo
 
 _FOREIGN = (type, ModuleType, FunctionType)
@@ -54,11 +55,12 @@ def weight_elements(host: Any) -> tuple[int, list[torch.Tensor]]:
 
 def _unpacked(module: torch.nn.Module) -> list[torch.Tensor]:
     """A packed layer's weight and bias."""
-    if isinstance(module, PackedHalfLinear):
-        return [tensor for tensor in module._packed.unpack() if tensor is not None]
-    if isinstance(module, PackedFloatLinear):
-        return [module._packed.to_dense(), *([] if module._bias is None else [module._bias])]
-    return []
+    if not isinstance(module, PackedLinear):
+        return []
+    product = module.product
+    assert isinstance(product, CompiledProduct), "the tests run where there is a compiler"
+    weight = product._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: product.outputs, : product.inputs]
+    return [weight, *([] if product._bias is None else [product._bias])]
 
 
 def elements(tensors: dict[str, TensorInfo], tower: bool) -> int:

@@ -19,12 +19,12 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 from triptych.config import DTYPES, QUANTIZATIONS, EngineConfig
 from triptych.errors import CheckpointError, ConfigError
 from triptych.models.decoder_config import RopeConfig
+from triptych.models.float_product import half_product
 from triptych.models.layers import (
     QUANTIZED_FORMATS,
     WEIGHT_FORMATS,
-    PackedFloatLinear,
-    PackedHalfLinear,
-    PackedInt8Linear,
+    PackedFormat,
+    PackedLinear,
     PlainFormat,
     PlainLinear,
     RMSNorm,
@@ -56,19 +56,20 @@ def test_int8_weights_are_close_and_a_quarter_of_the_bytes() -> None:
     weight, bias, activations = torch.randn(256, 512) / 16, torch.randn(256), torch.randn(7, 512)
     weight[3] = 0  # a row without a scale
     linear = QUANTIZED_FORMATS["int8"].linear(weight, bias, CPU)
-    assert isinstance(linear, PackedInt8Linear)
+    assert isinstance(linear, PackedLinear)
     expected = F.linear(activations, weight, bias)
     error = (linear(activations) - expected).norm() / expected.norm()
     assert 1e-4 < error < 0.03
     assert not list(linear.parameters())
-    assert isinstance(QUANTIZED_FORMATS["int8"].unquantized(weight, None, CPU), PackedHalfLinear)
+    fine = QUANTIZED_FORMATS["int8"].unquantized(weight, None, CPU)
+    assert torch.equal(fine(activations), WEIGHT_FORMATS["float16"].linear(weight, None, CPU)(activations))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_packed_in_float32(rows: int) -> None:
     weight, bias, activations = torch.randn(48, 40), torch.randn(48), torch.randn(rows, 40)
     linear = WEIGHT_FORMATS["float32"].linear(weight, bias, CPU)
-    assert isinstance(linear, PackedFloatLinear)
+    assert isinstance(linear, PackedLinear)
     torch.testing.assert_close(linear(activations), F.linear(activations, weight, bias), atol=1e-5, rtol=1e-5)
     assert not list(linear.parameters())
 
@@ -97,7 +98,8 @@ def test_every_dtype_that_can_be_asked_for_has_a_format() -> None:
 def test_float16_is_packed_weights_and_fp32_activations(dtype: str) -> None:
     """As ``--help`` says."""
     weights = WEIGHT_FORMATS[dtype]
-    assert isinstance(weights.linear(torch.randn(4, 3), None, CPU), PackedHalfLinear)
+    assert isinstance(weights, PackedFormat)
+    assert weights.layer is weights.fine is half_product
     assert weights.activations == torch.float32
     (dtype_setting,) = [item for item in fields(EngineConfig) if item.name == "dtype"]
     assert "float16: weights in fp16, packed, but activations and sums in fp32" in dtype_setting.metadata["help"]

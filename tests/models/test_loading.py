@@ -19,7 +19,7 @@ from triptych.errors import CheckpointError, PlanMismatch
 from triptych.families.base import TowerInput
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder
-from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear, PlainFormat, WeightFormat
+from triptych.models.layers import WEIGHT_FORMATS, PackedLinear, PlainFormat, WeightFormat
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, l
 
 def test_packed_decoder_keeps_packed_weights_only(checkpoint_folder: Callable[..., Path]) -> None:
     decoder = load_decoder(checkpoint_folder(), WEIGHT_FORMATS["float16"])
-    packed = [module for module in decoder.modules() if isinstance(module, PackedHalfLinear)]
+    packed = [module for module in decoder.modules() if isinstance(module, PackedLinear)]
     assert len(packed) == 4 * DENSE.layers + 1
     assert {
         name for name, parameter in decoder.named_parameters() if parameter.dim() == 2 and "qk_norm" not in name

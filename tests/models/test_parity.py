@@ -25,7 +25,7 @@ from tests.models.driving import (
 from triptych.families.base import TowerInput
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder
-from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear
+from triptych.models.layers import WEIGHT_FORMATS, PackedLinear
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
@@ -192,7 +192,7 @@ def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
     """Rounded to fp16 where a linear layer is, and nothing of its fp32 weights kept."""
     model = models()
     tower = model.family.load_tower(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
-    assert any(isinstance(module, PackedHalfLinear) for module in tower.module.modules())
+    assert any(isinstance(module, PackedLinear) for module in tower.module.modules())
     assert not any(isinstance(module, nn.Linear) for module in tower.module.modules())
     rows = torch.cat(tower.encode(IMAGES))
     assert rows.dtype == torch.float32

@@ -32,7 +32,7 @@ from triptych.language.group import CacheSize, agree_on_size, gather_memory
 from triptych.messages.channel import Channel
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder
-from triptych.models.layers import WEIGHT_FORMATS, PackedHalfLinear, PlainLinear
+from triptych.models.layers import WEIGHT_FORMATS, PackedLinear, PlainLinear
 from triptych.models.parallel import SINGLE_RANK, Dimension, Group, SingleRank
 from triptych.roles.build import Model, build_instance
 from triptych.roles.ranks import ChildRanks
@@ -259,10 +259,10 @@ def test_only_rank_0_adds_the_output_bias(tmp_path: Path) -> None:
 
 def test_packed_weights_are_a_shards(tmp_path: Path) -> None:
     decoder = load(make_checkpoint(tmp_path), Rank(1), replace(FP32, dtype="auto"))
-    packed = [m._packed.unpack()[0] for m in decoder.layers[0].modules() if isinstance(m, PackedHalfLinear)]
+    products = [module.product for module in decoder.layers[0].modules() if isinstance(module, PackedLinear)]
     hidden = DENSE.hidden
     expected = [(64, hidden), (hidden, 32), (96, hidden), (hidden, 48)]  # half of q, k, v; o; gate, up; down
-    assert [tuple(weight.shape) for weight in packed] == expected
+    assert [(product.outputs, product.inputs) for product in products] == expected
 
 
 def test_one_rank_has_nothing_around_its_modules(tmp_path: Path) -> None:

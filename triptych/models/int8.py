@@ -2,14 +2,13 @@
 kernel where there is one, else by oneDNN."""
 
 import ctypes
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from triptych.errors import ConfigError
 from triptych.models import native
+from triptych.models.products import Product, in_panels
 
 LINE = 64
 """Bytes between rows, so that equal places of several don't push each other out of the processor's first cache."""
@@ -17,9 +16,6 @@ SMALLEST = 1e-30
 """What a token's largest activation is taken for, at least; in the kernel, too."""
 MAX_INPUTS = 2**16
 """So many products of 8 bits fit in 32, offsets included."""
-
-Product = Callable[[Tensor], Tensor]
-"""float32 activations [T, in] to [T, out]."""
 
 
 class Step(ctypes.Structure):
@@ -38,26 +34,25 @@ class CompiledProduct:
     def __init__(self, library: ctypes.CDLL, weight: Tensor, scales: Tensor, bias: Tensor) -> None:
         self._run = library.int8_linear
         self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], None
-        self._outputs, self._inputs = weight.shape
+        self.outputs, self.inputs = weight.shape
         panel, self._room = (ctypes.c_int.in_dll(library, name).value for name in ("int8_outputs", "int8_tokens"))
-        full = F.pad(weight, (0, -self._inputs % 4, 0, -self._outputs % panel))
-        self._depth = full.shape[1]
-        self._panels = full.unflatten(1, (-1, 4)).unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
+        self._panels = in_panels(weight, panel, 4, torch.int8)
+        self._depth = 4 * self._panels.shape[1]
         self._scales, self._bias = scales.contiguous(), bias.contiguous()
 
     def __call__(self, activations: Tensor) -> Tensor:
         """Raises ValueError for activations of another width."""
         num_tokens, inputs = activations.shape
-        if inputs != self._inputs:
-            raise ValueError(f"{inputs} inputs for a layer of {self._inputs}")
+        if inputs != self.inputs:
+            raise ValueError(f"{inputs} inputs for a layer of {self.inputs}")
         activations = activations.float().contiguous()
-        output = activations.new_empty((num_tokens, self._outputs))
+        output = activations.new_empty((num_tokens, self.outputs))
         stride = self._depth + LINE
         rows = torch.empty((num_tokens + self._room) * stride, dtype=torch.int8)
         of_rows = torch.empty((2, num_tokens), dtype=torch.int32)
         tensors = (activations, self._panels, self._scales, self._bias, output, rows, *of_rows)
         pointers = (tensor.data_ptr() for tensor in tensors)
-        self._run(Step(*pointers, num_tokens, inputs, self._outputs, self._depth, stride))
+        self._run(Step(*pointers, num_tokens, inputs, self.outputs, self._depth, stride))
         return output
 
 

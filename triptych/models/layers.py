@@ -1,5 +1,6 @@
 """Linear layers in several weight formats, and the norm. Weights come in from a checkpoint; nothing trains here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,8 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.errors import ConfigError
+from triptych.models.float_product import float_product, half_product
 from triptych.models.int8 import int8_product
 from triptych.models.pointwise import rms_norm
+from triptych.models.products import Product
+
+Pack = Callable[[Tensor, Tensor | None], Product]
+"""Packs a weight [out, in] and a bias [out]."""
 
 
 class Linear(nn.Module):
@@ -31,48 +37,15 @@ class PlainLinear(Linear):
         return F.linear(activations, self.weight, self.bias)
 
 
-class PackedHalfLinear(Linear):
-    """W rounded to fp16 and laid out for FBGEMM's kernel, which widens it in registers; activations and sums in fp32.
+class PackedLinear(Linear):
+    """W packed for a kernel of its own, and fp32 activations; only the packed copy is kept."""
 
-    A single token's step is bound by reading W, so half the bytes is about twice the speed; the error is W's rounding,
-    2**-11. Values beyond ±65504 saturate. Only the packed copy of the weight is kept.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, product: Product) -> None:
         super().__init__()
-        bias = None if bias is None else bias.float()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), bias)
+        self.product = product
 
     def forward(self, activations: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic_fp16(activations, self._packed)
-
-
-class PackedFloatLinear(Linear):
-    """W in fp32 as it is, laid out for oneDNN's kernels, which read it faster than ``F.linear`` reads W, the more so
-    for several tokens. Only the packed copy of the weight is kept."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous())
-        self._bias = None if bias is None else bias.float()
-
-    def forward(self, activations: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(activations, self._packed, self._bias, "none", [], "")
-
-
-class PackedInt8Linear(Linear):
-    """W rounded to int8, a scale for each output; activations rounded to int8 as they come, a scale for each token.
-
-    Sums are integers, so a token's product doesn't depend on its batch, to the bit. Only the packed copy of the weight
-    is kept.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self._product = int8_product(weight, bias)
-
-    def forward(self, activations: Tensor) -> Tensor:
-        return self._product(activations)
+        return self.product(activations)
 
 
 class WeightFormat(Protocol):
@@ -104,24 +77,21 @@ class PlainFormat:
         return self.linear(weight, bias, device)
 
 
-PackedLinear = type[PackedHalfLinear | PackedFloatLinear | PackedInt8Linear]
-
-
 @dataclass(frozen=True)
 class PackedFormat:
     """Weights packed for kernels of their own, and fp32 activations; CPUs only. ``fine`` is what isn't quantized."""
 
-    layer: PackedLinear
-    fine: PackedLinear
+    layer: Pack
+    fine: Pack
     activations: torch.dtype = torch.float32
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
-        return self.layer(weight, bias)
+        return PackedLinear(self.layer(weight, bias))
 
     def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
-        return self.fine(weight, bias)
+        return PackedLinear(self.fine(weight, bias))
 
 
 def _check_cpu(device: torch.device) -> None:
@@ -129,16 +99,14 @@ def _check_cpu(device: torch.device) -> None:
         raise ConfigError(f"packed weights are for CPUs only, not for {device}")
 
 
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()
-
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    "auto": PackedFormat(PackedHalfLinear, PackedHalfLinear),
-    "float32": PackedFormat(PackedFloatLinear, PackedFloatLinear) if _HAS_ONEDNN else PlainFormat(torch.float32),
-    "float16": PackedFormat(PackedHalfLinear, PackedHalfLinear),
+    "auto": PackedFormat(half_product, half_product),
+    "float32": PackedFormat(float_product, float_product),
+    "float16": PackedFormat(half_product, half_product),
     "bfloat16": PlainFormat(torch.bfloat16),
 }
 """What each of ``triptych.config.DTYPES`` means on a CPU."""
-QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(PackedInt8Linear, PackedHalfLinear)}
+QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(int8_product, half_product)}
 """The same for ``triptych.config.QUANTIZATIONS``, but for "none"."""
 CUDA_FORMATS: dict[str, WeightFormat] = {
     name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")
