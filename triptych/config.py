@@ -90,6 +90,11 @@ class EngineConfig:
     kv_cache_tokens: int = setting(
         0, "tokens that the KV cache of one language instance holds; 0 takes as many as --kv-memory has room for"
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "float16, bfloat16 or float32: what keys and values are rounded to; auto: what weights are (float16 with "
+        "--quantization int8; on GPUs what activations are, and nothing else)",
+    )
     enable_prefix_caching: bool = setting(True, "start requests with what the KV cache knows of their prefixes")
     receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool")
     receive_blocks: int = setting(64, "blocks in the receive pool of one language instance")
@@ -109,6 +114,8 @@ class EngineConfig:
             raise ConfigError(f"--device {self.device} is not one of auto, cpu, cuda, cuda:N")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in DTYPES:
+            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not one of {', '.join(DTYPES)}")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"--quantization {self.quantization} is not one of {', '.join(QUANTIZATIONS)}")
         if self.quantization != "none" and self.dtype != "auto":

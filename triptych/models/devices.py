@@ -1,11 +1,12 @@
-"""What differs between CPUs and GPUs: which there are, which weight formats and attention they have, their memory."""
+"""What differs between CPUs and GPUs: which there are, which weight formats, KV caches and attention they have, their
+memory."""
 
 from collections import Counter
 from collections.abc import Mapping
 
 import torch
 
-from triptych.config import EngineConfig
+from triptych.config import DTYPES, EngineConfig
 from triptych.errors import ConfigError, StartError
 from triptych.models.attention.base import AttentionBackend
 from triptych.models.attention.compiled import paged_attention
@@ -16,6 +17,7 @@ from triptych.models.safetensors_header import TensorInfo
 from triptych.observe.machine import available_bytes, resident_bytes
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_KV_DTYPES = {name: getattr(torch, "float16" if name == "auto" else name) for name in DTYPES}
 
 
 def find_device(name: str) -> torch.device:
@@ -51,6 +53,26 @@ def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[s
     if engine.quantization != "none":
         raise ConfigError(f"--quantization {engine.quantization} is for CPUs only; this instance runs on {device}")
     return CUDA_FORMATS[engine.dtype if engine.dtype != "auto" else stored_dtype(tensors)]
+
+
+def kv_dtype(engine: EngineConfig, device: torch.device, weights: WeightFormat) -> torch.dtype:
+    """The dtype of the KV cache that the settings mean on a device: by default that of weights on CPUs, float16 for
+    int8, and that of activations on GPUs. Raises ConfigError for one that the device doesn't have."""
+    if device.type == "cpu":
+        name = engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
+        return _KV_DTYPES[name]
+    named = engine.kv_cache_dtype
+    if named != "auto" and _KV_DTYPES[named] != weights.activations:
+        raise ConfigError(
+            f"--kv-cache-dtype {named}: on {device} the KV cache has the dtype of activations, "
+            f"{dtype_name(weights.activations)}"
+        )
+    return weights.activations
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:

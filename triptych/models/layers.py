@@ -53,7 +53,7 @@ class WeightFormat(Protocol):
 
     @property
     def activations(self) -> torch.dtype:
-        """The dtype of activations, norms and (unless told otherwise) the KV cache."""
+        """The dtype of activations and norms."""
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         """A layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for a device it can't use."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from triptych.models.rounding import rounded
+
 Product = Callable[[Tensor], Tensor]
 """``x W^T + b``: float32 activations [T, in] to [T, out]."""
 
@@ -15,15 +17,11 @@ AT_ONCE = 2**19
 
 def in_panels(weight: Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     """``weight`` [N, K] as the compiled kernels read it, in panels of so many outputs:
-    [ceil(N / outputs), ceil(K / inputs), outputs, inputs] in ``dtype``; zeros fill it up. What fp16 doesn't hold
-    becomes the largest that it does."""
+    [ceil(N / outputs), ceil(K / inputs), outputs, inputs], ``rounded`` to ``dtype``; zeros fill it up."""
     num_outputs, num_inputs = weight.shape
     panels = torch.empty((-(-num_outputs // outputs), -(-num_inputs // inputs), outputs, inputs), dtype=dtype)
     together = max(1, AT_ONCE // max(1, outputs * num_inputs))
-    largest = torch.finfo(torch.float16).max
     for some, rows in zip(panels.split(together), weight.split(together * outputs), strict=True):
-        if dtype == torch.float16 != rows.dtype:
-            rows = rows.float().clamp(-largest, largest)  # noqa: PLW2901
-        full = F.pad(rows.to(dtype), (0, -num_inputs % inputs, 0, -len(rows) % outputs))
+        full = F.pad(rounded(rows, dtype), (0, -num_inputs % inputs, 0, -len(rows) % outputs))
         some.copy_(full.unflatten(1, (-1, inputs)).unflatten(0, (-1, outputs)).transpose(1, 2))
     return panels

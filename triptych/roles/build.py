@@ -29,7 +29,7 @@ from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.models.decoder import Decoder
-from triptych.models.devices import check_ranks, find_device, weight_format
+from triptych.models.devices import check_ranks, dtype_name, find_device, kv_dtype, weight_format
 from triptych.models.fingerprint import fingerprint
 from triptych.models.parallel import Group, rank_device
 from triptych.models.pinned import to_host
@@ -66,6 +66,7 @@ class Model:
         self.family: TowerFamily = resolve(self.files.tower)(self.config)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
+        self.kv_dtype = kv_dtype(engine, self.device, self.weights)
         self.page_size = engine.page_size
         self.fingerprint = fingerprint(checkpoint.folder)
 
@@ -87,7 +88,7 @@ class Model:
             group,
             num_pages=num_pages,
             page_size=self.page_size,
-            dtype=self.weights.activations,
+            dtype=self.kv_dtype,
             device=rank_device(self.device, group.rank),
             path=path,
         )
@@ -96,15 +97,14 @@ class Model:
     def row_layout(self) -> RowLayout:
         """Rows have the dtype that the decoder computes in, so that nothing is converted on the way."""
         dtype, width = self.weights.activations, self.family.row_width
-        return RowLayout(self.fingerprint, str(dtype).removeprefix("torch."), width, width * dtype.itemsize)
+        return RowLayout(self.fingerprint, dtype_name(dtype), width, width * dtype.itemsize)
 
     @property
     def kv_layout(self) -> RowLayout:
         """One token's keys, or its values, in one layer, as the KV cache has them."""
-        dtype, config = self.weights.activations, self.family.decoder_config
+        dtype, config = self.kv_dtype, self.family.decoder_config
         width = config.num_kv_heads * config.head_dim
-        name = str(dtype).removeprefix("torch.")
-        return RowLayout(self.fingerprint, name, width, width * dtype.itemsize, RowKind.KV)
+        return RowLayout(self.fingerprint, dtype_name(dtype), width, width * dtype.itemsize, RowKind.KV)
 
 
 def build_instance(
@@ -293,7 +293,7 @@ def _engine(
         memory = gather_memory(group, device)
     size = kv_size(
         engine,
-        token_bytes=(whole if device.type == "cpu" else config).kv_bytes(dtype.itemsize),
+        token_bytes=(whole if device.type == "cpu" else config).kv_bytes(model.kv_dtype.itemsize),
         model_context=model.planner.context_length,
         available=memory.free,
     )

@@ -24,7 +24,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_decodes", "num_tiles")),
         *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "num_pages", "page_size")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_int64) for name in ("cache_stride", "window", "causal")),
+        *((name, ctypes.c_int64) for name in ("cache_stride", "window", "causal", "is_half")),
         ("scale", ctypes.c_float),
     )
 
@@ -43,9 +43,9 @@ class PagedAttention:
         """Whether the kernel is made for these dtypes and shapes."""
         _, heads, dim = query.shape
         kv_heads = cache.shape[2]
-        in_float32 = query.dtype == cache.dtype == torch.float32 and query.device.type == "cpu"
+        knows_dtypes = query.dtype == torch.float32 and cache.dtype in {torch.float32, torch.float16}
         in_groups = heads % kv_heads == 0 and heads // kv_heads <= self._max_group
-        return in_float32 and in_groups and dim <= self._max_dim
+        return knows_dtypes and query.device.type == "cpu" and in_groups and dim <= self._max_dim
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self,
@@ -100,7 +100,7 @@ class PagedAttention:
             *(tensor.data_ptr() for tensor in tensors), num_new, len(tables.kv_lens), len(tables.decodes),
             len(tables.tiles), len(tables.pages), heads, kv_heads, dim, num_pages, page_size, query.stride(0),
             new[0].stride(0), new[1].stride(0), caches[0].flatten(0, 1).stride(0),
-            min(window, NO_WINDOW), causal, dim**-0.5 if scale is None else scale,
+            min(window, NO_WINDOW), causal, caches[0].dtype == torch.float16, dim**-0.5 if scale is None else scale,
         )  # fmt: skip
         done = self._run(step)
         if done < 0:

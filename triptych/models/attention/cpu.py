@@ -5,13 +5,15 @@ from torch.nn import functional as F
 
 from triptych.models.attention.base import AttentionBatch, PageRun, pages_needed
 from triptych.models.attention.compiled import PagedAttention
+from triptych.models.rounding import rounded
 
 
 class CpuAttention:
     """``AttentionBackend`` for CPUs. Allocates in proportion to one sequence at a time, never to the pool.
 
-    In float32, where the machine has a C compiler, all sequences go through the compiled kernel at once, which reads
-    pages in place. Otherwise a sequence whose pages are consecutive is read in place; another one's pages are gathered.
+    In float32, over a cache in float32 or float16, where the machine has a C compiler, all sequences go through the
+    compiled kernel at once, which reads pages in place. Otherwise a sequence whose pages are consecutive is read in
+    place, unless the cache has another dtype than the query; another one's pages are gathered.
     """
 
     takes_windows = True
@@ -33,8 +35,8 @@ class CpuAttention:
         """See ``AttentionBackend``."""
         if self._kernel is not None and self._kernel.suits(query, key_cache):
             return self._kernel(query, key, value, key_cache, value_cache, batch, window)
-        key_cache.flatten(0, 1).index_copy_(0, batch.slots, key.to(key_cache.dtype))
-        value_cache.flatten(0, 1).index_copy_(0, batch.slots, value.to(value_cache.dtype))
+        for new, cache in ((key, key_cache), (value, value_cache)):
+            cache.flatten(0, 1).index_copy_(0, batch.slots, rounded(new, cache.dtype))
         output = query.new_empty(query.shape)
         parts = zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
         for index, (sequence_query, sequence_output) in enumerate(parts):

@@ -1,4 +1,5 @@
-/* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place.
+/* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place. The cache may have
+ * halves: keys and values, the new ones too, are then seen as rounded.
  *
  * A tile of new tokens (a chunk of a prompt) goes through its keys once, kv head by kv head; a single one (decode)
  * through a span of them, row after row with all its heads. Each keeps a running maximum and sum of the softmax
@@ -20,7 +21,7 @@
 #define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
 #define ROWS (2 * LANES)  /* of a tile: its tokens, times the query heads of a kv head */
 #define TILE 64           /* keys scored before their values are added up */
-#define LINE 16           /* floats that memory is read by */
+#define LINE 64           /* bytes that memory is read by */
 
 const int attention_group = MAX_GROUP, attention_dim = MAX_DIM, attention_rows = ROWS;
 
@@ -28,7 +29,7 @@ const int attention_group = MAX_GROUP, attention_dim = MAX_DIM, attention_rows =
 typedef struct {
     const float *query;        /* [T, heads, dim], query_stride floats from one token to the next; so the next two */
     const float *key, *value;  /* [T, kv_heads, dim] */
-    float *keys, *values;      /* [pages, page_size, kv_heads, dim], cache_stride floats from one token to the next */
+    void *keys, *values;       /* [pages, page_size, kv_heads, dim], cache_stride elements from one token to the next */
     float *output;             /* [T, heads, dim] */
     const int64_t *slots, *query_starts, *query_lens, *kv_lens, *page_starts, *decodes, *tiles, *pages;
     int64_t num_tokens, num_sequences, num_decodes, num_tiles, num_entries; /* entries: of pages */
@@ -36,6 +37,7 @@ typedef struct {
     int64_t query_stride, key_stride, value_stride, cache_stride;
     int64_t window;            /* how many tokens each one sees, at most 2^30 */
     int64_t causal;            /* 0 where each of several new tokens sees all of its sequence, later ones too */
+    int64_t is_half;           /* whether keys and values are halves, or else floats */
     float scale;
 } Step;
 
@@ -69,28 +71,45 @@ inlined void multiply_all(float *sums, const float *scalars, int64_t step, int64
     }
 }
 
-inlined const float *row_of(const float *cache, const int64_t *pages, int64_t key, const Step *step) {
-    return cache + (pages[key / step->page_size] * step->page_size + key % step->page_size) * step->cache_stride;
+inlined int64_t bytes_of(int64_t elements, const int is_half) {
+    return elements * (is_half ? sizeof(uint16_t) : sizeof(float));
+}
+
+/* Where a token's keys, or values, begin, from the ``head`` on. */
+inlined char *at_slot(void *cache, int64_t slot, int64_t head, const Step *step, const int is_half) {
+    return (char *)cache + bytes_of(slot * step->cache_stride + head * step->dim, is_half);
+}
+
+inlined const char *row_of(void *cache, const int64_t *pages, int64_t key, int64_t head, const Step *step,
+                           const int is_half) {
+    int64_t slot = pages[key / step->page_size] * step->page_size + key % step->page_size;
+    return at_slot(cache, slot, head, step, is_half);
 }
 
 /* Has the keys, or values, from ``start`` to ``end`` of one kv head on their way. Heads lie between each other's in the
  * cache, so each row is on another page, which is where processors stop to prefetch by themselves. */
-inlined void prefetch(const float *cache, const int64_t *pages, int64_t start, int64_t end, const Step *step) {
+inlined void prefetch(void *cache, const int64_t *pages, int64_t start, int64_t end, int64_t head, const Step *step,
+                      const int is_half) {
     for (int64_t key = start; key < end; key++) {
-        const float *row = row_of(cache, pages, key, step);
-        for (int64_t i = 0; i < step->dim; i += LINE) __builtin_prefetch(row + i, 0, 2);
+        const char *row = row_of(cache, pages, key, head, step, is_half);
+        for (int64_t i = 0; i < bytes_of(step->dim, is_half); i += LINE) __builtin_prefetch(row + i, 0, 2);
     }
 }
 
 /* Copies them, one after the other: where they are, they would push each other out of the processor's caches. */
-inlined void gather(float *rows, const float *cache, const int64_t *pages, int64_t start, int64_t count,
-                    const Step *step) {
-    for (int64_t key = 0; key < count; key++)
-        memcpy(rows + key * step->dim, row_of(cache, pages, start + key, step), step->dim * sizeof(float));
+inlined void gather(float *rows, void *cache, const int64_t *pages, int64_t start, int64_t count, int64_t head,
+                    const Step *step, const int is_half) {
+    int64_t dim = step->dim;
+    for (int64_t key = 0; key < count; key++) {
+        const char *row = row_of(cache, pages, start + key, head, step, is_half);
+        for (int64_t i = 0; i < dim; i += LANES)
+            store(rows + key * dim + i, load_any(row, i, dim - i, is_half), dim - i);
+    }
 }
 
 /* Of one kv head. Rows are the lanes of a vector, so nothing is ever added up across lanes; of ROWS, so many halves. */
-inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head, const int halves) {
+inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head, const int halves,
+                         const int is_half) {
     float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS], gathered[TILE * MAX_DIM];
     int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
     int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
@@ -99,7 +118,6 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
     int64_t place = step->query_starts[sequence] + first_token;
     const float *query = step->query + place * step->query_stride + kv_head * group * dim;
     const int64_t *pages = step->pages + step->page_starts[sequence];
-    const float *keys = step->keys + kv_head * dim, *values = step->values + kv_head * dim;
     ints position[2];
     for (int row = 0; row < ROWS; row++) {
         int64_t token = least(row / group, tokens - 1); /* rows without a token repeat the last one's */
@@ -113,10 +131,10 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
     for (int64_t start = begin; start < end; start += TILE) {
         int64_t count = least(TILE, end - start);
         for (int64_t i = 0; i < count * ROWS; i++) scores[i] = 0;
-        gather(gathered, keys, pages, start, count, step);
+        gather(gathered, step->keys, pages, start, count, kv_head, step, is_half);
         for (int64_t key = 0, some; key < count; key += some) {
             some = least(BLOCK, count - key);
-            prefetch(values, pages, start + key, start + key + some, step);
+            prefetch(step->values, pages, start + key, start + key + some, kv_head, step, is_half);
             multiply_all(scores + key * ROWS, gathered + key * dim, dim, 1, queries, dim, some, halves);
         }
         int partly = start + count - 1 > first || start <= last - step->window;
@@ -141,11 +159,12 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
                 totals[half] += *score;
             }
         }
-        gather(gathered, values, pages, start, count, step);
+        gather(gathered, step->values, pages, start, count, kv_head, step, is_half);
         int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
         for (int64_t i = 0, some; i < dim; i += some) {
             some = least(BLOCK, dim - i);
-            prefetch(keys, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, step);
+            prefetch(step->keys, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, kv_head, step,
+                     is_half);
             multiply_all(sums + i * ROWS, gathered + i, 1, dim, scores, count, some, halves);
         }
     }
@@ -158,8 +177,13 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
 
 static void attend_several(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head) {
     int64_t group = step->heads / step->kv_heads, tokens = step->query_lens[sequence] - first_token;
-    if (tokens * group <= LANES) attend_tile(step, sequence, first_token, kv_head, 1);
-    else attend_tile(step, sequence, first_token, kv_head, 2);
+    if (tokens * group > LANES) {
+        if (step->is_half) attend_tile(step, sequence, first_token, kv_head, 2, 1);
+        else attend_tile(step, sequence, first_token, kv_head, 2, 0);
+    } else {
+        if (step->is_half) attend_tile(step, sequence, first_token, kv_head, 1, 1);
+        else attend_tile(step, sequence, first_token, kv_head, 1, 0);
+    }
 }
 
 /* One token's attention over part of what it sees. What comes of it is added to that of the other parts at the end. */
@@ -175,19 +199,22 @@ typedef struct {
 
 /* Scores of ``count`` keys from ``start`` on, for the query heads of some kv heads, row after row as in memory. */
 inlined void score_keys(float scores[][TILE], const Step *step, const Span *span, int64_t start, int64_t count,
-                        int64_t first_head, int64_t num_heads, const int64_t dim) {
-    int64_t group = step->heads / step->kv_heads;
+                        int64_t first_head, int64_t num_heads, const int64_t dim, const int is_half) {
+    int64_t group = step->heads / step->kv_heads, kv_head = first_head / group;
     const float *query = step->query + step->query_starts[span->sequence] * step->query_stride + first_head * dim;
-    const float *keys = step->keys + first_head / group * dim;
     const int64_t *pages = step->pages + step->page_starts[span->sequence];
     for (int64_t key = 0; key < count; key++) {
-        const float *row = row_of(keys, pages, start + key, step);
-        const float *later = row_of(keys, pages, least(start + key + AHEAD, span->end - 1), step);
-        for (int64_t i = 0; i < num_heads / group * dim; i += LINE) __builtin_prefetch(later + i);
+        int64_t at = start + key, last = span->end - 1;
+        const char *row = row_of(step->keys, pages, at, kv_head, step, is_half);
+        const char *later = row_of(step->keys, pages, least(at + AHEAD, last), kv_head, step, is_half);
+        int64_t line = bytes_of(num_heads / group * dim, is_half);
+        for (int64_t i = 0; i < line; i += LINE) __builtin_prefetch(later + i);
         for (int64_t head = 0; head < num_heads; head++) {
-            const float *own = query + head * dim, *other = row + head / group * dim;
+            const float *own = query + head * dim;
+            int64_t other = head / group * dim;
             floats score = {};
-            for (int64_t i = 0; i < dim; i += LANES) score += load(own + i, dim - i) * load(other + i, dim - i);
+            for (int64_t i = 0; i < dim; i += LANES)
+                score += load(own + i, dim - i) * load_any(row, other + i, dim - i, is_half);
             scores[head][key] = sum_of(score) * step->scale;
         }
     }
@@ -212,23 +239,24 @@ inlined void weigh(float *scores, int64_t count, float *maximum, float *total, f
 
 /* Adds the values, weighed, a few rows at a time. */
 inlined void add_values(float *sums, float scores[][TILE], const Step *step, const Span *span, int64_t start,
-                        int64_t count, int64_t first_head, int64_t num_heads, const int64_t dim) {
-    int64_t group = step->heads / step->kv_heads;
-    const float *values = step->values + first_head / group * dim;
+                        int64_t count, int64_t first_head, int64_t num_heads, const int64_t dim, const int is_half) {
+    int64_t group = step->heads / step->kv_heads, first = first_head / group;
     const int64_t *pages = step->pages + step->page_starts[span->sequence];
     for (int64_t key = 0; key < count; key += AHEAD) {
-        const float *rows[AHEAD], *later[AHEAD];
+        const char *rows[AHEAD], *later[AHEAD];
         for (int64_t i = 0; i < AHEAD; i++) {
             /* rows after the last repeat it, and weigh next to nothing */
-            rows[i] = row_of(values, pages, start + least(key + i, count - 1), step);
-            later[i] = row_of(values, pages, least(start + key + i + AHEAD, span->end - 1), step);
+            rows[i] = row_of(step->values, pages, start + least(key + i, count - 1), first, step, is_half);
+            later[i] = row_of(step->values, pages, least(start + key + i + AHEAD, span->end - 1), first, step, is_half);
         }
         for (int64_t kv_head = 0; kv_head < num_heads / group; kv_head++) {
+            int64_t from = bytes_of(kv_head * dim, is_half), to = bytes_of((kv_head + 1) * dim, is_half);
             for (int64_t i = 0; i < AHEAD; i++)
-                for (int64_t at = 0; at < dim; at += LINE) __builtin_prefetch(later[i] + kv_head * dim + at);
+                for (int64_t at = from; at < to; at += LINE) __builtin_prefetch(later[i] + at);
             for (int64_t at = 0; at < dim; at += LANES) {
                 floats value[AHEAD];
-                for (int64_t i = 0; i < AHEAD; i++) value[i] = load(rows[i] + kv_head * dim + at, dim - at);
+                for (int64_t i = 0; i < AHEAD; i++)
+                    value[i] = load_any(rows[i], kv_head * dim + at, dim - at, is_half);
                 for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
                     floats sum = load(sums + head * dim + at, dim - at);
                     for (int64_t i = 0; i < AHEAD; i++) sum += scores[head][key + i] * value[i];
@@ -240,7 +268,7 @@ inlined void add_values(float *sums, float scores[][TILE], const Step *step, con
 }
 
 inlined void attend_span(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads,
-                         const int64_t dim) {
+                         const int64_t dim, const int is_half) {
     float scores[MAX_HEADS][TILE], *sums = parts.sums + first_head * dim;
     for (int64_t head = 0; head < num_heads; head++) {
         parts.maxima[first_head + head] = NEVER;
@@ -249,11 +277,11 @@ inlined void attend_span(const Step *step, const Span *span, Parts parts, int64_
     for (int64_t i = 0; i < num_heads * dim; i++) sums[i] = 0;
     for (int64_t start = span->start; start < span->end; start += TILE) {
         int64_t count = least(TILE, span->end - start);
-        score_keys(scores, step, span, start, count, first_head, num_heads, dim);
+        score_keys(scores, step, span, start, count, first_head, num_heads, dim, is_half);
         for (int64_t head = 0; head < num_heads; head++)
             weigh(scores[head], count, parts.maxima + first_head + head, parts.totals + first_head + head,
                   sums + head * dim, dim);
-        add_values(sums, scores, step, span, start, count, first_head, num_heads, dim);
+        add_values(sums, scores, step, span, start, count, first_head, num_heads, dim, is_half);
     }
 }
 
@@ -283,10 +311,16 @@ static int64_t find_spans(const Step *step, Span *spans) {
     return count;
 }
 
+inlined void attend_sized(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads,
+                          const int is_half) {
+    if (step->dim == 128) attend_span(step, span, parts, first_head, num_heads, 128, is_half);
+    else if (step->dim == 64) attend_span(step, span, parts, first_head, num_heads, 64, is_half);
+    else attend_span(step, span, parts, first_head, num_heads, step->dim, is_half);
+}
+
 static void attend_one(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads) {
-    if (step->dim == 128) attend_span(step, span, parts, first_head, num_heads, 128);
-    else if (step->dim == 64) attend_span(step, span, parts, first_head, num_heads, 64);
-    else attend_span(step, span, parts, first_head, num_heads, step->dim);
+    if (step->is_half) attend_sized(step, span, parts, first_head, num_heads, 1);
+    else attend_sized(step, span, parts, first_head, num_heads, 0);
 }
 
 /* Adds up what came of a sequence's spans, of which this is the first, for one head. */
@@ -308,10 +342,19 @@ static void add_spans(const Step *step, const Span *span, Parts parts, int64_t h
     }
 }
 
+inlined void write_as(const Step *step, int64_t token, const int is_half) {
+    int64_t slot = step->slots[token], width = step->kv_heads * step->dim;
+    const float *key = step->key + token * step->key_stride, *value = step->value + token * step->value_stride;
+    void *keys = at_slot(step->keys, slot, 0, step, is_half), *values = at_slot(step->values, slot, 0, step, is_half);
+    for (int64_t i = 0; i < width; i += LANES) {
+        store_any(keys, i, load(key + i, width - i), width - i, is_half);
+        store_any(values, i, load(value + i, width - i), width - i, is_half);
+    }
+}
+
 static void write_token(const Step *step, int64_t token) {
-    int64_t slot = step->slots[token], size = step->kv_heads * step->dim * sizeof(float);
-    memcpy(step->keys + slot * step->cache_stride, step->key + token * step->key_stride, size);
-    memcpy(step->values + slot * step->cache_stride, step->value + token * step->value_stride, size);
+    if (step->is_half) write_as(step, token, 1);
+    else write_as(step, token, 0);
 }
 
 static Parts parts_of(const Step *step, Parts parts, int64_t span) {

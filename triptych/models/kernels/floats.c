@@ -4,9 +4,6 @@
  * Weights lie in panels of OUTPUTS outputs: for every input, that of each output. They are loaded once for up to TOKENS
  * tokens, whose sums stay in registers.
  */
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 #include "vectors.h"
 
 #ifdef __AVX512F__
@@ -18,8 +15,6 @@
 #define AHEAD 4096           /* bytes of weights that are on their way: by itself hardware stops at each page's end */
 #define AT_ONCE (512 * 1024) /* bytes of weights that a thread takes, if there is little to do with them */
 
-typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
-
 /* A layer's operands for T tokens. */
 typedef struct {
     const void *panels;  /* [ceil(outputs / OUTPUTS), inputs, OUTPUTS] halves or floats; zeros fill up the last */
@@ -30,23 +25,6 @@ typedef struct {
 } Step;
 
 const int float_outputs = OUTPUTS;
-
-inlined floats widened(const halves *from) {
-#if defined __AVX512F__
-    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
-#elif defined __F16C__
-    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)from));
-#else
-    ints half = __builtin_convertvector(*from, ints), bits = (half & 0x7fff) << 13;
-    ints finite = (half & 0x7c00) != 0x7c00;
-    floats size = choose(finite, (floats)bits * 0x1p112f, (floats)(bits | 0x7f800000));
-    return (floats)((ints)size | half >> 15 << 31);
-#endif
-}
-
-inlined floats weights_at(const char *weights, int64_t place, const int is_half) {
-    return is_half ? widened((const halves *)weights + place / LANES) : ((const floats *)weights)[place / LANES];
-}
 
 inlined void keep(floats sum, const Step *step, int64_t token, int64_t output) {
     int64_t left = step->outputs - output;
@@ -65,7 +43,7 @@ inlined void multiply(const Step *step, int64_t panel, int64_t first, const int 
     floats sums[TOKENS][2];
     for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (floats){};
     for (int64_t i = 0; i < step->inputs; i++, weights += line) {
-        floats low = weights_at(weights, 0, is_half), high = weights_at(weights, LANES, is_half);
+        floats low = load_any(weights, 0, LANES, is_half), high = load_any(weights, LANES, LANES, is_half);
         for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + ahead + at);
 #pragma GCC unroll 12
         for (int token = 0; token < count; token++) {

@@ -1,5 +1,8 @@
-/* Vectors of floats, as wide as the processor has them, and their exponential. */
+/* Vectors of floats, as wide as the processor has them, and their exponential. In memory they may be halves (float16). */
 #pragma once
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 #include <stdint.h>
 #include <string.h>
 
@@ -12,6 +15,7 @@
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t float16s __attribute__((vector_size(2 * LANES), aligned(2)));
 
 inlined int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inlined int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -55,6 +59,61 @@ inlined floats load(const float *from, int64_t left) {
 inlined void store(float *to, floats value, int64_t left) {
     if (left >= LANES) *(floats *)to = value;
     else memcpy(to, &value, left * sizeof(float));
+}
+
+#define LARGEST_HALF 65504.0f
+
+inlined floats widened(float16s value) {
+#if defined __AVX512F__
+    return (floats)_mm512_cvtph_ps((__m256i)value);
+#elif defined __F16C__
+    return (floats)_mm256_cvtph_ps((__m128i)value);
+#else
+    ints half = __builtin_convertvector(value, ints), bits = (half & 0x7fff) << 13;
+    ints finite = (half & 0x7c00) != 0x7c00;
+    floats size = choose(finite, (floats)bits * 0x1p112f, (floats)(bits | 0x7f800000));
+    return (floats)((ints)size | half >> 15 << 31);
+#endif
+}
+
+/* Rounded to the nearest, of two to the even one. What a half doesn't hold becomes the largest that it does; a NaN
+ * stays one. */
+inlined float16s narrowed(floats value) {
+    value = choose(value > LARGEST_HALF, splat(LARGEST_HALF), value);
+    value = choose(value < -LARGEST_HALF, splat(-LARGEST_HALF), value);
+#if defined __AVX512F__
+    return (float16s)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
+#elif defined __F16C__
+    return (float16s)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
+#else
+    ints size = (ints)value & 0x7fffffff, sign = (ints)value >> 16 & 0x8000;
+    ints normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    ints small = (ints)((floats)size + 0.5f) - 0x3f000000; /* 0.5's last place is a half's smallest number */
+    ints is_small = size < 113 << 23, is_nan = size > 0x7f800000;
+    ints half = (is_small & small) | (~is_small & normal) | (is_nan & 0x7e00);
+    return __builtin_convertvector(half | sign, float16s);
+#endif
+}
+
+/* The next elements of an array of floats, or of halves, that has so many left; zeros after its end. */
+inlined floats load_any(const void *from, int64_t place, int64_t left, const int is_half) {
+    if (!is_half) return load((const float *)from + place, left);
+    const uint16_t *next = (const uint16_t *)from + place;
+    if (left >= LANES) return widened(*(const float16s *)next);
+    float16s found = {};
+    memcpy(&found, next, left * sizeof(uint16_t));
+    return widened(found);
+}
+
+inlined void store_any(void *to, int64_t place, floats value, int64_t left, const int is_half) {
+    if (!is_half) {
+        store((float *)to + place, value, left);
+        return;
+    }
+    float16s half = narrowed(value);
+    uint16_t *next = (uint16_t *)to + place;
+    if (left >= LANES) *(float16s *)next = half;
+    else memcpy(next, &half, left * sizeof(uint16_t));
 }
 
 #if LANES == 16
