@@ -1,12 +1,13 @@
-"""How long a layer's attention takes by the compiled kernel and by PyTorch's own, for what steps are made of.
+"""How long a layer's attention takes by the compiled kernel and by PyTorch's own, over a KV cache in float32 and in
+float16, for what steps are made of.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.attention /tmp/mid --out bench/results/attention-mid.json
 
 The shapes are the checkpoint's; its weights aren't read. Layers, each with a cache, are as many as take more memory
-than processors' caches have, and are attended to one after the other, by either in turn. A sequence's pages are
-consecutive, which PyTorch's way reads in place. What is made once per step, such as masks, isn't counted. Beside the
-decoder's, a layer of the tower's over one picture.
+than processors' caches have, and are attended to one after the other, by each way in turn. A sequence's pages are
+consecutive, which PyTorch's way reads in place in float32. What is made once per step, such as masks, isn't counted.
+Beside the decoder's, a layer of the tower's over one picture.
 """
 
 import argparse
@@ -35,6 +36,14 @@ SIDE = 448
 
 
 @dataclass(frozen=True)
+class Way:
+    """A backend, and the dtype of the KV cache."""
+
+    attend: CpuAttention
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Step:
     """``sequences`` with ``new`` tokens each, the last of ``kv_len`` in the cache."""
 
@@ -55,28 +64,29 @@ STEPS = [
 ]
 
 
-def seconds_per_layer(
-    step: Step, decoder: DecoderConfig, backends: dict[str, CpuAttention], rounds: int
-) -> dict[str, float]:
-    """By backend, the median over ``rounds``."""
+def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], rounds: int) -> dict[str, float]:
+    """By way, the median over ``rounds``."""
     pages = pages_needed(step.kv_len, PAGE_SIZE)
     tables = torch.arange(step.sequences * pages).split(pages)
     new = torch.arange(step.kv_len - step.new, step.kv_len)
     slots = torch.cat([table[0] * PAGE_SIZE + new for table in tables])
     batch = AttentionBatch([step.new] * step.sequences, [step.kv_len] * step.sequences, list(tables), slots)
-    num_layers = max(1, READ_BYTES // bytes_read(step, decoder))
+    dtypes = {way.dtype for way in ways.values()}
+    num_layers = max(1, READ_BYTES // min(bytes_read(step, decoder, dtype) for dtype in dtypes))
     several = replace(decoder, num_layers=num_layers)
-    caches = KVTensors.allocate(several, step.sequences * pages, PAGE_SIZE, torch.float32, CPU)
-    for cache in (*caches.keys, *caches.values):
-        cache.normal_()
+    caches = {dtype: KVTensors.allocate(several, step.sequences * pages, PAGE_SIZE, dtype, CPU) for dtype in dtypes}
+    for cache in caches.values():
+        for layer in (*cache.keys, *cache.values):
+            layer.normal_()
     widths = decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads
     packed = torch.randn(len(slots), sum(widths), decoder.head_dim).split(widths, dim=1)
 
-    def all_layers(attend: CpuAttention) -> None:
-        for keys, values in zip(caches.keys, caches.values, strict=True):
-            attend(*packed, keys, values, batch)
+    def all_layers(way: Way) -> None:
+        cache = caches[way.dtype]
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            way.attend(*packed, keys, values, batch)
 
-    seconds = medians_in_turns({name: partial(all_layers, attend) for name, attend in backends.items()}, rounds)
+    seconds = medians_in_turns({name: partial(all_layers, way) for name, way in ways.items()}, rounds)
     return {name: one / num_layers for name, one in seconds.items()}
 
 
@@ -99,9 +109,9 @@ def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> 
     }
 
 
-def bytes_read(step: Step, decoder: DecoderConfig) -> int:
+def bytes_read(step: Step, decoder: DecoderConfig, dtype: torch.dtype) -> int:
     """Of a layer's keys and values, if each is read once."""
-    return step.sequences * step.kv_len * 2 * decoder.num_kv_heads * decoder.head_dim * torch.float32.itemsize
+    return step.sequences * step.kv_len * replace(decoder, num_layers=1).kv_bytes(dtype.itemsize)
 
 
 def main() -> None:
@@ -116,10 +126,14 @@ def main() -> None:
         raise SystemExit("there are no compiled kernels on this machine")
     torch.set_num_threads(options.threads)
     decoder = decoder_config(options.model)
-    backends = {"compiled": CpuAttention(kernel), "PyTorch": CpuAttention(None)}
+    ways = {
+        f"{name}, {dtype}": Way(CpuAttention(by), getattr(torch, dtype))
+        for name, by in (("compiled", kernel), ("PyTorch", None))
+        for dtype in ("float32", "float16")
+    }
     with torch.inference_mode():
         tower = tower_layer(load_config(options.model)["vision_config"], kernel, options.rounds)
-        seconds = {step: seconds_per_layer(step, decoder, backends, options.rounds) for step in STEPS}
+        seconds = {step: seconds_per_layer(step, decoder, ways, options.rounds) for step in STEPS}
     found = {
         "machine": machine(),
         "options": {"model": str(options.model), "threads": options.threads, "rounds": options.rounds},
@@ -128,7 +142,9 @@ def main() -> None:
             str(step): {name: round(1e3 * one, 3) for name, one in taken.items()} for step, taken in seconds.items()
         },
         "gb_per_s": {
-            str(step): {name: round(bytes_read(step, decoder) / one / 1e9, 1) for name, one in taken.items()}
+            str(step): {
+                name: round(bytes_read(step, decoder, ways[name].dtype) / one / 1e9, 1) for name, one in taken.items()
+            }
             for step, taken in seconds.items()
             if step.new == 1
         },
