@@ -26,6 +26,7 @@ from triptych.topology import Role
     ("config", "values"),
     [
         (EngineConfig, {"dtype": "int4"}),
+        (EngineConfig, {"kv_cache_dtype": "fp8"}),
         (EngineConfig, {"device": "tpu"}),
         (EngineConfig, {"device": "cuda:"}),
         (EngineConfig, {"page_size": 0}),

@@ -65,7 +65,9 @@ def make_case(  # noqa: PLR0917 (a case is what it is made of)
     tables = torch.randperm(num_pages, generator=generator)[: sum(needed)].split(needed)
     widths = (shape.heads, shape.kv_heads, shape.kv_heads)
     packed = torch.randn(sum(query_lens), sum(widths), shape.dim, generator=generator)
-    packed = packed.to(cache_dtype).to(dtype)  # nothing is left to round: Triton's interpreter rounds to bf16 downwards
+    if cache_dtype == torch.bfloat16:
+        packed = packed.to(cache_dtype)  # nothing is left to round: Triton's interpreter rounds to bf16 downwards
+    packed = packed.to(dtype)
     query, key, value = packed.split(widths, dim=1)
     filled = torch.full((2, num_pages, shape.page_size, shape.kv_heads, shape.dim), torch.nan, dtype=cache_dtype)
     slots, expected, new_slots, first = [], [], [], 0

@@ -5,17 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.models.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
 from triptych.models import native
 from triptych.models.attention import compiled
 from triptych.models.attention.base import AttentionBatch, PageRun, leading_run
 from triptych.models.attention.cpu import CpuAttention, read_pages
+from triptych.models.rounding import rounded
 
 PAGE_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("heads", [slice(0, KV_HEADS), slice(KV_HEADS, 2 * KV_HEADS)])
 def test_packed_sequences(cache_dtype: torch.dtype, by_kernel: bool, heads: slice) -> None:
@@ -54,19 +57,60 @@ def kernel(kernels: ctypes.CDLL) -> compiled.PagedAttention:
 
 WIDE = [Shape(16, 8, 128, 16), Shape(16, 1, 256, 40), Shape(16, 1, 256, 16)]
 
+cache_dtypes = pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16], ids=str)
 
+
+@cache_dtypes
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("shape", [*SHAPES, *WIDE], ids=str)
-def test_the_compiled_kernel(kernel: compiled.PagedAttention, shape: Shape, batch: str) -> None:
-    check(make_case(shape, *BATCHES[batch], torch.float32, torch.float32, torch.device("cpu")), kernel)
+def test_the_compiled_kernel(
+    kernel: compiled.PagedAttention, shape: Shape, batch: str, cache_dtype: torch.dtype
+) -> None:
+    check(make_case(shape, *BATCHES[batch], torch.float32, cache_dtype, CPU), kernel)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pytorch_over_a_cache_in_fp16(shape: Shape) -> None:
+    for lengths in BATCHES.values():
+        check(make_case(shape, *lengths, torch.float32, torch.float16, CPU), CpuAttention(None))
+
+
+def numbers() -> Tensor:
+    """All that fp16 holds, what lies in the middle between two of them, the float32 next to each, and any float32."""
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
+    middles = (halves + halves.roll(1)) / 2
+    bits = torch.cat([halves, middles]).view(torch.int32)
+    other = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+    found = torch.cat([bits, bits + 1, bits - 1, other.to(torch.int32)]).view(torch.float32)
+    return found[: len(found) // 80 * 80]
+
+
+def test_what_fp16_makes_of_values(kernel: compiled.PagedAttention) -> None:
+    """Rounded to the nearest, and at most 65504; a single key's value is what comes of it."""
+    values = numbers().view(-1, 2, 40)
+    ones, nothing = [1] * len(values), torch.zeros_like(values)
+    batch = AttentionBatch(ones, ones, list(torch.arange(len(values)).split(1)), torch.arange(len(values)))
+    expected = rounded(values, torch.float16)
+    assert not expected.isinf().any()
+    assert torch.equal(expected.isnan(), values.isnan())
+    for attend in (kernel, CpuAttention(None)):
+        caches = torch.empty(2, len(values), 1, 2, 40, dtype=torch.float16)
+        attend(nothing, values, nothing, *caches, batch)
+        torch.testing.assert_close(caches[0, :, 0], expected, atol=0, rtol=0, equal_nan=True)
+        attended = attend(nothing, nothing, values, *caches, batch)
+        torch.testing.assert_close(caches[1, :, 0], expected, atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(attended, expected.float(), atol=0, rtol=0, equal_nan=True)
+
+
+@cache_dtypes
 @pytest.mark.parametrize("window", [1, 16, 70])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_the_compiled_kernel_with_windows(kernel: compiled.PagedAttention, shape: Shape, window: int) -> None:
+def test_the_compiled_kernel_with_windows(
+    kernel: compiled.PagedAttention, shape: Shape, window: int, cache_dtype: torch.dtype
+) -> None:
     """As PyTorch's attention has them, which ``tests/models/test_families.py`` holds against transformers."""
     for lengths in BATCHES.values():
-        one, same = (make_case(shape, *lengths, torch.float32, torch.float32, torch.device("cpu")) for _ in range(2))
+        one, same = (make_case(shape, *lengths, torch.float32, cache_dtype, CPU) for _ in range(2))
         outputs = [
             attend(case.query, case.key, case.value, *case.caches, case.batch, window)
             for attend, case in ((kernel, one), (CpuAttention(None), same))
@@ -77,17 +121,18 @@ def test_the_compiled_kernel_with_windows(kernel: compiled.PagedAttention, shape
 def test_large_scores(kernel: compiled.PagedAttention) -> None:
     """Their exponentials would overflow, and most of the others' vanish."""
     for lengths in BATCHES.values():
-        case = make_case(SHAPES[1], *lengths, torch.float32, torch.float32, torch.device("cpu"))
+        case = make_case(SHAPES[1], *lengths, torch.float32, torch.float32, CPU)
         case.query.mul_(30)
         attended = kernel(case.query, case.key, case.value, *case.caches, case.batch)
         expected = CpuAttention(None)(case.query, case.key, case.value, *case.caches, case.batch)
         torch.testing.assert_close(attended, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention) -> None:
+@cache_dtypes
+def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention, cache_dtype: torch.dtype) -> None:
     """Bit by bit the same whatever the chunk of several that a token comes in and whatever else is in the step."""
     shape, length = Shape(16, 8, 128, 16), 90
-    case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, torch.float32, torch.device("cpu"))
+    case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU)
     whole = kernel(case.query, case.key, case.value, *case.caches, case.batch)[:length]
     for begin, end in ((0, 33), (33, 50), (50, 88), (88, 90)):
         part = slice(begin, end)
@@ -99,12 +144,15 @@ def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention) 
 LONG = [1024, 3000, 1, 1025, 3072]
 
 
+@cache_dtypes
 @pytest.mark.parametrize("window", [None, 1500])
 @pytest.mark.parametrize("shape", [Shape(16, 8, 128, 16), Shape(40, 40, 64, 16), Shape(6, 2, 80, 4)], ids=str)
-def test_long_contexts(kernel: compiled.PagedAttention, shape: Shape, window: int | None) -> None:
+def test_long_contexts(
+    kernel: compiled.PagedAttention, shape: Shape, window: int | None, cache_dtype: torch.dtype
+) -> None:
     """A single token's history is gone through in parts, whose bounds depend on nothing else: neither on the other
     sequences nor on how many threads there are."""
-    case = make_case(shape, [1] * len(LONG), LONG, torch.float32, torch.float32, torch.device("cpu"))
+    case = make_case(shape, [1] * len(LONG), LONG, torch.float32, cache_dtype, CPU)
     operands = case.query, case.key, case.value
     together = kernel(*operands, *case.caches, case.batch, window)
     expected = CpuAttention(None)(*operands, *case.caches, case.batch, window)
@@ -117,10 +165,11 @@ def test_long_contexts(kernel: compiled.PagedAttention, shape: Shape, window: in
         torch.testing.assert_close(alone, together[part], atol=0, rtol=0)
 
 
+@cache_dtypes
 @pytest.mark.parametrize("batch", BATCHES)
-def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str) -> None:
+def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str, cache_dtype: torch.dtype) -> None:
     """In every token that sees it, which are all new ones of the first sequence, and in no other."""
-    case = make_case(SHAPES[1], *BATCHES[batch], torch.float32, torch.float32, torch.device("cpu"))
+    case = make_case(SHAPES[1], *BATCHES[batch], torch.float32, cache_dtype, CPU)
     case.key[:1] = torch.nan
     attended = kernel(case.query, case.key, case.value, *case.caches, case.batch)
     first, others = attended.tensor_split([case.batch.query_lens[0]])
@@ -145,6 +194,8 @@ def test_the_kernel_is_not_asked_for_what_it_has_no_room_for(kernel: compiled.Pa
     assert not kernel.suits(query, cache)
     assert not kernel.suits(torch.zeros(1, 2, 257), torch.zeros(1, 4, 2, 257))
     assert not kernel.suits(query[:, :4], cache.bfloat16())
+    assert not kernel.suits(query[:, :4].half(), cache.half())
+    assert kernel.suits(query[:, :4], cache.half())
     assert kernel.suits(query[:, :4], cache)
 
 

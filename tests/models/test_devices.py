@@ -13,6 +13,7 @@ from triptych.models.devices import (
     check_ranks,
     find_device,
     free_bytes,
+    kv_dtype,
     stored_dtype,
     used_bytes,
     weight_format,
@@ -56,6 +57,34 @@ def test_formats_of_cpus() -> None:
     assert isinstance(weight_format(EngineConfig(quantization="int8"), CPU, tensors(BF16=1)), PackedFormat)
     with pytest.raises(ConfigError, match="int8 is for CPUs only"):
         weight_format(EngineConfig(quantization="int8"), GPU, tensors(BF16=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, torch.float16),
+        ({"dtype": "float16"}, torch.float16),
+        ({"quantization": "int8"}, torch.float16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"kv_cache_dtype": "float32"}, torch.float32),
+        ({"dtype": "float32", "kv_cache_dtype": "float16"}, torch.float16),
+        ({"quantization": "int8", "kv_cache_dtype": "bfloat16"}, torch.bfloat16),
+    ],
+)
+def test_the_kv_cache_of_cpus_has_the_dtype_of_weights_unless_told(
+    settings: dict[str, str], dtype: torch.dtype
+) -> None:
+    engine = EngineConfig(**settings)
+    assert kv_dtype(engine, CPU, weight_format(engine, CPU, tensors(BF16=1))) == dtype
+
+
+def test_the_kv_cache_of_gpus_has_the_dtype_of_activations() -> None:
+    weights = weight_format(EngineConfig(), GPU, tensors(BF16=1))
+    for name in ("auto", "bfloat16"):
+        assert kv_dtype(EngineConfig(kv_cache_dtype=name), GPU, weights) == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype float16: on cuda:0 .* of activations, bfloat16"):
+        kv_dtype(EngineConfig(kv_cache_dtype="float16"), GPU, weights)
 
 
 def test_a_cpu_has_attention_and_memory() -> None:

@@ -161,7 +161,7 @@ def test_other_weight_formats(tmp_path: Path, changes: dict[str, str], tolerance
     rounded once more, and a scale of int8 is a shard's own."""
     case, engine = Case.of(make_checkpoint(tmp_path, moe=True)), replace(FP32, **changes)
     whole = load(case.folder, engine=engine)
-    expected = run(Pool(whole, NUM_PAGES, whole.dtype), case.prompts)
+    expected = run(Pool(whole, NUM_PAGES, Model(Checkpoint(case.folder), engine).kv_dtype), case.prompts)
     with shared(case.folder, engine=engine) as pool:
         for ours, theirs in zip(run(pool, case.prompts), expected, strict=True):
             error = (ours - theirs).abs().median()

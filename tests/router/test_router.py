@@ -358,7 +358,7 @@ def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_t
     desk = Desk(E0)
     desk.register(PD0, dtype="float16")
     assert desk.of(Rejected) == [
-        (PD0, Rejected("pd0", 1, "the rows of pd0 don't fit those of e0: dtype float16 here, float32 there"))
+        (PD0, Rejected("pd0", 1, "the media rows of pd0 don't fit those of e0: dtype float16 here, float32 there"))
     ]
     desk.router.handle(Leave(E0))
     desk.register(PD0, dtype="float16")

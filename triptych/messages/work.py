@@ -17,9 +17,9 @@ Seconds = Annotated[float, Meta(gt=0, le=10**9)]
 
 
 class Register(Struct, frozen=True, tag=True):
-    """Instance → front door, once its model is loaded. ``layouts`` is how rows look that it makes or takes, one for
-    each kind; ``context_length`` the longest sequence that it can hold, in tokens: 0 without a decoder; ``stats``
-    what it says of itself with each Heartbeat."""
+    """Instance → front door, once its model is loaded. ``layouts`` is how rows look that it makes or takes, now or in
+    another role, one for each kind; ``context_length`` the longest sequence that it can hold, in tokens: 0 without a
+    decoder; ``stats`` what it says of itself with each Heartbeat."""
 
     name: str
     role: Role

@@ -111,5 +111,6 @@ class Parts:
 
 
 def layouts(role: Role, media: RowLayout, kv: RowLayout) -> list[RowLayout]:
-    """What rows an instance of that role makes or takes."""
-    return [media] * (role.encodes or role.prefills) + [kv] * (role.sends_kv or role.takes_kv)
+    """What rows an instance of that role makes or takes, or would in another role: KV caches are all alike, so that an
+    instance that changes its role fits, and a request that goes on elsewhere has the same tokens."""
+    return [media] * (role.encodes or role.prefills) + [kv] * role.has_decoder

@@ -515,7 +515,7 @@ class Router:
             if layout.model != self._fingerprint:
                 return "it serves another model than this front door"
             if misfit := self.registry.misfit(layout):
-                return f"the rows of {message.name} don't fit those of {misfit}"
+                return f"the {layout.kind} rows of {message.name} don't fit those of {misfit}"
         return "" if message.layouts else "it doesn't say how its rows look"
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
