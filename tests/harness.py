@@ -84,10 +84,10 @@ async def running(
     async with FrontDoor(config, expects_encoders=any(role.encodes for role in roles)) as door:
         service = Running(door)
         for number, role in enumerate(roles):
-            instance = _instance(config, role, f"{role.value.lower()}{number}", door.control)
+            instance = make_instance(config, role, f"{role.value.lower()}{number}", door.control)
             prepare(instance)
             service.instances.append(instance)
-            service.threads[instance.name] = threading.Thread(target=_run, args=[instance], daemon=True)
+            service.threads[instance.name] = threading.Thread(target=run_instance, args=[instance], daemon=True)
             service.threads[instance.name].start()
         async with asyncio.timeout(30):
             while len(door.router.registry) < len(service.instances):
@@ -100,7 +100,8 @@ async def running(
                 host.check_idle()
 
 
-def _instance(config: ServeConfig, role: Role, name: str, control: str) -> Instance:
+def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> Instance:
+    """An instance that joins the front door at ``control`` once it runs."""
     torch.set_num_threads(1)
     return build_instance(
         model=Model(Checkpoint(config.model), config.engine),
@@ -115,7 +116,8 @@ def _instance(config: ServeConfig, role: Role, name: str, control: str) -> Insta
     )
 
 
-def _run(instance: Instance) -> None:
+def run_instance(instance: Instance) -> None:
+    """Until it is told to stop, or the front door refuses it: raises StartError."""
     try:
         instance.run()
     finally:

@@ -40,7 +40,14 @@ class Model:
         return answers
 
 
-DENSE_ALONE = ("test_split", "test_wide_split", "test_lost_generator", "test_prefix_cache", "test_prompt_logprobs")
+DENSE_ALONE = (
+    "test_split",
+    "test_wide_split",
+    "test_lost_generator",
+    "test_prefix_cache",
+    "test_prompt_logprobs",
+    "test_half_kv",
+)
 """What these show doesn't depend on a layer's MLP: mixtures of experts are left to the slow suite."""
 
 
