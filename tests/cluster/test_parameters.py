@@ -16,8 +16,8 @@ from tests.checkpoints import DENSE
 from tests.harness import FLOAT32, running
 from triptych.config import EngineConfig
 from triptych.models.checkpoint import Checkpoint
-from triptych.models.float_product import CompiledProduct
 from triptych.models.layers import PackedLinear
+from triptych.models.products import CompiledProduct
 from triptych.models.safetensors_header import TensorInfo
 
 _FOREIGN = (type, ModuleType, FunctionType)
@@ -59,8 +59,8 @@ def _unpacked(module: torch.nn.Module) -> list[torch.Tensor]:
         return []
     product = module.product
     assert isinstance(product, CompiledProduct), "the tests run where there is a compiler"
-    weight = product._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: product.outputs, : product.inputs]
-    return [weight, *([] if product._bias is None else [product._bias])]
+    weight = product.panels.transpose(1, 2).flatten(2).flatten(0, 1)[: product.outputs, : product.inputs]
+    return [weight, *([] if product.bias is None else [product.bias])]
 
 
 def elements(tensors: dict[str, TensorInfo], tower: bool) -> int:

@@ -25,6 +25,7 @@ from tests.models.driving import (
 )
 from triptych.models.attention.base import AttentionBackend, AttentionBatch, KVTensors
 from triptych.models.checkpoint import Checkpoint
+from triptych.models.compiled_layer import FinishLayer
 from triptych.models.decoder import Decoder, ForwardBatch
 from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.parallel import Dimension, ProcessGroup
@@ -64,12 +65,24 @@ class Counted:
     def __init__(self, decoder: Decoder) -> None:
         self.rows: dict[tuple[int, str], list[int]] = {}
         for index, layer in enumerate(decoder.layers):
+            if layer.compiled_finish is not None:
+                rows = self.rows.setdefault((index, "both"), [])
+                layer.compiled_finish = self._counted(layer.compiled_finish, rows)
+                continue
             for name, module in (("output", layer.attention.output), ("mlp", layer.mlp)):
                 module.register_forward_pre_hook(self._counting(self.rows.setdefault((index, name), [])))
 
     @staticmethod
     def _counting(rows: list[int]) -> Callable[[nn.Module, Any], None]:
         return lambda _, inputs: rows.append(len(inputs[0]))
+
+    @staticmethod
+    def _counted(finish: FinishLayer, rows: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
+        def counting(hidden: Tensor, attended: Tensor) -> Tensor:
+            rows.append(len(hidden))
+            return finish(hidden, attended)
+
+        return counting
 
 
 @pytest.mark.parametrize("options", [{}, {"moe": True}, {"sizes": DEEPSTACK_TO_THE_END}], ids=repr)

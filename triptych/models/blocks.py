@@ -10,16 +10,19 @@ from torch import Tensor, nn
 
 from triptych.errors import ConfigError
 from triptych.models.attention.base import AttentionBackend, AttentionBatch
+from triptych.models.compiled_layer import AttendLayer, FinishLayer
 from triptych.models.decoder_config import DecoderConfig, MoEConfig
-from triptych.models.layers import Linear, RMSNorm
+from triptych.models.layers import Linear, PackedLinear, RMSNorm
 from triptych.models.parallel import Dimension
 from triptych.models.pointwise import rotate, silu_times
+from triptych.models.products import CompiledProduct
 from triptych.models.weights import WeightReader
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What every layer of one forward pass shares: rotary ``cos`` and ``sin`` [T, 1, head_dim], and the batch."""
+    """What every layer of one forward pass shares: rotary ``cos`` and ``sin`` [T, 1, head_dim], contiguous, and the
+    batch."""
 
     cos: Tensor
     sin: Tensor
@@ -131,6 +134,12 @@ def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, pr
     return MixtureOfExperts(moe, reader.plain_linear(f"{prefix}.gate", moe.num_experts, hidden), experts)
 
 
+def compiled(linear: nn.Module) -> CompiledProduct | None:
+    """A linear layer's product, if it is by the compiled kernels and this rank's alone."""
+    product = linear.product if isinstance(linear, PackedLinear) else None
+    return product if isinstance(product, CompiledProduct) else None
+
+
 class Layer(nn.Module):
     """One decoder layer: attention and MLP, each behind a norm and added to the residual stream."""
 
@@ -147,15 +156,38 @@ class Layer(nn.Module):
             mlp = load_dense_mlp(config, reader, f"{prefix}.mlp")
         self.mlp = reader.all_reduced(mlp)
 
+        self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
+
+    def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
+        """The layer's halves by the compiled kernels, as far as they are made for its parts."""
+        attention, mlp, kernel = self.attention, self.mlp, getattr(self.attention.backend, "kernel", None)
+        heads, kv_heads, _ = attention.head_counts
+        attend, finish = None, None
+        if kernel is not None and kernel.suits_heads(heads, kv_heads, attention.head_dim):
+            shape = heads, kv_heads, attention.head_dim
+            heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
+            if (qkv := compiled(attention.qkv)) is not None:
+                attend = AttendLayer(kernel, self.attention_norm, qkv, heads_norm, shape, attention.window)
+        if isinstance(mlp, GatedMLP):
+            output, gate_up, down = (compiled(linear) for linear in (attention.output, mlp.gate_up, mlp.down))
+            if output is not None and gate_up is not None and down is not None:
+                finish = FinishLayer(self.mlp_norm, output, gate_up, down)
+        return attend, finish
+
     def forward(
         self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext, rows: Tensor | None = None
     ) -> Tensor:
         """``hidden`` [T, hidden] → [T, hidden], a new tensor, or with ``rows``, int64 [R], [R, hidden]: of those tokens
         alone. K and V of all T are written."""
-        attended = self.attention(self.attention_norm(hidden), keys, values, context)
+        if self.compiled_attend is not None and self.compiled_attend.takes(keys.dtype):
+            attended = self.compiled_attend(hidden, keys, values, context.cos, context.sin, context.attention)
+        else:
+            attended = self.attention(self.attention_norm(hidden), keys, values, context)
         if rows is not None:
             hidden, attended = hidden[rows], attended[rows]
             if not len(rows):
                 return hidden
+        if self.compiled_finish is not None:
+            return self.compiled_finish(hidden, attended)
         hidden = hidden + self.attention.output(attended)
         return hidden + self.mlp(self.mlp_norm(hidden))

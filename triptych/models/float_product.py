@@ -9,41 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.models import native
-from triptych.models.products import Product, in_panels
-
-
-class Step(ctypes.Structure):
-    """The kernel's operands, as ``kernels/floats.c`` says."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "bias", "input", "output")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "stride", "tokens")),
-    )
-
-
-class CompiledProduct:
-    """The kernel in ``kernels/floats.c`` with a layer's weights in its panels. What a token comes to doesn't depend on
-    its batch, to the bit."""
-
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self._run = library.half_linear if dtype == torch.float16 else library.float_linear
-        self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], None
-        self.outputs, self.inputs = weight.shape
-        self._panels = in_panels(weight, ctypes.c_int.in_dll(library, "float_outputs").value, 1, dtype)
-        self._bias = None if bias is None else bias.float().contiguous()
-        self._weights = self._panels.data_ptr(), None if self._bias is None else self._bias.data_ptr()
-
-    def __call__(self, activations: Tensor) -> Tensor:
-        """Raises ValueError for activations of another width."""
-        num_tokens, inputs = activations.shape
-        if inputs != self.inputs:
-            raise ValueError(f"{inputs} inputs for a layer of {self.inputs}")
-        if activations.dtype != torch.float32 or activations.stride(1) != 1:
-            activations = activations.float().contiguous()
-        output = activations.new_empty((num_tokens, self.outputs))
-        pointers = *self._weights, activations.data_ptr(), output.data_ptr()
-        self._run(Step(*pointers, inputs, self.outputs, activations.stride(0), num_tokens))
-        return output
+from triptych.models.products import CompiledProduct, Kind, Product, in_panels
 
 
 class FbgemmProduct:
@@ -70,14 +36,23 @@ class OneDnnProduct:
 
 def half_product(weight: Tensor, bias: Tensor | None) -> Product:
     """``x W^T + b`` by W [out, in] rounded to fp16, which is an error of 2**-11 at most; beyond ±65504 it saturates."""
-    library = native.library()
-    return FbgemmProduct(weight, bias) if library is None else CompiledProduct(library, weight, bias, torch.float16)
+    if (library := native.library()) is not None:
+        return _compiled(library, Kind.HALF, weight, bias, torch.float16)
+    return FbgemmProduct(weight, bias)
 
 
 def float_product(weight: Tensor, bias: Tensor | None) -> Product:
     """``x W^T + b`` by W [out, in] in float32."""
     if (library := native.library()) is not None:
-        return CompiledProduct(library, weight, bias, torch.float32)
+        return _compiled(library, Kind.FLOAT, weight, bias, torch.float32)
     if torch.backends.mkldnn.is_available():
         return OneDnnProduct(weight, bias)
     return partial(F.linear, weight=weight.float(), bias=None if bias is None else bias.float())
+
+
+def _compiled(
+    library: ctypes.CDLL, kind: Kind, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> CompiledProduct:
+    """By ``kernels/floats.c``."""
+    panels = in_panels(weight, ctypes.c_int.in_dll(library, "float_outputs").value, 1, dtype)
+    return CompiledProduct(library, kind, weight.shape, panels, None, bias)

@@ -38,14 +38,17 @@ class PlainLinear(Linear):
 
 
 class PackedLinear(Linear):
-    """W packed for a kernel of its own, and fp32 activations; only the packed copy is kept."""
+    """W packed for a kernel of its own, and fp32 activations, which may be any [..., in]; only the packed copy is
+    kept."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.product = product
 
     def forward(self, activations: Tensor) -> Tensor:
-        return self.product(activations)
+        if activations.dim() == 2:
+            return self.product(activations)
+        return self.product(activations.flatten(0, -2)).unflatten(0, activations.shape[:-1])
 
 
 class WeightFormat(Protocol):

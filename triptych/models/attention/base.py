@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class AttentionBatch:
     """The same for kernels, where they are on the device already; otherwise ``paged`` uploads them."""
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _paged: dict[int, PagedTables] = field(default_factory=dict, init=False, repr=False, compare=False)
+    prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What a backend has made of the batch for all layers."""
 
     def __post_init__(self) -> None:
         if not len(self.query_lens) == len(self.kv_lens) == len(self.page_tables):

@@ -33,6 +33,7 @@ class PagedAttention:
     """The kernel in ``kernels/attention.c``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
         self._run = library.paged_attention
         self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], ctypes.c_int
         self._rows, self._max_group, self._max_dim = (
@@ -42,10 +43,15 @@ class PagedAttention:
     def suits(self, query: Tensor, cache: Tensor) -> bool:
         """Whether the kernel is made for these dtypes and shapes."""
         _, heads, dim = query.shape
-        kv_heads = cache.shape[2]
-        knows_dtypes = query.dtype == torch.float32 and cache.dtype in {torch.float32, torch.float16}
-        in_groups = heads % kv_heads == 0 and heads // kv_heads <= self._max_group
-        return knows_dtypes and query.device.type == "cpu" and in_groups and dim <= self._max_dim
+        on_cpu = query.dtype == torch.float32 and query.device.type == "cpu"
+        return on_cpu and self.takes(cache.dtype) and self.suits_heads(heads, cache.shape[2], dim)
+
+    def suits_heads(self, heads: int, kv_heads: int, dim: int) -> bool:
+        return heads % kv_heads == 0 and heads // kv_heads <= self._max_group and dim <= self._max_dim
+
+    def takes(self, cache: torch.dtype) -> bool:
+        """Whether it reads and writes caches in that dtype."""
+        return cache in {torch.float32, torch.float16}
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self,
@@ -73,6 +79,15 @@ class PagedAttention:
         nothing = key[:0], value[:0], tables.pages[:0]
         return self._attend(query, pages, nothing, tables, causal=False, scale=scale)
 
+    def shared_step(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> Step:
+        """What all layers of a step have in common, of a ``shape`` (heads, kv heads, head_dim), for as long as there
+        is the ``batch``."""
+        if shape not in batch.prepared:
+            tables = batch.paged(self._rows // (shape[0] // shape[1]))
+            batch.prepared[shape] = _step(tables, batch.slots, shape)
+        step: Step = batch.prepared[shape]
+        return step
+
     def _tile(self, query: Tensor, cache: Tensor) -> int:
         return self._rows // (query.shape[1] // cache.shape[2])
 
@@ -89,25 +104,53 @@ class PagedAttention:
     ) -> Tensor:
         """``caches`` are pages of keys and of values; ``new`` are keys and values to be written, and to which slots."""
         query = _with_dense_heads(query)
-        num_new, (_, heads, dim), (num_pages, page_size, kv_heads, _) = len(new[2]), query.shape, caches[0].shape
+        _, heads, dim = query.shape
         output = query.new_empty(query.shape)
-        tensors = [
-            *(query, new[0], new[1], *caches, output, new[2]),
-            *(tables.query_starts, tables.query_lens, tables.kv_lens, tables.page_starts),
-            *(tables.decodes, tables.tiles, tables.pages),
-        ]
-        step = Step(
-            *(tensor.data_ptr() for tensor in tensors), num_new, len(tables.kv_lens), len(tables.decodes),
-            len(tables.tiles), len(tables.pages), heads, kv_heads, dim, num_pages, page_size, query.stride(0),
-            new[0].stride(0), new[1].stride(0), caches[0].flatten(0, 1).stride(0),
-            min(window, NO_WINDOW), causal, caches[0].dtype == torch.float16, dim**-0.5 if scale is None else scale,
-        )  # fmt: skip
-        done = self._run(step)
-        if done < 0:
-            raise MemoryError(f"no memory to attend from {len(query)} tokens")
-        if not done:
-            raise IndexError(f"a slot or page table goes beyond the {num_pages} pages of the KV cache")
+        step = _step(tables, new[2], (heads, caches[0].shape[2], dim), causal=causal, scale=scale)
+        set_caches(step, *caches, window)
+        step.query, step.key, step.value, step.output = (tensor.data_ptr() for tensor in (query, *new[:2], output))
+        step.query_stride, step.key_stride, step.value_stride = (tensor.stride(0) for tensor in (query, *new[:2]))
+        check(self._run(step), step)
         return output
+
+
+def _step(
+    tables: PagedTables,
+    slots: Tensor,
+    shape: tuple[int, int, int],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+) -> Step:
+    """``shape`` is (heads, kv heads, head_dim)."""
+    step = Step(num_tokens=len(slots), causal=causal, scale=shape[2] ** -0.5 if scale is None else scale)
+    step.slots, step.query_starts, step.query_lens = (
+        tensor.data_ptr() for tensor in (slots, tables.query_starts, tables.query_lens)
+    )
+    step.kv_lens, step.page_starts, step.decodes, step.tiles, step.pages = (
+        tensor.data_ptr() for tensor in (tables.kv_lens, tables.page_starts, tables.decodes, tables.tiles, tables.pages)
+    )
+    step.num_sequences, step.num_decodes = len(tables.kv_lens), len(tables.decodes)
+    step.num_tiles, step.num_entries = len(tables.tiles), len(tables.pages)
+    step.heads, step.kv_heads, step.dim = shape
+    return step
+
+
+def set_caches(step: Step, keys: Tensor, values: Tensor, window: int | None) -> None:
+    """A layer's own operands."""
+    step.keys, step.values = keys.data_ptr(), values.data_ptr()
+    step.num_pages, step.page_size = keys.shape[:2]
+    step.is_half = keys.dtype == torch.float16
+    step.cache_stride = keys.stride(1) if step.page_size > 1 else keys.stride(0)
+    step.window = min(window or NO_WINDOW, NO_WINDOW)
+
+
+def check(done: int, step: Step) -> None:
+    """Raises what a kernel with attention found: IndexError and MemoryError."""
+    if done < 0:
+        raise MemoryError(f"no memory to attend from {step.num_tokens} tokens")
+    if not done:
+        raise IndexError(f"a slot or page table goes beyond the {step.num_pages} pages of the KV cache")
 
 
 @cache

@@ -20,7 +20,7 @@ class CpuAttention:
 
     def __init__(self, kernel: PagedAttention | None) -> None:
         """``kernel`` as ``compiled.paged_attention`` returns it; None does without."""
-        self._kernel = kernel
+        self.kernel = kernel
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self,
@@ -33,8 +33,8 @@ class CpuAttention:
         window: int | None = None,
     ) -> Tensor:
         """See ``AttentionBackend``."""
-        if self._kernel is not None and self._kernel.suits(query, key_cache):
-            return self._kernel(query, key, value, key_cache, value_cache, batch, window)
+        if self.kernel is not None and self.kernel.suits(query, key_cache):
+            return self.kernel(query, key, value, key_cache, value_cache, batch, window)
         for new, cache in ((key, key_cache), (value, value_cache)):
             cache.flatten(0, 1).index_copy_(0, batch.slots, rounded(new, cache.dtype))
         output = query.new_empty(query.shape)

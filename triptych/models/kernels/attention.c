@@ -10,6 +10,7 @@
 #include <omp.h>
 #include <stdlib.h>
 
+#include "attention.h"
 #include "vectors.h"
 
 #define MAX_GROUP 16      /* query heads for one kv head */
@@ -24,22 +25,6 @@
 #define LINE 64           /* bytes that memory is read by */
 
 const int attention_group = MAX_GROUP, attention_dim = MAX_DIM, attention_rows = ROWS;
-
-/* A step of S sequences and T new tokens, and one layer's operands. ``PagedTables`` says what the int64 fields are. */
-typedef struct {
-    const float *query;        /* [T, heads, dim], query_stride floats from one token to the next; so the next two */
-    const float *key, *value;  /* [T, kv_heads, dim] */
-    void *keys, *values;       /* [pages, page_size, kv_heads, dim], cache_stride elements from one token to the next */
-    float *output;             /* [T, heads, dim] */
-    const int64_t *slots, *query_starts, *query_lens, *kv_lens, *page_starts, *decodes, *tiles, *pages;
-    int64_t num_tokens, num_sequences, num_decodes, num_tiles, num_entries; /* entries: of pages */
-    int64_t heads, kv_heads, dim, num_pages, page_size;
-    int64_t query_stride, key_stride, value_stride, cache_stride;
-    int64_t window;            /* how many tokens each one sees, at most 2^30 */
-    int64_t causal;            /* 0 where each of several new tokens sees all of its sequence, later ones too */
-    int64_t is_half;           /* whether keys and values are halves, or else floats */
-    float scale;
-} Step;
 
 /* sums[block][ROWS] += scalars[block * step + i * across] * vectors[i][ROWS], over i; of the rows, so many halves. */
 inlined void multiply(float *sums, const float *scalars, int64_t step, int64_t across, const float *vectors,
@@ -362,48 +347,56 @@ static Parts parts_of(const Step *step, Parts parts, int64_t span) {
     return (Parts){parts.maxima + before, parts.totals + before, parts.sums + before * step->dim};
 }
 
-static void attend(const Step *step, const Span *spans, int64_t num_spans, Parts parts) {
+int64_t attention_room(const Step *step) {
+    if (!within(step)) return -1;
+    int64_t num_spans = find_spans(step, NULL);
+    return num_spans * sizeof(Span) + num_spans * step->heads * (step->dim + 2) * sizeof(float);
+}
+
+void attend_together(const Step *step, void *room) {
     int64_t heads = step->heads, kv_heads = step->kv_heads, group = heads / kv_heads;
-#pragma omp parallel
-    {
-        /* few spans are shared head by head, which changes nothing about what comes of them */
-        int64_t together = least(kv_heads * num_spans / omp_get_num_threads(), least(kv_heads, MAX_HEADS / group));
-        together = most(together, 1);
-        int64_t shares = (kv_heads + together - 1) / together, ones = num_spans * shares;
+    Span *spans = room;
+    int64_t num_spans = find_spans(step, NULL), num_parts = num_spans * heads;
+    float *numbers = (float *)(spans + num_spans);
+    Parts parts = {numbers, numbers + num_parts, numbers + 2 * num_parts};
+    /* few spans are shared head by head, which changes nothing about what comes of them */
+    int64_t together = least(kv_heads * num_spans / omp_get_num_threads(), least(kv_heads, MAX_HEADS / group));
+    together = most(together, 1);
+    int64_t shares = (kv_heads + together - 1) / together, ones = num_spans * shares;
+#pragma omp single nowait
+    find_spans(step, spans);
 #pragma omp for
-        for (int64_t token = 0; token < step->num_tokens; token++) write_token(step, token);
+    for (int64_t token = 0; token < step->num_tokens; token++) write_token(step, token);
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < ones + step->num_tiles * kv_heads; task++) {
-            if (task < ones) {
-                int64_t span = task / shares, kv_head = task % shares * together;
-                attend_one(step, spans + span, parts_of(step, parts, span), kv_head * group,
-                           least(together, kv_heads - kv_head) * group);
-            } else {
-                /* a prompt's last tiles see most: they go first */
-                int64_t which = (task - ones) / kv_heads;
-                const int64_t *tile = step->tiles + 2 * (step->num_tiles - 1 - which);
-                attend_several(step, tile[0], tile[1], (task - ones) % kv_heads);
-            }
+    for (int64_t task = 0; task < ones + step->num_tiles * kv_heads; task++) {
+        if (task < ones) {
+            int64_t span = task / shares, kv_head = task % shares * together;
+            attend_one(step, spans + span, parts_of(step, parts, span), kv_head * group,
+                       least(together, kv_heads - kv_head) * group);
+        } else {
+            /* a prompt's last tiles see most: they go first */
+            int64_t which = (task - ones) / kv_heads;
+            const int64_t *tile = step->tiles + 2 * (step->num_tiles - 1 - which);
+            attend_several(step, tile[0], tile[1], (task - ones) % kv_heads);
         }
+    }
 #pragma omp for
-        for (int64_t task = 0; task < num_spans * heads; task++) {
-            int64_t span = task / heads;
-            if (span > 0 && spans[span - 1].sequence == spans[span].sequence) continue;
-            add_spans(step, spans + span, parts_of(step, parts, span), task % heads, num_spans - span);
-        }
+    for (int64_t task = 0; task < num_spans * heads; task++) {
+        int64_t span = task / heads;
+        if (span > 0 && spans[span - 1].sequence == spans[span].sequence) continue;
+        add_spans(step, spans + span, parts_of(step, parts, span), task % heads, num_spans - span);
     }
 }
 
 /* Writes the new keys and values, then attends. Returns 1; or, having done nothing, 0 for a slot or a page that the
  * cache doesn't have, or a page table that is too short, and -1 if there is no memory. */
 int paged_attention(const Step *step) {
-    if (!within(step)) return 0;
-    int64_t num_spans = find_spans(step, NULL), parts = num_spans * step->heads;
-    Span *spans = malloc(num_spans * sizeof(Span) + parts * (step->dim + 2) * sizeof(float) + 1);
-    if (!spans) return -1;
-    float *numbers = (float *)(spans + num_spans);
-    find_spans(step, spans);
-    attend(step, spans, num_spans, (Parts){numbers, numbers + parts, numbers + 2 * parts});
-    free(spans);
+    int64_t bytes = attention_room(step);
+    if (bytes < 0) return 0;
+    void *room = malloc(bytes + 1);
+    if (!room) return -1;
+#pragma omp parallel
+    attend_together(step, room);
+    free(room);
     return 1;
 }

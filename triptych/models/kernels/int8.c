@@ -1,12 +1,14 @@
 /* Products with int8 weights: each token rounded to int8 by a scale of its own, sums in int32, which are exact, so that
  * what a token comes to is the same in any batch.
  *
- * Weights lie in panels of OUTPUTS outputs: for every four inputs, those four of each output. A panel's weights for four
- * inputs are loaded once for up to TOKENS tokens, whose sums stay in registers from the first input to the last.
+ * Weights lie in panels of OUTPUTS outputs: for every four inputs, those four of each output,
+ * [ceil(outputs / OUTPUTS), ceil(inputs / 4), OUTPUTS, 4]; zeros fill up the last. A panel's weights for four inputs are
+ * loaded once for up to TOKENS tokens, whose sums stay in registers from the first input to the last.
  */
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
+#include "products.h"
 #include "vectors.h"
 
 #ifdef __AVX512VNNI__
@@ -18,6 +20,7 @@
 #endif
 #define OUTPUTS (2 * SUMS)
 #define AHEAD 4096           /* bytes of weights that are on their way: by itself hardware stops at each page's end */
+#define LINE 64              /* bytes between rows, so that equal places of several don't push each other out of the first cache */
 #define SMALLEST 1e-30f      /* a row's highest value, at least: 127 / it is finite */
 #define ROUNDING 12582912.0f /* 1.5 * 2^23: of a float beside it the low bits are the nearest whole number */
 
@@ -52,49 +55,47 @@ inlined sums dot(sums sum, sums weights, sums four) {
 }
 #endif
 
-/* A layer's operands for T tokens, and room to work in. */
+/* T tokens: where they come from and go to, and rounded. */
 typedef struct {
-    const float *input;   /* [T, inputs] */
-    const int8_t *panels; /* [ceil(outputs / OUTPUTS), depth / 4, OUTPUTS, 4], of weights; zeros fill them up */
-    const float *scales, *bias; /* [outputs] */
-    float *output;        /* [T, outputs] */
-    int8_t *rows;         /* [T + TOKENS], stride bytes from one to the next: the tokens rounded */
-    float *row_scales;    /* [T] */
-    int32_t *row_starts;  /* [T], of their sums */
-    int64_t tokens, inputs, outputs, depth, stride; /* depth: inputs, up to a multiple of 4 */
-} Step;
+    const float *input;
+    float *output;
+    int8_t *rounded;      /* [T + TOKENS, stride], of which inputs, up to a multiple of 4, are values */
+    float *scales;        /* [T] */
+    int32_t *starts;      /* [T], of their sums */
+    int64_t tokens, input_stride, depth, stride;
+} Rows;
 
-const int int8_outputs = OUTPUTS, int8_tokens = TOKENS;
+const int int8_outputs = OUTPUTS;
 
-inlined void round_row(const Step *step, int64_t token) {
-    const float *from = step->input + token * step->inputs;
-    int8_t *to = step->rows + token * step->stride;
+inlined void round_row(const Rows *rows, int64_t inputs, int64_t token) {
+    const float *from = rows->input + token * rows->input_stride;
+    int8_t *to = rows->rounded + token * rows->stride;
     floats highest = splat(SMALLEST), strange = {}, total = {};
-    for (int64_t i = 0; i < step->inputs; i += LANES) {
-        floats x = load(from + i, step->inputs - i);
+    for (int64_t i = 0; i < inputs; i += LANES) {
+        floats x = load(from + i, inputs - i);
         highest = larger(choose(x > 0, x, -x), highest);
         strange += x * 0.0f; /* becomes NaN by one, and by an infinity */
     }
     float maximum = largest_of(highest), factor = 127.0f / maximum;
-    for (int64_t i = 0; i < step->inputs; i += LANES) {
-        floats whole = load(from + i, step->inputs - i) * factor + ROUNDING;
+    for (int64_t i = 0; i < inputs; i += LANES) {
+        floats whole = load(from + i, inputs - i) * factor + ROUNDING;
         bytes low = __builtin_convertvector((ints)whole, bytes);
         total += whole - ROUNDING;
-        memcpy(to + i, &low, least(LANES, step->depth - i));
+        memcpy(to + i, &low, least(LANES, rows->depth - i));
     }
     float odd = sum_of(strange);
-    step->row_scales[token] = maximum / 127.0f + odd;
-    step->row_starts[token] = odd == 0 ? -UNSIGNED * (int32_t)sum_of(total) : 0;
+    rows->scales[token] = maximum / 127.0f + odd;
+    rows->starts[token] = odd == 0 ? -UNSIGNED * (int32_t)sum_of(total) : 0;
 }
 
 /* What ``count`` tokens come to for a panel's outputs. The last of them may not exist: nothing of theirs is kept. */
-inlined void multiply(const Step *step, int64_t panel, int64_t first, const int count) {
+inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
     /* a panel that is multiplied several times leaves time for the whole next one to come */
-    int64_t size = OUTPUTS * step->depth, ahead = step->tokens > TOKENS ? size : AHEAD;
-    const int8_t *weights = step->panels + panel * size, *rows = step->rows + first * step->stride;
+    int64_t size = OUTPUTS * rows->depth, ahead = rows->tokens > TOKENS ? size : AHEAD;
+    const int8_t *weights = (const int8_t *)linear->panels + panel * size, *from = rows->rounded + first * rows->stride;
     sums found[TOKENS][2];
     for (int token = 0; token < count; token++) found[token][0] = found[token][1] = (sums){};
-    for (int64_t input = 0; input < step->depth; input += 4, weights += 4 * OUTPUTS) {
+    for (int64_t input = 0; input < rows->depth; input += 4, weights += 4 * OUTPUTS) {
         sums low = ((const sums *)weights)[0], high = ((const sums *)weights)[1];
         if (UNSIGNED) {
             low ^= (int32_t)0x80808080;
@@ -104,33 +105,40 @@ inlined void multiply(const Step *step, int64_t panel, int64_t first, const int 
 #pragma GCC unroll 8
         for (int token = 0; token < count; token++) {
             int32_t four;
-            memcpy(&four, rows + token * step->stride + input, sizeof four);
+            memcpy(&four, from + token * rows->stride + input, sizeof four);
             found[token][0] = dot(found[token][0], low, four - (sums){});
             found[token][1] = dot(found[token][1], high, four - (sums){});
         }
     }
-    int64_t output = panel * OUTPUTS, outputs = least(OUTPUTS, step->outputs - output);
-    const float *scales = step->scales + output, *bias = step->bias + output;
-    for (int64_t token = 0; token < least(count, step->tokens - first); token++) {
+    int64_t output = panel * OUTPUTS, outputs = least(OUTPUTS, linear->outputs - output);
+    const float *scales = linear->scales + output, *bias = linear->bias ? linear->bias + output : NULL;
+    for (int64_t token = 0; token < least(count, rows->tokens - first); token++) {
         const int32_t *sum = (const int32_t *)found[token];
-        int32_t start = step->row_starts[first + token];
-        float scale = step->row_scales[first + token], *to = step->output + (first + token) * step->outputs + output;
-        for (int64_t i = 0; i < outputs; i++) to[i] = (float)(sum[i] + start) * scale * scales[i] + bias[i];
+        int32_t start = rows->starts[first + token];
+        float scale = rows->scales[first + token], *to = rows->output + (first + token) * linear->outputs + output;
+        for (int64_t i = 0; i < outputs; i++) to[i] = (float)(sum[i] + start) * scale * scales[i] + (bias ? bias[i] : 0);
     }
 }
 
-void int8_linear(const Step *step) {
-#pragma omp parallel
-    {
+static int64_t depth_of(const Linear *linear) { return (linear->inputs + 3) / 4 * 4; }
+
+int64_t int8_room(const Linear *linear, int64_t tokens) {
+    return tokens * (sizeof(float) + sizeof(int32_t)) + (tokens + TOKENS) * (depth_of(linear) + LINE);
+}
+
+void int8_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
+    int64_t depth = depth_of(linear), panels = (linear->outputs + OUTPUTS - 1) / OUTPUTS;
+    float *scales = room;
+    int32_t *starts = (int32_t *)(scales + tokens);
+    Rows rows = {input, output, (int8_t *)(starts + tokens), scales, starts, tokens, stride, depth, depth + LINE};
 #pragma omp for
-        for (int64_t token = 0; token < step->tokens; token++) round_row(step, token);
+    for (int64_t token = 0; token < tokens; token++) round_row(&rows, linear->inputs, token);
 #pragma omp for
-        for (int64_t panel = 0; panel < (step->outputs + OUTPUTS - 1) / OUTPUTS; panel++)
-            for (int64_t first = 0, left; (left = step->tokens - first) > 0; first += TOKENS) {
-                if (left > 4) multiply(step, panel, first, TOKENS);
-                else if (left > 2) multiply(step, panel, first, 4);
-                else if (left > 1) multiply(step, panel, first, 2);
-                else multiply(step, panel, first, 1);
-            }
-    }
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t first = 0, left; (left = tokens - first) > 0; first += TOKENS) {
+            if (left > 4) multiply(linear, &rows, panel, first, TOKENS);
+            else if (left > 2) multiply(linear, &rows, panel, first, 4);
+            else if (left > 1) multiply(linear, &rows, panel, first, 2);
+            else multiply(linear, &rows, panel, first, 1);
+        }
 }

@@ -1,0 +1,109 @@
+/* What a decoder layer does for a step's T tokens, in two calls: up to attention's output, and from there on. A single
+ * token's products take little longer than the calls around them would, so these are not calls of their own. */
+#include <stdlib.h>
+
+#include "attention.h"
+#include "pointwise.h"
+#include "products.h"
+
+/* What comes before attention, and attention itself. */
+typedef struct {
+    Linear qkv;
+    const float *norm;       /* [hidden] */
+    const float *heads_norm; /* [heads + kv_heads, dim], of queries and keys; or NULL */
+    float eps;
+} Before;
+
+/* What comes after it. */
+typedef struct {
+    Linear output, gate_up, down;
+    const float *norm; /* [hidden] */
+    float eps;
+} After;
+
+static int64_t room_for(const Linear *linear, int64_t tokens) {
+    return linear->kind == INT8 ? int8_room(linear, tokens) : 0;
+}
+
+inlined int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+inlined void multiply(const Linear *linear, const float *input, float *output, int64_t tokens, void *room) {
+    if (linear->kind == INT8) int8_together(linear, input, linear->inputs, output, tokens, room);
+    else float_together(linear, input, linear->inputs, output, tokens);
+}
+
+/* One layer by itself; the input's tokens are stride floats apart. Returns 0 if there is no memory. */
+int linear(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens) {
+    void *room = malloc(room_for(linear, tokens) + 1);
+    if (!room) return 0;
+#pragma omp parallel
+    {
+        if (linear->kind == INT8) int8_together(linear, input, stride, output, tokens, room);
+        else float_together(linear, input, stride, output, tokens);
+    }
+    free(room);
+    return 1;
+}
+
+/* hidden [T, hidden] and each token's cos and sin [T, dim]; the rest is in ``step``, but for queries, keys and values.
+ * Returns what paged_attention does. */
+int attend_layer(const Before *layer, const float *hidden, const float *cos, const float *sin, const Step *given) {
+    int64_t tokens = given->num_tokens, width = layer->qkv.inputs, heads = given->heads + given->kv_heads;
+    int64_t dim = given->dim, stride = layer->qkv.outputs, bytes = attention_room(given);
+    if (bytes < 0) return 0;
+    bytes = whole_lines(most(bytes, room_for(&layer->qkv, tokens)));
+    void *room = malloc(bytes + tokens * (width + stride) * sizeof(float) + 1);
+    if (!room) return -1;
+    float *normed = (float *)((char *)room + bytes), *qkv = normed + tokens * width;
+    Step step = *given;
+    step.query = qkv;
+    step.key = qkv + step.heads * dim;
+    step.value = qkv + heads * dim;
+    step.query_stride = step.key_stride = step.value_stride = stride;
+#pragma omp parallel
+    {
+#pragma omp for
+        for (int64_t token = 0; token < tokens; token++)
+            norm(hidden + token * width, layer->norm, normed + token * width, width, layer->eps);
+        multiply(&layer->qkv, normed, qkv, tokens, room);
+#pragma omp for
+        for (int64_t vector = 0; vector < tokens * heads; vector++) {
+            int64_t token = vector / heads, head = vector % heads;
+            float *own = qkv + token * stride + head * dim;
+            if (layer->heads_norm) norm(own, layer->heads_norm + head * dim, own, dim, layer->eps);
+            turn(own, cos + token * dim, sin + token * dim, own, dim);
+        }
+        attend_together(&step, room);
+    }
+    free(room);
+    return 1;
+}
+
+/* hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]. Returns 0 if there is no memory. */
+int finish_layer(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens) {
+    int64_t width = layer->output.outputs, both = layer->gate_up.outputs, inner = both / 2;
+    int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->gate_up, tokens));
+    bytes = whole_lines(most(bytes, room_for(&layer->down, tokens)));
+    void *room = malloc(bytes + tokens * (2 * width + both + inner) * sizeof(float) + 1);
+    if (!room) return 0;
+    float *added = (float *)((char *)room + bytes), *normed = added + tokens * width;
+    float *gate_up = normed + tokens * width, *gated = gate_up + tokens * both;
+#pragma omp parallel
+    {
+        multiply(&layer->output, attended, added, tokens, room);
+#pragma omp for
+        for (int64_t token = 0; token < tokens; token++) {
+            int64_t own = token * width;
+            for (int64_t i = 0; i < width; i++) output[own + i] = hidden[own + i] + added[own + i];
+            norm(output + own, layer->norm, normed + own, width, layer->eps);
+        }
+        multiply(&layer->gate_up, normed, gate_up, tokens, room);
+#pragma omp for
+        for (int64_t token = 0; token < tokens; token++) gate(gate_up + token * both, gated + token * inner, inner);
+        multiply(&layer->down, gated, added, tokens, room);
+#pragma omp for
+        for (int64_t i = 0; i < tokens * width; i++) output[i] += added[i];
+    }
+    free(room);
+    return 1;
+}

@@ -1,0 +1,22 @@
+/* A layer's products with packed weights: y = W x + b for several tokens. */
+#pragma once
+#include <stdint.h>
+
+enum Kind { HALF, FLOAT, INT8 };
+
+/* A linear layer's weights, as its kind has them. */
+typedef struct {
+    const void *panels;  /* see floats.c and int8.c */
+    const float *scales; /* [outputs]; of int8 alone */
+    const float *bias;   /* [outputs], or NULL */
+    int64_t inputs, outputs, kind;
+} Linear;
+
+/* Bytes of memory to work in for so many tokens. */
+int64_t float_room(const Linear *linear, int64_t tokens);
+int64_t int8_room(const Linear *linear, int64_t tokens);
+
+/* input [tokens, inputs], stride floats from one token to the next, to output [tokens, outputs]; the team's threads share
+ * the work, and all of it is done when they return. */
+void float_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens);
+void int8_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room);
