@@ -4,10 +4,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.language.prompt_logprobs import Asked, score
@@ -37,12 +36,12 @@ class MediaRows:
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """What a chunk brings to a step besides its tokens: rope positions, float64 of shape (3, length); its sequence's
-    page table, int64 [pages]; and slots, int64 of shape (length,)."""
+    """What a chunk brings to a step besides its tokens: their rope positions, on three axes; its sequence's page table,
+    int64 [pages]; and their slots."""
 
-    positions: NDArray[np.float64]
+    positions: list[list[float]]
     page_table: Tensor
-    slots: NDArray[np.int64]
+    slots: list[int]
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,25 @@ class Runner:
         self._page_size = page_size
 
     def batch(self, chunks: Rows[Chunk], media: MediaRows) -> ForwardBatch:
-        """The step's tokens, packed in the order of ``chunks``."""
-        tokens = [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]
-        inputs = [self._inputs(c) for c in chunks]
-        starts = np.cumsum([0, *(c.length for c in chunks)])
+        """The step's tokens, packed in the order of ``chunks``. By lists and one way to make tensors of them: between
+        two steps the processor has none of this in its caches, and every other function costs as much as ten tokens."""
+        inputs = [self._inputs(chunk) for chunk in chunks]
+        starts = accumulate((chunk.length for chunk in chunks), initial=0)
+        wanted = [start + token for start, chunk in zip(starts, chunks, strict=False) for token in chunk.wanted]
         return ForwardBatch(
-            tokens=torch.tensor(tokens, dtype=torch.int64),
-            positions=torch.from_numpy(np.concatenate([i.positions for i in inputs], axis=1)),
+            tokens=torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]),
+            positions=torch.tensor(
+                [[position for one in inputs for position in one.positions[axis]] for axis in range(3)],
+                dtype=torch.float64,
+            ),
             media_index=media.index,
             media_rows=media.rows,
-            logits_index=torch.tensor(
-                [s + token for s, c in zip(starts, chunks, strict=False) for token in c.wanted], dtype=torch.int64
-            ),
+            logits_index=torch.tensor(wanted, dtype=torch.int64),
             attention=AttentionBatch(
                 query_lens=[c.length for c in chunks],
                 kv_lens=[c.start + c.length for c in chunks],
-                page_tables=[i.page_table for i in inputs],
-                slots=torch.from_numpy(np.concatenate([i.slots for i in inputs])),
+                page_tables=[one.page_table for one in inputs],
+                slots=torch.tensor([slot for one in inputs for slot in one.slots]),
             ),
         )
 
@@ -112,10 +113,11 @@ class Runner:
         return self.decoder(batch, self._cache, after_layer)
 
     def _inputs(self, chunk: Chunk) -> ChunkInputs:
-        page_table = np.array(chunk.sequence.pages, dtype=np.int64)
-        token = np.arange(chunk.start, chunk.start + chunk.length)
+        pages, size = chunk.sequence.pages, self._page_size
         return ChunkInputs(
             positions=chunk.sequence.positions_of(chunk.start, chunk.length),
-            page_table=torch.from_numpy(page_table),
-            slots=page_table[token // self._page_size] * self._page_size + token % self._page_size,
+            page_table=torch.tensor(pages),
+            slots=[
+                pages[token // size] * size + token % size for token in range(chunk.start, chunk.start + chunk.length)
+            ],
         )

@@ -82,11 +82,11 @@ class Sequence:
             return "stop"
         return "length" if self.num_generated >= self.sampling.max_tokens else None
 
-    def positions_of(self, start: int, count: int) -> NDArray[np.float64]:
-        """Rope positions, float64 of shape (3, count), of tokens ``[start, start + count)``."""
-        found = np.empty((3, count))
-        in_prompt = self.positions[:, start : start + count]
-        known = in_prompt.shape[1]
-        found[:, :known] = in_prompt
-        found[:, known:] = np.arange(start + known, start + count) + (self.next_position - self.num_prompt)
-        return found
+    def positions_of(self, start: int, count: int) -> list[list[float]]:
+        """Rope positions of tokens ``[start, start + count)``: three lists."""
+        known = min(max(self.num_prompt - start, 0), count)
+        offset = self.next_position - self.num_prompt
+        generated = [token + offset for token in range(start + known, start + count)]
+        if not known:
+            return [generated] * 3
+        return [axis + generated for axis in self.positions[:, start : start + known].tolist()]
