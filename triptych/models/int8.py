@@ -40,10 +40,15 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
     NaNs; no token has a part in what others come to. Raises ConfigError for more inputs than add up exactly."""
     if weight.shape[1] > MAX_INPUTS:
         raise ConfigError(f"int8 is for layers of at most {MAX_INPUTS} inputs, not {weight.shape[1]}")
+    whole, scales = rounded(weight)
+    if (library := native.library()) is None:
+        return OneDnnProduct(whole, scales, bias)
+    panels = in_panels(whole, ctypes.c_int.in_dll(library, "int8_outputs").value, 4, torch.int8)
+    return CompiledProduct(library, Kind.INT8, weight.shape, panels, scales, bias)
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``weight`` [out, in] as int8, and what its rows are to be multiplied by, float32 [out]."""
     wide = weight.float()
     scales = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    rounded = (wide / scales[:, None]).round_().to(torch.int8)
-    if (library := native.library()) is None:
-        return OneDnnProduct(rounded, scales, bias)
-    panels = in_panels(rounded, ctypes.c_int.in_dll(library, "int8_outputs").value, 4, torch.int8)
-    return CompiledProduct(library, Kind.INT8, weight.shape, panels, scales, bias)
+    return (wide / scales[:, None]).round_().to(torch.int8), scales

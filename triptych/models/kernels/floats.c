@@ -14,6 +14,7 @@
 #endif
 #define OUTPUTS (2 * LANES)
 #define AHEAD 4096           /* bytes of weights that are on their way: by itself hardware stops at each page's end */
+#define BLOCK 256            /* tokens that are multiplied by all weights before the next: few enough to stay in a cache */
 #define AT_ONCE (512 * 1024) /* bytes of weights that a thread takes, if there is little to do with them */
 
 const int float_outputs = OUTPUTS;
@@ -81,11 +82,15 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
 }
 
 void float_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens) {
-    Rows rows = {input, output, stride, tokens};
     int64_t bytes = linear->inputs * OUTPUTS * (linear->kind == HALF ? sizeof(uint16_t) : sizeof(float));
-    int64_t at_once = tokens > TOKENS ? 1 : most(1, AT_ONCE / most(1, bytes));
-    /* dynamic, because the machine has other work: a core that is late gets less */
+    int64_t at_once = tokens > TOKENS ? 1 : most(1, AT_ONCE / most(1, bytes)), blocks = (tokens + BLOCK - 1) / BLOCK;
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t first = tokens * block / blocks;
+        Rows rows = {input + first * stride, output + first * linear->outputs, stride,
+                     tokens * (block + 1) / blocks - first};
+        /* dynamic, because the machine has other work: a core that is late gets less */
 #pragma omp for schedule(dynamic, at_once)
-    for (int64_t panel = 0; panel < (linear->outputs + OUTPUTS - 1) / OUTPUTS; panel++)
-        multiply_panel(linear, &rows, panel);
+        for (int64_t panel = 0; panel < (linear->outputs + OUTPUTS - 1) / OUTPUTS; panel++)
+            multiply_panel(linear, &rows, panel);
+    }
 }

@@ -1,0 +1,122 @@
+"""How long products with packed weights take by our kernels, beside FBGEMM's and oneDNN's.
+
+    python -m bench.make_checkpoint /tmp/mid --preset mid
+    python -m bench.products /tmp/mid --out bench/results/products-mid.json
+
+A decoder layer's products, one after the other, of as many layers as take more memory than caches have. With int8,
+FBGEMM's are with one scale for all tokens, in 7 bits; oneDNN's in 7 bits, with PyTorch's operations around them, as
+where there is no compiler, and by themselves.
+"""
+
+import argparse
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bench.language_limits import decoder_shapes
+from bench.measuring import median_seconds, medians_in_turns, report
+from triptych.bench.transfer import machine
+from triptych.models import float_product, int8, native
+from triptych.models.float_product import FbgemmProduct
+from triptych.models.products import Product
+
+READ_BYTES = 2**28
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 345, 1024, 2048)
+ROUNDS = 9
+
+Pack = Callable[[Tensor], Product]
+"""Of a weight [outputs, inputs]."""
+
+
+def fbgemm_int8(weight: Tensor) -> Product:
+    scales, zeros = weight.abs().amax(dim=1) / 127, torch.zeros(len(weight))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # deprecated
+        quantized = torch.quantize_per_channel(weight, scales, zeros.long(), 0, torch.qint8)
+        packed = torch.ops.quantized.linear_prepack(quantized, zeros)
+    return lambda activations: torch.ops.quantized.linear_dynamic(activations, packed, reduce_range=True)
+
+
+def onednn_int8(weight: Tensor) -> int8.OneDnnProduct:
+    return int8.OneDnnProduct(*int8.rounded(weight), None)
+
+
+def onednn_int8_alone(weight: Tensor) -> Product:
+    rounded, scales = int8.rounded(weight)
+    packed, multiply = torch.ops.onednn.qlinear_prepack(rounded, None), torch.ops.onednn.qlinear_pointwise
+    zeros = torch.zeros(len(scales), dtype=torch.int64)
+    operands, as_float = (1.0, 64, packed, scales, zeros, None), (1.0, 0, torch.float32, "none", [], "")
+    activations = torch.randint(0, 128, (max(TOKENS), weight.shape[1]), dtype=torch.uint8)
+    return lambda given: multiply(activations[: len(given)], *operands, *as_float)
+
+
+KERNELS: dict[str, dict[str, Pack]] = {
+    "fp16": {
+        "ours": partial(float_product.half_product, bias=None),
+        "fbgemm": partial(FbgemmProduct, bias=None),
+    },
+    "float32": {
+        "ours": partial(float_product.float_product, bias=None),
+        "onednn": partial(float_product.OneDnnProduct, bias=None),
+        "F.linear": lambda weight: partial(F.linear, weight=weight),
+    },
+    "int8": {
+        "ours": partial(int8.int8_product, bias=None),
+        "fbgemm": fbgemm_int8,
+        "onednn": onednn_int8,
+        "onednn alone": onednn_int8_alone,
+    },
+}
+BYTES = {"fp16": 2, "float32": 4, "int8": 1}
+
+
+def layer_ms(kernels: dict[str, Pack], shapes: list[tuple[int, int]], width: int) -> dict[str, dict[str, float]]:
+    """By kernel and number of tokens, for a layer of such linear layers [outputs, inputs], ``width`` bytes a weight."""
+    num_layers = READ_BYTES // (width * sum(outputs * inputs for outputs, inputs in shapes))
+    weights = [torch.randn(shape) for shape in shapes * num_layers]
+    layers = {name: [(weight.shape[1], pack(weight)) for weight in weights] for name, pack in kernels.items()}
+    found: dict[str, dict[str, float]] = {name: {} for name in kernels}
+    for tokens in TOKENS:
+        activations = {inputs: torch.randn(tokens, inputs) for _, inputs in shapes}
+        ways = {name: partial(multiply_all, layers[name], activations) for name in kernels}
+        for name, seconds in medians_in_turns(ways, ROUNDS).items():
+            found[name][str(tokens)] = round(1e3 * seconds / num_layers, 2)
+    return found
+
+
+def multiply_all(layers: list[tuple[int, Product]], activations: dict[int, Tensor]) -> None:
+    for inputs, product in layers:
+        product(activations[inputs])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a checkpoint folder")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--formats", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
+    options = parser.parse_args()
+    if native.library() is None:
+        parser.error("there are no kernels of ours to measure without a C compiler")
+    torch.set_num_threads(options.threads)
+    shapes = list(decoder_shapes(options.model).values())
+    with torch.inference_mode():
+        weights = torch.randn(READ_BYTES // 4)
+        read = median_seconds(weights.sum, 9)
+        found = {
+            "machine": machine(),
+            "options": {"model": str(options.model), "threads": options.threads},
+            "shapes": shapes,
+            "read_gb_per_s": round(READ_BYTES / read / 1e9, 1),
+            "layer_ms": {name: layer_ms(KERNELS[name], shapes, BYTES[name]) for name in options.formats},
+        }
+    report(found, options.out)
+
+
+if __name__ == "__main__":
+    main()
