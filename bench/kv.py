@@ -28,7 +28,9 @@ from triptych.bench.transfer import machine
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig, TransferConfig
 from triptych.families.registry import family_of, resolve
+from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config
+from triptych.roles.build import Model
 from triptych.topology import Role
 
 START_TIMEOUT = 120.0
@@ -123,7 +125,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
     whole = statistics.median(map(transfer_ms, samples["at the end"]))
     decoder = resolve(family_of(load_config(options.model)).tower)(load_config(options.model)).decoder_config
     tokens = samples["by layer"][0].prompt_tokens
-    num_bytes = tokens * decoder.kv_bytes(4 if options.dtype in {"auto", "float16", "float32"} else 2)
+    num_bytes = tokens * decoder.kv_bytes(Model(Checkpoint(options.model), engine).kv_dtype.itemsize)
     return {
         "prompt_tokens": tokens,
         "layers": decoder.num_layers,

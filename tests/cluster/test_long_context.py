@@ -34,9 +34,10 @@ def ask(url: str, num_characters: int) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=body | {"ignore_eos": True}, trust_env=False, timeout=120)
 
 
-def test_a_prompt_of_32k_tokens_takes_the_memory_that_was_foretold(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_a_prompt_of_32k_tokens_takes_the_memory_that_was_foretold(tmp_path: Path, dtype: str) -> None:
     folder = make_checkpoint(tmp_path / "long", sizes=replace(DENSE, context=CONTEXT, layers=2, heads=2, kv_heads=1))
-    settings = ("--dtype", "float32", "--kv-cache-tokens", str(CONTEXT), "--max-num-seqs", "4", "--port", "0")
+    settings = ("--dtype", dtype, "--kv-cache-tokens", str(CONTEXT), "--max-num-seqs", "4", "--port", "0")
     with triptych("serve", folder, "--topology", "1EPD", "--threads", "1", *settings) as service:
         url = service.wait_until_ready()
         before, most = foretold(service, "memory:"), foretold(service, "at most")
@@ -52,7 +53,7 @@ def test_a_prompt_of_32k_tokens_takes_the_memory_that_was_foretold(tmp_path: Pat
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (["--max-model-len", "4096", "--kv-memory", "1MiB"], ["--max-model-len 4096", "--kv-memory 1MiB", "1,024"]),
+        (["--max-model-len", "4096", "--kv-memory", "1MiB"], ["--max-model-len 4096", "--kv-memory 1MiB", "2,048"]),
         (["--kv-memory", "900TiB", "--max-num-seqs", "1000000000"], ["--kv-memory 900TiB", "are free"]),
         (["--kv-memory", "1KB"], ["--kv-memory 1KB", "a page of 16"]),
     ],
@@ -68,5 +69,5 @@ def test_the_context_is_what_the_kv_cache_holds(folder: Path) -> None:
     with triptych("serve", folder, "--topology", "1EPD", "--served-model-name", "long", *SMALL) as service:
         url = service.wait_until_ready()
         (model,) = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
-        assert model["max_model_len"] == 1024
-        assert ask(url, 1100).json()["error"]["code"] == "prompt_too_long"
+        assert model["max_model_len"] == 2048, "in fp16"
+        assert ask(url, 2100).json()["error"]["code"] == "prompt_too_long"

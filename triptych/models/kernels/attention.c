@@ -60,35 +60,35 @@ inlined int64_t bytes_of(int64_t elements, const int is_half) {
     return elements * (is_half ? sizeof(uint16_t) : sizeof(float));
 }
 
-/* Where a token's keys, or values, begin, from the ``head`` on. */
-inlined char *at_slot(void *cache, int64_t slot, int64_t head, const Step *step, const int is_half) {
-    return (char *)cache + bytes_of(slot * step->cache_stride + head * step->dim, is_half);
+/* Of keys, or values: where each token's begin, from a head on. */
+inlined const char *from_head(const void *cache, int64_t head, const Step *step, const int is_half) {
+    return (const char *)cache + bytes_of(head * step->dim, is_half);
 }
 
-inlined const char *row_of(void *cache, const int64_t *pages, int64_t key, int64_t head, const Step *step,
-                           const int is_half) {
+inlined const char *row_of(const char *cache, const int64_t *pages, int64_t key, const Step *step, const int is_half) {
     int64_t slot = pages[key / step->page_size] * step->page_size + key % step->page_size;
-    return at_slot(cache, slot, head, step, is_half);
+    return cache + bytes_of(slot * step->cache_stride, is_half);
 }
 
 /* Has the keys, or values, from ``start`` to ``end`` of one kv head on their way. Heads lie between each other's in the
  * cache, so each row is on another page, which is where processors stop to prefetch by themselves. */
-inlined void prefetch(void *cache, const int64_t *pages, int64_t start, int64_t end, int64_t head, const Step *step,
+inlined void prefetch(const char *cache, const int64_t *pages, int64_t start, int64_t end, const Step *step,
                       const int is_half) {
     for (int64_t key = start; key < end; key++) {
-        const char *row = row_of(cache, pages, key, head, step, is_half);
+        const char *row = row_of(cache, pages, key, step, is_half);
         for (int64_t i = 0; i < bytes_of(step->dim, is_half); i += LINE) __builtin_prefetch(row + i, 0, 2);
     }
 }
 
 /* Copies them, one after the other: where they are, they would push each other out of the processor's caches. */
-inlined void gather(float *rows, void *cache, const int64_t *pages, int64_t start, int64_t count, int64_t head,
+inlined void gather(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
                     const Step *step, const int is_half) {
     int64_t dim = step->dim;
     for (int64_t key = 0; key < count; key++) {
-        const char *row = row_of(cache, pages, start + key, head, step, is_half);
-        for (int64_t i = 0; i < dim; i += LANES)
-            store(rows + key * dim + i, load_any(row, i, dim - i, is_half), dim - i);
+        const char *row = row_of(cache, pages, start + key, step, is_half);
+        if (!is_half) memcpy(rows + key * dim, row, dim * sizeof(float));
+        else for (int64_t i = 0; i < dim; i += LANES)
+            store(rows + key * dim + i, load_half((const uint16_t *)row + i, dim - i), dim - i);
     }
 }
 
@@ -103,6 +103,8 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
     int64_t place = step->query_starts[sequence] + first_token;
     const float *query = step->query + place * step->query_stride + kv_head * group * dim;
     const int64_t *pages = step->pages + step->page_starts[sequence];
+    const char *keys = from_head(step->keys, kv_head, step, is_half);
+    const char *values = from_head(step->values, kv_head, step, is_half);
     ints position[2];
     for (int row = 0; row < ROWS; row++) {
         int64_t token = least(row / group, tokens - 1); /* rows without a token repeat the last one's */
@@ -116,10 +118,10 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
     for (int64_t start = begin; start < end; start += TILE) {
         int64_t count = least(TILE, end - start);
         for (int64_t i = 0; i < count * ROWS; i++) scores[i] = 0;
-        gather(gathered, step->keys, pages, start, count, kv_head, step, is_half);
+        gather(gathered, keys, pages, start, count, step, is_half);
         for (int64_t key = 0, some; key < count; key += some) {
             some = least(BLOCK, count - key);
-            prefetch(step->values, pages, start + key, start + key + some, kv_head, step, is_half);
+            prefetch(values, pages, start + key, start + key + some, step, is_half);
             multiply_all(scores + key * ROWS, gathered + key * dim, dim, 1, queries, dim, some, halves);
         }
         int partly = start + count - 1 > first || start <= last - step->window;
@@ -144,12 +146,11 @@ inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token
                 totals[half] += *score;
             }
         }
-        gather(gathered, step->values, pages, start, count, kv_head, step, is_half);
+        gather(gathered, values, pages, start, count, step, is_half);
         int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
         for (int64_t i = 0, some; i < dim; i += some) {
             some = least(BLOCK, dim - i);
-            prefetch(step->keys, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, kv_head, step,
-                     is_half);
+            prefetch(keys, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, step, is_half);
             multiply_all(sums + i * ROWS, gathered + i, 1, dim, scores, count, some, halves);
         }
     }
@@ -185,15 +186,14 @@ typedef struct {
 /* Scores of ``count`` keys from ``start`` on, for the query heads of some kv heads, row after row as in memory. */
 inlined void score_keys(float scores[][TILE], const Step *step, const Span *span, int64_t start, int64_t count,
                         int64_t first_head, int64_t num_heads, const int64_t dim, const int is_half) {
-    int64_t group = step->heads / step->kv_heads, kv_head = first_head / group;
+    int64_t group = step->heads / step->kv_heads;
     const float *query = step->query + step->query_starts[span->sequence] * step->query_stride + first_head * dim;
+    const char *keys = from_head(step->keys, first_head / group, step, is_half);
     const int64_t *pages = step->pages + step->page_starts[span->sequence];
     for (int64_t key = 0; key < count; key++) {
-        int64_t at = start + key, last = span->end - 1;
-        const char *row = row_of(step->keys, pages, at, kv_head, step, is_half);
-        const char *later = row_of(step->keys, pages, least(at + AHEAD, last), kv_head, step, is_half);
-        int64_t line = bytes_of(num_heads / group * dim, is_half);
-        for (int64_t i = 0; i < line; i += LINE) __builtin_prefetch(later + i);
+        const char *row = row_of(keys, pages, start + key, step, is_half);
+        const char *later = row_of(keys, pages, least(start + key + AHEAD, span->end - 1), step, is_half);
+        for (int64_t i = 0; i < bytes_of(num_heads / group * dim, is_half); i += LINE) __builtin_prefetch(later + i);
         for (int64_t head = 0; head < num_heads; head++) {
             const float *own = query + head * dim;
             int64_t other = head / group * dim;
@@ -225,14 +225,15 @@ inlined void weigh(float *scores, int64_t count, float *maximum, float *total, f
 /* Adds the values, weighed, a few rows at a time. */
 inlined void add_values(float *sums, float scores[][TILE], const Step *step, const Span *span, int64_t start,
                         int64_t count, int64_t first_head, int64_t num_heads, const int64_t dim, const int is_half) {
-    int64_t group = step->heads / step->kv_heads, first = first_head / group;
+    int64_t group = step->heads / step->kv_heads;
+    const char *values = from_head(step->values, first_head / group, step, is_half);
     const int64_t *pages = step->pages + step->page_starts[span->sequence];
     for (int64_t key = 0; key < count; key += AHEAD) {
         const char *rows[AHEAD], *later[AHEAD];
         for (int64_t i = 0; i < AHEAD; i++) {
             /* rows after the last repeat it, and weigh next to nothing */
-            rows[i] = row_of(step->values, pages, start + least(key + i, count - 1), first, step, is_half);
-            later[i] = row_of(step->values, pages, least(start + key + i + AHEAD, span->end - 1), first, step, is_half);
+            rows[i] = row_of(values, pages, start + least(key + i, count - 1), step, is_half);
+            later[i] = row_of(values, pages, least(start + key + i + AHEAD, span->end - 1), step, is_half);
         }
         for (int64_t kv_head = 0; kv_head < num_heads / group; kv_head++) {
             int64_t from = bytes_of(kv_head * dim, is_half), to = bytes_of((kv_head + 1) * dim, is_half);
@@ -327,14 +328,17 @@ static void add_spans(const Step *step, const Span *span, Parts parts, int64_t h
     }
 }
 
+inlined void write_row(void *cache, int64_t slot, const float *from, const Step *step, const int is_half) {
+    char *to = (char *)cache + bytes_of(slot * step->cache_stride, is_half);
+    int64_t width = step->kv_heads * step->dim;
+    if (!is_half) memcpy(to, from, width * sizeof(float));
+    else for (int64_t i = 0; i < width; i += LANES)
+        store_half((uint16_t *)to + i, load(from + i, width - i), width - i);
+}
+
 inlined void write_as(const Step *step, int64_t token, const int is_half) {
-    int64_t slot = step->slots[token], width = step->kv_heads * step->dim;
-    const float *key = step->key + token * step->key_stride, *value = step->value + token * step->value_stride;
-    void *keys = at_slot(step->keys, slot, 0, step, is_half), *values = at_slot(step->values, slot, 0, step, is_half);
-    for (int64_t i = 0; i < width; i += LANES) {
-        store_any(keys, i, load(key + i, width - i), width - i, is_half);
-        store_any(values, i, load(value + i, width - i), width - i, is_half);
-    }
+    write_row(step->keys, step->slots[token], step->key + token * step->key_stride, step, is_half);
+    write_row(step->values, step->slots[token], step->value + token * step->value_stride, step, is_half);
 }
 
 static void write_token(const Step *step, int64_t token) {

@@ -1,4 +1,4 @@
-/* Vectors of floats, as wide as the processor has them, and their exponential. In memory they may be halves (float16). */
+/* Vectors of floats, as wide as the processor has them, and their exponential; in memory they may be halves. */
 #pragma once
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -95,25 +95,23 @@ inlined float16s narrowed(floats value) {
 #endif
 }
 
-/* The next elements of an array of floats, or of halves, that has so many left; zeros after its end. */
-inlined floats load_any(const void *from, int64_t place, int64_t left, const int is_half) {
-    if (!is_half) return load((const float *)from + place, left);
-    const uint16_t *next = (const uint16_t *)from + place;
-    if (left >= LANES) return widened(*(const float16s *)next);
+/* As ``load`` and ``store``, of an array of halves. */
+inlined floats load_half(const uint16_t *from, int64_t left) {
+    if (left >= LANES) return widened(*(const float16s *)from);
     float16s found = {};
-    memcpy(&found, next, left * sizeof(uint16_t));
+    memcpy(&found, from, left * sizeof(uint16_t));
     return widened(found);
 }
 
-inlined void store_any(void *to, int64_t place, floats value, int64_t left, const int is_half) {
-    if (!is_half) {
-        store((float *)to + place, value, left);
-        return;
-    }
+inlined void store_half(uint16_t *to, floats value, int64_t left) {
     float16s half = narrowed(value);
-    uint16_t *next = (uint16_t *)to + place;
-    if (left >= LANES) *(float16s *)next = half;
-    else memcpy(next, &half, left * sizeof(uint16_t));
+    if (left >= LANES) *(float16s *)to = half;
+    else memcpy(to, &half, left * sizeof(uint16_t));
+}
+
+/* From an element on, of an array of halves or of floats. */
+inlined floats load_any(const void *from, int64_t place, int64_t left, const int is_half) {
+    return is_half ? load_half((const uint16_t *)from + place, left) : load((const float *)from + place, left);
 }
 
 #if LANES == 16
