@@ -22,16 +22,19 @@
 #define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
 #define ROWS (2 * LANES)  /* of a tile: its tokens, times the query heads of a kv head */
 #define TILE 64           /* keys scored before their values are added up */
+#define TOGETHER 8        /* tiles of a sequence that go through its keys together, at most */
 #define LINE 64           /* bytes that memory is read by */
 
 const int attention_group = MAX_GROUP, attention_dim = MAX_DIM, attention_rows = ROWS;
 
-/* sums[block][ROWS] += scalars[block * step + i * across] * vectors[i][ROWS], over i; of the rows, so many halves. */
-inlined void multiply(float *sums, const float *scalars, int64_t step, int64_t across, const float *vectors,
-                      int64_t count, const int blocks, const int halves) {
+/* sums[block][ROWS] = sums[block][ROWS] * shrink[ROWS] + scalars[block * step + i * across] * vectors[i][ROWS], over i;
+ * without ``shrink``, what was there is not looked at. Of the rows, so many halves. */
+inlined void multiply(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
+                      const float *vectors, int64_t count, const int blocks, const int halves) {
     floats found[BLOCK][2];
     for (int block = 0; block < blocks; block++)
-        for (int half = 0; half < halves; half++) found[block][half] = *(floats *)(sums + block * ROWS + half * LANES);
+        for (int half = 0; half < halves; half++)
+            found[block][half] = shrink ? *(floats *)(sums + block * ROWS + half * LANES) * shrink[half] : (floats){};
     for (int64_t i = 0; i < count; i++) {
         const floats *vector = (const floats *)(vectors + i * ROWS);
         floats low = vector[0], high = halves > 1 ? vector[1] : low;
@@ -46,13 +49,13 @@ inlined void multiply(float *sums, const float *scalars, int64_t step, int64_t a
         for (int half = 0; half < halves; half++) *(floats *)(sums + block * ROWS + half * LANES) = found[block][half];
 }
 
-inlined void multiply_all(float *sums, const float *scalars, int64_t step, int64_t across, const float *vectors,
-                          int64_t count, int64_t blocks, const int halves) {
+inlined void multiply_all(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
+                          const float *vectors, int64_t count, int64_t blocks, const int halves) {
     if (blocks == BLOCK) {
-        multiply(sums, scalars, step, across, vectors, count, BLOCK, halves);
+        multiply(sums, shrink, scalars, step, across, vectors, count, BLOCK, halves);
     } else {
         for (int64_t block = 0; block < blocks; block++)
-            multiply(sums + block * ROWS, scalars + block * step, step, across, vectors, count, 1, halves);
+            multiply(sums + block * ROWS, shrink, scalars + block * step, step, across, vectors, count, 1, halves);
     }
 }
 
@@ -92,83 +95,156 @@ inlined void gather(float *rows, const char *cache, const int64_t *pages, int64_
     }
 }
 
-/* Of one kv head. Rows are the lanes of a vector, so nothing is ever added up across lanes; of ROWS, so many halves. */
-inlined void attend_tile(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head, const int halves,
-                         const int is_half) {
-    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS], gathered[TILE * MAX_DIM];
+/* Of one kv head. Rows are the lanes of a vector, so nothing is ever added up across lanes; each goes through the same
+ * keys, whatever the other tiles are. */
+typedef struct {
+    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS]; /* [dim or TILE, ROWS] */
+    floats maxima[2], totals[2], shrink[2];
+    ints position[2];          /* of each row's token in the sequence */
+    int64_t place, tokens;     /* its first token's in the step, and how many there are */
+    int64_t first, last;       /* positions */
+    int64_t begin, end;        /* the keys that any of the rows sees, and before them up to TILE - 1 others */
+} __attribute__((aligned(64))) Tile; /* so that no vector lies in two of the processor's cache lines */
+
+inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head) {
     int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
     int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
-    int64_t first = step->causal ? kv_len - query_len + first_token : kv_len - 1; /* position that the first one has */
-    int64_t last = step->causal ? first + tokens - 1 : first;
-    int64_t place = step->query_starts[sequence] + first_token;
-    const float *query = step->query + place * step->query_stride + kv_head * group * dim;
-    const int64_t *pages = step->pages + step->page_starts[sequence];
-    const char *keys = from_head(step->keys, kv_head, step, is_half);
-    const char *values = from_head(step->values, kv_head, step, is_half);
-    ints position[2];
+    tile->tokens = tokens;
+    tile->place = step->query_starts[sequence] + first_token;
+    tile->first = step->causal ? kv_len - query_len + first_token : kv_len - 1;
+    tile->last = step->causal ? tile->first + tokens - 1 : tile->first;
+    tile->begin = most(0, tile->first - step->window + 1) / TILE * TILE;
+    tile->end = tile->last + 1;
+    const float *query = step->query + tile->place * step->query_stride + kv_head * group * dim, *rows[ROWS];
     for (int row = 0; row < ROWS; row++) {
         int64_t token = least(row / group, tokens - 1); /* rows without a token repeat the last one's */
-        const float *own = query + token * step->query_stride + row % group * dim;
-        for (int64_t i = 0; i < dim; i++) queries[i * ROWS + row] = own[i] * step->scale;
-        position[row / LANES][row % LANES] = (int32_t)least(first + token, last);
+        rows[row] = query + token * step->query_stride + row % group * dim;
+        tile->position[row / LANES][row % LANES] = (int32_t)least(tile->first + token, tile->last);
     }
-    for (int64_t i = 0; i < dim * ROWS; i++) sums[i] = 0;
-    floats maxima[2] = {splat(NEVER), splat(NEVER)}, totals[2] = {{}, {}};
-    int64_t end = last + 1, begin = most(0, first - step->window + 1);
-    for (int64_t start = begin; start < end; start += TILE) {
-        int64_t count = least(TILE, end - start);
-        for (int64_t i = 0; i < count * ROWS; i++) scores[i] = 0;
-        gather(gathered, keys, pages, start, count, step, is_half);
-        for (int64_t key = 0, some; key < count; key += some) {
-            some = least(BLOCK, count - key);
-            prefetch(values, pages, start + key, start + key + some, step, is_half);
-            multiply_all(scores + key * ROWS, gathered + key * dim, dim, 1, queries, dim, some, halves);
+    for (int64_t i = 0; i < dim * ROWS; i++) tile->sums[i] = 0;
+    for (int half = 0; half < 2; half++) {
+        tile->maxima[half] = splat(NEVER);
+        tile->totals[half] = (floats){};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            floats square[LANES];
+            for (int lane = 0; lane < LANES; lane++)
+                square[lane] = load(rows[half * LANES + lane] + i, dim - i) * step->scale;
+            transpose(square);
+            for (int64_t at = i; at < least(i + LANES, dim); at++)
+                *(floats *)(tile->queries + at * ROWS + half * LANES) = square[at - i];
         }
-        int partly = start + count - 1 > first || start <= last - step->window;
-        for (int half = 0; half < halves; half++) {
-            floats highest = maxima[half];
-            for (int64_t key = 0; key < count; key++) {
-                floats *score = (floats *)(scores + key * ROWS + half * LANES);
-                if (partly) {
-                    int32_t at = (int32_t)(start + key);
-                    ints seen = (at <= position[half]) & (at > position[half] - (int32_t)step->window);
-                    *score = choose(seen, *score, splat(NEVER));
-                }
-                highest = larger(*score, highest);
-            }
-            floats shrink = exponential(maxima[half] - highest);
-            maxima[half] = highest;
-            totals[half] *= shrink;
-            for (int64_t i = 0; i < dim; i++) *(floats *)(sums + i * ROWS + half * LANES) *= shrink;
-            for (int64_t key = 0; key < count; key++) {
-                floats *score = (floats *)(scores + key * ROWS + half * LANES);
-                *score = exponential(*score - highest);
-                totals[half] += *score;
-            }
-        }
-        gather(gathered, values, pages, start, count, step, is_half);
-        int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
-        for (int64_t i = 0, some; i < dim; i += some) {
-            some = least(BLOCK, dim - i);
-            prefetch(keys, pages, next + ahead * i / dim, next + ahead * (i + some) / dim, step, is_half);
-            multiply_all(sums + i * ROWS, gathered + i, 1, dim, scores, count, some, halves);
-        }
-    }
-    for (int row = 0; row < tokens * group; row++) {
-        float *output = step->output + ((place + row / group) * step->heads + kv_head * group + row % group) * dim;
-        float total = totals[row / LANES][row % LANES];
-        for (int64_t i = 0; i < dim; i++) output[i] = sums[i * ROWS + row] / total;
     }
 }
 
-static void attend_several(const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head) {
-    int64_t group = step->heads / step->kv_heads, tokens = step->query_lens[sequence] - first_token;
-    if (tokens * group > LANES) {
-        if (step->is_half) attend_tile(step, sequence, first_token, kv_head, 2, 1);
-        else attend_tile(step, sequence, first_token, kv_head, 2, 0);
+/* Makes the scores of ``count`` keys, from ``start`` on, the weights of their values. */
+inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t count, const int halves) {
+    floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
+    if (start + count - 1 > tile->first || start <= tile->last - step->window) {
+        for (int64_t key = 0; key < count; key++)
+            for (int half = 0; half < halves; half++) {
+                int32_t at = (int32_t)(start + key);
+                ints position = tile->position[half], seen = (at <= position) & (at > position - (int32_t)step->window);
+                scores[key][half] = choose(seen, scores[key][half], splat(NEVER));
+            }
+    }
+    for (int64_t key = 0; key < count; key++)
+        for (int half = 0; half < halves; half++) highest[half] = larger(scores[key][half], highest[half]);
+    for (int half = 0; half < halves; half++) {
+        tile->shrink[half] = exponential(tile->maxima[half] - highest[half]);
+        tile->maxima[half] = highest[half];
+        totals[half] = tile->totals[half] * tile->shrink[half];
+    }
+    for (int64_t key = 0; key < count; key++)
+        for (int half = 0; half < halves; half++) {
+            scores[key][half] = exponential(scores[key][half] - highest[half]);
+            totals[half] += scores[key][half];
+        }
+    for (int half = 0; half < halves; half++) tile->totals[half] = totals[half];
+}
+
+inlined void finish_tile(const Tile *tile, const Step *step, int64_t kv_head) {
+    int64_t group = step->heads / step->kv_heads, dim = step->dim, rows = tile->tokens * group;
+    for (int64_t first = 0; first < rows; first += LANES)
+        for (int64_t i = 0; i < dim; i += LANES) {
+            floats square[LANES] = {};
+            for (int64_t at = i; at < least(i + LANES, dim); at++)
+                square[at - i] = *(const floats *)(tile->sums + at * ROWS + first) / tile->totals[first / LANES];
+            transpose(square);
+            for (int64_t row = first; row < least(first + LANES, rows); row++) {
+                int64_t head = kv_head * group + row % group;
+                store(step->output + ((tile->place + row / group) * step->heads + head) * dim + i, square[row - first],
+                      dim - i);
+            }
+        }
+}
+
+/* Of the keys from ``start`` on, and at most TILE, how many a tile goes through. */
+inlined int64_t keys_for(const Tile *tile, int64_t start) {
+    return start < tile->begin ? 0 : most(0, least(TILE, tile->end - start));
+}
+
+/* Tiles of a sequence that follow each other, whose keys and values are gathered once for all; of their rows, so many
+ * halves. */
+inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head,
+                          const int halves, const int is_half) {
+    float gathered[TILE * MAX_DIM];
+    int64_t dim = step->dim, end = tiles[num_tiles - 1].end;
+    const int64_t *pages = step->pages + step->page_starts[sequence];
+    const char *keys = from_head(step->keys, kv_head, step, is_half);
+    const char *values = from_head(step->values, kv_head, step, is_half);
+    for (int64_t start = tiles[0].begin; start < end; start += TILE) {
+        int64_t all = least(TILE, end - start);
+        gather(gathered, keys, pages, start, all, step, is_half);
+        for (int64_t which = 0; which < num_tiles; which++) {
+            Tile *tile = tiles + which;
+            int64_t count = keys_for(tile, start);
+            for (int64_t key = 0, some; key < count; key += some) {
+                some = least(BLOCK, count - key);
+                int64_t done = which * all + key;
+                prefetch(values, pages, start + done / num_tiles, start + (done + some) / num_tiles, step, is_half);
+                multiply_all(tile->scores + key * ROWS, NULL, gathered + key * dim, dim, 1, tile->queries, dim, some,
+                             halves);
+            }
+            if (count) weigh_tile(tile, step, start, count, halves);
+        }
+        gather(gathered, values, pages, start, all, step, is_half);
+        int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
+        for (int64_t which = 0; which < num_tiles; which++) {
+            Tile *tile = tiles + which;
+            int64_t count = keys_for(tile, start);
+            for (int64_t i = 0, some; i < dim && count; i += some) {
+                some = least(BLOCK, dim - i);
+                int64_t done = which * dim + i, whole = num_tiles * dim;
+                prefetch(keys, pages, next + ahead * done / whole, next + ahead * (done + some) / whole, step,
+                         is_half);
+                multiply_all(tile->sums + i * ROWS, tile->shrink, gathered + i, 1, dim, tile->scores, count, some,
+                             halves);
+            }
+        }
+    }
+}
+
+static void attend_several(const Step *step, const int64_t *first, int64_t num_tiles, int64_t kv_head) {
+    Tile tiles[TOGETHER];
+    int64_t group = step->heads / step->kv_heads, sequence = first[0];
+    for (int64_t which = 0; which < num_tiles; which++)
+        begin_tile(tiles + which, step, sequence, first[2 * which + 1], kv_head);
+    if (num_tiles * tiles->tokens * group <= LANES) {
+        if (step->is_half) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 1);
+        else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 0);
     } else {
-        if (step->is_half) attend_tile(step, sequence, first_token, kv_head, 1, 1);
-        else attend_tile(step, sequence, first_token, kv_head, 1, 0);
+        if (step->is_half) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, 1);
+        else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, 0);
+    }
+    for (int64_t which = 0; which < num_tiles; which++) finish_tile(tiles + which, step, kv_head);
+}
+
+/* For one kv head the tiles from ``start`` to ``end`` of the step's list, those of a sequence together. */
+static void attend_between(const Step *step, int64_t start, int64_t end, int64_t kv_head) {
+    for (int64_t num_tiles; start < end; start += num_tiles) {
+        const int64_t *first = step->tiles + 2 * start;
+        for (num_tiles = 1; start + num_tiles < end && first[2 * num_tiles] == first[0];) num_tiles++;
+        attend_several(step, first, num_tiles, kv_head);
     }
 }
 
@@ -367,21 +443,24 @@ void attend_together(const Step *step, void *room) {
     int64_t together = least(kv_heads * num_spans / omp_get_num_threads(), least(kv_heads, MAX_HEADS / group));
     together = most(together, 1);
     int64_t shares = (kv_heads + together - 1) / together, ones = num_spans * shares;
+    /* nor does it with tiles, of which threads that have few each take one at a time */
+    int64_t tasks = step->num_tiles * kv_heads / omp_get_num_threads();
+    int64_t at_once = most(1, least(TOGETHER, tasks / 8)), num_groups = (step->num_tiles + at_once - 1) / at_once;
 #pragma omp single nowait
     find_spans(step, spans);
 #pragma omp for
     for (int64_t token = 0; token < step->num_tokens; token++) write_token(step, token);
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < ones + step->num_tiles * kv_heads; task++) {
+    for (int64_t task = 0; task < ones + num_groups * kv_heads; task++) {
         if (task < ones) {
             int64_t span = task / shares, kv_head = task % shares * together;
             attend_one(step, spans + span, parts_of(step, parts, span), kv_head * group,
                        least(together, kv_heads - kv_head) * group);
         } else {
             /* a prompt's last tiles see most: they go first */
-            int64_t which = (task - ones) / kv_heads;
-            const int64_t *tile = step->tiles + 2 * (step->num_tiles - 1 - which);
-            attend_several(step, tile[0], tile[1], (task - ones) % kv_heads);
+            int64_t which = num_groups - 1 - (task - ones) / kv_heads;
+            attend_between(step, step->num_tiles * which / num_groups, step->num_tiles * (which + 1) / num_groups,
+                           (task - ones) % kv_heads);
         }
     }
 #pragma omp for

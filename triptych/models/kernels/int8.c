@@ -5,9 +5,6 @@
  * [ceil(outputs / OUTPUTS), ceil(inputs / 4), OUTPUTS, 4]; zeros fill up the last. A panel's weights for four inputs are
  * loaded once for up to TOKENS tokens, whose sums stay in registers from the first input to the last.
  */
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 #include "products.h"
 #include "vectors.h"
 

@@ -22,7 +22,17 @@ inlined int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inlined floats splat(float value) { return value - (floats){}; }
 inlined floats choose(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
-inlined floats larger(floats a, floats b) { return choose(a > b, a, b); } /* of a NaN and another, b */
+
+/* Of a NaN and another, b. One instruction, which compilers don't make of a comparison and a choice. */
+inlined floats larger(floats a, floats b) {
+#if defined __AVX512F__
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined __AVX__
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
 
 /* e^x for x <= 0, to about 2 units in the last place: 2^n e^r, where r is at most half of ln 2 and e^r a Taylor
  * series. */
@@ -114,11 +124,11 @@ inlined floats load_any(const void *from, int64_t place, int64_t left, const int
     return is_half ? load_half((const uint16_t *)from + place, left) : load((const float *)from + place, left);
 }
 
-#if LANES == 16
 #define EIGHT(n) n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n
+#if LANES == 16
 #define NEIGHBOURS(n) {EIGHT(n), EIGHT(8 ^ n)}
 #else
-#define NEIGHBOURS(n) {n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n}
+#define NEIGHBOURS(n) {EIGHT(n)}
 #endif
 
 /* Half of the lanes with the other half, then half of those, … until each has met all others. */
@@ -140,4 +150,20 @@ inlined float largest_of(floats value) {
     value = larger(value, __builtin_shuffle(value, (ints)NEIGHBOURS(2)));
     value = larger(value, __builtin_shuffle(value, (ints)NEIGHBOURS(1)));
     return value[0];
+}
+
+/* rows[i][j] becomes rows[j][i], in place: two quarters of the square change places, then two of each of them, … */
+inlined void transpose(floats *rows) {
+#pragma GCC unroll 4
+    for (int far = LANES / 2; far; far /= 2) {
+        /* which of two rows' lanes, counted on from the first's to the second's, come to be the first's */
+        ints lane = NEIGHBOURS(0), first = lane + (((lane & far) != 0) & (LANES - far));
+#pragma GCC unroll 16
+        for (int row = 0; row < LANES; row++) {
+            if (row & far) continue;
+            floats low = rows[row], high = rows[row + far];
+            rows[row] = __builtin_shuffle(low, high, first);
+            rows[row + far] = __builtin_shuffle(low, high, first + far);
+        }
+    }
 }
