@@ -36,11 +36,13 @@ def test_rms_norm(num_tokens: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(3, 128), (1, 80), (5, 6)])
 def test_rotate(num_tokens: int, heads: int, dim: int) -> None:
     torch.manual_seed(0)
-    tokens = torch.randn(num_tokens, heads + 2, dim)[:, 1 : heads + 1]
+    wider = torch.randn(num_tokens, heads + 2, dim)
+    tokens, others = wider[:, 1 : heads + 1], wider[:, :: heads + 1].clone()
     angles = torch.rand(num_tokens, 1, dim) * 6
     first, second = tokens.chunk(2, dim=-1)
     expected = tokens * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
     torch.testing.assert_close(rotate(tokens, angles.cos(), angles.sin()), expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(wider[:, :: heads + 1], others)
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)

@@ -15,9 +15,9 @@ from triptych.models import native
 
 _OPERANDS = {
     "rms_norm": (3, 4, 1),
-    "rotate": (4, 4, 0),
+    "rotate": (3, 4, 0),
     "silu_times": (2, 2, 0),
-    "gelu_tanh": (2, 1, 0),
+    "gelu_tanh": (1, 1, 0),
     "likeliest": (2, 3, 0),
 }
 """Pointers, integers and floats that each kernel of ``kernels/pointwise.c`` takes."""
@@ -42,7 +42,8 @@ def rms_norm(activations: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``heads`` [T, heads, head_dim] turned by the angles whose ``cos`` and ``sin`` [T, 1, head_dim] are given.
+    """``heads`` [T, heads, head_dim] turned by the angles whose ``cos`` and ``sin`` [T, 1, head_dim] are given. The
+    kernel turns them where they are: don't use them afterwards.
 
     The pairs that turn together are values i and i + head_dim / 2 (the "rotate half" convention of GPT-NeoX).
     """
@@ -51,10 +52,9 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if kernels is None or heads.stride()[1:] != (dim, 1):
         first, second = heads.chunk(2, dim=-1)
         return heads * cos + torch.cat((-second, first), dim=-1) * sin
-    cos, sin, output = cos.contiguous(), sin.contiguous(), heads.new_empty(heads.shape)
-    pointers = (tensor.data_ptr() for tensor in (heads, cos, sin, output))
+    pointers = (tensor.data_ptr() for tensor in (heads, cos.contiguous(), sin.contiguous()))
     kernels.rotate(*pointers, num_tokens, num_heads, dim, heads.stride(0))
-    return output
+    return heads
 
 
 def silu_times(gate_up: Tensor) -> Tensor:
@@ -83,15 +83,15 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 class GeluTanh(nn.Module):
-    """GELU by its approximation with tanh (arXiv:1606.08415, section 2), of any shape."""
+    """GELU by its approximation with tanh (arXiv:1606.08415, section 2), of any shape. The kernel puts it where the
+    activations are: don't use those afterwards."""
 
     def forward(self, activations: Tensor) -> Tensor:
         kernels = _kernels(activations)
         if kernels is None or not activations.is_contiguous():
             return F.gelu(activations, approximate="tanh")
-        output = torch.empty_like(activations)
-        kernels.gelu_tanh(activations.data_ptr(), output.data_ptr(), activations.numel())
-        return output
+        kernels.gelu_tanh(activations.data_ptr(), activations.numel())
+        return activations
 
 
 def _kernels(*tensors: Tensor) -> ctypes.CDLL | None:

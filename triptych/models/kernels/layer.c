@@ -71,7 +71,7 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
             int64_t token = vector / heads, head = vector % heads;
             float *own = qkv + token * stride + head * dim;
             if (layer->heads_norm) norm(own, layer->heads_norm + head * dim, own, dim, layer->eps);
-            turn(own, cos + token * dim, sin + token * dim, own, dim);
+            turn(own, cos + token * dim, sin + token * dim, dim);
         }
         attend_together(&step, room);
     }

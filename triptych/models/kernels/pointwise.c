@@ -18,14 +18,13 @@ void rms_norm(const float *input, const float *weight, float *output, int64_t to
     }
 }
 
-/* ``turn`` by an angle whose cos and sin [tokens, dim] are given; the rest as above. */
-void rotate(const float *input, const float *cos, const float *sin, float *output, int64_t tokens, int64_t heads,
-            int64_t dim, int64_t stride) {
+/* ``turn`` by an angle whose cos and sin [tokens, dim] are given, in place; the rest as above. */
+void rotate(float *values, const float *cos, const float *sin, int64_t tokens, int64_t heads, int64_t dim,
+            int64_t stride) {
 #pragma omp parallel for if (tokens * heads * dim > FEW)
     for (int64_t vector = 0; vector < tokens * heads; vector++) {
         int64_t token = vector / heads;
-        turn(input + token * stride + vector % heads * dim, cos + token * dim, sin + token * dim, output + vector * dim,
-             dim);
+        turn(values + token * stride + vector % heads * dim, cos + token * dim, sin + token * dim, dim);
     }
 }
 
@@ -37,11 +36,11 @@ void silu_times(const float *gate_up, float *output, int64_t tokens, int64_t wid
 }
 
 /* x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is x sigmoid(2 sqrt(2 / pi) (...)). */
-void gelu_tanh(const float *input, float *output, int64_t count) {
+void gelu_tanh(float *values, int64_t count) {
 #pragma omp parallel for if (count > FEW)
     for (int64_t i = 0; i < count; i += LANES) {
-        floats x = load(input + i, count - i);
-        store(output + i, x * sigmoid(1.59576912f * x * (1.0f + 0.044715f * x * x)), count - i);
+        floats x = load(values + i, count - i);
+        store(values + i, x * sigmoid(1.59576912f * x * (1.0f + 0.044715f * x * x)), count - i);
     }
 }
 

@@ -1,9 +1,9 @@
-/* What goes on between products, of one vector each. Where it comes from and where it goes may be the same. */
+/* What goes on between products, of one vector each. */
 #pragma once
 #include <math.h>
 #include "vectors.h"
 
-/* x / sqrt(mean(x^2) + eps) * weight */
+/* x / sqrt(mean(x^2) + eps) * weight, also in place */
 inlined void norm(const float *from, const float *weight, float *to, int64_t dim, float eps) {
     floats squares = {};
     for (int64_t i = 0; i < dim; i += LANES) {
@@ -15,14 +15,14 @@ inlined void norm(const float *from, const float *weight, float *to, int64_t dim
         store(to + i, load(weight + i, dim - i) * (load(from + i, dim - i) * factor), dim - i);
 }
 
-/* Values i and i + dim / 2 turned together, by an angle whose cos and sin [dim] are given. */
-inlined void turn(const float *from, const float *cos, const float *sin, float *to, int64_t dim) {
+/* Turns values i and i + dim / 2 together, by an angle whose cos and sin [dim] are given. */
+inlined void turn(float *values, const float *cos, const float *sin, int64_t dim) {
     int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         int64_t left = half - i;
-        floats first = load(from + i, left), second = load(from + half + i, left);
-        store(to + i, first * load(cos + i, left) - second * load(sin + i, left), left);
-        store(to + half + i, second * load(cos + half + i, left) + first * load(sin + half + i, left), left);
+        floats first = load(values + i, left), second = load(values + half + i, left);
+        store(values + i, first * load(cos + i, left) - second * load(sin + i, left), left);
+        store(values + half + i, second * load(cos + half + i, left) + first * load(sin + half + i, left), left);
     }
 }
 
