@@ -27,7 +27,9 @@ from triptych.errors import CheckpointError, ConfigError
 from triptych.families.base import TowerInput
 from triptych.families.registry import FAMILIES
 from triptych.families.shared.tower import Towers
+from triptych.models import native
 from triptych.models.attention.cpu import CpuAttention
+from triptych.models.attention.tower import TowerAttention
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder
 from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
@@ -80,6 +82,7 @@ def test_tower_rows(tiny: Tiny, name: str) -> None:
     tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
     for module in (one.module for one in (tower.towers.values() if isinstance(tower, Towers) else [tower])):
         assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        assert {type(one) for one in module.modules() if type(one).__name__.endswith("Attention")} == {TowerAttention}
     rows = tower.encode(IMAGES)
     assert [len(part) for part in rows] == [6, 1, 45]
     assert_close(torch.cat(rows), reference_rows(folder, IMAGES, [item.grid for item in IMAGES]), TOWER_TOLERANCE)
@@ -99,11 +102,20 @@ def reference_rows(
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
-def test_tower_rows_are_as_exact_as_transformers(tiny: Tiny, name: str) -> None:
+@pytest.mark.parametrize("how", ["by the kernels", "without kernels", "in bfloat16"])
+def test_tower_rows_are_as_exact_as_transformers(
+    tiny: Tiny, name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As near to its rows in float64. On the way to those some things are rounded to float32: a sixth of the errors."""
+    if how == "without kernels":
+        monkeypatch.setattr(native, "library", lambda: None)
+        for found in ("pointwise._library", "attention.tower.paged_attention"):
+            monkeypatch.setattr(f"triptych.models.{found}", lambda: None)
+    weights = WEIGHT_FORMATS["bfloat16"] if how == "in bfloat16" else FP32
     folder, grids = tiny(name, "published"), [item.grid for item in IMAGES]
-    ours = torch.cat(load_family(folder).load_tower(Checkpoint(folder), FP32, CPU).encode(IMAGES))
-    theirs = reference_rows(folder, IMAGES, grids)
+    ours = torch.cat(load_family(folder).load_tower(Checkpoint(folder), weights, CPU).encode(IMAGES))
+    theirs = reference_rows(folder, IMAGES, grids, weights.activations)
+    assert ours.dtype == theirs.dtype
     exact = reference_rows(folder, IMAGES, grids, torch.float64)
     our_error, their_error = ((rows - exact).square().mean().sqrt() for rows in (ours, theirs))
     assert 0 < our_error <= 1.5 * their_error

@@ -1,78 +1,96 @@
-"""Attention in towers: by the compiled kernel and without it, as transformers' modules ask for it."""
+"""Attention in towers: by the compiled kernel and without it, and the module that takes the place of transformers'."""
 
 import ctypes
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding, VisionAttention
 
 from triptych.models.attention import tower
 from triptych.models.attention.compiled import PagedAttention
+from triptych.models.attention.tower import TowerAttention, attend
+
+SEGMENTS = [[1], [2], [64], [150], [64, 32, 32, 16], [3, 1, 70], [1, 1], [4, 0, 4]]
 
 
 def operands(num_tokens: int, heads: int, dim: int) -> list[Tensor]:
-    """Query and key by themselves, as rotation leaves them, the value a view of what was projected; [1, heads, T, d]"""
+    """Queries, keys and values as they are projected: side by side."""
     torch.manual_seed(num_tokens)
-    query, key, _ = (torch.randn(num_tokens, heads, dim) for _ in range(3))
-    value = torch.randn(num_tokens, 3, heads, dim)[:, 2]
-    return [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    return list(torch.randn(num_tokens, 3, heads, dim).unbind(1))
 
 
-def expected(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    wide = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), scale=scale)
-    return wide.transpose(1, 2).float()
+def expected(operands: list[Tensor], lengths: list[int], scale: float) -> Tensor:
+    wide = [tensor.double().transpose(0, 1).split(lengths, dim=1) for tensor in operands]
+    parts = [F.scaled_dot_product_attention(q, k, v, scale=scale) for q, k, v in zip(*wide, strict=True)]
+    return torch.cat(parts, dim=1).transpose(0, 1).float()
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(4, 64), (2, 72), (3, 80), (1, 8)])
-@pytest.mark.parametrize("num_tokens", [1, 2, 64, 150])
-def test_each_token_sees_all(
-    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, num_tokens: int, heads: int, dim: int
+@pytest.mark.parametrize("lengths", SEGMENTS)
+def test_each_token_sees_its_segment(
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lengths: list[int], heads: int, dim: int
 ) -> None:
     monkeypatch.setattr(tower, "paged_attention", lambda: PagedAttention(kernels))
-    query, key, value = operands(num_tokens, heads, dim)
-    for scale in (dim**-0.5, 0.3):
-        found, _ = tower.tower_attention(nn.Module(), query, key, value, None, scaling=scale, is_causal=False)
-        torch.testing.assert_close(found, expected(query, key, value, scale), atol=2e-5, rtol=2e-5)
+    query, key, value = operands(sum(lengths), heads, dim)
+    for keys in (key, key.contiguous()):
+        for scale in (dim**-0.5, 0.3):
+            found = attend(query, keys, value, lengths, scale)
+            torch.testing.assert_close(found, expected([query, key, value], lengths, scale), atol=2e-5, rtol=2e-5)
 
 
-def test_what_the_kernel_is_not_made_for_goes_through_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = operands(40, 4, 64)
-    settings = {"scaling": 0.125, "is_causal": False}
-    mask = (
-        torch.zeros(1, 1, 40, 40).masked_fill_(torch.rand(40, 40) < 0.3, -torch.inf).index_fill_(3, torch.tensor(0), 0)
-    )
-    masked, _ = tower.tower_attention(nn.Module(), query, key, value, mask, **settings)
-    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
-    torch.testing.assert_close(masked, wanted)
-    twice, _ = tower.tower_attention(
-        nn.Module(), *(t.expand(2, -1, -1, -1) for t in (query, key, value)), None, **settings
-    )
-    torch.testing.assert_close(twice, expected(query, key, value, 0.125).expand(2, -1, -1, -1), atol=2e-5, rtol=2e-5)
-    halves = [tensor.bfloat16() for tensor in (query, key, value)]
-    assert tower.tower_attention(nn.Module(), *halves, None, **settings)[0].dtype == torch.bfloat16
+@pytest.mark.parametrize("lengths", SEGMENTS)
+def test_what_the_kernel_is_not_made_for_goes_through_pytorch(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    tensors = operands(sum(lengths), 4, 64)
+    wanted = expected(tensors, lengths, 0.125)
+    halves = attend(*(tensor.bfloat16() for tensor in tensors), lengths, 0.125)
+    assert halves.dtype == torch.bfloat16
+    torch.testing.assert_close(halves.float(), wanted, atol=0.03, rtol=0.03)
     monkeypatch.setattr(tower, "paged_attention", lambda: None)
-    without, _ = tower.tower_attention(nn.Module(), query, key, value, None, **settings)
-    torch.testing.assert_close(without, expected(query, key, value, 0.125), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(attend(*tensors, lengths, 0.125), wanted, atol=2e-5, rtol=2e-5)
 
 
-def test_the_kernel_is_not_asked_for_what_it_has_no_operands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of another size than keys, no keys at all, settings beyond those it knows."""
-    monkeypatch.setattr(tower, "paged_attention", lambda: pytest.fail("the kernel was asked for"))
-    query, key, value = operands(20, 4, 64)
-    settings = {"scaling": None, "is_causal": False}
-    found, _ = tower.tower_attention(nn.Module(), query, key, value[..., :16], None, **settings)
-    torch.testing.assert_close(found, expected(query, key, value[..., :16], 0.125))
-    nothing, _ = tower.tower_attention(nn.Module(), query, key[:, :, :0], value[:, :, :0], None, **settings)
-    assert nothing.shape == (1, 20, 4, 64)
-    bias = torch.randn(1, 4, 20, 20)
-    biased, _ = tower.tower_attention(nn.Module(), query, key, value, None, position_bias=bias, **settings)
-    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2)
-    torch.testing.assert_close(biased, wanted)
+def test_segments_of_other_tokens_than_there_are(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = operands(20, 4, 64)
+    for kernel in (PagedAttention(kernels), None):
+        monkeypatch.setattr(tower, "paged_attention", lambda kernel=kernel: kernel)
+        for lengths in ([8, 8], [8, 16]):
+            with pytest.raises((ValueError, RuntimeError)):
+                attend(*tensors, lengths, 0.125)
 
 
 def test_the_kernel_refuses_what_it_has_no_answer_to(kernels: ctypes.CDLL) -> None:
     kernel = PagedAttention(kernels)
     assert not kernel.suits(torch.zeros(5, 3, 8), torch.zeros(1, 5, 2, 8))
-    with pytest.raises(IndexError):
-        kernel.over_all(torch.zeros(3, 2, 8), torch.zeros(0, 2, 8), torch.zeros(0, 2, 8))
+    with pytest.raises(ValueError, match="0 keys"):
+        kernel.over_segments(torch.zeros(3, 2, 8), torch.zeros(0, 2, 8), torch.zeros(0, 2, 8), [3])
+    nothing = torch.zeros(0, 2, 8)
+    with pytest.raises(ValueError, match="0 queries"):
+        kernel.over_segments(nothing, nothing, nothing, [0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_in_place_of_transformers_module(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = Qwen2VLVisionConfig(embed_dim=160, num_heads=2)
+    config._attn_implementation = "sdpa"
+    theirs = VisionAttention(config).to(dtype)
+    ours = TowerAttention.in_place_of(theirs)
+    assert ours is not None
+    hidden, lengths = torch.randn(56, 160, dtype=dtype), [24, 32]
+    turns = Qwen2VLVisionRotaryEmbedding(config)(hidden, torch.randint(0, 9, (56, 2)))
+    settings = {"cu_seqlens": torch.tensor([0, *accumulate(lengths)]), "position_embeddings": turns}
+    torch.testing.assert_close(ours(hidden, **settings), theirs(hidden, **settings))
+
+
+def test_other_modules_are_not_taken_for_attention() -> None:
+    linear = nn.Linear(2, 2)
+    assert TowerAttention.in_place_of(linear) is None
+    assert TowerAttention.in_place_of(nn.ModuleDict({"proj": linear})) is None
+    assert TowerAttention.in_place_of(nn.ModuleDict({"qkv": linear, "proj": linear, "q_norm": linear})) is None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from triptych.errors import CheckpointError
 from triptych.models import native
+from triptych.models.attention.tower import TowerAttention
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.decoder import Decoder, DecoderConfig
 from triptych.models.layers import Linear, WeightFormat, frozen
@@ -96,13 +97,11 @@ def load_module(
     """
     from transformers.activations import GELUTanh
 
-    from triptych.models.attention import tower
-
     if device.type == "cpu":
         native.library()  # if it has to be built, now, not when the first item waits
     dtype = weights.activations
     with torch.device("meta"):
-        module = module_class._from_config(config, attn_implementation=tower.NAME, dtype=dtype)
+        module = module_class._from_config(config, dtype=dtype)
     expected = module.state_dict()
     for name in sorted(expected.keys() ^ keys.keys()):
         if name in keys:
@@ -123,8 +122,10 @@ def load_module(
             raise CheckpointError(f"{module_class.__name__}'s {name} is not a projection of patches")
         ours = weights.unquantized(tensors[keys[f"{name}.weight"]].flatten(1), bias, device)
         module.set_submodule(name, ours if isinstance(linear, nn.Linear) else PatchProjection(ours, dtype))
-    for name in [name for name, one in module.named_modules() if isinstance(one, GELUTanh)]:
-        module.set_submodule(name, GeluTanh())
+    for name, one in list(module.named_modules()):
+        replacement = GeluTanh() if isinstance(one, GELUTanh) else TowerAttention.in_place_of(one)
+        if replacement is not None:
+            module.set_submodule(name, replacement)
     module.load_state_dict(state, assign=True, strict=False)
     _materialise_buffers(module, device)
     return module.eval().requires_grad_(False)

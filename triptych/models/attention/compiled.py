@@ -1,7 +1,9 @@
 """The compiled attention kernel."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache, lru_cache
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -69,15 +71,21 @@ class PagedAttention:
         tables = batch.paged(self._tile(query, key_cache))
         return self._attend(query, (key_cache, value_cache), new, tables, window=window or NO_WINDOW)
 
-    def over_all(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-        """Attention of each of ``query`` [N, heads, head_dim] to all of ``key``, ``value`` [M, kv_heads, head_dim],
-        M > 0, by default scaled by ``head_dim ** -0.5``. Returns [N, heads, head_dim]. Raises MemoryError."""
+    def over_segments(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float | None = None
+    ) -> Tensor:
+        """Attention of each of ``query`` [T, heads, head_dim] to all of its segment in ``key``, ``value``
+        [T, kv_heads, head_dim], T > 0, by default scaled by ``head_dim ** -0.5``. Segments of ``lengths`` tokens lie
+        one after the other. Returns [T, heads, head_dim]. Raises ValueError if they aren't T tokens, and MemoryError.
+        """
+        if not len(query) == len(key) == len(value) == sum(lengths) > 0:
+            raise ValueError(f"segments of {sum(lengths)} tokens for {len(query)} queries and {len(key)} keys")
         if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
             key, value = key.contiguous(), value.contiguous()
-        pages = key[None], value[None]
-        tables = _one_page(len(query), len(key), self._tile(query, pages[0]))
+        pages = [tensor.unflatten(0, (-1, gcd(*lengths))) for tensor in (key, value)]
+        tables = _of_segments(tuple(lengths), self._tile(query, pages[0]))
         nothing = key[:0], value[:0], tables.pages[:0]
-        return self._attend(query, pages, nothing, tables, causal=False, scale=scale)
+        return self._attend(query, (pages[0], pages[1]), nothing, tables, causal=False, scale=scale)
 
     def shared_step(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> Step:
         """What all layers of a step have in common, of a ``shape`` (heads, kv heads, head_dim), for as long as there
@@ -164,7 +172,9 @@ def _with_dense_heads(tokens: Tensor) -> Tensor:
     return tokens if tokens.stride()[1:] == (tokens.shape[2], 1) else tokens.contiguous()
 
 
-@lru_cache(64)
-def _one_page(num_queries: int, num_keys: int, tile: int) -> PagedTables:
-    """For one sequence, all of whose keys are on one page; the windows of a tower's layers are alike."""
-    return PagedTables.on_host([num_queries], [num_keys], [torch.zeros(1, dtype=torch.int64)], tile)
+@lru_cache(8)
+def _of_segments(lengths: tuple[int, ...], tile: int) -> PagedTables:
+    """For sequences whose keys lie one after the other, on pages that are as large as divides them all. A tower's
+    layers have one or two kinds of segments."""
+    counts = [length // gcd(*lengths) for length in lengths]
+    return PagedTables.on_host(list(lengths), list(lengths), list(torch.arange(sum(counts)).split(counts)), tile)
