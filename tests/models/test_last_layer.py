@@ -184,6 +184,7 @@ def test_all_ranks_have_written_a_layer_when_it_is_told(checkpoint_folder: Folde
             return decoder(batch, cache, lambda layer: complete.append(not memory[layer].isnan().any()))
         for layer in decoder.layers:
             layer.attention.backend = Slow(layer.attention.backend)
+            layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
         return decoder(batch, cache)
 
     with ThreadPoolExecutor(2) as threads:

@@ -32,6 +32,14 @@ def test_rms_norm(num_tokens: int, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(rms_norm(torch.zeros(1, *shape), weight, 1e-6), torch.zeros(1, *shape))
 
 
+def test_rotate_by_tables_that_lie_otherwise() -> None:
+    torch.manual_seed(0)
+    cos, sin, heads = torch.randn(4000, 1, 64), torch.randn(4000, 1, 64), torch.randn(4000, 2, 64)
+    expected = rotate(heads.clone(), cos, sin)
+    found = rotate(heads, *(table.permute(2, 1, 0).contiguous().permute(2, 1, 0) for table in (cos, sin)))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize(("heads", "dim"), [(3, 128), (1, 80), (5, 6)])
 def test_rotate(num_tokens: int, heads: int, dim: int) -> None:

@@ -11,6 +11,7 @@ from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, make_instance, run_instance, running
 from triptych.config import EngineConfig, ServeConfig
 from triptych.errors import StartError
+from triptych.messages.rows import RowKind
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.parallel import SINGLE_RANK
 from triptych.roles.build import Model
@@ -53,7 +54,24 @@ def test_an_instance_with_another_is_refused(folder: Path, role: Role) -> None:
         async with running(folder, "1PD", DEFAULT) as service:
             config = ServeConfig(model=folder, engine=replace(DEFAULT, kv_cache_dtype="float32"))
             other = make_instance(config, role, "other", service.front_door.control)
+            asyncio.get_running_loop().call_later(30, other.stop)  # if nobody refuses it
             with pytest.raises(StartError, match="the kv rows of other don't fit those of pd0: dtype float32 here, fl"):
                 await asyncio.to_thread(run_instance, other)
+
+    asyncio.run(run())
+
+
+def test_an_instance_says_how_its_rows_look_in_every_role_that_it_can_have(folder: Path) -> None:
+    async def run() -> None:
+        async with running(folder, "1EPD1E", DEFAULT) as service:
+            whole, encoder = service.instances
+            assert [layout.kind for layout in encoder._layouts] == [RowKind.MEDIA]
+            assert [layout.kind for layout in whole._layouts] == [RowKind.MEDIA, RowKind.KV]
+            assert whole.composer is not None
+            for role in (Role.E, Role.D):
+                composition = whole.composer.compose(role)
+                assert composition.layouts == whole._layouts
+                for host, _ in composition.hosts:
+                    host.close()
 
     asyncio.run(run())

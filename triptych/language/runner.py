@@ -63,12 +63,14 @@ class Runner:
 
     def batch(self, chunks: Rows[Chunk], media: MediaRows) -> ForwardBatch:
         """The step's tokens, packed in the order of ``chunks``. By lists and one way to make tensors of them: between
-        two steps the processor has none of this in its caches, and every other function costs as much as ten tokens."""
+        two steps the processor has none of this in its caches, and each further function costs more than the work."""
         inputs = [self._inputs(chunk) for chunk in chunks]
         starts = accumulate((chunk.length for chunk in chunks), initial=0)
         wanted = [start + token for start, chunk in zip(starts, chunks, strict=False) for token in chunk.wanted]
         return ForwardBatch(
-            tokens=torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]),
+            tokens=torch.tensor(
+                [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]], dtype=torch.int64
+            ),
             positions=torch.tensor(
                 [[position for one in inputs for position in one.positions[axis]] for axis in range(3)],
                 dtype=torch.float64,
@@ -80,7 +82,7 @@ class Runner:
                 query_lens=[c.length for c in chunks],
                 kv_lens=[c.start + c.length for c in chunks],
                 page_tables=[one.page_table for one in inputs],
-                slots=torch.tensor([slot for one in inputs for slot in one.slots]),
+                slots=torch.tensor([slot for one in inputs for slot in one.slots], dtype=torch.int64),
             ),
         )
 
@@ -116,7 +118,7 @@ class Runner:
         pages, size = chunk.sequence.pages, self._page_size
         return ChunkInputs(
             positions=chunk.sequence.positions_of(chunk.start, chunk.length),
-            page_table=torch.tensor(pages),
+            page_table=torch.tensor(pages, dtype=torch.int64),
             slots=[
                 pages[token // size] * size + token % size for token in range(chunk.start, chunk.start + chunk.length)
             ],

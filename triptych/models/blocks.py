@@ -63,6 +63,7 @@ class Attention(nn.Module):
         """``hidden`` [T, hidden] → what ``output`` takes, [T, heads * head_dim]; writes the new tokens' K and V to the
         layer's ``keys``, ``values``."""
         heads, kv_heads, _ = self.head_counts
+        # new memory, in which queries and keys are turned where they are
         qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
         qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
         query, key = rotate(self.qk_norm(qk), context.cos, context.sin).split((heads, kv_heads), dim=1)
@@ -135,7 +136,7 @@ def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, pr
 
 
 def compiled(linear: nn.Module) -> CompiledProduct | None:
-    """A linear layer's product, if it is by the compiled kernels and this rank's alone."""
+    """A linear layer's product, if it is by the compiled kernels and not to be added up over ranks."""
     product = linear.product if isinstance(linear, PackedLinear) else None
     return product if isinstance(product, CompiledProduct) else None
 
@@ -166,7 +167,7 @@ class Layer(nn.Module):
         if kernel is not None and kernel.suits_heads(heads, kv_heads, attention.head_dim):
             shape = heads, kv_heads, attention.head_dim
             heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
-            if (qkv := compiled(attention.qkv)) is not None:
+            if (qkv := compiled(attention.qkv)) is not None and qkv.library is kernel.library:
                 attend = AttendLayer(kernel, self.attention_norm, qkv, heads_norm, shape, attention.window)
         if isinstance(mlp, GatedMLP):
             output, gate_up, down = (compiled(linear) for linear in (attention.output, mlp.gate_up, mlp.down))

@@ -1,5 +1,6 @@
 """A decoder layer in two calls of the compiled kernels: for a single token, the dozen calls that they stand for take
-longer than all that goes on between a layer's products. The answers are the same, to the bit."""
+longer than all that goes on between a layer's products. The answers are the same, to the bit. Weights must stay where
+they are: the kernels have their addresses."""
 
 import ctypes
 
@@ -8,20 +9,25 @@ from torch import Tensor
 from triptych.models.attention.base import AttentionBatch
 from triptych.models.attention.compiled import PagedAttention, Step, check, set_caches
 from triptych.models.layers import RMSNorm
-from triptych.models.products import CompiledProduct, Linear
+from triptych.models.products import CompiledProduct, LinearOperands
 
 
 class BeforeOperands(ctypes.Structure):
     """``Before`` in ``kernels/layer.c``."""
 
-    _fields_ = (("qkv", Linear), ("norm", ctypes.c_void_p), ("heads_norm", ctypes.c_void_p), ("eps", ctypes.c_float))
+    _fields_ = (
+        ("qkv", LinearOperands),
+        ("norm", ctypes.c_void_p),
+        ("heads_norm", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+    )
 
 
 class AfterOperands(ctypes.Structure):
     """``After`` in ``kernels/layer.c``."""
 
     _fields_ = (
-        *((name, Linear) for name in ("output", "gate_up", "down")),
+        *((name, LinearOperands) for name in ("output", "gate_up", "down")),
         ("norm", ctypes.c_void_p),
         ("eps", ctypes.c_float),
     )

@@ -85,14 +85,14 @@ class DecoderConfig:
     def step_bytes(self, tokens: int, logits: int, context_length: int) -> int:
         """About what a step of so many tokens needs besides weights and KV cache, at most, in fp32: the residual stream
         and media features, and beside them what is larger: a layer's attention over the longest context (queries, keys
-        and values thrice over, and where kernels aren't compiled a mask and scattered pages put in order), its MLP, or
-        the logits of so many tokens and the sampler's copies of them."""
+        and values thrice over, and where kernels aren't compiled a mask, and scattered pages put in order and widened),
+        its MLP, with attention's output, or the logits of so many tokens and the sampler's copies of them."""
         stream = tokens * self.hidden_size * (2 + self.num_deepstack_layers)
         heads = self.num_heads + 2 * self.num_kv_heads
         mask = tokens * context_length
-        gathered = 2 * context_length * self.num_kv_heads * self.head_dim
+        gathered = 3 * context_length * self.num_kv_heads * self.head_dim
         attention = 3 * tokens * heads * self.head_dim + mask + gathered
-        mlp = 4 * tokens * self.intermediate_size
+        mlp = tokens * (4 * self.intermediate_size + self.num_heads * self.head_dim + 2 * self.hidden_size)
         return 4 * (stream + max(attention, mlp, 4 * logits * self.vocab_size))
 
     def window_of(self, layer: int) -> int | None:

@@ -70,6 +70,15 @@ def kv_dtype(engine: EngineConfig, device: torch.device, weights: WeightFormat) 
     return weights.activations
 
 
+def widens_kv(activations: torch.dtype, kv: torch.dtype, device: torch.device) -> bool:
+    """Whether attention first makes a copy of keys and values in the activations' dtype: on CPUs, where they differ and
+    the compiled kernel isn't made for them, or there is none."""
+    if kv == activations or device.type != "cpu":
+        return False
+    kernel = paged_attention()
+    return activations != torch.float32 or kernel is None or not kernel.takes(kv)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """As settings have it."""
     return str(dtype).removeprefix("torch.")

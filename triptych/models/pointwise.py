@@ -52,7 +52,8 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if kernels is None or heads.stride()[1:] != (dim, 1):
         first, second = heads.chunk(2, dim=-1)
         return heads * cos + torch.cat((-second, first), dim=-1) * sin
-    pointers = (tensor.data_ptr() for tensor in (heads, cos.contiguous(), sin.contiguous()))
+    cos, sin = cos.contiguous(), sin.contiguous()
+    pointers = (tensor.data_ptr() for tensor in (heads, cos, sin))
     kernels.rotate(*pointers, num_tokens, num_heads, dim, heads.stride(0))
     return heads
 

@@ -25,7 +25,7 @@ class Kind(IntEnum):
     INT8 = 2
 
 
-class Linear(ctypes.Structure):
+class LinearOperands(ctypes.Structure):
     """A layer's weights, as ``kernels/products.h`` says."""
 
     _fields_ = (
@@ -56,10 +56,10 @@ class CompiledProduct:
         self.bias = None if bias is None else bias.float().contiguous()
         self.scales = scales
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in (panels, scales, self.bias)]
-        self.operands = Linear(*pointers, self.inputs, self.outputs, kind)
+        self.operands = LinearOperands(*pointers, self.inputs, self.outputs, kind)
         self._run = library.linear
         self._run.argtypes = [
-            ctypes.POINTER(Linear),
+            ctypes.POINTER(LinearOperands),
             *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
         ]
         self._run.restype = ctypes.c_int

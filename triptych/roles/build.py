@@ -29,7 +29,7 @@ from triptych.models.attention.base import KVTensors
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.models.decoder import Decoder
-from triptych.models.devices import check_ranks, dtype_name, find_device, kv_dtype, weight_format
+from triptych.models.devices import check_ranks, dtype_name, find_device, kv_dtype, weight_format, widens_kv
 from triptych.models.fingerprint import fingerprint
 from triptych.models.parallel import Group, rank_device
 from triptych.models.pinned import to_host
@@ -127,7 +127,7 @@ def build_instance(
     instance = Instance(
         name=name,
         role=role,
-        layouts=layouts(role, model.row_layout, model.kv_layout),
+        layouts=layouts(model.row_layout, model.kv_layout, has_decoder=role.has_decoder),
         channel=channel,
         front_door=front_door,
         lease=lease,
@@ -297,6 +297,12 @@ def _engine(
         model_context=model.planner.context_length,
         available=memory.free,
     )
+    if widens_kv(dtype, model.kv_dtype, device):
+        log.warning(
+            "each step widens all keys and values from %s, in every layer: long contexts are faster with "
+            "--kv-cache-dtype %s",
+            *map(dtype_name, (model.kv_dtype, dtype)),
+        )
     logits = engine.max_num_seqs + min(MAX_SCORED, engine.max_num_batched_tokens)
     largest_step = config.step_bytes(engine.max_num_batched_tokens, logits, size.context_length)
     step = sharing * (FIRST_USE + largest_step)

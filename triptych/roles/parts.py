@@ -77,7 +77,7 @@ class Parts:
             hosts.append((SendingHost(self.sender), End.CONSUMER))
         if language:
             hosts.append((language, End.PRODUCER))
-        return Composition(hosts, layouts(role, self.media_layout, self.kv_layout))
+        return Composition(hosts, layouts(self.media_layout, self.kv_layout, has_decoder=self.language is not None))
 
     def _language_host(self, role: Role, parts: LanguageParts) -> LanguageHost:
         """The engine behind prefill and decode, or behind one of them."""
@@ -110,7 +110,8 @@ class Parts:
         )
 
 
-def layouts(role: Role, media: RowLayout, kv: RowLayout) -> list[RowLayout]:
-    """What rows an instance of that role makes or takes, or would in another role: KV caches are all alike, so that an
-    instance that changes its role fits, and a request that goes on elsewhere has the same tokens."""
-    return [media] * (role.encodes or role.prefills) + [kv] * role.has_decoder
+def layouts(media: RowLayout, kv: RowLayout, *, has_decoder: bool) -> list[RowLayout]:
+    """What rows an instance makes or takes, in its role or in another that it can have: KV caches are all alike, and so
+    are media rows, so that an instance that changes its role fits, and a request that goes on elsewhere has the same
+    tokens."""
+    return [media, kv] if has_decoder else [media]

@@ -22,6 +22,7 @@ from triptych.errors import (
     Unavailable,
 )
 from triptych.messages.codec import Message, Send
+from triptych.messages.rows import RowKind
 from triptych.messages.work import (
     AskStatus,
     Cancel,
@@ -510,12 +511,13 @@ class Router:
 
     def _misfit(self, message: Register) -> str:
         """Why an instance can't join; empty when it can. Any encode instance may have to send rows to any language
-        instance, so all agree on how they look."""
+        instance, and any that prefills to any that decodes, so all agree on how they look."""
         for layout in message.layouts:
             if layout.model != self._fingerprint:
                 return "it serves another model than this front door"
             if misfit := self.registry.misfit(layout):
-                return f"the {layout.kind} rows of {message.name} don't fit those of {misfit}"
+                setting = " (--kv-cache-dtype)" if layout.kind is RowKind.KV else ""
+                return f"the {layout.kind} rows of {message.name} don't fit those of {misfit}{setting}"
         return "" if message.layouts else "it doesn't say how its rows look"
 
     def _on_heartbeat(self, message: Heartbeat) -> None:

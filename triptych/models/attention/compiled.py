@@ -17,7 +17,7 @@ NO_WINDOW = 2**30
 
 
 class Step(ctypes.Structure):
-    """The kernel's operands, as ``kernels/attention.c`` says."""
+    """The kernel's operands, as ``kernels/attention.h`` says."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "output", "slots")),
@@ -89,12 +89,11 @@ class PagedAttention:
 
     def shared_step(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> Step:
         """What all layers of a step have in common, of a ``shape`` (heads, kv heads, head_dim), for as long as there
-        is the ``batch``."""
-        if shape not in batch.prepared:
+        is the ``batch``: the caller's own copy."""
+        if (self, shape) not in batch.prepared:
             tables = batch.paged(self._rows // (shape[0] // shape[1]))
-            batch.prepared[shape] = _step(tables, batch.slots, shape)
-        step: Step = batch.prepared[shape]
-        return step
+            batch.prepared[self, shape] = _step(tables, batch.slots, shape)
+        return Step.from_buffer_copy(batch.prepared[self, shape])
 
     def _tile(self, query: Tensor, cache: Tensor) -> int:
         return self._rows // (query.shape[1] // cache.shape[2])

@@ -31,7 +31,7 @@ class TowerAttention(nn.Module):
         """With the linear layers of transformers' ``module``; None if it isn't a tower's attention."""
         children, settings = dict(module.named_children()), vars(module)
         for inputs, output in PROJECTIONS:
-            if children.keys() == {*inputs, output}:
+            if children.keys() == {*inputs, output} and not list(module.parameters(recurse=False)):
                 linears = [children[name] for name in inputs], children[output]
                 return cls(*linears, settings["num_heads"], settings["scaling"])
         return None

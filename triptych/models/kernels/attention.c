@@ -22,7 +22,7 @@
 #define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
 #define ROWS (2 * LANES)  /* of a tile: its tokens, times the query heads of a kv head */
 #define TILE 64           /* keys scored before their values are added up */
-#define TOGETHER 8        /* tiles of a sequence that go through its keys together, at most */
+#define TOGETHER 8        /* tiles of a sequence that go through its keys together, at most; 0.6 MB of stack */
 #define LINE 64           /* bytes that memory is read by */
 
 const int attention_group = MAX_GROUP, attention_dim = MAX_DIM, attention_rows = ROWS;

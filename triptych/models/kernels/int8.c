@@ -10,7 +10,7 @@
 
 #ifdef __AVX512VNNI__
 #define SUMS 16  /* of a vector */
-#define TOKENS 8 /* 4 or 8: see int8_linear */
+#define TOKENS 8 /* 4 or 8: see int8_together */
 #else
 #define SUMS 8
 #define TOKENS 4

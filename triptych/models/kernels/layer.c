@@ -27,20 +27,24 @@ static int64_t room_for(const Linear *linear, int64_t tokens) {
 
 inlined int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+static void *memory(int64_t bytes) { return aligned_alloc(64, whole_lines(bytes + 1)); }
+
+inlined void multiply_apart(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens,
+                            void *room) {
+    if (linear->kind == INT8) int8_together(linear, input, stride, output, tokens, room);
+    else float_together(linear, input, stride, output, tokens);
+}
+
 inlined void multiply(const Linear *linear, const float *input, float *output, int64_t tokens, void *room) {
-    if (linear->kind == INT8) int8_together(linear, input, linear->inputs, output, tokens, room);
-    else float_together(linear, input, linear->inputs, output, tokens);
+    multiply_apart(linear, input, linear->inputs, output, tokens, room);
 }
 
 /* One layer by itself; the input's tokens are stride floats apart. Returns 0 if there is no memory. */
 int linear(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens) {
-    void *room = malloc(room_for(linear, tokens) + 1);
+    void *room = memory(room_for(linear, tokens));
     if (!room) return 0;
 #pragma omp parallel
-    {
-        if (linear->kind == INT8) int8_together(linear, input, stride, output, tokens, room);
-        else float_together(linear, input, stride, output, tokens);
-    }
+    multiply_apart(linear, input, stride, output, tokens, room);
     free(room);
     return 1;
 }
@@ -52,7 +56,7 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
     int64_t dim = given->dim, stride = layer->qkv.outputs, bytes = attention_room(given);
     if (bytes < 0) return 0;
     bytes = whole_lines(most(bytes, room_for(&layer->qkv, tokens)));
-    void *room = malloc(bytes + tokens * (width + stride) * sizeof(float) + 1);
+    void *room = memory(bytes + tokens * (width + stride) * sizeof(float));
     if (!room) return -1;
     float *normed = (float *)((char *)room + bytes), *qkv = normed + tokens * width;
     Step step = *given;
@@ -84,7 +88,7 @@ int finish_layer(const After *layer, const float *hidden, const float *attended,
     int64_t width = layer->output.outputs, both = layer->gate_up.outputs, inner = both / 2;
     int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->gate_up, tokens));
     bytes = whole_lines(most(bytes, room_for(&layer->down, tokens)));
-    void *room = malloc(bytes + tokens * (2 * width + both + inner) * sizeof(float) + 1);
+    void *room = memory(bytes + tokens * (2 * width + both + inner) * sizeof(float));
     if (!room) return 0;
     float *added = (float *)((char *)room + bytes), *normed = added + tokens * width;
     float *gate_up = normed + tokens * width, *gated = gate_up + tokens * both;
