@@ -273,6 +273,16 @@ def _encoding(
     )
 
 
+def _warn_of_slow_kv(activations: torch.dtype, kv: torch.dtype, device: torch.device) -> None:
+    if widens_kv(activations, kv, device):
+        log.warning(
+            "each step widens all keys and values from %s, in every layer: long contexts are faster with "
+            "--kv-cache-dtype %s",
+            dtype_name(kv),
+            dtype_name(activations),
+        )
+
+
 def _engine(
     *,
     model: Model,
@@ -297,12 +307,7 @@ def _engine(
         model_context=model.planner.context_length,
         available=memory.free,
     )
-    if widens_kv(dtype, model.kv_dtype, device):
-        log.warning(
-            "each step widens all keys and values from %s, in every layer: long contexts are faster with "
-            "--kv-cache-dtype %s",
-            *map(dtype_name, (model.kv_dtype, dtype)),
-        )
+    _warn_of_slow_kv(dtype, model.kv_dtype, device)
     logits = engine.max_num_seqs + min(MAX_SCORED, engine.max_num_batched_tokens)
     largest_step = config.step_bytes(engine.max_num_batched_tokens, logits, size.context_length)
     step = sharing * (FIRST_USE + largest_step)
