@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +22,7 @@ SOURCES = Path(__file__).with_name("kernels")
 # loaded one, and a second would keep threads of its own.
 COMPILE = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
 TIMEOUT = 60
-"""Seconds that the compiler gets for a file; it needs less than one."""
+"""Seconds that the compiler gets for a file; it needs a few."""
 
 
 @cache
@@ -53,10 +54,13 @@ def _built() -> Path:
         return library
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        objects = []
-        for source in sorted(SOURCES.glob("*.c")):
-            objects.append(str(Path(scratch) / f"{source.stem}.o"))
-            _run(*compiler, *COMPILE, str(source), "-o", objects[-1])
+        sources = sorted(SOURCES.glob("*.c"))
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor() as compilers:
+            commands = [
+                (*compiler, *COMPILE, str(source), "-o", made) for source, made in zip(sources, objects, strict=True)
+            ]
+            list(compilers.map(lambda command: _run(*command), commands))
         finished = Path(scratch) / "kernels.so"
         _run(*compiler, "-shared", *objects, "-o", str(finished), "-lm")
         finished.replace(library)  # whole or not at all: another process may be building it too

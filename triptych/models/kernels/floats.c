@@ -26,7 +26,8 @@ typedef struct {
     int64_t stride, tokens;
 } Rows;
 
-inlined void keep(floats sum, const Linear *linear, float *outputs, int64_t first) {
+/* Not inlined, since that would be three hundred times, which takes the compiler seconds. */
+static __attribute__((noinline)) void keep(floats sum, const Linear *linear, float *outputs, int64_t first) {
     int64_t left = linear->outputs - first;
     if (left <= 0) return;
     if (linear->bias) sum += load(linear->bias + first, left);
