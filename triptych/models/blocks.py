@@ -156,7 +156,6 @@ class Layer(nn.Module):
         else:
             mlp = load_dense_mlp(config, reader, f"{prefix}.mlp")
         self.mlp = reader.all_reduced(mlp)
-
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:

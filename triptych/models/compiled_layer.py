@@ -7,7 +7,7 @@ import ctypes
 from torch import Tensor
 
 from triptych.models.attention.base import AttentionBatch
-from triptych.models.attention.compiled import PagedAttention, Step, check, set_caches
+from triptych.models.attention.compiled import PagedAttention, Step, raise_failure, set_caches
 from triptych.models.layers import RMSNorm
 from triptych.models.products import CompiledProduct, LinearOperands
 
@@ -68,7 +68,7 @@ class AttendLayer:
         step = self._kernel.shared_step(batch, self._shape)
         set_caches(step, keys, values, self._window)
         step.output = output.data_ptr()
-        check(self._run(self._operands, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), step), step)
+        raise_failure(self._run(self._operands, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), step), step)
         return output
 
 

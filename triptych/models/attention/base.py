@@ -148,8 +148,8 @@ class AttentionBackend(Protocol):
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
         [pages, page_size, kv_heads, head_dim], whose dtype keys and values are rounded to before they are seen. Query
-        head h reads kv head ``h * kv_heads // heads``. With a ``window``,
-        each token sees the last so many alone, itself included.
+        head h reads kv head ``h * kv_heads // heads``. With a ``window``, each token sees the last so many alone,
+        itself included.
         Returns [T, heads, head_dim] in the query's dtype.
         """
 

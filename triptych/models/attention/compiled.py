@@ -68,7 +68,7 @@ class PagedAttention:
         """See ``AttentionBackend``. Of caches, a token's heads are contiguous. Raises IndexError for slots and page
         tables that go beyond them, and MemoryError."""
         new = _with_dense_heads(key), _with_dense_heads(value), batch.slots
-        tables = batch.paged(self._tile(query, key_cache))
+        tables = batch.paged(self._tile(query.shape[1], key_cache.shape[2]))
         return self._attend(query, (key_cache, value_cache), new, tables, window=window or NO_WINDOW)
 
     def over_segments(
@@ -83,7 +83,7 @@ class PagedAttention:
         if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
             key, value = key.contiguous(), value.contiguous()
         pages = [tensor.unflatten(0, (-1, gcd(*lengths))) for tensor in (key, value)]
-        tables = _of_segments(tuple(lengths), self._tile(query, pages[0]))
+        tables = _of_segments(tuple(lengths), self._tile(query.shape[1], key.shape[1]))
         nothing = key[:0], value[:0], tables.pages[:0]
         return self._attend(query, (pages[0], pages[1]), nothing, tables, causal=False, scale=scale)
 
@@ -91,12 +91,13 @@ class PagedAttention:
         """What all layers of a step have in common, of a ``shape`` (heads, kv heads, head_dim), for as long as there
         is the ``batch``: the caller's own copy."""
         if (self, shape) not in batch.prepared:
-            tables = batch.paged(self._rows // (shape[0] // shape[1]))
+            tables = batch.paged(self._tile(*shape[:2]))
             batch.prepared[self, shape] = _step(tables, batch.slots, shape)
         return Step.from_buffer_copy(batch.prepared[self, shape])
 
-    def _tile(self, query: Tensor, cache: Tensor) -> int:
-        return self._rows // (query.shape[1] // cache.shape[2])
+    def _tile(self, heads: int, kv_heads: int) -> int:
+        """Tokens of a tile."""
+        return self._rows // (heads // kv_heads)
 
     def _attend(
         self,
@@ -117,7 +118,7 @@ class PagedAttention:
         set_caches(step, *caches, window)
         step.query, step.key, step.value, step.output = (tensor.data_ptr() for tensor in (query, *new[:2], output))
         step.query_stride, step.key_stride, step.value_stride = (tensor.stride(0) for tensor in (query, *new[:2]))
-        check(self._run(step), step)
+        raise_failure(self._run(step), step)
         return output
 
 
@@ -152,8 +153,8 @@ def set_caches(step: Step, keys: Tensor, values: Tensor, window: int | None) -> 
     step.window = min(window or NO_WINDOW, NO_WINDOW)
 
 
-def check(done: int, step: Step) -> None:
-    """Raises what a kernel with attention found: IndexError and MemoryError."""
+def raise_failure(done: int, step: Step) -> None:
+    """Raises IndexError or MemoryError if that is what a kernel with attention returned."""
     if done < 0:
         raise MemoryError(f"no memory to attend from {step.num_tokens} tokens")
     if not done:

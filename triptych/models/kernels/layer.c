@@ -1,5 +1,5 @@
-/* What a decoder layer does for a step's T tokens, in two calls: up to attention's output, and from there on. A single
- * token's products take little longer than the calls around them would, so these are not calls of their own. */
+/* What a decoder layer does for a step's T tokens, in two calls: up to attention's output, and from there on. For a
+ * single token, calls for each of its parts would take longer than what goes on between products. */
 #include <stdlib.h>
 
 #include "attention.h"

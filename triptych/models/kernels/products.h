@@ -12,8 +12,7 @@ typedef struct {
     int64_t inputs, outputs, kind;
 } Linear;
 
-/* Bytes of memory to work in for so many tokens. */
-int64_t float_room(const Linear *linear, int64_t tokens);
+/* Bytes of memory to work in for so many tokens; the others need none. */
 int64_t int8_room(const Linear *linear, int64_t tokens);
 
 /* input [tokens, inputs], stride floats from one token to the next, to output [tokens, outputs]; the team's threads share
