@@ -26,8 +26,8 @@ typedef struct {
     int64_t stride, tokens;
 } Rows;
 
-/* Not inlined, since that would be three hundred times, which takes the compiler seconds. */
-static __attribute__((noinline)) void keep(floats sum, const Linear *linear, float *outputs, int64_t first) {
+/* Of a panel that isn't whole. Not inlined, since that would be three hundred times, which takes the compiler seconds. */
+static __attribute__((noinline)) void keep_some(floats sum, const Linear *linear, float *outputs, int64_t first) {
     int64_t left = linear->outputs - first;
     if (left <= 0) return;
     if (linear->bias) sum += load(linear->bias + first, left);
@@ -54,11 +54,20 @@ inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int
             sums[token][1] += high * value;
         }
     }
+    int64_t output = panel * OUTPUTS;
+    int is_whole = output + OUTPUTS <= linear->outputs;
+    floats bias[2] = {};
+    if (is_whole && linear->bias) memcpy(bias, linear->bias + output, sizeof bias);
 #pragma GCC unroll 12
     for (int token = 0; token < count; token++) {
         float *outputs = rows->output + (first + token) * linear->outputs;
-        keep(sums[token][0], linear, outputs, panel * OUTPUTS);
-        keep(sums[token][1], linear, outputs, panel * OUTPUTS + LANES);
+        if (is_whole) {
+            *(floats *)(outputs + output) = sums[token][0] + bias[0];
+            *(floats *)(outputs + output + LANES) = sums[token][1] + bias[1];
+        } else {
+            keep_some(sums[token][0], linear, outputs, output);
+            keep_some(sums[token][1], linear, outputs, output + LANES);
+        }
     }
 }
 
@@ -89,9 +98,10 @@ void float_together(const Linear *linear, const float *input, int64_t stride, fl
         int64_t first = tokens * block / blocks;
         Rows rows = {input + first * stride, output + first * linear->outputs, stride,
                      tokens * (block + 1) / blocks - first};
-        /* dynamic, because the machine has other work: a core that is late gets less */
-#pragma omp for schedule(dynamic, at_once)
+        /* dynamic, because the machine has other work: a core that is late gets less, and none waits before the end */
+#pragma omp for schedule(dynamic, at_once) nowait
         for (int64_t panel = 0; panel < (linear->outputs + OUTPUTS - 1) / OUTPUTS; panel++)
             multiply_panel(linear, &rows, panel);
     }
+#pragma omp barrier
 }
