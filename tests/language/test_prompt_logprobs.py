@@ -3,6 +3,7 @@ import torch
 
 from tests.models.generating import sequence
 from triptych.language.prompt_logprobs import asked_of, joined, score
+from triptych.language.runner import num_largest
 from triptych.language.scheduler import Chunk
 from triptych.messages.work import Sampling
 
@@ -20,6 +21,7 @@ def test_rows_are_those_of_the_chunks_that_ask() -> None:
         Chunk(sequence("4", [3], asking), 0, 1),  # has nothing to tell of
     ]
     assert [list(chunk.wanted) for chunk in chunks] == [[2], [0, 1], [], [0, 1], [0]]
+    assert [num_largest(chunk) for chunk in chunks] == [[1], [0, 0], [], [0, 1], [1]]
     told = asked_of(chunks)
     assert [(one.first_row, one.tokens, one.most) for one in told] == [(1, [5, 6], 2), (3, [10], 2)]
     answering = sequence("5", [1, 2, 3], asking)

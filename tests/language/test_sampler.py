@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from triptych.language import draws as draws_module
 from triptych.language import sampler
-from triptych.language.draws import Plan
+from triptych.language.draws import Plan, num_candidates
 from triptych.language.history import History
 from triptych.language.sampler import Draw, Drawn, uniform
-from triptych.messages.work import Sampling
+from triptych.messages.work import GrammarSpec, Sampling
 
 
 def sampling(**settings: Any) -> Sampling:
@@ -77,6 +77,46 @@ def test_only_what_the_limits_keep_is_drawn_at_its_place(
         assert token in kept
         before = sum(weight for other, weight in list(kept.items())[: list(kept).index(token)])
         assert before - 1e-6 <= uniform(seed, index) <= before + kept[token] + 1e-6
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    one=st.builds(
+        sampling,
+        seed=st.integers(0, 2**63 - 1),
+        temperature=st.sampled_from([0.0, 0.3, 2.0]),
+        top_k=st.integers(0, 35),
+        top_p=st.floats(0.05, 1.0),
+        min_p=st.sampled_from([0.0, 0.1]),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 4.0]),
+        presence_penalty=st.sampled_from([0.0, 0.0, 4.0]),
+        frequency_penalty=st.sampled_from([0.0, 0.0, 4.0]),
+        logit_bias=st.sampled_from([{}, {}, {7: 9.0}]),
+        min_tokens=st.sampled_from([0, 0, 30]),
+        logprobs=st.sampled_from([None, None, 3]),
+    ),
+)
+def test_what_is_not_among_the_candidates_does_not_matter(seed: int, one: Sampling) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(1, 30)).astype(np.float32))
+    count = num_candidates(one)
+    smallest = logits.sort(descending=True).values[0, min(count, 30) - 1] if count else -torch.inf
+    others_gone = logits.where(logits >= smallest, -torch.inf)
+    for index in range(20):
+        drawn = [draw(one, index, prompt=(1, 2, 3))]
+        assert sampler.sample(others_gone, drawn) == sampler.sample(logits, drawn)
+
+
+def test_who_has_few_candidates() -> None:
+    counts = [
+        (sampling(temperature=0), 1),
+        (sampling(temperature=0, top_k=20), 1),
+        (sampling(top_k=20, top_p=0.8), 20),
+        (sampling(), 0),
+        (sampling(top_p=0.8), 0),
+        (sampling(temperature=0, grammar=GrammarSpec(kind="choice", text='["a"]')), 0),
+    ]
+    assert [num_candidates(one) for one, _ in counts] == [count for _, count in counts]
 
 
 def test_draws_are_distributed_as_the_probabilities() -> None:

@@ -100,7 +100,7 @@ def test_weights_that_need_no_change_stay_in_the_file(checkpoint_folder: Callabl
     file = folder / "model.safetensors"
     decoder = load_decoder(folder)
     assert is_mapped(decoder.embedding, file)
-    assert is_mapped(decoder.head.weight, file)
+    assert is_mapped(decoder.head.linear.weight, file)
     assert is_mapped(decoder.layers[0].mlp.experts[3].gate_up.weight, file)
     assert not is_mapped(decoder.layers[0].attention.qkv.weight, file)
     tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
@@ -130,7 +130,7 @@ def test_tied_checkpoint_that_stores_its_head(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, tied=True)
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(264, 64)}))
     decoder = load_decoder(folder)
-    assert torch.equal(decoder.head.weight, decoder.embedding)
+    assert torch.equal(decoder.head.linear.weight, decoder.embedding)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -138,14 +138,14 @@ def test_tie_said_in_the_text_config_only(tmp_path: Path, tied: bool) -> None:
     folder = make_checkpoint(tmp_path, tied=tied)
     edit_config(folder, tie_word_embeddings=None)
     decoder = load_decoder(folder)
-    assert torch.equal(decoder.head.weight, decoder.embedding) == tied
+    assert torch.equal(decoder.head.linear.weight, decoder.embedding) == tied
 
 
 def test_top_level_tie_wins(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, moe=True, tied=False)
     edit_config(folder, text_config={"tie_word_embeddings": True})
     decoder = load_decoder(folder)
-    assert not torch.equal(decoder.head.weight, decoder.embedding)
+    assert not torch.equal(decoder.head.linear.weight, decoder.embedding)
 
 
 def test_attention_bias(tmp_path: Path) -> None:

@@ -83,6 +83,15 @@ def chances_of(draws: Rows[Draw], rows: Rows[int], device: torch.device) -> Chan
     return Chances(*to_device(_chances(draws, rows), device))
 
 
+def num_candidates(sampling: Sampling) -> int:
+    """From how many of the largest logits a token is chosen; 0 if it may be from any, or if others matter, too."""
+    changed = sampling.logit_bias or sampling.min_tokens or sampling.grammar is not None
+    penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    if changed or penalties or sampling.logprobs is not None:
+        return 0
+    return sampling.top_k if sampling.temperature > 0 else 1
+
+
 def uniform(seed: int, index: int) -> float:
     """The ``index``-th number in [0, 1) of a seed's own stream: counter-based (Philox; Salmon et al., SC'11), so it
     can be drawn out of order and after a preemption without keeping any state."""

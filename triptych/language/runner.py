@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from triptych.language.draws import num_candidates
 from triptych.language.prompt_logprobs import Asked, score
 from triptych.language.sampler import Draw, Drawn, sample
 from triptych.language.scheduler import Chunk
@@ -84,6 +85,7 @@ class Runner:
                 page_tables=[one.page_table for one in inputs],
                 slots=torch.tensor([slot for one in inputs for slot in one.slots], dtype=torch.int64),
             ),
+            num_largest=[number for chunk in chunks for number in num_largest(chunk)],
         )
 
     def prepare(self, chunks: Rows[Chunk]) -> None:
@@ -123,3 +125,8 @@ class Runner:
                 pages[token // size] * size + token % size for token in range(chunk.start, chunk.start + chunk.length)
             ],
         )
+
+
+def num_largest(chunk: Chunk) -> list[int]:
+    """For each token that the chunk wants logits of, as ``ForwardBatch.num_largest`` has it."""
+    return [0] * chunk.num_scored + [num_candidates(chunk.sequence.sampling)] * chunk.samples

@@ -1,6 +1,6 @@
 """The language half of a model: one parametrised decoder, over a paged KV cache, for packed batches of sequences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,9 @@ class ForwardBatch:
     logits_index: Tensor
     """int64 [L]: the tokens whose logits are wanted, in ascending order, each once; L may be 0."""
     attention: AttentionBatch
+    num_largest: Sequence[int] = ()
+    """For each of the L tokens, how many of its largest logits are enough, or 0 if all are wanted; of none, all of all
+    are. Logits that aren't among them may be minus infinity."""
 
     def __post_init__(self) -> None:
         if self.positions.dtype != torch.float64:  # graphs and other ranks take its bits for that
@@ -121,7 +124,7 @@ class Decoder(nn.Module):
             return hidden.new_empty((0, self.num_logits), dtype=torch.float32)
         if len(hidden) != len(wanted):
             hidden = hidden[wanted]
-        return self.head(self.norm(hidden)).float()
+        return self.head(self.norm(hidden), batch.num_largest)
 
     def _last_rows(self, batch: ForwardBatch) -> Tensor | None:
         """The tokens, int64, with which the last layer goes on after its attention: only those whose logits are wanted;

@@ -1,6 +1,6 @@
 """Linear layers in several weight formats, and the norm. Weights come in from a checkpoint; nothing trains here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from triptych.models.float_product import float_product, half_product
 from triptych.models.int8 import int8_product
 from triptych.models.pointwise import rms_norm
 from triptych.models.products import Product
+from triptych.models.shortlist import Shortlist, shortlist_of
 
 Pack = Callable[[Tensor, Tensor | None], Product]
 """Packs a weight [out, in] and a bias [out]."""
@@ -51,6 +52,22 @@ class PackedLinear(Linear):
         return self.product(activations.flatten(0, -2)).unflatten(0, activations.shape[:-1])
 
 
+class Head(nn.Module):
+    """The projection to the vocabulary: activations [T, in] to logits, float32 [T, out]."""
+
+    def __init__(self, linear: nn.Module, shortlist: Shortlist | None = None) -> None:
+        super().__init__()
+        self.linear = linear
+        self.shortlist = shortlist
+
+    def forward(self, activations: Tensor, num_largest: Sequence[int] = ()) -> Tensor:
+        """``num_largest`` as ``Shortlist`` takes it; of none, all logits are wanted."""
+        if self.shortlist is None or not num_largest:
+            logits: Tensor = self.linear(activations)
+            return logits.float()
+        return self.shortlist(activations, num_largest)
+
+
 class WeightFormat(Protocol):
     """How a decoder or a tower keeps the weights of its linear layers, and in which dtype it computes."""
 
@@ -65,6 +82,9 @@ class WeightFormat(Protocol):
         """The same for a layer that isn't quantized where others are: the projection to the vocabulary, because tokens
         are chosen by small differences between its outputs, and a tower's."""
 
+    def head(self, weight: Tensor, device: torch.device) -> Head:
+        """The whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""
+
 
 @dataclass(frozen=True)
 class PlainFormat:
@@ -78,6 +98,9 @@ class PlainFormat:
 
     def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         return self.linear(weight, bias, device)
+
+    def head(self, weight: Tensor, device: torch.device) -> Head:
+        return Head(self.unquantized(weight, None, device))
 
 
 @dataclass(frozen=True)
@@ -95,6 +118,11 @@ class PackedFormat:
     def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
         return PackedLinear(self.fine(weight, bias))
+
+    def head(self, weight: Tensor, device: torch.device) -> Head:
+        _check_cpu(device)
+        product = self.fine(weight, None)
+        return Head(PackedLinear(product), shortlist_of(product, weight))
 
 
 def _check_cpu(device: torch.device) -> None:

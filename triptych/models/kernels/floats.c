@@ -91,6 +91,11 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
     }
 }
 
+void float_panel(const Linear *linear, const float *input, float *output, int64_t panel) {
+    Rows row = {input, output, 0, 1};
+    multiply_panel(linear, &row, panel);
+}
+
 void float_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens) {
     int64_t bytes = linear->inputs * OUTPUTS * (linear->kind == HALF ? sizeof(uint16_t) : sizeof(float));
     int64_t at_once = tokens > TOKENS ? 1 : most(1, AT_ONCE / most(1, bytes)), blocks = (tokens + BLOCK - 1) / BLOCK;

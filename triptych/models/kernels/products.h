@@ -19,3 +19,6 @@ int64_t int8_room(const Linear *linear, int64_t tokens);
  * the work, and all of it is done when they return. */
 void float_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens);
 void int8_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room);
+
+/* One token's outputs of one panel of float weights, to where they belong in output [outputs]; by one thread. */
+void float_panel(const Linear *linear, const float *input, float *output, int64_t panel);
