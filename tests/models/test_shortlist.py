@@ -5,6 +5,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,8 @@ def test_the_largest_have_the_bits_of_the_whole_product(pack: Pack, outputs: int
     tokens[:, ::13] *= 30
     for counts in ([1] * 40, [20] * 40, [64, 1, 7, 3] * 10, [0, 1] * 20, [0] * 40, [65, 1] * 20):
         check(product, shortlist, tokens, counts)
+    assert check(product, shortlist, tokens, [1] * 39 + [0]) == [outputs] * 40  # one token's need is all tokens'
+    assert shortlist(tokens[:0], []).shape == (0, outputs)
 
 
 def test_few_are_computed() -> None:
@@ -129,10 +132,19 @@ def test_sums_that_floats_round_otherwise() -> None:
     check(product, shortlist, tokens, [1])
 
 
+def test_the_last_output_may_be_the_largest() -> None:
+    weight = torch.randn(1001, 64)
+    weight[-1] *= 9
+    product, shortlist = made(weight)
+    tokens = weight[-1:] * torch.tensor([[1.0], [2.0]])
+    assert product(tokens).argmax(dim=1).tolist() == [1000, 1000]
+    check(product, shortlist, tokens, [1, 3])
+
+
 def test_what_a_token_comes_to_depends_on_it_alone() -> None:
     _, shortlist = made(torch.randn(3000, 100))
     tokens = torch.randn(37, 100)
-    counts = [(1, 20, 0, 64)[row % 4] for row in range(37)]
+    counts = [(1, 20, 7, 64)[row % 4] for row in range(37)]
     together = shortlist(tokens, counts)
     torch.set_num_threads(3)
     again = shortlist(tokens, counts)
@@ -154,18 +166,22 @@ def test_values_that_no_bounds_hold_for(value: float) -> None:
     assert torch.equal(found[others], expected[others])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_in_other_dtypes(dtype: torch.dtype) -> None:
-    product, shortlist = made((torch.randn(3000, 100) * 1e4).to(dtype))
-    check(product, shortlist, torch.randn(4, 100), [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1.0, 1e5])
+def test_weights_that_fp16_rounds(dtype: torch.dtype, size: float) -> None:
+    """To the largest that it has, if they are larger."""
+    product, shortlist = made((torch.randn(3000, 100) * size).to(dtype))
+    check(product, shortlist, torch.randn(40, 100), [1, 2, 3, 4] * 10)
 
 
-def test_tokens_that_lie_apart_and_another_width() -> None:
+def test_tokens_that_lie_apart_and_what_does_not_fit() -> None:
     product, shortlist = made(torch.randn(300, 100))
     check(product, shortlist, torch.randn(4, 230)[:, 5:105], [1] * 4)
     check(product, shortlist, torch.randn(100, 4).T, [1] * 4)
     with pytest.raises(ValueError, match="101 inputs for a layer of 100"):
         shortlist(torch.randn(4, 101), [1] * 4)
+    with pytest.raises(ValueError, match="3 numbers for 4 tokens"):
+        shortlist(torch.randn(4, 100), [1] * 3)
 
 
 def test_where_it_is_of_use(kernels: ctypes.CDLL) -> None:
@@ -173,18 +189,35 @@ def test_where_it_is_of_use(kernels: ctypes.CDLL) -> None:
     faster = bool(ctypes.c_int.in_dll(kernels, "shortlist_is_faster").value)
     assert (shortlist_of(half_product(weight, None), weight) is not None) == faster
     assert shortlist_of(FbgemmProduct(weight, None), weight) is None
-    weight[7, 3] = torch.nan
-    assert shortlist_of(half_product(weight, None), weight) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e20])
+def test_weights_that_no_bounds_hold_for(value: float) -> None:
+    weight = torch.randn(300, 100)
+    weight[7, 3] = value
+    product = float_product(weight, None)
+    with pytest.raises(ValueError, match="whose sums are finite"):
+        Shortlist(product, weight)
+    assert shortlist_of(product, weight) is None
+    wide = torch.ones(1, 2**16 + 1)
+    with pytest.raises(ValueError, match="at most 65536 inputs"):
+        Shortlist(float_product(wide, None), wide)
+
+
+FEW = [{}, {"temperature": 1.0, "top_k": 9}]
+ALL = [{"temperature": 1.0}, {"logprobs": 3}]
 
 
 @pytest.mark.parametrize("name", ["float16", "float32", "int8"])
-def test_answers_are_the_same(checkpoint_folder: Callable[..., Path], name: str) -> None:
+@pytest.mark.parametrize("settings", [FEW, FEW + ALL])
+def test_answers_are_the_same(
+    checkpoint_folder: Callable[..., Path], name: str, settings: list[dict[str, Any]]
+) -> None:
     folder = checkpoint_folder(tied=True)
     weights = (WEIGHT_FORMATS | QUANTIZED_FORMATS)[name]
     decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, torch.device("cpu"))
     lengths = [7, 13, 1, 9, 20, 5, 2, 9]
-    settings = [{}, {"temperature": 1.0, "top_k": 9}, {"temperature": 1.0}, {"logprobs": 3}]
-    samplings = [Sampling(max_tokens=8, seed=row, **settings[row % 4]) for row in range(len(lengths))]
+    samplings = [Sampling(max_tokens=8, seed=row, **settings[row % len(settings)]) for row in range(len(lengths))]
 
     def answers(shortlist: Shortlist | None) -> list[list[int]]:
         decoder.head.shortlist = shortlist
@@ -197,5 +230,5 @@ def test_answers_are_the_same(checkpoint_folder: Callable[..., Path], name: str)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Shortlist, "__call__", lambda *a, call=Shortlist.__call__: asked.extend(a[2]) or call(*a))
         found = answers(shortlist)
-    assert set(asked) == {0, 1, 9}
+    assert set(asked) == ({1, 9} if settings == FEW else {0, 1, 9})
     assert found == answers(None)

@@ -91,7 +91,10 @@ def _limited(logits: Tensor, chances: Chances, count: int) -> tuple[Tensor, Tens
     """A token of each row, and whether ``count`` candidates were enough to choose it from."""
     weights = _weights(logits, chances)
     weights = weights.where(weights >= chances.min_p * weights.amax(dim=-1, keepdim=True), 0.0)
-    candidates, order = torch.topk(weights, count)
+    # of equal ones the first in the vocabulary's order, which top-k doesn't promise: it is another's choice otherwise
+    order = torch.topk(weights, count).indices.sort().values
+    candidates, places = weights.gather(1, order).sort(descending=True, stable=True)
+    order = order.gather(1, places)
     candidates = candidates.where(torch.arange(count, device=logits.device) < chances.top_k, 0.0)
     # what top-p is a share of: all that top-k keeps
     within = chances.top_k <= count

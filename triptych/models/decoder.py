@@ -36,8 +36,8 @@ class ForwardBatch:
     """int64 [L]: the tokens whose logits are wanted, in ascending order, each once; L may be 0."""
     attention: AttentionBatch
     num_largest: Sequence[int] = ()
-    """For each of the L tokens, how many of its largest logits are enough, or 0 if all are wanted; of none, all of all
-    are. Logits that aren't among them may be minus infinity."""
+    """For each of the L tokens how many of its largest logits are wanted, 0 for all; the others may come out as minus
+    infinity. Empty where all logits of all tokens are wanted."""
 
     def __post_init__(self) -> None:
         if self.positions.dtype != torch.float64:  # graphs and other ranks take its bits for that

@@ -61,7 +61,7 @@ class Head(nn.Module):
         self.shortlist = shortlist
 
     def forward(self, activations: Tensor, num_largest: Sequence[int] = ()) -> Tensor:
-        """``num_largest`` as ``Shortlist`` takes it; of none, all logits are wanted."""
+        """``num_largest`` as ``Shortlist`` takes it, or empty where all logits are wanted."""
         if self.shortlist is None or not num_largest:
             logits: Tensor = self.linear(activations)
             return logits.float()

@@ -6,6 +6,7 @@ product: the bounds are Cauchy-Schwarz's, with room for the rounding of every su
 """
 
 import ctypes
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,12 @@ from triptych.models import int8
 from triptych.models.products import AT_ONCE, CompiledProduct, Kind, LinearOperands, Product, in_panels
 from triptych.models.rounding import rounded
 
+log = logging.getLogger(__name__)
+
 TOGETHER = 16
 """Tokens whose bounds are computed at a time: each has two for every output."""
+LARGEST = 1e15
+"""By far: of weights, and of tokens that squares tell the length of, whose products are finite."""
 SPARE = 32
 """Roundings besides those of a sum over the inputs, of which there is one for each."""
 
@@ -31,49 +36,54 @@ class ShortlistOperands(ctypes.Structure):
 
 
 class Shortlist:
-    """Of the product ``exact``, which has no bias; ``weight`` [out, in] are its weights before they were packed, and
-    none may be an infinity or a NaN."""
+    """Of the product ``exact``, which has no bias; ``weight`` [out, in] are its weights before they were packed. For
+    one thread: it works in memory of its own.
+
+    Raises ValueError for weights whose sums may not be finite, and for more inputs than int8 adds up exactly.
+    """
 
     def __init__(self, exact: CompiledProduct, weight: Tensor) -> None:
         library = exact.library
+        if weight.shape[1] > int8.MAX_INPUTS:
+            raise ValueError(f"a shortlist is for at most {int8.MAX_INPUTS} inputs, not {weight.shape[1]}")
         self._exact = exact
         self._rough, self._per_length, self._per_low = _rough(exact, weight)
+        if not (self._per_low < LARGEST).all():
+            raise ValueError("a shortlist is for weights whose sums are finite")
         self.most = ctypes.c_int.in_dll(library, "shortlist_most").value
         factors = self._per_length.data_ptr(), self._per_low.data_ptr()
         self._operands = ShortlistOperands(exact.operands, self._rough.operands, *factors)
         pointer, integer, operands = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ShortlistOperands)
         self._run = library.shortlist
-        self._run.argtypes = [operands, pointer, integer, *[pointer] * 4, integer, pointer]
+        self._run.argtypes = [operands, pointer, integer, *[pointer] * 3, integer, pointer]
         self._run.restype = None
         self._room_for = library.shortlist_room
         self._room_for.argtypes, self._room_for.restype = [operands, integer], integer
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, activations: Tensor, num_largest: Sequence[int]) -> Tensor:
-        """float32 [T, in] to [T, out]. ``num_largest`` [T]: of a token for which it is at least 1, all outputs but so
-        many of the largest (and what equals the smallest of them) may be minus infinity. Which they are depends on the
-        token alone.
+        """float32 [T, in] to [T, out]. ``num_largest`` [T] says of each token how many of its largest outputs are
+        wanted, 0 for all. The others may be minus infinity, but for what equals the smallest of them.
 
-        Raises ValueError for activations of another width.
+        Raises ValueError for activations of another width, and unless there is a number for each token.
         """
-        rows = [row for row, count in enumerate(num_largest) if 0 < count <= self.most]
-        if not rows:
-            return self._exact(activations)
+        if len(num_largest) != len(activations):
+            raise ValueError(f"{len(num_largest)} numbers for {len(activations)} tokens")
+        if not all(0 < count <= self.most for count in num_largest):
+            return self._exact(activations)  # what one token needs is read for all of them
         activations = activations.float().contiguous()
         if activations.shape[1] != self._exact.inputs:
             raise ValueError(f"{activations.shape[1]} inputs for a layer of {self._exact.inputs}")
         output = activations.new_empty((len(activations), self._exact.outputs))
-        where = activations.data_ptr(), activations.stride(0), output.data_ptr()
-        left = set(range(len(activations)))
-        for first in range(0, len(rows), TOGETHER):
-            some = rows[first : first + TOGETHER]
+        others: list[int] = []
+        for first in range(0, len(activations), TOGETHER):
+            some, to = activations[first : first + TOGETHER], output[first:]
             numbers = ctypes.c_int64 * len(some)
-            found = numbers()
-            wanted = numbers(*(num_largest[row] for row in some))
-            self._run(self._operands, *where, numbers(*some), wanted, found, len(some), self._working_room(len(some)))
-            left.difference_update(row for row, done in zip(some, found, strict=True) if done)
-        if left:
-            others = sorted(left)
+            wanted, found = numbers(*num_largest[first : first + TOGETHER]), numbers()
+            where = some.data_ptr(), some.stride(0), to.data_ptr()
+            self._run(self._operands, *where, wanted, found, len(some), self._working_room(len(some)))
+            others += [first + row for row, done in enumerate(found) if not done]
+        if others:
             output[others] = self._exact(activations[others])
         return output
 
@@ -86,12 +96,16 @@ class Shortlist:
 
 
 def shortlist_of(product: Product, weight: Tensor) -> Shortlist | None:
-    """Where a shortlist is faster than ``product``, which has ``weight`` [out, in] and no bias, the shortlist."""
+    """Where there can be one and it is faster than ``product``, which has ``weight`` [out, in] and no bias."""
     if not isinstance(product, CompiledProduct):
         return None
-    if not ctypes.c_int.in_dll(product.library, "shortlist_is_faster").value or not weight.isfinite().all():
+    if not ctypes.c_int.in_dll(product.library, "shortlist_is_faster").value:
         return None
-    return Shortlist(product, weight)
+    try:
+        return Shortlist(product, weight)
+    except ValueError as error:
+        log.warning("all of the vocabulary's weights are read for each token: %s", error)
+        return None
 
 
 def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, Tensor, Tensor]:

@@ -145,11 +145,11 @@ static Places places_for(const Shortlist *list, int64_t tokens) {
 /* Bytes of memory to work in for so many tokens. */
 int64_t shortlist_room(const Shortlist *list, int64_t tokens) { return places_for(list, tokens).end; }
 
-/* Tokens ``rows`` [tokens] of input [.., inputs], stride floats apart, to the same rows of output [.., outputs]; of each
- * as many of the largest outputs as ``wanted`` [tokens] says, at most MOST. ``found`` [tokens] tells which are done: not
- * those of which too many outputs may be among the largest, nor any with a NaN or an infinity. */
-void shortlist(const Shortlist *list, const float *input, int64_t stride, float *output, const int64_t *rows,
-               const int64_t *wanted, int64_t *found, int64_t tokens, char *room) {
+/* input [tokens, inputs], stride floats from one token to the next, to output [tokens, outputs]; of each token as many of
+ * the largest outputs as ``wanted`` [tokens] says, from 1 to MOST. ``found`` [tokens] tells which are done: not those of
+ * which too many outputs may be among the largest, nor any with a NaN or an infinity. */
+void shortlist(const Shortlist *list, const float *input, int64_t stride, float *output, const int64_t *wanted,
+               int64_t *found, int64_t tokens, char *room) {
     int64_t inputs = list->exact.inputs, outputs = list->exact.outputs, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
     int64_t limit = limit_of(panels), stretches = (outputs + STRETCH - 1) / STRETCH;
     Places places = places_for(list, tokens);
@@ -157,7 +157,7 @@ void shortlist(const Shortlist *list, const float *input, int64_t stride, float 
     float *halves = (float *)(room + places.halves), *sums = (float *)(room + places.sums);
     for (int64_t i = 0; i < tokens; i++) {
         float *high = halves + 2 * i * inputs, *of_high = sums + 2 * i * outputs;
-        all[i] = (Token){.input = input + rows[i] * stride, .output = output + rows[i] * outputs,
+        all[i] = (Token){.input = input + i * stride, .output = output + i * outputs,
                          .high = high, .low = high + inputs, .lower = of_high, .upper = of_high + outputs,
                          .panels = (int32_t *)(room + places.panels) + i * limit};
     }
