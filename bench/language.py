@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from bench.language_limits import decoder_elements, limits
+from bench.language_limits import limits, step_bytes
 from bench.language_steps import overhead
 from bench.serve import Load, ask, request_body, run
 from bench.topologies import memory
@@ -252,8 +252,9 @@ async def outside_the_model(options: argparse.Namespace) -> dict[str, float]:
     return await overhead(options.model, engine_config("fp16", options.threads), 8)
 
 
-def ratios(engines: dict[str, Any], elements: int) -> dict[str, float]:
-    """What the issue of speed asks about: Triptych ÷ peer; below 1 is faster for times, above 1 for tokens/s."""
+def ratios(engines: dict[str, Any], num_bytes: int) -> dict[str, float]:
+    """What the issue of speed asks about: Triptych ÷ peer; below 1 is faster for times, above 1 for tokens/s.
+    ``num_bytes`` of weights are read for a token in fp16."""
     found = {}
     for peer in ("vllm fp32", "transformers fp32"):
         if peer not in engines:
@@ -270,7 +271,7 @@ def ratios(engines: dict[str, Any], elements: int) -> dict[str, float]:
         ours["encode_ms"] + ours["prefill_ms"]
     )
     found["fp16 weight bytes read per second ÷ read bandwidth"] = (
-        2 * elements / (1e6 * ours["tpot_ms"]) / ours["read_gb_per_s"]
+        num_bytes / (1e6 * ours["tpot_ms"]) / ours["read_gb_per_s"]
     )
     return {name: round(value, 3) for name, value in found.items()}
 
@@ -297,7 +298,7 @@ async def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
     if "engines" in found:
-        found["ratios"] = ratios(found["engines"], decoder_elements(options.model))
+        found["ratios"] = ratios(found["engines"], step_bytes(options.model))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     if options.plot and "growth" in found:

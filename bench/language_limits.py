@@ -11,9 +11,11 @@ from torch.nn import functional as F
 from bench.measuring import median_seconds
 from bench.serve import Load
 from triptych.families.registry import family_of, resolve
+from triptych.models import native
 from triptych.models.config_files import load_config
 from triptych.models.decoder_config import DecoderConfig
 from triptych.models.safetensors_header import read_folder
+from triptych.models.shortlist import is_faster
 
 READ_BYTES = 2**30
 
@@ -48,11 +50,12 @@ def request_products(folder: Path, load: Load, prompt_tokens: int) -> Counter[tu
     return products
 
 
-def decoder_elements(folder: Path) -> int:
-    """Elements of all the weights that a token's step reads."""
-    decoder = decoder_config(folder)
+def step_bytes(folder: Path) -> int:
+    """Of the weights that a greedy token's step reads in fp16, of the head's in int8 where there is a shortlist."""
+    decoder, library = decoder_config(folder), native.library()
     layer = sum(rows * columns for rows, columns in decoder_shapes(folder).values())
-    return layer * decoder.num_layers + decoder.vocab_size * decoder.hidden_size
+    head = 1 if library is not None and is_faster(library) else 2
+    return 2 * layer * decoder.num_layers + head * decoder.vocab_size * decoder.hidden_size
 
 
 def _linear(rows: int, out: int, inner: int) -> float:

@@ -21,7 +21,7 @@ from triptych.models.checkpoint import Checkpoint
 from triptych.models.float_product import FbgemmProduct, float_product, half_product
 from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.products import CompiledProduct, Product
-from triptych.models.shortlist import Shortlist, shortlist_of
+from triptych.models.shortlist import Shortlist, is_faster, shortlist_of
 
 Pack = Callable[[Tensor, Tensor | None], Product]
 
@@ -186,8 +186,7 @@ def test_tokens_that_lie_apart_and_what_does_not_fit() -> None:
 
 def test_where_it_is_of_use(kernels: ctypes.CDLL) -> None:
     weight = torch.randn(300, 100)
-    faster = bool(ctypes.c_int.in_dll(kernels, "shortlist_is_faster").value)
-    assert (shortlist_of(half_product(weight, None), weight) is not None) == faster
+    assert (shortlist_of(half_product(weight, None), weight) is not None) == is_faster(kernels)
     assert shortlist_of(FbgemmProduct(weight, None), weight) is None
 
 
