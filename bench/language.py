@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from bench.language_limits import limits, step_bytes
+from bench.language_limits import linear_ms, read_bandwidth, step_bytes
 from bench.language_steps import overhead
 from bench.serve import Load, ask, request_body, run
 from bench.topologies import memory
@@ -100,23 +100,40 @@ async def _answers(client: httpx.AsyncClient) -> bool:
 
 
 async def of_triptych(options: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
-    """One round's figures in a weight format, and the machine's limits right after."""
+    """One round's figures in a weight format. What the machine reads is measured right before and after the requests
+    that wait for it, since it changes within minutes where machines share memory."""
     async with triptych(options.model, engine_config(name, options.threads)) as url:
-        found = await served(url, seed, options.requests)
-    return found | await asyncio.to_thread(limits, options.model, Load(), int(found["prompt_tokens"]), options.threads)
+        before = await asyncio.to_thread(read_bandwidth, options.threads)
+        found = await one_at_a_time(url, seed, options.requests)
+        after = await asyncio.to_thread(read_bandwidth, options.threads)
+        found = await eight_at_a_time(url, seed, found)
+    products = asyncio.to_thread(linear_ms, options.model, Load(), int(found["prompt_tokens"]), options.threads)
+    return found | {"read_gb_per_s": round((before + after) / 2, 2), "request_linear_ms": round(await products, 1)}
 
 
 async def served(url: str, seed: int, requests: int) -> dict[str, Any]:
     """One round's figures of an endpoint, in ms and tokens/s."""
-    alone = await run(url, MODEL, Load(), requests=requests, concurrency=1, seed=seed)
-    crowd = await run(url, MODEL, Load(), requests=2 * 8, concurrency=8, seed=seed + 1)
+    return await eight_at_a_time(url, seed, await one_at_a_time(url, seed, requests))
+
+
+async def one_at_a_time(url: str, seed: int, requests: int) -> dict[str, Any]:
+    """One round's figures of an endpoint for one request at a time, in ms."""
+    found = await run(url, MODEL, Load(), requests=requests, concurrency=1, seed=seed)
     return {
-        "ttft_ms": alone["ttft_ms"]["p50"],
-        "tpot_ms": alone["tpot_ms"]["p50"],
+        "ttft_ms": found["ttft_ms"]["p50"],
+        "tpot_ms": found["tpot_ms"]["p50"],
+        "prompt_tokens": found["prompt_tokens"],
+        **{f"{stage}_ms": ms for stage, ms in found["stages_ms"].items() if stage in {"encode", "prefill"}},
+        "errors": found["errors"],
+    }
+
+
+async def eight_at_a_time(url: str, seed: int, found: dict[str, Any]) -> dict[str, Any]:
+    """Those figures, and beside them how many tokens/s eight at a time get."""
+    crowd = await run(url, MODEL, Load(), requests=2 * 8, concurrency=8, seed=seed + 1)
+    return found | {
         "tokens_per_second_8": crowd["output_tokens_per_second"],
-        "prompt_tokens": alone["prompt_tokens"],
-        **{f"{stage}_ms": ms for stage, ms in alone["stages_ms"].items() if stage in {"encode", "prefill"}},
-        "errors": alone["errors"] + crowd["errors"],
+        "errors": found["errors"] + crowd["errors"],
     }
 
 

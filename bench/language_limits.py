@@ -20,15 +20,19 @@ from triptych.models.shortlist import is_faster
 READ_BYTES = 2**30
 
 
-def limits(folder: Path, load: Load, prompt_tokens: int, threads: int) -> dict[str, float]:
-    """Bytes per second read, and the milliseconds that F.linear in float32 takes for all products of encoding and
-    prefilling one such request. Attention isn't counted."""
+def read_bandwidth(threads: int) -> float:
+    """GB per second that a sum over memory reads."""
     torch.set_num_threads(threads)
     memory = torch.ones(READ_BYTES // 4)
-    read = median_seconds(memory.sum, 7)
+    return READ_BYTES / median_seconds(memory.sum, 7) / 1e9
+
+
+def linear_ms(folder: Path, load: Load, prompt_tokens: int, threads: int) -> float:
+    """What F.linear in float32 takes for all products of encoding and prefilling one such request. Attention isn't
+    counted."""
+    torch.set_num_threads(threads)
     products = request_products(folder, load, prompt_tokens)
-    seconds = sum(count * _linear(*shape) for shape, count in products.items())
-    return {"read_gb_per_s": round(READ_BYTES / read / 1e9, 2), "request_linear_ms": round(1e3 * seconds, 1)}
+    return 1e3 * sum(count * _linear(*shape) for shape, count in products.items())
 
 
 def request_products(folder: Path, load: Load, prompt_tokens: int) -> Counter[tuple[int, int, int]]:
