@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from bench.language_limits import linear_ms, read_bandwidth, step_bytes
+from bench.language_limits import linear_ms, read_bandwidth, weight_bytes_read
 from bench.language_steps import overhead
 from bench.serve import Load, ask, request_body, run
 from bench.topologies import memory
@@ -287,7 +287,7 @@ def ratios(engines: dict[str, Any], num_bytes: int) -> dict[str, float]:
     found["prefill and encode: time of F.linear alone ÷ time taken"] = ours["request_linear_ms"] / (
         ours["encode_ms"] + ours["prefill_ms"]
     )
-    found["fp16 weight bytes read per second ÷ read bandwidth"] = (
+    found["fp16: weight bytes read per second ÷ read bandwidth"] = (
         num_bytes / (1e6 * ours["tpot_ms"]) / ours["read_gb_per_s"]
     )
     return {name: round(value, 3) for name, value in found.items()}
@@ -315,7 +315,7 @@ async def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
     if "engines" in found:
-        found["ratios"] = ratios(found["engines"], step_bytes(options.model))
+        found["ratios"] = ratios(found["engines"], weight_bytes_read(options.model))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     if options.plot and "growth" in found:

@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
     config = load_config(options.model)
     family = resolve(family_of(config).tower)(config)
     found: dict[str, Any] = {

@@ -117,11 +117,13 @@ def test_what_is_not_among_the_candidates_does_not_matter(
 
 
 def test_equally_likely_tokens_are_chosen_among_alike_whatever_else_is_in_the_batch() -> None:
-    logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)).mul(2).round()
-    limits = [{"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.4}, {"top_k": 40, "top_p": 0.9}, {"top_k": 3000}, {}]
+    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0)).mul(2).round()
+    logits[7, :2000] = logits[7].max() + 1
+    limits = [{"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.4}, {"top_k": 40, "top_p": 0.9}, {"top_k": 1500}, {}]
+    limits += [{"top_k": 3000}, {"top_k": 50}]
     for index in range(50):
         draws = [draw(sampling(seed=row, **limit), index) for row, limit in enumerate(limits)]
-        alone = [sample(logits[row : row + 1], [draws[row]])[0] for row in range(6)]
+        alone = [sample(logits[row : row + 1], [draws[row]])[0] for row in range(8)]
         assert sample(logits, draws) == alone
 
 

@@ -32,7 +32,8 @@ class Drawn:
 def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
     """One token per row. ``logits`` is float32 of shape (rows, vocabulary), on any device, and isn't changed.
 
-    On a GPU the host waits once, for the result; twice if a row's top-p reaches beyond ``NUCLEUS`` tokens.
+    On a GPU the host waits once, for the result; twice if a row's top-p, or tokens as likely as the last that its
+    limits keep, reach beyond ``NUCLEUS`` tokens.
     """
     vocabulary = logits.shape[1]
     plan = Plan(draws, vocabulary, logits.device)
@@ -43,7 +44,7 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
     if plan.limited is None:
         found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, plan)])
         return _drawn(draws, plan, found.tolist(), logprobs)
-    count = min(max([NUCLEUS, *(draws[row].sampling.top_k for row in plan.limited_rows)]), vocabulary)
+    count = min(1 + max([NUCLEUS, *(draws[row].sampling.top_k for row in plan.limited_rows)]), vocabulary)
     tokens[plan.limited.rows], reached = _limited(adjusted, plan.limited, count)
     enough, found, *logprobs = to_host([reached, tokens, *_logprobs(logits, tokens, plan)])
     if again := [row for row, done in zip(plan.limited_rows, enough.tolist(), strict=True) if not done]:
@@ -94,7 +95,7 @@ def _limited(logits: Tensor, chances: Chances, count: int) -> tuple[Tensor, Tens
     # of equal ones the first in the vocabulary's order, which top-k doesn't promise: it is another's choice otherwise
     order = torch.topk(weights, count).indices.sort().values
     candidates, places = weights.gather(1, order).sort(descending=True, stable=True)
-    order = order.gather(1, places)
+    order, last = order.gather(1, places), candidates[:, -1:]
     candidates = candidates.where(torch.arange(count, device=logits.device) < chances.top_k, 0.0)
     # what top-p is a share of: all that top-k keeps
     within = chances.top_k <= count
@@ -103,7 +104,8 @@ def _limited(logits: Tensor, chances: Chances, count: int) -> tuple[Tensor, Tens
     # the smallest set whose probability reaches top_p: a token stays when those before it don't reach it
     kept = candidates.where(before < chances.top_p * total, 0.0)
     kept[:, 0] = candidates[:, 0]
-    reached = (kept[:, -1:] == 0) | within | (count == weights.shape[1])
+    # what equals the last candidate may be left out itself
+    reached = (kept.where(kept > 0, torch.inf).amin(dim=-1, keepdim=True) > last) | (count == weights.shape[1])
     return order.gather(1, _inverse(kept, chances.thresholds)[:, None])[:, 0], reached[:, 0]
 
 

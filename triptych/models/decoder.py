@@ -103,7 +103,8 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None = None) -> Tensor:
         """Runs one step, at the same time on all ranks; writes every layer's K and V of the T tokens. Returns logits,
-        float32 [L, vocab], on rank 0; on the others their part of them, [L, num_logits].
+        float32 [L, vocab], on rank 0, those that ``num_largest`` leaves out minus infinity; on the others their part of
+        them, [L, num_logits].
 
         Raises ValueError for media rows of the wrong width.
         """

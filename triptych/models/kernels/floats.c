@@ -12,7 +12,7 @@
 #else
 #define TOKENS 6
 #endif
-#define OUTPUTS (2 * LANES)
+#define OUTPUTS FLOAT_OUTPUTS
 #define AHEAD 4096           /* bytes of weights that are on their way: by itself hardware stops at each page's end */
 #define BLOCK 512            /* tokens that are multiplied by all weights before the next: few enough to stay in a cache */
 #define AT_ONCE (512 * 1024) /* bytes of weights that a thread takes, if there is little to do with them */

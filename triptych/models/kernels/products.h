@@ -2,6 +2,10 @@
 #pragma once
 #include <stdint.h>
 
+#include "vectors.h"
+
+#define FLOAT_OUTPUTS (2 * LANES) /* of a panel of float weights */
+
 enum Kind { HALF, FLOAT, INT8 };
 
 /* A linear layer's weights, as its kind has them. */

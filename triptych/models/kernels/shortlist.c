@@ -9,12 +9,13 @@
  *
  * and by half a step of low's each value of e. The operands' factors have room for the rounding of all these sums, too.
  */
+#include <float.h>
 #include <math.h>
 
 #include "products.h"
 #include "vectors.h"
 
-#define OUTPUTS (2 * LANES)  /* of a panel of the exact weights */
+#define OUTPUTS FLOAT_OUTPUTS
 #define MOST 64              /* outputs that may be wanted of a token */
 #define STEPS 127.0f
 #define SMALLEST 1e-30f      /* a token's largest value, at least */
@@ -40,7 +41,7 @@ typedef struct {
 } Token;
 
 const int shortlist_most = MOST;
-/* Without VNNI it takes longer to compute with int8 than to read fp16. */
+/* Without VNNI int8 takes long to compute with. */
 #if defined __AVX512VNNI__ || defined __AVXVNNI__
 const int shortlist_is_faster = 1;
 #else
@@ -73,6 +74,7 @@ static void bound(const Shortlist *list, Token *token, int64_t first, int64_t la
         int64_t left = last - i;
         floats sum = load(token->lower + i, left) + load(token->upper + i, left);
         floats apart = load(list->per_length + i, left) * token->length + load(list->per_low + i, left) * token->largest_low;
+        apart += FLT_MIN; /* what falls below it may have been lost */
         store(token->lower + i, sum - apart, left);
         store(token->upper + i, sum + apart, left);
     }
