@@ -126,13 +126,13 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(model: Model) -> None:
 
 
 class Recording:
-    """A decoder that keeps the logits it returns."""
+    """A decoder that keeps the logits it returns, of which none are left out."""
 
     def __init__(self, decoder: Decoder, recorded: list[Tensor]) -> None:
         self._decoder = decoder
         self._recorded = recorded
 
     def __call__(self, batch: ForwardBatch, *arguments: object) -> Tensor:
-        logits: Tensor = self._decoder(batch, *arguments)
+        logits: Tensor = self._decoder(replace(batch, num_largest=()), *arguments)
         self._recorded += list(torch.unbind(logits.clone()))
         return logits

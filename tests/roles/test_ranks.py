@@ -239,7 +239,11 @@ def test_a_rank_keeps_its_shard_alone(tmp_path: Path) -> None:
     num_cut = 0
     for name, parameter in whole.items():
         # a reduced or gathered module is a module's child
-        path = name.replace("output.", "output.module.").replace("head.", "head.module.").replace("mlp.", "mlp.module.")
+        path = (
+            name.replace("output.", "output.module.")
+            .replace("head.linear.", "head.linear.module.")
+            .replace("mlp.", "mlp.module.")
+        )
         sizes = [shard[path].numel() for shard in shards]
         everybodys = "norm" in name or "router" in name or name == "embedding"
         if everybodys and "qk_norm" not in name:
