@@ -164,7 +164,7 @@ def test_bodies_of_all_requests_are_bounded_together_and_each_callers_share(fold
                 assert ask("c").status_code == 200
         wait_for(lambda: held.total == 0)
         assert ask("a", large).status_code == 200
-        assert held.total == 0
+        wait_for(lambda: held.total == 0)  # a client may have its answer before the service is done with it
 
 
 def test_media_are_held_until_the_answer_is_there(folder: Path) -> None:
