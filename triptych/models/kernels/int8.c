@@ -18,8 +18,6 @@
 #define OUTPUTS (2 * SUMS)
 #define AHEAD 4096           /* bytes of weights that are on their way: by itself hardware stops at each page's end */
 #define LINE 64              /* bytes between rows, so that equal places of several don't push each other out of the first cache */
-#define SMALLEST 1e-30f      /* a row's highest value, at least: 127 / it is finite */
-#define ROUNDING 12582912.0f /* 1.5 * 2^23: of a float beside it the low bits are the nearest whole number */
 
 typedef int32_t sums __attribute__((vector_size(4 * SUMS), aligned(4)));
 typedef int16_t halves __attribute__((vector_size(4 * SUMS), aligned(4)));

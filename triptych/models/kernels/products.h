@@ -5,6 +5,9 @@
 #include "vectors.h"
 
 #define FLOAT_OUTPUTS (2 * LANES) /* of a panel of float weights */
+/* How tokens are rounded to int8. */
+#define SMALLEST 1e-30f      /* a token's largest value, at least: 127 / it is finite */
+#define ROUNDING 12582912.0f /* 1.5 * 2^23: of a float beside it the low bits are the nearest whole number */
 
 enum Kind { HALF, FLOAT, INT8 };
 

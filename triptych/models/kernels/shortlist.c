@@ -18,9 +18,7 @@
 #define OUTPUTS FLOAT_OUTPUTS
 #define MOST 64              /* outputs that may be wanted of a token */
 #define STEPS 127.0f
-#define SMALLEST 1e-30f      /* a token's largest value, at least */
 #define SHORTEST 1e-15f      /* a token that squares of floats still tell the length of */
-#define ROUNDING 12582912.0f /* 1.5 * 2^23: a float beside it is a whole number */
 #define STRETCH 2048         /* outputs that a thread takes the bounds of at a time */
 
 typedef struct {
