@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ObserveConfig, ServeConfig, TransferConfig
+from triptych.language.scheduler import ReadyTokens, Scheduler, Step
 from triptych.messages.channel import Channel
 from triptych.messages.work import Sampling
 from triptych.models.checkpoint import Checkpoint
@@ -98,6 +99,29 @@ async def running(
         for instance in service.instances:
             for host in instance.hosts:
                 host.check_idle()
+
+
+def together(number: int) -> Callable[[Instance], None]:
+    """For ``prepare``: whoever decodes does so once ``number`` requests have come, however slowly they do, so that they
+    compete for its pages."""
+
+    def prepare(instance: Instance) -> None:
+        for host in instance.hosts:
+            if isinstance(host, LanguageHost) and host.decodes:
+                hold(host.scheduler)
+
+    def hold(scheduler: Scheduler) -> None:
+        schedule = scheduler.schedule
+
+        def held(ready: ReadyTokens) -> Step:
+            if len(scheduler) < number:
+                return Step()
+            scheduler.schedule = schedule  # type: ignore[method-assign]
+            return schedule(ready)
+
+        scheduler.schedule = held  # type: ignore[method-assign]
+
+    return prepare
 
 
 def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> Instance:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.harness import FLOAT32, running
+from tests.harness import FLOAT32, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from tests.parity.test_split import decode_hosts, kv_rows
@@ -54,7 +54,7 @@ def test_preemption(model: Model, answers: Sequence[list[int]], topology: str) -
 
     async def run() -> int:
         engine = replace(DEFAULT, kv_cache_tokens=pages * DEFAULT.page_size)
-        async with running(model.folder, topology, engine) as service:
+        async with running(model.folder, topology, engine, prepare=together(len(REQUESTS))) as service:
             assert await service.answers(REQUESTS) == answers
             [last] = decode_hosts(service) or service.language_hosts()
             return last.scheduler.num_preemptions

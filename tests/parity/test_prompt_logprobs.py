@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness import FLOAT32, Messages, Running, running
+from tests.harness import FLOAT32, Messages, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig
@@ -116,7 +116,7 @@ def test_preempted_prompts_are_told_once_and_whole(model: Model) -> None:
     engine: EngineConfig = replace(FLOAT32, kv_cache_tokens=pages * FLOAT32.page_size, max_num_batched_tokens=48)
 
     async def run() -> tuple[list[tuple[PromptLogprobs, list[int]]], int]:
-        async with running(model.folder, "1E1PD", engine) as service:
+        async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
             found = await asyncio.gather(*(told(service, messages, max_tokens=32) for messages in REQUESTS))
             return list(found), service.language_hosts()[0].scheduler.num_preemptions
 

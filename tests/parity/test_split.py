@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import FLOAT32, Running, running
+from tests.harness import FLOAT32, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig, TransferConfig
@@ -115,7 +115,7 @@ def test_preemption_where_it_decodes(model: Model) -> None:
     engine = replace(FLOAT32, kv_cache_tokens=pages * FLOAT32.page_size)
 
     async def run() -> tuple[list[list[int]], int]:
-        async with running(model.folder, "1E2P1D", engine) as service:
+        async with running(model.folder, "1E2P1D", engine, prepare=together(len(REQUESTS))) as service:
             answers = await service.answers(REQUESTS)
             return answers, decode_hosts(service)[0].scheduler.num_preemptions
 
@@ -130,7 +130,8 @@ def test_preempted_twins_go_on_with_each_others_pages(model: Model) -> None:
     texts = [[{"role": "user", "content": "x" * length}] for length in (41, 57)]
 
     async def run() -> None:
-        async with running(model.folder, "1P1D", engine) as service, running(model.folder, "1PD") as plain:
+        starting = running(model.folder, "1P1D", engine, prepare=together(6 * len(texts)))
+        async with starting as service, running(model.folder, "1PD") as plain:
             expected = [await plain.answer(messages, max_tokens=60) for messages in texts]
             assert await service.answers(texts * 6, max_tokens=60) == expected * 6
             assert decode_hosts(service)[0].scheduler.num_preemptions > 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness import FLOAT32, running
+from tests.harness import FLOAT32, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig
@@ -47,7 +47,7 @@ def test_preemption_and_rows_from_another_instance(model: Model) -> None:
         engine = replace(
             TWO_RANKS, kv_cache_tokens=pages * FLOAT32.page_size, receive_blocks=2, max_num_batched_tokens=64
         )
-        async with running(model.folder, "1E1PD", engine) as service:
+        async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
             assert await service.answers(REQUESTS) == model.answers
             assert service.language_hosts()[0].scheduler.num_preemptions > 0
 
@@ -76,7 +76,7 @@ def test_prefill_and_decode_of_different_sizes(model: Model, topology: str, size
     )
 
     async def run(engine: EngineConfig) -> tuple[list[list[list[int]]], Scheduler]:
-        async with running(model.folder, topology, engine) as service:
+        async with running(model.folder, topology, engine, prepare=together(len(REQUESTS))) as service:
             (decoding,) = [host for host in service.language_hosts() if isinstance(host, DecodeHost)]
             first, again = [await service.answers(REQUESTS) for _ in range(2)]
             return [first, again, await service.answers(REQUESTS, **SAMPLING)], decoding.scheduler

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import FLOAT32, Running, running
+from tests.harness import FLOAT32, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.models.decoder import Decoder, ForwardBatch
@@ -66,7 +66,7 @@ def test_preemption(model: Model) -> None:
 
     async def answers() -> tuple[list[list[int]], int]:
         engine = replace(FLOAT32, kv_cache_tokens=pages * FLOAT32.page_size, receive_blocks=2, receive_block_rows=8)
-        async with running(model.folder, "1E1PD", engine) as service:
+        async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
             tokens = await service.answers(REQUESTS)
             return tokens, service.language_hosts()[0].scheduler.num_preemptions
 
