@@ -1,5 +1,7 @@
-"""The garbage collector, kept away from what stays."""
+"""What stays in memory: the garbage collector is kept away from it, and the C library from what is freed for a moment.
+"""
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,3 +17,33 @@ def settled() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+# of mallopt(3), in glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+NEVER = -1
+LARGEST_OF_ITS_OWN = 2**30, 2**25
+"""Bytes from which on a piece of memory is mapped by itself, and given back as soon as it is freed. Some versions of
+glibc take no more than the second."""
+
+
+def share_heap() -> None:
+    """All threads of this process take memory from one heap, if they haven't begun with another: those that glibc makes
+    for threads hold 64 MiB, and what is larger is mapped by itself."""
+    _mallopt(M_ARENA_MAX, 1)
+
+
+def keep_freed_memory() -> None:
+    """From now on this process keeps what it frees. A step needs the same memory as the one before, and what was given
+    back to the system comes page by page, each cleared, at the first touch: thousands of times in a step over a prompt.
+    What has been freed so far is given back once."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+    _mallopt(M_TRIM_THRESHOLD, NEVER)
+    any(_mallopt(M_MMAP_THRESHOLD, size) for size in LARGEST_OF_ITS_OWN)
+
+
+def _mallopt(parameter: int, value: int) -> bool:
+    """Whether it was taken; other C libraries have no such thing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and mallopt(parameter, value) == 1

@@ -7,7 +7,7 @@ import torch
 
 from triptych.config import ServeConfig
 from triptych.errors import StartError
-from triptych.heap import settled
+from triptych.heap import keep_freed_memory, settled, share_heap
 from triptych.messages.channel import BadAddress, Channel, endpoint
 from triptych.models.checkpoint import Checkpoint
 from triptych.roles.build import Model, build_instance
@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads: int) -> None:
     """Loads the role's part of the model, joins the front door at ``join`` (HOST:PORT) and serves until it is told to
     stop. Raises StartError when it can't."""
+    share_heap()
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception here wouldn't stop the thread that loads
     host, _, port = join.rpartition(":")
@@ -43,6 +44,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
         torch.set_num_threads(1)  # from here on this thread is the loop, and the compute thread has its own
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: instance.stop())
+        keep_freed_memory()
         with settled():
             instance.run()
     finally:

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from triptych.errors import StartError
+from triptych.heap import keep_freed_memory, share_heap
 from triptych.language.group import agree_on_size, gather_memory, make_forward
 from triptych.language.step_broadcast import receive_step
 from triptych.models.checkpoint import Checkpoint
@@ -34,6 +35,7 @@ def run_worker(config: WorkerConfig) -> None:
     size = agree_on_size(group)
     cache = model.make_cache(group, size.num_pages, config.cache).own
     forward = make_forward(decoder, cache, config.engine, size.context_length)
+    keep_freed_memory()
     with torch.inference_mode():
         while True:
             forward(receive_step(group, model.family.row_width, decoder.dtype), cache, None)
@@ -47,6 +49,7 @@ def main(argument: str) -> None:
     end_with_parent(config.parent)
     logging.basicConfig(format=f"%(levelname)s rank {config.rank}: %(message)s", stream=sys.stderr)
     logging.getLogger("triptych").setLevel(config.log_level)
+    share_heap()
     torch.set_num_threads(config.threads)
     try:
         run_worker(config)

@@ -1,0 +1,45 @@
+"""In processes of their own: what is asked of the C library holds for all of a process."""
+
+import subprocess
+import sys
+
+import pytest
+
+SIZE = 96 * 2**20  # more than a thread's own heap would hold
+STEPS = f"""
+import ctypes, resource, sys, threading
+from triptych.heap import keep_freed_memory, share_heap
+
+library = ctypes.CDLL(None)
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+library.memset.argtypes, library.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():
+    before = faults()
+    memory = library.malloc({SIZE})
+    library.memset(memory, 1, {SIZE})
+    library.free(memory)
+    return faults() - before
+
+if sys.argv[1] == "kept":
+    share_heap()
+    keep_freed_memory()
+thread = threading.Thread(target=lambda: print(*[step() for _ in range(4)]))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("way", ["kept", "given back"])
+def test_a_step_finds_the_memory_of_the_one_before(way: str) -> None:
+    """Beside it what happens otherwise: without that there would be nothing to keep."""
+    command = [sys.executable, "-c", STEPS, way]
+    first, *others = map(int, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split())
+    assert len(others) == 3
+    if way == "kept":
+        assert max(others) < first / 10
+    else:
+        assert min(others) > first / 2
