@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from bench.language_limits import decoder_config
-from bench.measuring import medians_in_turns, report
+from bench.measuring import like_an_instance, medians_in_turns, report
 from triptych.bench.transfer import machine
 from triptych.models.attention.base import AttentionBatch, KVTensors, pages_needed
 from triptych.models.attention.compiled import PagedAttention, paged_attention
@@ -124,7 +124,7 @@ def main() -> None:
     kernel = paged_attention()
     if kernel is None:
         raise SystemExit("there are no compiled kernels on this machine")
-    torch.set_num_threads(options.threads)
+    like_an_instance(options.threads)
     decoder = decoder_config(options.model)
     ways = {
         f"{name}, {dtype}": Way(CpuAttention(by), getattr(torch, dtype))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.language_limits import decoder_shapes
-from bench.measuring import median_seconds, report
+from bench.measuring import like_an_instance, median_seconds, report
 from triptych.bench.transfer import machine
 from triptych.families.base import TowerInput
 from triptych.families.registry import family_of, resolve
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    like_an_instance(options.threads)
     with torch.inference_mode():
         shapes = decoder_shapes(options.model)
         found = {

@@ -7,7 +7,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from triptych.heap import keep_freed_memory, share_heap
+
 Work = Callable[[], Any]
+
+
+def like_an_instance(threads: int) -> None:
+    """From here on this process computes and keeps its memory as an instance does."""
+    share_heap()
+    torch.set_num_threads(threads)
+    keep_freed_memory()
 
 
 def median_seconds(work: Work, rounds: int) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.language_limits import decoder_shapes
-from bench.measuring import median_seconds, medians_in_turns, report
+from bench.measuring import like_an_instance, median_seconds, medians_in_turns, report
 from triptych.bench.transfer import machine
 from triptych.models import float_product, int8, native
 from triptych.models.float_product import FbgemmProduct
@@ -103,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     if native.library() is None:
         parser.error("there are no kernels of ours to measure without a C compiler")
-    torch.set_num_threads(options.threads)
+    like_an_instance(options.threads)
     shapes = list(decoder_shapes(options.model).values())
     with torch.inference_mode():
         weights = torch.randn(READ_BYTES // 4)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.measuring import medians_in_turns, report
+from bench.measuring import like_an_instance, medians_in_turns, report
 from triptych.bench.transfer import machine
 from triptych.families.registry import family_of, resolve
 from triptych.models.attention.base import AttentionBatch, KVTensors
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=["float16", "float32"], default=["float16", "float32"])
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    like_an_instance(options.threads)
     torch.manual_seed(0)
     config = load_config(options.model)
     family = resolve(family_of(config).tower)(config)
