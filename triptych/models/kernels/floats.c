@@ -4,6 +4,8 @@
  * Weights lie in panels of OUTPUTS outputs, [ceil(outputs / OUTPUTS), inputs, OUTPUTS]; zeros fill up the last. They are
  * loaded once for up to TOKENS tokens, whose sums stay in registers.
  */
+#include <omp.h>
+
 #include "products.h"
 #include "vectors.h"
 
@@ -38,8 +40,9 @@ static __attribute__((noinline)) void keep_some(floats sum, const Linear *linear
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count,
                       const int is_half) {
     int64_t line = OUTPUTS * (is_half ? sizeof(uint16_t) : sizeof(float)), size = linear->inputs * line;
-    /* a panel that is multiplied several times leaves time for the whole next one to come */
-    int64_t ahead = rows->tokens > TOKENS ? size : AHEAD, stride = rows->stride;
+    /* a panel that is multiplied several times leaves time for a whole one to come: that which this thread gets next,
+     * since the others take those between, maybe where their caches are of no use to it */
+    int64_t ahead = rows->tokens > TOKENS ? size * omp_get_num_threads() : AHEAD, stride = rows->stride;
     const char *weights = (const char *)linear->panels + panel * size;
     const float *input = rows->input + first * stride;
     floats sums[TOKENS][2];
