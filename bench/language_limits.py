@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from bench.measuring import like_an_instance, median_seconds
+from bench.measuring import median_seconds
 from bench.serve import Load
 from triptych.families.registry import family_of, resolve
 from triptych.models import native
@@ -22,7 +22,7 @@ READ_BYTES = 2**30
 
 def read_bandwidth(threads: int) -> float:
     """GB per second that a sum over memory reads."""
-    like_an_instance(threads)
+    torch.set_num_threads(threads)
     memory = torch.ones(READ_BYTES // 4)
     return READ_BYTES / median_seconds(memory.sum, 7) / 1e9
 
@@ -30,7 +30,7 @@ def read_bandwidth(threads: int) -> float:
 def linear_ms(folder: Path, load: Load, prompt_tokens: int, threads: int) -> float:
     """What F.linear in float32 takes for all products of encoding and prefilling one such request. Attention isn't
     counted."""
-    like_an_instance(threads)
+    torch.set_num_threads(threads)
     products = request_products(folder, load, prompt_tokens)
     return 1e3 * sum(count * _linear(*shape) for shape, count in products.items())
 

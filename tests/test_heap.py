@@ -6,9 +6,10 @@ import sys
 import pytest
 
 SIZE = 96 * 2**20  # more than a thread's own heap would hold
+OTHER_LIBRARY = 3
 STEPS = f"""
 import ctypes, resource, sys, threading
-from triptych.heap import keep_freed_memory, share_heap
+from triptych.heap import M_MMAP_THRESHOLD, OF_ITS_OWN, _mallopt, keep_freed_memory, share_heap
 
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -27,6 +28,8 @@ def step():
 if sys.argv[1] == "kept":
     share_heap()
     keep_freed_memory()
+    if not _mallopt(M_MMAP_THRESHOLD, OF_ITS_OWN):
+        sys.exit({OTHER_LIBRARY})
 thread = threading.Thread(target=lambda: print(*[step() for _ in range(4)]))
 thread.start()
 thread.join()
@@ -37,7 +40,11 @@ thread.join()
 def test_a_step_finds_the_memory_of_the_one_before(way: str) -> None:
     """Beside it what happens otherwise: without that there would be nothing to keep."""
     command = [sys.executable, "-c", STEPS, way]
-    first, *others = map(int, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split())
+    ended = subprocess.run(command, capture_output=True, check=False, text=True)
+    if ended.returncode == OTHER_LIBRARY:
+        pytest.skip("this C library maps so much memory by itself")
+    assert ended.returncode == 0, ended.stderr
+    first, *others = map(int, ended.stdout.split())
     assert len(others) == 3
     if way == "kept":
         assert max(others) < first / 10

@@ -1,5 +1,4 @@
-"""What stays in memory: the garbage collector is kept away from it, and the C library from what is freed for a moment.
-"""
+"""What stays in memory: the garbage collector is kept away from it, and the C library from what is freed for a moment."""
 
 import ctypes
 import gc
@@ -22,14 +21,14 @@ def settled() -> Iterator[None]:
 # of mallopt(3), in glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 NEVER = -1
-LARGEST_OF_ITS_OWN = 2**30, 2**25
-"""Bytes from which on a piece of memory is mapped by itself, and given back as soon as it is freed. Some versions of
-glibc take no more than the second."""
+OF_ITS_OWN, OF_ITS_OWN_AT_MOST = 2**30, 2**25
+"""Bytes from which on a piece of memory is mapped by itself, and given back as soon as it is freed; and the most that
+some versions of glibc take for it."""
 
 
 def share_heap() -> None:
-    """All threads of this process take memory from one heap, if they haven't begun with another: those that glibc makes
-    for threads hold 64 MiB, and what is larger is mapped by itself."""
+    """All threads of this process take memory from one heap: those that glibc makes for threads hold 64 MiB, and what is
+    larger is mapped by itself. To be called before there are other threads, which begin with heaps of their own."""
     _mallopt(M_ARENA_MAX, 1)
 
 
@@ -40,7 +39,8 @@ def keep_freed_memory() -> None:
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     _mallopt(M_TRIM_THRESHOLD, NEVER)
-    any(_mallopt(M_MMAP_THRESHOLD, size) for size in LARGEST_OF_ITS_OWN)
+    if not _mallopt(M_MMAP_THRESHOLD, OF_ITS_OWN):
+        _mallopt(M_MMAP_THRESHOLD, OF_ITS_OWN_AT_MOST)
 
 
 def _mallopt(parameter: int, value: int) -> bool:

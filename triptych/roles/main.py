@@ -44,8 +44,8 @@ def run_instance(config: ServeConfig, role: Role, join: str, name: str, threads:
         torch.set_num_threads(1)  # from here on this thread is the loop, and the compute thread has its own
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: instance.stop())
-        keep_freed_memory()
         with settled():
+            keep_freed_memory()
             instance.run()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

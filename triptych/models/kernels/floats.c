@@ -40,8 +40,8 @@ static __attribute__((noinline)) void keep_some(floats sum, const Linear *linear
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count,
                       const int is_half) {
     int64_t line = OUTPUTS * (is_half ? sizeof(uint16_t) : sizeof(float)), size = linear->inputs * line;
-    /* a panel that is multiplied several times leaves time for a whole one to come: that which this thread gets next,
-     * since the others take those between, maybe where their caches are of no use to it */
+    /* a panel that is multiplied several times leaves time for a whole one to come: that which this thread gets next if
+     * all are as fast, since the others take those between, maybe where their caches are of no use to it */
     int64_t ahead = rows->tokens > TOKENS ? size * omp_get_num_threads() : AHEAD, stride = rows->stride;
     const char *weights = (const char *)linear->panels + panel * size;
     const float *input = rows->input + first * stride;
