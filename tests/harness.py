@@ -102,8 +102,8 @@ async def running(
 
 
 def together(number: int) -> Callable[[Instance], None]:
-    """For ``prepare``, where one instance decodes: it begins once ``number`` requests have come, however slowly they do,
-    so that they compete for its pages."""
+    """For ``prepare``, where one instance decodes: it begins once ``number`` requests have come, however slowly, so
+    that they compete for its pages."""
 
     def prepare(instance: Instance) -> None:
         for host in instance.hosts:

@@ -1,4 +1,4 @@
-"""What stays in memory: the garbage collector is kept away from it, and the C library from what is freed for a moment."""
+"""What stays in memory: the garbage collector is kept away from it, the C library from what is free for a moment."""
 
 import ctypes
 import gc
@@ -27,8 +27,8 @@ some versions of glibc take for it."""
 
 
 def share_heap() -> None:
-    """All threads of this process take memory from one heap: those that glibc makes for threads hold 64 MiB, and what is
-    larger is mapped by itself. To be called before there are other threads, which begin with heaps of their own."""
+    """All threads of this process take memory from one heap: those that glibc makes for threads hold 64 MiB, and what
+    is larger is mapped by itself. To be called before there are other threads, which begin with heaps of their own."""
     _mallopt(M_ARENA_MAX, 1)
 
 
