@@ -90,3 +90,14 @@ def test_likeliest(rows: int, width: int) -> None:
     banned = torch.full((2, width), -torch.inf)
     banned[0, width - 1] = -1000.0
     assert likeliest(banned).tolist() == [width - 1, 0]
+
+
+@pytest.mark.parametrize("width", [5, 1_003, 4_100])
+def test_a_nan_is_the_likeliest_so_that_it_is_seen(width: int) -> None:
+    for place in (0, width // 2, width - 1):
+        logits = torch.randn(2, width)
+        logits[1, place] = torch.nan
+        logits[1, width - 1] = torch.nan
+        logits[0, 1] = torch.inf
+        assert likeliest(logits).tolist() == [1, place]
+        assert likeliest(logits.T.contiguous().T).tolist() == [1, place]

@@ -71,8 +71,8 @@ def silu_times(gate_up: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The first of each row's highest: [rows, vocabulary] → int64 [rows]; some token for a row of NaNs. On CPUs
-    PyTorch's own search takes several times as long as NumPy's (``bench/linears.py``)."""
+    """The first of each row's highest: [rows, vocabulary] → int64 [rows]. A NaN counts as higher than any number. On
+    CPUs PyTorch's own search takes several times as long as NumPy's (``bench/linears.py``)."""
     kernels = _kernels(logits)
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)

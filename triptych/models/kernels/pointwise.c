@@ -44,7 +44,14 @@ void gelu_tanh(float *values, int64_t count) {
     }
 }
 
-/* Where each row's highest is, the first of them if there are several: first the span that has it. */
+inlined int any_of(ints which) {
+    int found = 0;
+    for (int lane = 0; lane < LANES; lane++) found |= which[lane];
+    return found;
+}
+
+/* Where each row's highest is, the first of them if there are several: first the span that has it. A NaN counts as
+ * higher than any number, so that a row that has one can be told by what was found. */
 void likeliest(const float *logits, int64_t *found, int64_t rows, int64_t width, int64_t stride) {
 #pragma omp parallel for if (rows > 1)
     for (int64_t row = 0; row < rows; row++) {
@@ -53,17 +60,32 @@ void likeliest(const float *logits, int64_t *found, int64_t rows, int64_t width,
         int64_t place = 0;
         for (int64_t start = 0, end; start < width; start = end) {
             floats highest = splat(-INFINITY);
+            ints nans = {};
             int64_t i = start;
             end = start + SPAN < width ? start + SPAN : width;
-            for (; i + LANES <= end; i += LANES) highest = larger(load(from + i, LANES), highest);
+            for (; i + LANES <= end; i += LANES) {
+                floats x = load(from + i, LANES);
+                highest = larger(x, highest);
+                nans |= x != x;
+            }
             float among = largest_of(highest);
-            for (; i < end; i++) if (from[i] > among) among = from[i];
+            int has_nan = any_of(nans);
+            for (; i < end; i++) {
+                if (from[i] > among) among = from[i];
+                has_nan |= from[i] != from[i];
+            }
+            if (has_nan) {
+                maximum = NAN;
+                place = start;
+                break;
+            }
             if (among > maximum) {
                 maximum = among;
                 place = start;
             }
         }
-        while (place + 1 < width && from[place] != maximum) place++;
+        if (maximum != maximum) while (from[place] == from[place]) place++;
+        else while (place + 1 < width && from[place] != maximum) place++;
         found[row] = place;
     }
 }
