@@ -6,6 +6,7 @@
     ├── RequestError                a client's fault; carries the field at fault
     │   ├── InvalidRequest          wrong type, unknown field, value out of range
     │   ├── PromptTooLong           more tokens than the model's context holds
+    │   ├── NoTokenAllowed          grammar, logit_bias and min_tokens together rule every token out
     │   ├── UnknownModel
     │   ├── PayloadTooLarge
     │   ├── BodyTooSlow             a request body that doesn't come
@@ -27,6 +28,7 @@
     │   ├── InstanceLost            the instance that held the request is gone
     │   ├── DeadlineExceeded
     │   ├── PlanMismatch            a result that differs from its plan: a bug, caught
+    │   ├── NonFiniteLogits         the model's logits for one request aren't finite numbers
     │   └── InternalError           anything else that went wrong while serving one request
     ├── TransferError
     │   ├── BlockError              double free, foreign free or leak in a block pool
@@ -62,6 +64,10 @@ class InvalidRequest(RequestError):
 
 class PromptTooLong(RequestError):
     """The prompt, or prompt and requested output, exceed the context length."""
+
+
+class NoTokenAllowed(RequestError):
+    """What the request asks for rules every token out: its grammar, ``logit_bias`` and ``min_tokens`` together."""
 
 
 class UnknownModel(RequestError):
@@ -150,6 +156,10 @@ class DeadlineExceeded(ServiceError):
 
 class PlanMismatch(ServiceError):
     """A result differs from its plan. Always a bug, never the client's fault."""
+
+
+class NonFiniteLogits(ServiceError):
+    """The model's logits for this request aren't finite: its weights or activations overflow."""
 
 
 class InternalError(ServiceError):

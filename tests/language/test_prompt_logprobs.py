@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 import torch
 
 from tests.models.generating import sequence
+from triptych.errors import NonFiniteLogits
 from triptych.language.prompt_logprobs import asked_of, joined, score
 from triptych.language.runner import num_largest
 from triptych.language.scheduler import Chunk
@@ -59,3 +61,16 @@ def test_the_parts_of_a_prompt_are_joined_in_order() -> None:
     parts = [*score(logits[:3], asked_of([first])), *score(logits[3:], asked_of([second]))]
     assert joined(parts) == score(logits, asked_of([Chunk(whole, 0, 5)]))[0]
     assert joined([]) is None
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_fail_their_prompt_alone(value: float) -> None:
+    logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    chunks = [
+        Chunk(sequence(str(n), [1, 4, 9], Sampling(max_tokens=1, prompt_logprobs=2)), 0, 2 + (n == 1)) for n in range(2)
+    ]
+    expected = score(logits, asked_of(chunks))
+    logits[1, 2] = value
+    bad, good = score(logits, asked_of(chunks))
+    assert isinstance(bad, NonFiniteLogits)
+    assert good == expected[1]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
 from triptych.language import draws as draws_module
 from triptych.language import sampler
 from triptych.language.draws import Plan, num_candidates
@@ -26,7 +27,13 @@ def draw(one: Sampling, index: int, prompt: tuple[int, ...] = (), output: tuple[
 
 
 def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    return [drawn.token for drawn in sampler.sample(logits, draws)]
+    return [drawn.token for drawn in good(sampler.sample(logits, draws))]
+
+
+def good(rows: list[Drawn | TriptychError]) -> list[Drawn]:
+    drawn = [row for row in rows if isinstance(row, Drawn)]
+    assert drawn == rows
+    return drawn
 
 
 def adjust(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
@@ -253,3 +260,68 @@ def test_results_come_in_one_copy_and_in_two_if_the_nucleus_was_too_small(
     monkeypatch.setattr(draws_module, "to_device", counted("to", draws_module.to_device))
     assert sampler.sample(logits, draws) == expected
     assert counts == {"to": copies, "from": copies}
+
+
+# ── rows that nothing can be drawn from ──────────────────────────────────────────────────────────────────────────
+
+INF, NAN = torch.inf, torch.nan
+BAD_ROWS = {
+    "an infinity": {7: INF},
+    "two infinities": {7: INF, 9: INF},
+    "a NaN": {7: NAN},
+    "a NaN first": {0: NAN},
+    "a NaN last": {40: NAN},
+    "an infinity and a NaN": {3: INF, 9: NAN},
+    "nothing but NaNs": dict.fromkeys(range(41), NAN),
+    "nothing but minus infinity": dict.fromkeys(range(41), -INF),
+}
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.01},
+    {"top_k": 5},
+    {"top_k": 5, "top_p": 0.5},
+    {"top_p": 0.5},
+    {"min_p": 0.1},
+    {"logprobs": 3},
+    {"temperature": 0.0, "logprobs": 3, "top_k": 2},
+    {"temperature": 0.0, "repetition_penalty": 0.01},
+    {"repetition_penalty": 100.0},
+    {"logit_bias": {9: 100.0}, "presence_penalty": 2.0},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("what", BAD_ROWS)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_row_that_is_not_finite_fails_alone(what: str, way: dict[str, Any], place: int) -> None:
+    torch.manual_seed(0)
+    fine, row = 3 * torch.randn(41), 3 * torch.randn(41)
+    for token, value in BAD_ROWS[what].items():
+        row[token] = value
+    draws = [draw(sampling(**way, seed=5), 1, prompt=(3, 4), output=(5,)) for _ in range(2)]
+    rows = torch.stack([row, fine] if place == 0 else [fine, row])
+    drawn = sampler.sample(rows, draws)
+    assert isinstance(drawn[place], NonFiniteLogits)
+    assert drawn[1 - place] == sampler.sample(fine[None], draws[:1])[0]
+
+
+@pytest.mark.parametrize("way", [one for one in WAYS if "logit_bias" not in one], ids=str)
+def test_a_row_whose_tokens_are_all_banned_fails_alone(way: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2, 5)
+    banned = draw(sampling(**way, min_tokens=2), 1)
+    banned = Draw(banned.sampling, banned.history, frozenset(range(5)))
+    free = draw(sampling(**way), 1)
+    undrawn, drawn = sampler.sample(logits, [banned, free])
+    assert isinstance(undrawn, NoTokenAllowed)
+    assert drawn == sampler.sample(logits[1:], [free])[0]
+
+
+@pytest.mark.parametrize("hidden", [NAN, INF])
+def test_a_mask_does_not_hide_what_log_probabilities_would_tell(hidden: float) -> None:
+    logits = torch.randn(1, 5)
+    logits[0, 3] = hidden
+    banned = draw(sampling(temperature=0.0, min_tokens=2, logprobs=1), 1)
+    [undrawn] = sampler.sample(logits, [Draw(banned.sampling, banned.history, frozenset({3}))])
+    assert isinstance(undrawn, NonFiniteLogits)

@@ -149,8 +149,7 @@ def _biases(draws: Rows[Draw]) -> list[Entry]:
     entries: list[Entry] = []
     for row, draw in enumerate(draws):
         biases = dict(draw.sampling.logit_bias)
-        # where a grammar allows nothing but the end, the end it is
-        if draw.index < draw.sampling.min_tokens and draw.grammar is None:
+        if draw.index < draw.sampling.min_tokens:
             biases |= dict.fromkeys(draw.end_tokens, float("-inf"))
         if biases:
             entries.append((row, np.array([*biases], np.int64), np.array([*biases.values()], np.float32)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triptych.errors import NonFiniteLogits, TriptychError
 from triptych.language.scheduler import Chunk
 from triptych.messages.work import PromptLogprobs
 from triptych.models.pinned import to_device, to_host
@@ -32,9 +33,9 @@ def asked_of(chunks: Rows[Chunk]) -> list[Asked]:
     return asked
 
 
-def score(logits: Tensor, asked: Rows[Asked]) -> list[PromptLogprobs]:
-    """The answers, in order. ``logits`` is float32 of shape (rows, vocabulary), on any device: the step's, before
-    penalties and temperature."""
+def score(logits: Tensor, asked: Rows[Asked]) -> list[PromptLogprobs | TriptychError]:
+    """The answers, in order, NonFiniteLogits for one that has none. ``logits`` is float32 of shape (rows, vocabulary),
+    on any device: the step's, before penalties and temperature."""
     rows = torch.tensor([row for one in asked for row in range(one.first_row, one.first_row + len(one.tokens))])
     rows, tokens = to_device([rows, torch.tensor([token for one in asked for token in one.tokens])], logits.device)
     logprobs = logits[rows].log_softmax(dim=-1)
@@ -43,15 +44,15 @@ def score(logits: Tensor, asked: Rows[Asked]) -> list[PromptLogprobs]:
     values, likeliest = torch.topk(logprobs, max(one.most for one in asked))
     told = to_host([torch.cat([own, values], dim=1), torch.cat([tokens[:, None], likeliest], dim=1).int(), ranks.int()])
     parts = zip(*(torch.split(part, [len(one.tokens) for one in asked]) for part in told), strict=True)
-    return [
-        PromptLogprobs(
-            most=one.most,
-            tokens=_bytes(which[:, : 1 + one.most]),
-            logprobs=_bytes(numbers[:, : 1 + one.most]),
-            ranks=_bytes(ranking),
-        )
-        for one, (numbers, which, ranking) in zip(asked, parts, strict=True)
-    ]
+    return [_answer(one.most, *told_of_one) for one, told_of_one in zip(asked, parts, strict=True)]
+
+
+def _answer(most: int, logprobs: Tensor, tokens: Tensor, ranks: Tensor) -> PromptLogprobs | TriptychError:
+    """Of N tokens, on the host: log probabilities and tokens [N, 1 + most or more], ranks [N]."""
+    if not bool(logprobs[:, 0].isfinite().all()):
+        return NonFiniteLogits("the model's logits for this request's prompt are not finite numbers")
+    within = slice(1 + most)
+    return PromptLogprobs(most, _bytes(tokens[:, within]), _bytes(logprobs[:, within]), _bytes(ranks))
 
 
 def joined(parts: Rows[PromptLogprobs]) -> PromptLogprobs | None:

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from triptych.errors import TriptychError
 from triptych.language.draws import num_candidates
 from triptych.language.prompt_logprobs import Asked, score
 from triptych.language.sampler import Draw, Drawn, sample
@@ -34,6 +35,16 @@ class MediaRows:
         """For a step without media tokens."""
         return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, row_width, dtype=dtype))
 
+    def of_tokens(self, start: int, end: int, offset: int) -> "MediaRows":
+        """Those of the step's tokens ``[start, end)``, which come to begin at ``offset`` in another step."""
+        within = (self.index >= start) & (self.index < end)
+        return MediaRows(self.index[within] - start + offset, self.rows[within])
+
+    @classmethod
+    def joined(cls, parts: "Rows[MediaRows]") -> "MediaRows":
+        """Several, of the same step and of one row width, as one."""
+        return cls(torch.cat([part.index for part in parts]), torch.cat([part.rows for part in parts]))
+
 
 @dataclass(frozen=True)
 class ChunkInputs:
@@ -48,10 +59,10 @@ class ChunkInputs:
 @dataclass(frozen=True)
 class Outcome:
     """What a step has brought: ``drawn``, the next token of every chunk that samples, and ``scored``, what was asked
-    about prompts; both in the order of the chunks."""
+    about prompts; both in the order of the chunks. An error in the place of either ends that chunk's request alone."""
 
-    drawn: list[Drawn]
-    scored: Rows[PromptLogprobs] = ()
+    drawn: list[Drawn | TriptychError]
+    scored: Rows[PromptLogprobs | TriptychError] = ()
 
 
 class Runner:

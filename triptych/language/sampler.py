@@ -1,6 +1,8 @@
 """From logits to tokens, all rows of a step at once. A seeded request's choice depends on its own logits, seed and
-place alone, never on what else is in the batch."""
+place alone, never on what else is in the batch. A row that no token can be drawn from fails alone, with a typed error.
+"""
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
 from triptych.language.draws import Chances, Changes, Draw, Plan, chances_of, uniform
 from triptych.language.grammar import constrain
 from triptych.models.pinned import to_host
@@ -29,8 +32,10 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
-    """One token per row. ``logits`` is float32 of shape (rows, vocabulary), on any device, and isn't changed.
+def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn | TriptychError]:
+    """One token per row, or the error that ends the row's request: NonFiniteLogits where the logits have a NaN or an
+    infinity that is not a ban, NoTokenAllowed where every token is ruled out. ``logits`` is float32 of shape (rows,
+    vocabulary), on any device, and isn't changed.
 
     On a GPU the host waits once, for the result; twice if a row's top-p, or tokens as likely as the last that its
     limits keep, reach beyond ``NUCLEUS`` tokens.
@@ -39,19 +44,41 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn]:
     plan = Plan(draws, vocabulary, logits.device)
     adjusted = _adjusted(logits, plan)
     tokens = likeliest(adjusted)
+    # a NaN is the highest of its row, so the highest says of the whole row whether anything can be drawn from it
+    highest = adjusted.gather(1, tokens[:, None])[:, 0]
     if plan.free is not None:
         tokens[plan.free.rows] = _inverse(_weights(adjusted, plan.free), plan.free.thresholds)
     if plan.limited is None:
-        found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, plan)])
-        return _drawn(draws, plan, found.tolist(), logprobs)
+        found, tops, *logprobs = to_host([tokens, highest, *_logprobs(logits, tokens, plan)])
+        return _checked(logits, tops, _drawn(draws, plan, found.tolist(), logprobs))
     count = min(1 + max([NUCLEUS, *(draws[row].sampling.top_k for row in plan.limited_rows)]), vocabulary)
     tokens[plan.limited.rows], reached = _limited(adjusted, plan.limited, count)
-    enough, found, *logprobs = to_host([reached, tokens, *_logprobs(logits, tokens, plan)])
+    enough, found, tops, *logprobs = to_host([reached, tokens, highest, *_logprobs(logits, tokens, plan)])
     if again := [row for row, done in zip(plan.limited_rows, enough.tolist(), strict=True) if not done]:
         chances = chances_of(draws, again, logits.device)
         tokens[chances.rows], _ = _limited(adjusted, chances, vocabulary)
         found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, plan)])
-    return _drawn(draws, plan, found.tolist(), logprobs)
+    return _checked(logits, tops, _drawn(draws, plan, found.tolist(), logprobs))
+
+
+def _checked(logits: Tensor, highest: Tensor, drawn: Rows[Drawn]) -> list[Drawn | TriptychError]:
+    """What was drawn, where that means something. ``highest``, on the host, is each row's highest adjusted logit."""
+    return [
+        one if math.isfinite(top) and _tells_finite_logprobs(one) else _why_undrawn(logits[row], top)
+        for row, (one, top) in enumerate(zip(drawn, highest.tolist(), strict=True))
+    ]
+
+
+def _tells_finite_logprobs(drawn: Drawn) -> bool:
+    """Penalties and masks may hide a NaN, which then is in the log probabilities all the same."""
+    return drawn.logprob is None or math.isfinite(drawn.logprob)
+
+
+def _why_undrawn(logits: Tensor, highest: float) -> TriptychError:
+    """``logits`` [vocabulary] are the model's own; ``highest`` is the highest after penalties, biases and masks."""
+    if highest == -math.inf and bool(logits.amax().isfinite()):
+        return NoTokenAllowed("no token may come next: the request's grammar, logit_bias and min_tokens rule all out")
+    return NonFiniteLogits("the model's logits for this request are not finite numbers")
 
 
 # ── penalties, biases and bans ───────────────────────────────────────────────────────────────────────────────────
@@ -110,12 +137,13 @@ def _limited(logits: Tensor, chances: Chances, count: int) -> tuple[Tensor, Tens
 
 
 def _inverse(weights: Tensor, thresholds: Tensor) -> Tensor:
-    """The first place of each row by which the weights exceed that share of their sum: int64 of shape (rows,)."""
+    """The first place of each row by which the weights exceed that share of their sum: int64 of shape (rows,). Some
+    place for a row whose weights aren't numbers."""
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     places = torch.searchsorted(cumulative, thresholds * total, right=True)
     # rounding may put a threshold at the very sum; the last place that has a weight is meant
-    return places.minimum(torch.searchsorted(cumulative, total))[:, 0]
+    return places.minimum(torch.searchsorted(cumulative, total)).clamp(max=weights.shape[1] - 1)[:, 0]
 
 
 # ── log probabilities ────────────────────────────────────────────────────────────────────────────────────────────

@@ -72,8 +72,8 @@ class Sequence:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """The tokens that end generation."""
-        ignored = self.sampling.ignore_eos
+        """The tokens that end generation. Those of the model are how a grammar ends, even where they are ignored."""
+        ignored = self.sampling.ignore_eos and self.sampling.grammar is None
         return frozenset(self.sampling.stop_token_ids) | (frozenset() if ignored else self.eos_token_ids)
 
     def finish_reason(self) -> str | None:

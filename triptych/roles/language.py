@@ -2,13 +2,15 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from triptych.errors import InternalError, InvalidRequest, PromptTooLong, TriptychError
+from triptych.errors import InternalError, InvalidRequest, PromptTooLong, StartError, TriptychError
+from triptych.language.attempt import Attempt
 from triptych.language.grammar import GrammarCompiler, Matcher
 from triptych.language.prompt_logprobs import Asked, asked_of, joined
 from triptych.language.runner import Outcome, Runner
@@ -34,7 +36,7 @@ SAME_INTERVAL = 0.005
 
 @dataclass(frozen=True)
 class _RunningStep:
-    step: Step
+    attempt: Attempt
     began: float
     future: Future[Outcome]
 
@@ -100,6 +102,7 @@ class LanguageHost:
         self._deadlines: dict[RequestId, float] = {}
         self._grammars: dict[RequestId, Future[Matcher]] = {}
         self._running: _RunningStep | None = None
+        self._again: deque[Attempt] = deque()
         self._untold: list[Tokens] = []
 
     @property
@@ -245,23 +248,42 @@ class LanguageHost:
         once, because nobody gets them before the step is over."""
         if self._running is not None:
             return
+        if (attempt := self._next_again() or self._next_step()) is None:
+            return
+        batch = self.runner.batch(attempt.chunks, attempt.media)
+        draws = [self._draw(chunk.sequence) for chunk in attempt.chunks if chunk.samples]
+        future = self._submit(attempt.chunks, batch, draws, asked_of(attempt.chunks))
+        self._running = _RunningStep(attempt, time.time(), future)
+        self.runner.prepare(attempt.chunks)
+
+    def _next_step(self) -> Attempt | None:
+        """What the scheduler says; None when nothing is ready."""
         step = self.scheduler.schedule(self._ready_tokens)
-        now = time.time()
         for sequence in step.preempted:
             self._need(sequence)
         for sequence in step.admitted:
-            times = self._times[sequence.request]
-            times.scheduled = times.scheduled or now
+            self._note_scheduled(sequence)
             self._need(sequence)
-        if not step.chunks:
-            return
         for chunk in step.chunks:
-            times = self._times[chunk.sequence.request]
-            times.scheduled = times.scheduled or now
-        batch = self.runner.batch(step.chunks, self._incoming.take(step.chunks))
-        draws = [self._draw(chunk.sequence) for chunk in step.chunks if chunk.samples]
-        self._running = _RunningStep(step, now, self._submit(step.chunks, batch, draws, asked_of(step.chunks)))
-        self.runner.prepare(step.chunks)
+            self._note_scheduled(chunk.sequence)
+        return Attempt(step.chunks, self._incoming.take(step.chunks)) if step.chunks else None
+
+    def _note_scheduled(self, sequence: Sequence) -> None:
+        times = self._times[sequence.request]
+        times.scheduled = times.scheduled or time.time()
+
+    def _next_again(self) -> Attempt | None:
+        """The next part of a step that failed, before anything else: pages must not change hands in between."""
+        while self._again:
+            attempt = self._again.popleft().without(self._is_gone)
+            if attempt.chunks:
+                return attempt
+        return None
+
+    def _is_gone(self, chunk: Chunk) -> bool:
+        """Whether the sequence has ended, or has lost its pages, since the chunk was scheduled."""
+        sequence = chunk.sequence
+        return not (self._alive(sequence) and sequence.running and sequence.num_computed == chunk.start)
 
     def _submit(
         self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw], asked: Rows[Asked]
@@ -271,13 +293,11 @@ class LanguageHost:
     def _collect(self) -> None:
         if self._running is None or not self._running.future.done():
             return
-        running, step, self._running = self._running, self._running.step, None
+        running, self._running = self._running, None
         if error := running.future.exception():
-            log.error("a step of %d sequences failed", len(step.chunks), exc_info=error)
-            for chunk in step.chunks:
-                if self._alive(chunk.sequence):
-                    self._fail(chunk.sequence.request, "InternalError", "the model failed on this request's batch")
+            self._try_parts(running.attempt, error)
             return
+        step = Step(list(running.attempt.chunks))
         self.scheduler.computed(step)
         self.num_steps += 1
         self.num_computed_tokens += step.num_tokens
@@ -287,11 +307,33 @@ class LanguageHost:
         outcome = running.future.result()
         scoring = [chunk.sequence for chunk in step.chunks if chunk.num_scored]
         for sequence, scored in zip(scoring, outcome.scored, strict=True):
-            sequence.prompt_logprobs.append(scored)
+            if isinstance(scored, TriptychError):
+                self._fail_with(sequence, scored)
+            else:
+                sequence.prompt_logprobs.append(scored)
         sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
         for sequence, drawn in zip(sampling, outcome.drawn, strict=True):
-            if self._alive(sequence):
+            if isinstance(drawn, TriptychError):
+                self._fail_with(sequence, drawn)
+            elif self._alive(sequence):
                 self._take_token(sequence, drawn)
+
+    def _try_parts(self, attempt: Attempt, error: BaseException) -> None:
+        """A step has failed: its halves are tried by themselves, until the requests are found that make it fail. The
+        others go on with the tokens that they would have had."""
+        if isinstance(error, StartError):
+            return  # the instance ends, and the router has its requests go on elsewhere
+        if len(attempt.chunks) > 1:
+            log.warning("a step of %d sequences failed (%r); trying its halves", len(attempt.chunks), error)
+            self._again.extendleft(reversed(attempt.halves()))
+            return
+        [chunk] = attempt.chunks
+        log.error("the step of request %s failed", chunk.sequence.request, exc_info=error)
+        self._fail_with(chunk.sequence, InternalError("the model failed on this request"))
+
+    def _fail_with(self, sequence: Sequence, error: TriptychError) -> None:
+        if self._alive(sequence):
+            self._fail(sequence.request, type(error).__name__, str(error))
 
     def _alive(self, sequence: Sequence) -> bool:
         return self.scheduler.get(sequence.request) is sequence

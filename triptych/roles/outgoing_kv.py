@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Leaving:
     """A sequence's KV on its way. Tokens ``[first_token, …)`` of it go; once its prefill has begun it is offered, and
-    its ``pages`` are held until that is over."""
+    its ``pages`` are held until that is over. ``provided`` is, by layer, the first token that has not been provided."""
 
     request: RequestId
     transfer: TransferId
     consumer: Address
     first_token: int
     rows: KVRows
+    provided: list[int]
     pages: list[int] = field(default_factory=list)
 
 
@@ -48,7 +49,8 @@ class OutgoingKV:
         if transfer in self._sender or any(leaving.transfer == transfer for leaving in self._leaving.values()):
             raise TransferError(f"transfer {transfer} is under way already")
         rows = KVRows(self._cache.num_layers, num_tokens - prefill.first_token)
-        self._leaving[request] = _Leaving(request, transfer, prefill.consumer, prefill.first_token, rows)
+        provided = [prefill.first_token] * self._cache.num_layers
+        self._leaving[request] = _Leaving(request, transfer, prefill.consumer, prefill.first_token, rows, provided)
 
     def started(self, chunks: Rows[Chunk]) -> None:
         """A step begins. Those of its sequences that are new have all their pages now: their KV is offered, and what
@@ -57,15 +59,14 @@ class OutgoingKV:
             leaving = self._leaving.get(chunk.sequence.request)
             if leaving is not None and not leaving.pages and self._offer(leaving, chunk.sequence.pages):
                 for layer in range(self._cache.num_layers):
-                    self._provide(leaving, layer, leaving.first_token, chunk.start)
+                    self._provide(leaving, layer, chunk.start)
 
     def computed(self, layer: int, chunks: Rows[Chunk]) -> None:
-        """A layer of a step is done: its keys and values go."""
+        """A layer of a step is done: its keys and values go, unless they went before in a step that then failed."""
         for chunk in chunks:
             leaving = self._leaving.get(chunk.sequence.request)
             if leaving is not None and leaving.pages:
-                start = max(leaving.first_token, chunk.start)
-                self._provide(leaving, layer, start, chunk.start + chunk.length)
+                self._provide(leaving, layer, chunk.start + chunk.length)
 
     def leave(self, request: RequestId) -> None:
         """All of the sequence's KV has been provided; what is left to do is the sender's."""
@@ -95,8 +96,12 @@ class OutgoingKV:
         """Whether no page is held."""
         return not self._holding
 
-    def _provide(self, leaving: _Leaving, layer: int, token: int, end_token: int) -> None:
-        first = leaving.first_token
+    def _provide(self, leaving: _Leaving, layer: int, end_token: int) -> None:
+        """All of a layer's tokens below ``end_token`` are computed."""
+        first, token = leaving.first_token, leaving.provided[layer]
+        if end_token <= token:
+            return
+        leaving.provided[layer] = end_token
         for run in leaving.rows.of_layer(layer, token - first, end_token - first):
             row = run.first_row
             for views in self._cache.of(layer, run.part, leaving.pages, first + run.token, run.num_tokens):

@@ -9,14 +9,13 @@ from typing import Any
 
 import msgspec
 
-from triptych.errors import InvalidRequest
 from triptych.language.prompt_logprobs import Asked, joined
 from triptych.language.runner import Outcome
 from triptych.language.sampler import Draw, Drawn
 from triptych.language.scheduler import Chunk
 from triptych.language.sequence import Sequence
 from triptych.messages.codec import Send
-from triptych.messages.work import Generate, PeerLost, Prefill, Prefilled
+from triptych.messages.work import Failed, Generate, PeerLost, Prefill, Prefilled
 from triptych.models.decoder import ForwardBatch
 from triptych.roles.host import Handlers
 from triptych.roles.incoming_kv import IncomingKV
@@ -122,6 +121,13 @@ class PrefillHost(LanguageHost):
         self._outgoing.leave(request)
         self._remove(request)
 
+    def _fail(self, request: RequestId, error: str, message: str) -> None:
+        """The transfer is given up when the router's Cancel comes: otherwise the decode instance could say first, of
+        this failure, that the transfer was aborted."""
+        self._send(self._front_door, Failed(request, self._address, error, message))
+        self._prefills.pop(request, None)
+        super()._remove(request)
+
     def _remove(self, request: RequestId) -> None:
         self._outgoing.give_up(request, "the request has ended, or starts over")
         self._prefills.pop(request, None)
@@ -154,11 +160,14 @@ class DecodeHost(LanguageHost):
         super().advance()
 
     def _on_prefilled(self, message: Prefilled) -> None:
+        if (sequence := self._incoming_kv.token_came(message.transfer)) is None:
+            return
         if message.token >= self._vocabulary:
-            raise InvalidRequest(f"a token id is not in the vocabulary of {self._vocabulary}")
-        if sequence := self._incoming_kv.token_came(message.transfer):
-            self._first_tokens[sequence.request] = message
-            self._attempts.pop(sequence.request, None)
+            reason = f"the prefill instance drew token {message.token} of a vocabulary of {self._vocabulary}"
+            self._fail(sequence.request, "InternalError", reason)
+            return
+        self._first_tokens[sequence.request] = message
+        self._attempts.pop(sequence.request, None)
 
     def _report_first_tokens(self) -> None:
         """They go out whether the KV is here or not; but a grammar must be there to take note of them."""
