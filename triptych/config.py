@@ -57,7 +57,8 @@ class EngineConfig:
     """How an instance computes."""
 
     device: str = setting(
-        "auto", "what an instance computes on: cpu, cuda, cuda:N, or auto: cuda where there is a GPU, otherwise cpu"
+        "auto",
+        "device that an instance computes on: cpu, cuda, cuda:N, or auto: cuda where there is a GPU, otherwise cpu",
     )
     dtype: str = setting(
         "auto",
@@ -75,7 +76,7 @@ class EngineConfig:
     )
     threads: int = setting(0, "threads that one process computes with; 0 shares the cores out evenly")
     cpus: str = setting(
-        "", "cores that this command's processes run on, such as 0-3,8; all that it may use unless given"
+        "", "cores that the processes of this command run on, such as 0-3,8; all that it may use unless given"
     )
     max_num_seqs: int = setting(32, "sequences that one language instance works on at a time")
     max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks")
@@ -84,8 +85,8 @@ class EngineConfig:
     page_size: int = setting(16, "tokens in a page of the KV cache", also=("block_size",))
     kv_memory: str = setting(
         "25%",
-        "memory for the KV cache: an amount for each language instance (8GiB, 500MB), or what the instances of one "
-        "command share of the memory that is free once the weights are loaded (25%)",
+        "memory for the KV cache: an amount for each language instance (8GiB, 500MB), or the share of the memory that "
+        "is free once the weights are loaded (25%), divided among the instances of one command",
     )
     kv_cache_tokens: int = setting(
         0, "tokens that the KV cache of one language instance holds; 0 takes as many as --kv-memory has room for"
@@ -95,7 +96,7 @@ class EngineConfig:
         "float16, bfloat16 or float32: what keys and values are rounded to; auto: what weights are (float16 with "
         "--quantization int8; on GPUs what activations are, and nothing else)",
     )
-    enable_prefix_caching: bool = setting(True, "start requests with what the KV cache knows of their prefixes")
+    enable_prefix_caching: bool = setting(True, "reuse KV cache pages for the common prefixes of prompts")
     receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool")
     receive_blocks: int = setting(64, "blocks in the receive pool of one language instance")
     kv_receive_blocks: int = setting(
@@ -107,7 +108,7 @@ class EngineConfig:
     )
     decode_memory_mb: int = setting(2048, "memory that decoding one media item may take, in MiB")
     decode_timeout: float = setting(30.0, "seconds that decoding one media item may take")
-    encode_cache_mb: int = setting(256, "embedding rows that one encode instance remembers, in MiB")
+    encode_cache_mb: int = setting(256, "cache of one encode instance for embedding rows, in MiB")
 
     def __post_init__(self) -> None:
         if not _DEVICE.fullmatch(self.device):
@@ -141,7 +142,7 @@ class TransferConfig:
 
     fabric: str = setting(
         "auto",
-        "how rows travel between processes: shm, nixl, mooncake, or auto: shm within a machine, otherwise what both "
+        "transport of rows between processes: shm, nixl, mooncake, or auto: shm within a machine, otherwise what both "
         "ends have installed",
     )
     checksum: str = setting("auto", "check rows end to end: auto (over fabrics that cross hosts) or always")
@@ -164,11 +165,11 @@ class FrontDoorConfig:
 
     host: str = setting("127.0.0.1", "address that the HTTP server listens on")
     port: int = setting(8000, "port that the HTTP server listens on; 0 takes any free one")
-    control_port: int = setting(0, "port on which instances join; 0 takes any free one")
-    served_model_name: str = setting("", "the name that requests give as model; the folder's name unless given")
-    max_queue: int = setting(256, "requests waiting or running at a time; more are answered with 503")
+    control_port: int = setting(0, "port at which instances join the frontend; 0 takes any free one")
+    served_model_name: str = setting("", "the name that requests give as model; without it, the name of the folder")
+    max_queue: int = setting(256, "requests waiting or running at a time; more are rejected with 503")
     max_queue_per_caller: int = setting(
-        0, "of these, requests of one caller (a key, or an address); more are answered with 429; 0 for no limit"
+        0, "of these, requests of one client (an API key, or an address); more are rejected with 429; 0 for no limit"
     )
     max_body_mb: int = setting(64, "largest request body, in MiB")
     max_image_mb: int = setting(32, "largest image file, in MiB")
@@ -178,24 +179,24 @@ class FrontDoorConfig:
         "named keeps its default",
     )
     max_video_mb: int = setting(64, "largest video file, in MiB")
-    max_video_seconds: float = setting(3600.0, "longest video")
+    max_video_seconds: float = setting(3600.0, "length of the longest video, in seconds")
     max_video_gigapixels: float = setting(
         100.0, "pixels (10^9) of all of a video's frames, seen or not: what decoding it may take"
     )
     max_audio_mb: int = setting(64, "largest audio file, in MiB")
-    max_audio_seconds: float = setting(3600.0, "longest audio clip")
+    max_audio_seconds: float = setting(3600.0, "length of the longest audio clip, in seconds")
     max_audio_gigasamples: float = setting(
         1.0, "samples (10^9) of all of an audio clip's channels: what decoding it may take"
     )
-    named_media_mb: int = setting(256, "media remembered by the uuid that clients gave them, in MiB")
+    named_media_mb: int = setting(256, "cache for media that clients gave a uuid, in MiB")
     max_image_pixels: int = setting(MAX_IMAGE_PIXELS, "pixels of one image, as stored")
     max_request_pixels: int = setting(500_000_000, "pixels of all images of one request together")
     max_item_tokens: int = setting(16_384, "tokens that one image, video or audio clip may become")
     max_media_mb: int = setting(256, "media files of one request together, in MiB")
     max_held_mb: int = setting(
         2048,
-        "bodies and media files of all requests at a time, in MiB; what would be more is answered with 503. One caller "
-        "may hold half of it, and is answered with 429",
+        "bodies and media files of all requests at a time, in MiB; what exceeds it is rejected with 503. One client "
+        "may use half of it, and is rejected with 429 beyond",
     )
     allowed_media_domains: tuple[str, ...] = setting(
         (), "hosts that media may be fetched from, as HOST or HOST:PORT; none unless given"
@@ -206,17 +207,21 @@ class FrontDoorConfig:
     allowed_local_media_path: str = setting("", "folder whose files file: URLs may name; none unless given")
     media_fetch_timeout: float = setting(10.0, "seconds that fetching one media file may take")
     api_key: tuple[str, ...] = setting(
-        (), "keys of which requests must have one; other users of this machine can read flags, so rather use a file"
+        (),
+        "API keys of which requests must have one, separated by commas; other users of this machine can read flags, so "
+        "prefer a file",
     )
-    api_key_file: str = setting("", "file with such keys, one a line, that its owner alone may read")
-    ssl_certfile: str = setting("", "certificate, with its chain, for HTTPS")
-    ssl_keyfile: str = setting("", "its private key, which its owner alone may read")
-    allowed_origins: tuple[str, ...] = setting((), "origins whose pages may ask (CORS); none unless given")
+    api_key_file: str = setting("", "file with API keys, one a line, that its owner alone may read")
+    ssl_certfile: str = setting("", "file with the certificate and its chain, for HTTPS")
+    ssl_keyfile: str = setting("", "file with the private key of the certificate, that its owner alone may read")
+    allowed_origins: tuple[str, ...] = setting((), "origins whose pages may send requests (CORS); none unless given")
     allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")
     allowed_headers: tuple[str, ...] = setting(("Authorization", "Content-Type"), "headers that such pages may send")
     allow_credentials: bool = setting(False, "let such pages send cookies")
-    request_timeout: float = setting(600.0, "seconds after which a request that isn't done fails")
-    client_timeout: float = setting(60.0, "seconds after which the stream of a client that takes nothing of it ends")
+    request_timeout: float = setting(600.0, "seconds after which a request that isn't finished fails")
+    client_timeout: float = setting(
+        60.0, "seconds after which the stream of a client that reads nothing of it is closed"
+    )
 
     def __post_init__(self) -> None:
         for name in ("port", "control_port"):
@@ -328,11 +333,11 @@ class LeaseConfig:
     """How instances stay registered, start and end. The expiry is four heartbeats, because a loop that is late isn't a
     dead process; how late it can be: docs/transfer.md."""
 
-    heartbeat: float = setting(0.5, "seconds between an instance's signs of life")
+    heartbeat: float = setting(0.5, "seconds between two heartbeats of an instance")
     lease_expiry: float = setting(2.0, "seconds of silence after which an instance counts as gone")
     start_timeout: float = setting(600.0, "seconds that loading a model may take")
     drain_timeout: float = setting(
-        30.0, "seconds that running requests get to finish after SIGTERM", also=("shutdown_timeout",)
+        30.0, "seconds that running requests may take to finish after SIGTERM", also=("shutdown_timeout",)
     )
 
     def __post_init__(self) -> None:
@@ -349,7 +354,8 @@ class ClusterConfig:
     other users of a machine can read command lines."""
 
     cluster_host: str = setting(
-        "127.0.0.1", "address that this process's control socket listens on, and that the others reach it at"
+        "127.0.0.1",
+        "address that the control socket of this process listens on, and at which the other processes reach it",
     )
     cluster_secret_file: str = setting(
         "",
@@ -385,13 +391,16 @@ class ClusterConfig:
 class ObserveConfig:
     """What processes tell of themselves."""
 
-    log_level: str = setting("info", "what is logged: debug (each state of each transfer, too), info, warning or error")
+    log_level: str = setting(
+        "info",
+        "least severe messages that are logged: debug (with each state of each transfer), info, warning or error",
+    )
     enable_log_requests: bool = setting(
-        False, "write a line of JSON for each request: how it ended and where its time went, nothing of what was said"
+        False, "write a line of JSON for each request: how it ended and where its time went, no prompts and no answers"
     )
     request_log_file: str = setting("", "file that these lines are appended to; standard output unless given")
     otlp_traces_endpoint: str = setting(
-        "", "URL of an OpenTelemetry collector that each request's trace is posted to (http://host:4318/v1/traces)"
+        "", "URL of an OpenTelemetry collector that the trace of each request is sent to (http://host:4318/v1/traces)"
     )
 
     def __post_init__(self) -> None:

@@ -10,19 +10,30 @@ from triptych.bench import report
 from triptych.bench.transfer import FABRICS, FULL, QUICK, measure
 from triptych.errors import StartError
 
-SUMMARY = "measure how fast rows travel on this machine"
+SUMMARY = "measure how fast embedding rows are transferred between processes on this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    transfer = benches.add_parser("transfer", help=SUMMARY, description=SUMMARY)
+    transfer = benches.add_parser("transfer", help=SUMMARY, description=SUMMARY, allow_abbrev=False)
+    transfer.usage = "%(prog)s [OPTIONS]"
+    transfer.set_defaults(parser=transfer)
     transfer.add_argument(
-        "--fabric", nargs="+", choices=FABRICS, default=[], help="which to measure (default: all that are installed)"
+        "--fabric",
+        nargs="+",
+        choices=FABRICS,
+        default=[],
+        metavar="FABRIC",
+        help=f"fabrics to measure, of {', '.join(FABRICS)} (default: all that are installed)",
     )
     transfer.add_argument(
-        "--out", type=Path, default=Path(), help="folder for transfer.json and transfer.png (default: this one)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        default=Path(),
+        help="folder for transfer.json and transfer.png (default: the working directory)",
     )
-    transfer.add_argument("--quick", action="store_true", help="small payloads and few repeats: half a minute")
+    transfer.add_argument("--quick", action="store_true", help="small payloads and few repeats: takes about 30 seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,10 +40,11 @@ Try it yourself while this runs (Ctrl-C ends it):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [OPTIONS]"
     parser.set_defaults(model=flags.DEMO)
     parser.add_argument("--topology", default="1E1PD", help="instances to start (default: 1E1PD)")
-    parser.add_argument("--questions", type=int, default=5, help="how many to ask (default: 5)")
-    parser.add_argument("--verbose", action="store_true", help="show what the instances say")
+    parser.add_argument("--questions", type=int, default=5, help="number of questions to ask (default: 5)")
+    parser.add_argument("--verbose", action="store_true", help="show the logs of the instances")
     flags.add_settings(parser)
 
 

@@ -36,6 +36,7 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s MODEL [OPTIONS]"
     flags.add_model(parser)
     flags.add_settings(parser)
 

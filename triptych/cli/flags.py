@@ -67,14 +67,15 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="a TOML file with a line for each setting, as in max-num-seqs = 8; flags and TRIPTYCH_* variables win",
+        help="a TOML file with a line for each setting, as in max-num-seqs = 8; flags and TRIPTYCH_* variables win "
+        "(default: none)",
     )
     _add_group(parser, "how instances compute", EngineConfig)
-    _add_group(parser, "how rows travel", TransferConfig)
+    _add_group(parser, "how rows are transferred between instances", TransferConfig)
     add_trust(parser)
-    _add_group(parser, "what the front door accepts", FrontDoorConfig)
-    _add_group(parser, "how processes start, live and end", LeaseConfig)
-    _add_group(parser, "what processes tell of themselves", ObserveConfig)
+    _add_group(parser, "what the frontend accepts", FrontDoorConfig)
+    _add_group(parser, "how processes start and end", LeaseConfig)
+    _add_group(parser, "logs and traces", ObserveConfig)
 
 
 def _add_group(parser: argparse.ArgumentParser, title: str, config: type[Any]) -> None:
@@ -82,6 +83,7 @@ def _add_group(parser: argparse.ArgumentParser, title: str, config: type[Any]) -
     for item in dataclasses.fields(config):
         also = ", ".join(map(flag, item.metadata["also"]))
         text = f"{item.metadata['help']} (default: {_shown(item.default)}{'; also ' + also if also else ''})"
+        text = text.replace("%", "%%")  # argparse takes it for a format
         for name in names_of(item):
             shown: dict[str, Any] = {"dest": name, "default": None, "help": text if name == item.name else SUPPRESS}
             if isinstance(item.default, bool):

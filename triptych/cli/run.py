@@ -19,12 +19,19 @@ SUMMARY = "ask one question about pictures, videos and audio, on the terminal"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s MODEL [FILE ...] QUESTION [OPTIONS]"
     flags.add_model(parser)
-    parser.add_argument("inputs", nargs="+", metavar="FILE|QUESTION", help="files, then the question")
+    parser.add_argument(
+        "inputs", nargs="+", metavar="FILE|QUESTION", help="picture, video and audio files, then the question"
+    )
     parser.add_argument("--topology", help="instances to start for it (default: 1EPD; for text alone: 1PD)")
-    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help="length of the longest answer, in tokens (default: what the model's context leaves)",
+    )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the checkpoint's own)")
-    parser.add_argument("--verbose", action="store_true", help="show what the instances say")
+    parser.add_argument("--verbose", action="store_true", help="show the logs of the instances")
     flags.add_settings(parser)
 
 

@@ -25,7 +25,7 @@ from triptych.errors import ConfigError
 from triptych.observe.machine import end_with_parent, stay_on
 from triptych.topology import Role, Topology
 
-SUMMARY = "serve a model: all processes of a topology, or one instance that joins a front door"
+SUMMARY = "serve a model: all processes of a topology, or one instance that joins a frontend"
 FRONT_DOOR = "front-door"
 DEFAULT_TOPOLOGY = "1E1PD"
 
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [OPTIONS]"
     flags.add_model(parser, may_be_in_file=True)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -40,11 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instances to start, such as 1EPD, 1E1PD, 1E1P1D, 2E1P3D (default: "
         f"{DEFAULT_TOPOLOGY}; for text alone: 1PD)",
     )
-    what.add_argument("--role", help=f"run one part alone: {', '.join(Role)}, or {FRONT_DOOR}")
-    parser.add_argument(
-        "--join", metavar="HOST:PORT", help="the front door's control address, for any --role but its own"
+    what.add_argument(
+        "--role",
+        help=f"run one process alone: an instance ({', '.join(Role)}) or the frontend ({FRONT_DOOR}) (default: none)",
     )
-    parser.add_argument("--name", help="what this instance is called in logs (default: its role and process id)")
+    parser.add_argument(
+        "--join", metavar="HOST:PORT", help=f"control address of the frontend; required for any --role but {FRONT_DOOR}"
+    )
+    parser.add_argument("--name", help="name of this instance in logs and metrics (default: its role and process id)")
     flags.add_settings(parser)
 
 

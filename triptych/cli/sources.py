@@ -99,7 +99,7 @@ def unknown_flags(given: Iterable[str], known: Collection[str]) -> str:
     first = next(iter(given))
     name = first.partition("=")[0].removeprefix("--").replace("-", "_")
     if not first.startswith("--"):
-        return f"nobody knows what to do with {first!r}"
+        return f"unexpected argument {first!r}"
     return f"there is no {first.partition('=')[0]}{_instead(name, known, as_flag)}"
 
 

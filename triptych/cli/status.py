@@ -25,26 +25,31 @@ NOT_A_TERMINAL = 160
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--control", metavar="HOST:PORT", required=True, help="the front door's control address; it says it when ready"
+        "--control",
+        metavar="HOST:PORT",
+        required=True,
+        help="control address of the frontend, which it prints when it is ready",
     )
-    parser.add_argument("--json", action="store_true", help="say it in JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     group = parser.add_argument_group("changing roles")
     group.add_argument(
         "--set-role",
         metavar="INSTANCE=ROLE",
         action="append",
         default=[],
-        help="let that instance finish its work and go on in that role, with the weights it has; again for another, "
-        "one after the other",
+        help="let that instance finish its requests and continue in that role, with the weights it has; may be "
+        "repeated: changes are made one after the other (default: none)",
     )
     group.add_argument(
         "--drain-timeout",
         metavar="SECONDS",
         default="30",
-        help="how long it may take to finish; if it takes longer, nothing changes (default: 30)",
+        help="seconds that it may take to finish; if it takes longer, nothing changes (default: 30)",
     )
     group.add_argument(
-        "--force", action="store_true", help="even if requests are refused meanwhile, or an instance has nothing to do"
+        "--force",
+        action="store_true",
+        help="even if requests are rejected meanwhile, or an instance is left without work",
     )
     flags.add_trust(parser)
 

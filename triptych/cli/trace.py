@@ -18,11 +18,19 @@ SUMMARY = "turn a request, or a window of time, of a request log into a file for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("request", nargs="?", metavar="REQUEST", help="a request's id (default: all requests)")
-    parser.add_argument("--log", type=Path, required=True, help="what serve wrote with --request-log-file")
-    parser.add_argument("--since", metavar="TIME", help="leave out what came before, such as 2026-01-31T12:00:00")
-    parser.add_argument("--until", metavar="TIME", help="leave out what came after")
-    parser.add_argument("--out", type=Path, default=Path("trace.json"), help="the file to write (default: trace.json)")
+    parser.add_argument("request", nargs="?", metavar="REQUEST", help="id of a request (default: all requests)")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", required=True, help="the file that serve wrote with --request-log-file"
+    )
+    parser.add_argument(
+        "--since",
+        metavar="TIME",
+        help="leave out requests from before this time, such as 2026-01-31T12:00:00 (default: none)",
+    )
+    parser.add_argument("--until", metavar="TIME", help="leave out requests from after this time (default: none)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", default=Path("trace.json"), help="the file to write (default: trace.json)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

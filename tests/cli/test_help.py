@@ -1,0 +1,136 @@
+"""What every command says of itself: --help at several widths, --version, and one line for what it can't parse."""
+
+import argparse
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from triptych import __version__
+from triptych.cli import COMMANDS, flags, main, make_parser
+
+PRIVATE = re.compile(
+    r"front door|house|in hand|anew|so many|nobody|somebody|let in|\bkin\b|\b(in|the) line\b|signs of life|\btold?\b"
+    r"|remember|they tell|says?\b",
+    re.IGNORECASE,
+)
+"""Words of the code's own, which a reader of --help has never seen."""
+UNITS = re.compile(
+    r"seconds?|MiB|GiB|10\^9|pixels|tokens|patches|sequences|requests|threads|processes|blocks|rows|port\b", re.ASCII
+)
+
+
+def walked(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parser and all below it."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from walked(below)
+
+
+PARSERS = list(walked(make_parser()))
+EVERY_PARSER = pytest.mark.parametrize("parser", PARSERS, ids=[parser.prog for parser in PARSERS])
+
+
+def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """What --help lists, but for itself and for commands."""
+    listed = (one for one in parser._actions if not isinstance(one, argparse._SubParsersAction))
+    return [one for one in listed if one.help != argparse.SUPPRESS and one.dest not in ("help", "version")]
+
+
+def test_the_walk_finds_every_command() -> None:
+    found = {parser.prog for parser in PARSERS}
+    assert {"triptych", *(f"triptych {name}" for name in COMMANDS)} < found
+    assert "triptych bench transfer" in found
+
+
+@EVERY_PARSER
+@pytest.mark.parametrize("columns", [60, 200])
+def test_help_is_rendered_at_any_width(
+    parser: argparse.ArgumentParser, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as ended:
+        main([*parser.prog.split()[1:], "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.startswith(f"usage: {parser.prog} ")
+    assert max(map(len, said.out.splitlines())) <= columns
+    flat = "".join(said.out.split())
+    for one in options(parser):
+        assert one.help
+        assert "".join((one.help % vars(one)).split()) in flat
+
+
+@EVERY_PARSER
+def test_help_is_in_plain_words(parser: argparse.ArgumentParser) -> None:
+    groups = [group.title or "" for group in parser._action_groups]
+    for text in (parser.description or "", *groups, *(one.help or "" for one in options(parser))):
+        found = PRIVATE.search(text)
+        assert found is None, f"{parser.prog}: {found and found[0]!r} in {text!r}"
+
+
+@EVERY_PARSER
+def test_help_names_defaults(parser: argparse.ArgumentParser) -> None:
+    for one in options(parser):
+        assert one.help, f"{parser.prog} {one.dest} has no help"
+        takes_a_value = bool(one.option_strings) and one.nargs != 0 and not one.required
+        if takes_a_value and "required for" not in one.help:
+            assert "default" in one.help, f"{parser.prog} {one.option_strings[0]} doesn't say its default"
+
+
+def test_numbers_have_units() -> None:
+    settings = [item for config in flags.CONFIGS for item in dataclasses.fields(config)]
+    numbers = [item for item in settings if type(item.default) in (int, float)]
+    assert len(numbers) > 20
+    for item in numbers:
+        assert UNITS.search(item.metadata["help"]), f"{item.name}: {item.metadata['help']!r} has no unit"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "triptych: the COMMAND is missing: one of serve, run"),
+        (["fly"], "triptych: argument COMMAND: invalid choice: 'fly'"),
+        (["--no-such-flag"], "triptych: there is no --no-such-flag"),
+        (["run"], "triptych run: the following arguments are required: MODEL, FILE|QUESTION"),
+        (["run", "demo"], "triptych run: the following arguments are required: FILE|QUESTION"),
+        (["run", "demo", "Why?", "--max-tokens", "x"], "triptych run: argument --max-tokens: invalid int value: 'x'"),
+        (["serve", "demo", "--port"], "triptych serve: argument --port: expected one argument"),
+        (["serve", "demo", "-z"], "triptych serve: unexpected argument '-z'"),
+        (["serve", "demo", "--role", "E", "--topology", "1EPD"], "triptych serve: argument --topology: not allowed"),
+        (["doctor"], "triptych doctor: the following arguments are required: MODEL"),
+        (["status"], "triptych status: the following arguments are required: --control"),
+        (["trace"], "triptych trace: the following arguments are required: --log"),
+        (["bench"], "triptych bench: the following arguments are required: BENCH"),
+        (["bench", "fly"], "triptych bench: argument BENCH: invalid choice: 'fly'"),
+        (["bench", "transfer", "--fabric", "rdma"], "triptych bench transfer: argument --fabric: invalid choice"),
+        (["bench", "transfer", "--quik"], "triptych bench transfer: there is no --quik"),
+    ],
+)
+def test_what_cannot_be_parsed_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith(says)
+    assert line.endswith(" --help)")
+
+
+def test_python_m_is_the_same_command() -> None:
+    for arguments, expected in (
+        (["--version"], f"triptych {__version__}\n"),
+        (["status", "--help"], "usage: triptych status"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "triptych", *arguments], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.startswith(expected)
+        assert done.stderr == ""
