@@ -41,10 +41,10 @@ MAX_SECRET_BYTES = 4096
 """A longer file is something else, given by mistake."""
 
 
-def setting(default: Any, meaning: str, *, also: tuple[str, ...] = ()) -> Any:
+def setting(default: Any, meaning: str, *, also: tuple[str, ...] = (), path: bool = False) -> Any:
     """A field with the text that ``--help`` shows for it. ``also`` are other names that it has: vLLM's, where it means
-    the same."""
-    return field(default=default, metadata={"help": meaning, "also": also})
+    the same. A ``path`` is made absolute when it is read, since child processes run in another folder."""
+    return field(default=default, metadata={"help": meaning, "also": also, "path": path})
 
 
 def names_of(item: Field[Any]) -> tuple[str, ...]:
@@ -204,16 +204,18 @@ class FrontDoorConfig:
     allowed_media_networks: tuple[str, ...] = setting(
         (), "address ranges off the public internet that those hosts may be in, such as 10.1.0.0/16"
     )
-    allowed_local_media_path: str = setting("", "folder whose files file: URLs may name; none unless given")
+    allowed_local_media_path: str = setting("", "folder whose files file: URLs may name; none unless given", path=True)
     media_fetch_timeout: float = setting(10.0, "seconds that fetching one media file may take")
     api_key: tuple[str, ...] = setting(
         (),
         "API keys of which requests must have one, separated by commas; other users of this machine can read flags, so "
         "prefer a file",
     )
-    api_key_file: str = setting("", "file with API keys, one a line, that its owner alone may read")
-    ssl_certfile: str = setting("", "file with the certificate and its chain, for HTTPS")
-    ssl_keyfile: str = setting("", "file with the private key of the certificate, that its owner alone may read")
+    api_key_file: str = setting("", "file with API keys, one a line, that its owner alone may read", path=True)
+    ssl_certfile: str = setting("", "file with the certificate and its chain, for HTTPS", path=True)
+    ssl_keyfile: str = setting(
+        "", "file with the private key of the certificate, that its owner alone may read", path=True
+    )
     allowed_origins: tuple[str, ...] = setting((), "origins whose pages may send requests (CORS); none unless given")
     allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")
     allowed_headers: tuple[str, ...] = setting(("Authorization", "Content-Type"), "headers that such pages may send")
@@ -361,6 +363,7 @@ class ClusterConfig:
         "",
         f"file with the secret that all processes of the service share, at least {MIN_SECRET_BYTES} bytes; needed for "
         "a --cluster-host that isn't loopback",
+        path=True,
     )
 
     def __post_init__(self) -> None:
@@ -398,7 +401,9 @@ class ObserveConfig:
     enable_log_requests: bool = setting(
         False, "write a line of JSON for each request: how it ended and where its time went, no prompts and no answers"
     )
-    request_log_file: str = setting("", "file that these lines are appended to; standard output unless given")
+    request_log_file: str = setting(
+        "", "file that these lines are appended to; standard output unless given", path=True
+    )
     otlp_traces_endpoint: str = setting(
         "", "URL of an OpenTelemetry collector that the trace of each request is sent to (http://host:4318/v1/traces)"
     )

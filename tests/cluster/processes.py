@@ -78,15 +78,20 @@ def wait_for(condition: Callable[[], object], seconds: float, command: Command) 
 
 
 @contextmanager
-def triptych(*arguments: str | Path, prefix: Sequence[str] = (), **environment: str) -> Iterator[Command]:
-    """Runs a command, by way of the one that ``prefix`` begins; whatever is left of it is killed on the way out."""
+def triptych(
+    *arguments: str | Path, prefix: Sequence[str] = (), folder: Path | None = None, **environment: str
+) -> Iterator[Command]:
+    """Runs a command, by way of the one that ``prefix`` begins, in the checkout or as an installed one in ``folder``;
+    whatever is left of it is killed on the way out."""
+    if folder is not None:
+        environment = {"PYTHONPATH": str(ROOT)} | environment
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", "triptych", *map(str, arguments)],
+        [*prefix, sys.executable, *(["-P"] if folder else []), "-m", "triptych", *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=ROOT,
+        cwd=folder or ROOT,
         env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"} | environment,
     )
     command = Command(process)

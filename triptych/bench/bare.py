@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from triptych import children
 from triptych.errors import StartError
 from triptych.transfer.memory import Bytes, SharedMemory
 
@@ -172,7 +173,8 @@ class BarePair:
     def _start(self, target: Callable[..., None], *arguments: Any) -> Any:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        process.start()
+        with children.inherited():
+            process.start()
         theirs.close()
         self._pipes.append(ours)
         self._processes.append(process)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from triptych import children
 from triptych.config import LeaseConfig, TransferConfig
 from triptych.errors import StartError
 from triptych.messages.channel import Channel
@@ -413,7 +414,8 @@ class Pair:
                 process = context.Process(
                     target=_run_end, args=(role, fabric, self._channel.address, theirs), daemon=True
                 )
-                process.start()
+                with children.inherited():
+                    process.start()
                 theirs.close()
                 self._processes.append(process)
             self._addresses = self._welcome()

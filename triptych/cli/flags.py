@@ -93,12 +93,13 @@ def _add_group(parser: argparse.ArgumentParser, title: str, config: type[Any]) -
 
 
 def settings(config: type[C], arguments: argparse.Namespace) -> C:
-    """A config from flags, environment, file and defaults. Raises ConfigError for a value that isn't one, for two that
-    contradict each other, and for names that no setting has."""
+    """A config from flags, environment, file and defaults; its paths are absolute. Raises ConfigError for a value that
+    isn't one, for two that contradict each other, and for names that no setting has."""
     values = {}
     for item in dataclasses.fields(config):  # type: ignore[arg-type]
         for given, source in _given(item, arguments):
-            values[item.name] = _parsed(given, item.default, source)
+            value = _parsed(given, item.default, source)
+            values[item.name] = str(Path(value).absolute()) if item.metadata["path"] and value else value
             break
     return config(**values)
 

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import os
-import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from triptych import children
 from triptych.config import ServeConfig, as_flags, kv_memory_per_instance, processes_of, threads_per_process
 from triptych.errors import StartError
 from triptych.observe.machine import ending
@@ -68,19 +68,25 @@ class LocalCluster:
         engine = self._config.engine
         num_processes = sum(processes_of(engine, role) for role in self._topology.roles)
         threads = threads_per_process(engine, num_processes)
-        environment = os.environ | {
+        environment = children.environment() | {
             SUPERVISOR_VARIABLE: str(os.getpid()),
             "OMP_NUM_THREADS": str(threads),
             "PYTHONUNBUFFERED": "1",
         }
-        command = [sys.executable, "-m", "triptych", "serve", str(self._config.model)]
+        command = children.command("triptych", "serve", str(self._config.model))
         command += ["--role", role.value, "--join", self._join, "--name", name]
         num_decoders = max(1, sum(role.has_decoder for role in self._topology.roles))
         command += as_flags(engine, *self._config.shared)
         command += ["--threads", str(threads), "--kv-memory", kv_memory_per_instance(engine, num_decoders)]
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=STDOUT, env=environment, process_group=0
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env=environment,
+            cwd=children.FOLDER,
+            process_group=0,
         )
         return _Child(name, process)
 

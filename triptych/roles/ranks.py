@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from triptych import children
 from triptych.config import EngineConfig
 from triptych.errors import StartError
 from triptych.language.runner import Forward
@@ -181,6 +181,6 @@ def _path(file: int) -> str:
 
 
 def _start(config: WorkerConfig) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "triptych.roles.worker", msgspec.json.encode(config).decode()]
-    environment = os.environ | {"OMP_NUM_THREADS": str(config.threads)}
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+    command = children.command("triptych.roles.worker", msgspec.json.encode(config).decode())
+    environment = children.environment() | {"OMP_NUM_THREADS": str(config.threads)}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, cwd=children.FOLDER)

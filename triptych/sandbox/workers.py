@@ -3,15 +3,14 @@
 import itertools
 import logging
 import mmap
-import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
 import msgspec
 
+from triptych import children
 from triptych.errors import InternalError, RequestError, StartError, from_wire
 from triptych.sandbox.protocol import (
     Answer,
@@ -207,14 +206,15 @@ class _Worker:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "triptych.sandbox.child", msgspec.json.encode(self._spec).decode()]
-        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        command = children.command("triptych.sandbox.child", msgspec.json.encode(self._spec).decode())
+        environment = {name: value for name, value in children.environment().items() if name in _KEPT}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         with theirs:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 env=environment | threads,
+                cwd=children.FOLDER,
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # Ctrl-C in a terminal is its parent's affair
             )
