@@ -38,12 +38,14 @@ def library() -> ctypes.CDLL | None:
 
 def _built() -> Path:
     """The library, built if it isn't there yet. Raises OSError and SubprocessError."""
-    name, *options = shlex.split(os.environ.get("CC", "cc"))
+    name, *options = _compiler()
     path = shutil.which(name)
     if path is None:
         raise OSError(f"there is no C compiler {name!r}")
     compiler = [path, *options]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # one that isn't absolute is to be ignored, says its specification
+    folder = (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "triptych"
     texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
     if not texts:
         raise OSError(f"there are no sources in {SOURCES}")
@@ -65,6 +67,18 @@ def _built() -> Path:
         _run(*compiler, "-shared", *objects, "-o", str(finished), "-lm")
         finished.replace(library)  # whole or not at all: another process may be building it too
     return library
+
+
+def _compiler() -> list[str]:
+    """What CC says, a command and its options; ``cc``, with a line in the log, where that is no command."""
+    given = os.environ.get("CC", "cc")
+    try:
+        words, reason = shlex.split(given), "it is empty"
+    except ValueError as error:
+        words, reason = [], str(error)
+    if not words:
+        log.warning("the variable CC=%r names no compiler (%s); using cc", given, reason)
+    return words or ["cc"]
 
 
 def _processor() -> str:
