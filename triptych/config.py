@@ -21,6 +21,7 @@ FABRICS = ("auto", "shm", "nixl", "mooncake")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("none", "int8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 MAX_MESSAGE_BYTES = 256 * 2**20
 """The largest message between processes; an item travels in one, beside less than 1 MiB about it."""
 MAX_IMAGE_PIXELS = 50_000_000
@@ -398,6 +399,7 @@ class ObserveConfig:
         "info",
         "least severe messages that are logged: debug (with each state of each transfer), info, warning or error",
     )
+    log_format: str = setting("text", "how it is logged: text, or json, one object a line")
     enable_log_requests: bool = setting(
         False, "write a line of JSON for each request: how it ended and where its time went, no prompts and no answers"
     )
@@ -411,6 +413,8 @@ class ObserveConfig:
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"--log-level {self.log_level} is not one of {', '.join(LOG_LEVELS)}")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"--log-format {self.log_format} is not one of {', '.join(LOG_FORMATS)}")
         if self.request_log_file and not self.enable_log_requests:
             raise ConfigError(f"--request-log-file {self.request_log_file} needs --enable-log-requests")
         endpoint = self.otlp_traces_endpoint

@@ -64,7 +64,8 @@ def test_a_child_that_is_killed_takes_the_rest_down(folder: Path) -> None:
             last = list(lines)[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "instance_lost"
         assert command.end() == 1
-        assert f"instance pd0 (process {pid}) was killed by SIGKILL; stopping the others" in command.lines
+        why = f"instance pd0 (process {pid}) was killed by SIGKILL; stopping the others"
+        assert any(line.endswith(f"ERROR {why}") for line in command.errors)
         assert "Traceback" not in command.text
 
 

@@ -1,6 +1,5 @@
 """Decoders shared by real groups of processes, over gloo, against the whole decoder and against transformers."""
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -66,7 +65,7 @@ def shared(
     """A pool whose decoder is rank 0's of a group that runs."""
     torch.set_num_threads(1)
     told: list[StartError] = [] if failures is None else failures
-    ranks = ChildRanks(str(folder), engine, size, logging.WARNING, told.append)
+    ranks = ChildRanks(str(folder), engine, size, told.append)
     try:
         group = ranks.connect(CPU)
         decoder = load(folder, group, engine)
@@ -181,7 +180,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_group(tmp_path: Path) -> None:
 @contextmanager
 def started(folder: Path, failures: list[StartError]) -> Iterator[ChildRanks]:
     """A rank beside this one, that is about to begin."""
-    ranks = ChildRanks(str(folder), FP32, 2, logging.WARNING, failures.append)
+    ranks = ChildRanks(str(folder), FP32, 2, failures.append)
     try:
         yield ranks
     finally:

@@ -2,14 +2,16 @@
 
 import argparse
 import logging
+import os
 import sys
 from typing import NoReturn
 
 from triptych import __version__
-from triptych.cli import bench, demo, doctor, run, serve, status, trace
-from triptych.cli.flags import known_names
+from triptych.cli import bench, demo, doctor, flags, run, serve, status, trace
 from triptych.cli.sources import unknown_flags
+from triptych.config import LOG_FORMATS, ObserveConfig
 from triptych.errors import StartError
+from triptych.observe import logs
 
 COMMANDS = {
     "serve": serve, "run": run, "demo": demo, "doctor": doctor, "status": status, "trace": trace, "bench": bench,
@@ -36,7 +38,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False)
-        command.set_defaults(run=module.run, parser=command)
+        command.set_defaults(run=module.run, parser=command, command=name)
         module.add_arguments(command)
     return parser
 
@@ -47,15 +49,27 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         parsed, unknown = parser.parse_known_args(arguments)
         if unknown:
-            parsed.parser.error(unknown_flags(unknown, known_names()))
+            parsed.parser.error(unknown_flags(unknown, flags.known_names()))
         if parsed.run is None:
             parser.error(f"the COMMAND is missing: one of {', '.join(COMMANDS)}")
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request
+        _set_up_logs(parsed)
         code = parsed.run(parsed)
     except StartError as error:
-        print(f"triptych: {error}", file=sys.stderr)
+        logs.fatal(str(error))
         code = 1
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def _set_up_logs(parsed: argparse.Namespace) -> None:
+    """As the command's settings say, if it has any. Raises ConfigError."""
+    name = "frontend" if parsed.command == "serve" else parsed.command
+    if not hasattr(parsed, "log_format"):
+        logs.set_up(logs.LogSettings(process=name))
+        return
+    # what is said of the settings themselves should have the right form, too
+    given = parsed.log_format or os.environ.get("TRIPTYCH_LOG_FORMAT", "")
+    logs.set_up(logs.LogSettings(given if given in LOG_FORMATS else "text", process=name))
+    observe = flags.settings(ObserveConfig, parsed)
+    logs.set_up(logs.LogSettings(observe.log_format, logging.getLevelName(observe.log_level.upper()), name))

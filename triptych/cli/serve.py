@@ -22,6 +22,7 @@ from triptych.config import (
     threads_per_process,
 )
 from triptych.errors import ConfigError
+from triptych.observe import logs
 from triptych.observe.machine import end_with_parent, stay_on
 from triptych.topology import Role, Topology
 
@@ -55,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     flags.fill_in_start(arguments)
     config = flags.serve_config(arguments)
-    logging.getLogger("triptych").setLevel(config.observe.log_level.upper())
     stay_on(parse_cpus(config.engine.cpus))
     front_door = dataclasses.replace(config.front_door, served_model_name=flags.model_name(arguments, config))
     config = dataclasses.replace(config, front_door=front_door)
@@ -88,21 +88,21 @@ async def _serve(config: ServeConfig, topology: Topology | None) -> int:
         for task in ended:
             task.cancel()
         if service.lost.done() and not interrupted.is_set():
-            _show(f"{service.lost.result()}; stopping the others")
+            log.error("%s; stopping the others", service.lost.result())
             return 1
         if terminated.is_set() and not interrupted.is_set():
-            _show("SIGTERM: no new requests; finishing those that run")
+            log.info("SIGTERM: no new requests; finishing those that run")
             await service.drain(interrupted)
         return 0
 
 
 def _announce(service: LocalService, config: ServeConfig, topology: Topology | None) -> None:
     what = str(topology) if topology else "the front door alone"
-    _show(f"ready: {config.front_door.served_model_name} as {what} on {service.url}/v1")
+    _tell(f"ready: {config.front_door.served_model_name} as {what} on {service.url}/v1")
     trust = as_flags(config.cluster) if config.cluster != ClusterConfig() else []
     join = ["triptych", "serve", str(config.model), "--role", "E", "--join", service.control, *trust]
-    _show(f"instances can join with: {shlex.join(join)}")
-    _show(f"who is there, and doing what: {shlex.join(['triptych', 'status', '--control', service.control, *trust])}")
+    _tell(f"instances can join with: {shlex.join(join)}")
+    _tell(f"who is there, and doing what: {shlex.join(['triptych', 'status', '--control', service.control, *trust])}")
 
 
 def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str | None) -> int:
@@ -112,12 +112,14 @@ def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str |
     if join is None:
         raise ConfigError(f"--role {role} needs --join HOST:PORT")
     flags.check_control("--join", join, config.cluster)
+    name = name or f"{role.value.lower()}-{os.getpid()}"
+    logs.rename(name)
     # before torch is imported, which reads it once
     threads = threads_per_process(config.engine, processes_of(config.engine, role))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from triptych.roles.main import run_instance
 
-    run_instance(config, role, join, name or f"{role.value.lower()}-{os.getpid()}", threads)
+    run_instance(config, role, join, name, threads)
     return 0
 
 
@@ -127,6 +129,10 @@ def _role(text: str) -> Role:
     except ValueError:
         known = ", ".join([*Role, FRONT_DOOR])
         raise ConfigError(f"--role {text} is not one of {known}") from None
+
+
+def _tell(text: str) -> None:
+    _show(logs.announcement(text))
 
 
 def _show(line: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from triptych import children
 from triptych.config import ServeConfig, as_flags, kv_memory_per_instance, processes_of, threads_per_process
 from triptych.errors import StartError
+from triptych.observe import logs
 from triptych.observe.machine import ending
 from triptych.topology import Role, Topology
 
@@ -17,6 +18,9 @@ SUPERVISOR_VARIABLE = "TRIPTYCH_SUPERVISOR"
 """Tells an instance the process id of who watches it; it ends when that process does (see cli/serve.py)."""
 STOP_GRACE = 5.0
 """Seconds that an instance gets to end by itself."""
+
+MAX_LINE = 2**20
+"""Bytes of a line that is shown whole: one in JSON may hold a long traceback."""
 
 Print = Callable[[str], None]
 
@@ -87,6 +91,7 @@ class LocalCluster:
             env=environment,
             cwd=children.FOLDER,
             process_group=0,
+            limit=MAX_LINE,
         )
         return _Child(name, process)
 
@@ -94,11 +99,10 @@ class LocalCluster:
         """Shows what a process says, each line with its name, until it ends."""
         assert child.process.stdout is not None
         while line := await _next_line(child.process.stdout):
-            child.last_line = line
-            with contextlib.suppress(
-                OSError
-            ):  # nobody reads the output any more; the child must be watched all the same
-                self._show(f"[{child.name}] {line}")
+            shown, child.last_line = logs.relayed(line, child.name)
+            # where nobody reads the output any more, the child must be watched all the same
+            with contextlib.suppress(OSError):
+                self._show(shown)
         code = await child.process.wait()
         if not self._stopping and not self.lost.done():
             last_words = f": {child.last_line}" if code > 0 and child.last_line else ""

@@ -218,8 +218,7 @@ def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Insta
         return NoRanks()
     check_ranks(model.device, size)
     model.family.decoder_config.shard(size)
-    level = logging.getLogger("triptych").getEffectiveLevel()
-    return ChildRanks(str(model.checkpoint.folder), engine, size, level, instance.fail)
+    return ChildRanks(str(model.checkpoint.folder), engine, size, instance.fail)
 
 
 class TowerEncoder:

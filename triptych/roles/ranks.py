@@ -25,6 +25,7 @@ from triptych.language.step_broadcast import send_step
 from triptych.models.attention.base import KVTensors
 from triptych.models.decoder import AfterLayer, ForwardBatch
 from triptych.models.parallel import SINGLE_RANK, Group, ProcessGroup, arrived, rendezvous
+from triptych.observe.logs import LogSettings, for_child
 from triptych.observe.machine import ending
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ NOTICE_WITHIN = 2.0
 class WorkerConfig(msgspec.Struct, frozen=True):
     """What a rank other than 0 is told, on its command line. ``rendezvous`` and ``cache`` are the paths of files that
     only processes of this user can open: where the ranks meet, and where their KV cache lies if they share one.
-    ``parent`` is the process id of rank 0; ``log_level`` as Python's logging has it."""
+    ``parent`` is the process id of rank 0."""
 
     model: str
     engine: EngineConfig
@@ -48,7 +49,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     threads: int
     rendezvous: str
     cache: str
-    log_level: int
+    logs: LogSettings
 
 
 class Ranks(Protocol):
@@ -93,9 +94,7 @@ class NoRanks:
 class ChildRanks:
     """Ranks 1, 2, … as child processes. ``on_failure`` is told once, from any thread, why the group can't go on."""
 
-    def __init__(
-        self, model: str, engine: EngineConfig, size: int, log_level: int, on_failure: Callable[[StartError], None]
-    ) -> None:
+    def __init__(self, model: str, engine: EngineConfig, size: int, on_failure: Callable[[StartError], None]) -> None:
         """Starts them, so that with this process there are ``size`` ranks. Call it on the main thread: the kernel ends
         them when the thread that started them ends."""
         self._size = size
@@ -114,7 +113,19 @@ class ChildRanks:
         threads = torch.get_num_threads()
         self._store = rendezvous(path, self._size)
         self._processes = [
-            _start(WorkerConfig(model, engine, rank, size, os.getpid(), threads, path, self.cache, log_level))
+            _start(
+                WorkerConfig(
+                    model=model,
+                    engine=engine,
+                    rank=rank,
+                    num_ranks=size,
+                    parent=os.getpid(),
+                    threads=threads,
+                    rendezvous=path,
+                    cache=self.cache,
+                    logs=for_child(f"rank{rank}", f"rank {rank}: "),
+                )
+            )
             for rank in range(1, size)
         ]
         for rank, process in enumerate(self._processes, start=1):

@@ -1,6 +1,5 @@
 """What runs in the process of a rank other than 0: the steps that rank 0 hands on, each on this rank's shard."""
 
-import logging
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from triptych.language.group import agree_on_size, gather_memory, make_forward
 from triptych.language.step_broadcast import receive_step
 from triptych.models.checkpoint import Checkpoint
 from triptych.models.parallel import NO_TIMEOUT, ProcessGroup, arrived, rank_device, rendezvous
+from triptych.observe import logs
 from triptych.observe.machine import end_with_parent
 from triptych.roles.build import Model
 from triptych.roles.ranks import WorkerConfig
@@ -47,14 +47,13 @@ def main(argument: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # a terminal or a service manager may signal all of us; rank 0 decides
     end_with_parent(config.parent)
-    logging.basicConfig(format=f"%(levelname)s rank {config.rank}: %(message)s", stream=sys.stderr)
-    logging.getLogger("triptych").setLevel(config.log_level)
+    logs.set_up(config.logs)
     share_heap()
     torch.set_num_threads(config.threads)
     try:
         run_worker(config)
     except StartError as error:
-        print(f"triptych: rank {config.rank}: {error}", file=sys.stderr, flush=True)
+        logs.fatal(str(error))
         os._exit(1)  # the process is gone when its sockets are, so that rank 0 finds no other cause
     except RuntimeError:
         time.sleep(0.2)  # if rank 0 is gone, the kernel ends this process before it can complain

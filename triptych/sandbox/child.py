@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from triptych.errors import RequestError, ServiceError
+from triptych.observe import logs
 from triptych.sandbox.protocol import Ask, Bulk, End, Failure, Limits, Result, WorkerSpec, receive, send
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ def _set(kind: int, value: int) -> None:
 
 
 if __name__ == "__main__":
+    logs.set_up(msgspec.json.decode(sys.argv[3], type=logs.LogSettings))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error of the write
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         main(

@@ -12,6 +12,7 @@ import msgspec
 
 from triptych import children
 from triptych.errors import InternalError, RequestError, StartError, from_wire
+from triptych.observe.logs import for_child
 from triptych.sandbox.protocol import (
     Answer,
     Ask,
@@ -211,7 +212,7 @@ class _Worker:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         with theirs:
             self.process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, str(theirs.fileno()), msgspec.json.encode(for_child("worker", "worker: ")).decode()],
                 stdin=subprocess.DEVNULL,
                 env=environment | threads,
                 cwd=children.FOLDER,
