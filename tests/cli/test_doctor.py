@@ -64,3 +64,72 @@ def test_a_fabric_that_is_asked_for_must_be_there(
     code, checks = examined(capsys, *arguments, "--fabric", "mooncake")
     assert code == 1
     assert checks["fabric mooncake"].startswith("wrong")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "check", "says"),
+    [
+        (["--cpus", "9999"], "cores", "core 9999"),
+        (["--tensor-parallel-size", "7"], "tensor parallelism", "doesn't divide"),
+        (["--max-model-len", "99999999"], "tokenizer, chat template", "exceeds the"),
+        (["--api-key-file", "empty"], "API keys", "has no key"),
+        (["--api-key-file", "missing"], "API keys", "can't be read"),
+        (["--ssl-certfile", "empty", "--ssl-keyfile", "empty"], "TLS", "--ssl-certfile"),
+        (["--allowed-local-media-path", "missing"], "where media may come from", "is not a folder"),
+        (["--allowed-media-domains", "http://x"], "where media may come from", "is not HOST"),
+        (["--enable-log-requests", "--request-log-file", "missing/log"], "request log", "there is no folder"),
+        (["--enable-log-requests", "--request-log-file", "folder"], "request log", "it is a folder"),
+        (["--host", "no.such.host.invalid"], "--port", "ame"),
+    ],
+)
+def test_what_would_keep_a_service_from_starting(
+    folder: Path,
+    tmp_path: Path,
+    *,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    check: str,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").touch(0o600)
+    code, checks = examined(capsys, folder, "--port", "0", "--device", "cpu", "--dtype", "float32", *arguments)
+    assert code == 1
+    assert {what for what, line in checks.items() if line.startswith("wrong")} == {check}
+    assert says in checks[check]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.json", "{", "config.json"),
+        ("config.json", "[1]", "config.json"),
+        ("config.json", "\udcff", "config.json"),
+        ("config.json", '{"model_type": "qwen3_vl", "text_config": 5}', "text_config must be a dict"),
+        ("model.safetensors", "short", "model.safetensors"),
+        ("model.safetensors", "\2" + "\0" * 7 + "[]", "must hold a JSON object"),
+        ("tokenizer.json", "{", "wrong tokenizer, chat template"),
+        ("chat_template.jinja", "{% if", "wrong tokenizer, chat template"),
+    ],
+)
+def test_a_folder_with_a_file_that_is_broken(
+    tmp_path: Path,
+    *,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: str,
+    says: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    broken = make_checkpoint(tmp_path / "broken")
+    (broken / name).write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(broken), "--port", "0", "--device", "cpu"])
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert says in " ".join((said.out + said.err).replace("│", " ").split())
+    assert "Traceback" not in said.err

@@ -270,6 +270,26 @@ def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path, capsys: py
     assert "no-picture.png" in refused(capsys, "run", folder, tmp_path / "no-picture.png", "What is it?")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["run", "demo", "Why?", "--temperature", "nan"], 2, "argument --temperature: invalid number value: 'nan'"),
+        (["run", "demo", "Why?", "--temperature", "1e999"], 2, "argument --temperature: invalid number value: '1e999'"),
+        (["demo", "--questions", "-3"], 1, "--questions -3 is too small"),
+        (["bench", "transfer", "--out", "/proc/x"], 1, "--out /proc/x: No such file or directory"),
+        (["bench", "transfer", "--out", __file__], 1, f"--out {__file__}: File exists"),
+    ],
+)
+def test_arguments_of_other_commands_that_make_no_sense(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
 def test_doctor_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", str(folder)])

@@ -15,7 +15,7 @@ from triptych.cli.starting import started, unless_lost
 from triptych.cluster.service import LocalService
 from triptych.config import ServeConfig
 from triptych.demo import PICTURES_DIR
-from triptych.errors import StartError
+from triptych.errors import ConfigError, StartError
 from triptych.topology import Topology
 
 SUMMARY = "serve the bundled model and ask it about the bundled pictures"
@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.questions < 0:
+        raise ConfigError(f"--questions {arguments.questions} is too small")
     config = flags.serve_config(arguments)
     config = dataclasses.replace(
         config, front_door=dataclasses.replace(config.front_door, served_model_name=flags.DEMO)

@@ -7,17 +7,21 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from triptych.cli import flags
-from triptych.config import ServeConfig, is_loopback, parse_cpus
-from triptych.errors import StartError, TriptychError
+from triptych.config import FrontDoorConfig, ObserveConfig, ServeConfig, is_loopback, parse_cpus, parse_ranks
+from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.families.registry import family_of, resolve
 from triptych.models.config_files import load_config
+from triptych.models.decoder_config import DecoderConfig
 from triptych.models.safetensors_header import read_folder
-from triptych.observe.machine import available_bytes
+from triptych.observe.machine import available_bytes, check_cores
+from triptych.prompt.hosts import AllowedHosts
+from triptych.prompt.local_files import MediaFolder
 from triptych.prompt.prompt import PromptBuilder
 from triptych.topology import Role
 
@@ -50,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(f"{arguments.model}: {model['model_type']}, rows of {family.row_width} values", markup=False)
     console.print(_table(stages, [role for role in Role if files.takes_media or not role.encodes]))
-    checks = list(_checks(config, stages))
+    checks = [_tried("tensor parallelism", lambda: _ranks(config, family.decoder_config)), *_checks(config, stages)]
     shown = Table("", "what", "found")
     for check in checks:
         shown.add_row("[red]wrong[/]" if check.wrong else "[green]ok[/]", check.what, check.wrong or check.found)
@@ -59,14 +63,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
-    cores = len(parse_cpus(config.engine.cpus) or os.sched_getaffinity(0))
-    yield Check("cores", str(cores))
+    yield _tried("cores", lambda: _cores(config))
     yield _memory(config, stages)
     yield _tried("device", lambda: _device(config))
     yield _tried("tokenizer, chat template", lambda: _prompts(config))
     for name in ("shm", "nixl", "mooncake") if config.transfer.fabric == "auto" else (config.transfer.fabric,):
         yield _fabric(config, name)
     yield _tried("cluster secret", lambda: _secret(config))
+    yield _tried("API keys", lambda: _keys(config.front_door))
+    yield _tried("TLS", lambda: _tls(config.front_door))
+    yield _tried("where media may come from", lambda: _media(config.front_door))
+    yield _tried("request log", lambda: _request_log(config.observe))
     for what, host, port in (
         ("--port", config.front_door.host, config.front_door.port),
         ("--control-port", config.cluster.cluster_host, config.front_door.control_port),
@@ -104,9 +111,57 @@ def _device(config: ServeConfig) -> str:
 
 
 def _prompts(config: ServeConfig) -> str:
-    builder = PromptBuilder(config.model, config.engine.max_model_len or None)
+    builder, asked = PromptBuilder(config.model), config.engine.max_model_len
+    if asked > builder.context_length:
+        raise ConfigError(f"--max-model-len {asked} exceeds the {builder.context_length} tokens of the model")
     prompt = builder.build([{"role": "user", "content": "?"}])
-    return f"a question mark is {len(prompt.tokens)} tokens; at most {builder.context_length} fit the model"
+    return f"a question mark is {len(prompt.tokens)} tokens; at most {asked or builder.context_length} fit"
+
+
+def _cores(config: ServeConfig) -> str:
+    named, allowed = parse_cpus(config.engine.cpus), os.sched_getaffinity(0)
+    check_cores(named)
+    return str(len(named or allowed))
+
+
+def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:
+    sizes = parse_ranks(config.engine.tensor_parallel_size)
+    for size in sizes.values():
+        decoder.shard(size)
+    return f"{max(sizes.values())} processes at most for each language instance"
+
+
+def _keys(config: FrontDoorConfig) -> str:
+    return f"{len(keys)} are accepted" if (keys := config.api_keys()) else "none: requests need no key"
+
+
+def _tls(config: FrontDoorConfig) -> str:
+    config.check_ssl()
+    return "the certificate and its key can be used" if config.ssl_certfile else "off: plain HTTP"
+
+
+def _media(config: FrontDoorConfig) -> str:
+    AllowedHosts(config.allowed_media_domains)
+    if config.allowed_local_media_path:
+        MediaFolder(config.allowed_local_media_path)
+    where = [*config.allowed_media_domains, *filter(None, [config.allowed_local_media_path])]
+    return ", ".join(["requests themselves", *where])
+
+
+def _request_log(config: ObserveConfig) -> str:
+    """Looked at without making it: a service that starts appends to it."""
+    path = Path(config.request_log_file)
+    if not config.enable_log_requests or not config.request_log_file:
+        return "on standard output" if config.enable_log_requests else "off"
+    folder, target = path.parent, path if path.exists() else path.parent
+    for wrong, reason in (
+        (path.is_dir(), "it is a folder"),
+        (not folder.is_dir(), f"there is no folder {folder}"),
+        (not os.access(target, os.W_OK), f"{target} may not be written to"),
+    ):
+        if wrong:
+            raise ConfigError(f"--request-log-file {path}: {reason}")
+    return f"can be written to {path}"
 
 
 def _fabric(config: ServeConfig, name: str) -> Check:

@@ -168,6 +168,13 @@ def serve_config(arguments: argparse.Namespace) -> ServeConfig:
     )
 
 
+def number(text: str) -> float:
+    """An argument's number. Raises ValueError for nan and inf, too."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
+
+
 def model_folder(name: str) -> Path:
     """The checkpoint folder that MODEL names. Raises CheckpointError when it isn't one, or a shard is missing."""
     folder = MODEL_DIR if name == DEMO else Path(name)
@@ -185,9 +192,10 @@ def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
 
 def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:
     """Raises ConfigError for what isn't the HOST:PORT of a front door, or of one that couldn't answer."""
-    if not _HOST_PORT.fullmatch(address):
+    host, _, port = address.rpartition(":")
+    if not _HOST_PORT.fullmatch(address) or not 1 <= int(port) <= 65535:
         raise ConfigError(f"{given_as} {address!r} is not HOST:PORT")
-    host = address.rpartition(":")[0].strip("[]")
+    host = host.strip("[]")
     if is_loopback(cluster.cluster_host) and not is_loopback(host):
         raise ConfigError(
             f"{given_as} {address} may be another machine, which couldn't answer to {cluster.cluster_host}: give the "

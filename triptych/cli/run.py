@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="length of the longest answer, in tokens (default: what the model's context leaves)",
     )
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the checkpoint's own)")
+    parser.add_argument("--temperature", type=flags.number, help="0 is greedy (default: the checkpoint's own)")
     parser.add_argument("--verbose", action="store_true", help="show the logs of the instances")
     flags.add_settings(parser)
 

@@ -5,13 +5,12 @@ import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from triptych.errors import ConfigError
 from triptych.observe.perfetto import trace_events
-from triptych.observe.request_log import timeline_of
+from triptych.observe.request_log import read_line
 from triptych.observe.timeline import Interval
 
 SUMMARY = "turn a request, or a window of time, of a request log into a file for ui.perfetto.dev"
@@ -45,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--log {arguments.log}: {getattr(error, 'strerror', 'it is not text')}") from None
     if not requests:
         what = f"no request {arguments.request!r}" if arguments.request else "no requests"
-        raise ConfigError(f"{arguments.log} has {what} of that time")
+        when = " of that time" if since or until else ""
+        raise ConfigError(f"--log {arguments.log} has {what}{when}")
     try:
         arguments.out.write_text(json.dumps(trace_events(requests)) + "\n")
     except OSError as error:
@@ -58,12 +58,9 @@ def _wanted(
     line: str, request: str | None, since: datetime | None, until: datetime | None
 ) -> Iterator[tuple[str, list[Interval]]]:
     """What one line has to add; nothing for a line that isn't a request's, since other programs may write there too."""
-    try:
-        fields: dict[str, Any] = json.loads(line)
-        name, moment = str(fields["request_id"]), datetime.fromisoformat(fields["time"])
-        timeline = timeline_of(fields)
-    except (ValueError, KeyError, TypeError):
+    if (found := read_line(line)) is None:
         return
+    name, moment, timeline = found
     if request in (None, name) and (since is None or since <= moment) and (until is None or moment <= until):
         yield name, timeline
 
@@ -74,5 +71,5 @@ def _moment(name: str, text: str | None) -> datetime | None:
         return None
     try:
         return datetime.fromisoformat(text).astimezone()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(f"--{name} {text!r} is not a time such as 2026-01-31T12:00:00") from None

@@ -21,11 +21,15 @@ def available_bytes() -> int:
 def stay_on(cores: frozenset[int]) -> None:
     """Keeps this process, and those that it starts, to these cores; none given: to those it may use already. Raises
     ConfigError when it may not use one of them."""
-    if not cores:
-        return
+    check_cores(cores)
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def check_cores(cores: frozenset[int]) -> None:
+    """Raises ConfigError when this process may not use one of them."""
     if foreign := sorted(cores - os.sched_getaffinity(0)):
         raise ConfigError(f"--cpus names core {foreign[0]}, which this process may not use")
-    os.sched_setaffinity(0, cores)
 
 
 def end_with_parent(parent: int) -> None:

@@ -6,7 +6,7 @@ Never what was said: no prompt, no answer, no URL, no header but those with ids.
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import msgspec
 
@@ -58,19 +58,38 @@ def line_of(record: RequestRecord) -> dict[str, Any]:
     }
 
 
-def timeline_of(line: dict[str, Any]) -> list[Interval]:
-    """The intervals of a line that ``line_of`` made. Raises KeyError, TypeError or ValueError for any other."""
-    began = datetime.fromisoformat(line["time"]).timestamp()
-    return [
-        Interval(
-            str(row["stage"]),
-            began + float(row["start_ms"]) / 1000,
-            began + float(row["end_ms"]) / 1000,
-            row.get("item"),
-            str(row.get("engine", "")),
-        )
-        for row in line["timeline"]
-    ]
+class _Row(msgspec.Struct):
+    stage: str
+    start_ms: float
+    end_ms: float
+    item: int | None = None
+    engine: str = ""
+
+
+class _Line(msgspec.Struct):
+    request_id: str
+    time: Annotated[datetime, msgspec.Meta(tz=True)]
+    timeline: list[_Row]
+
+
+_LINES = msgspec.json.Decoder(_Line)
+
+
+def read_line(text: str) -> tuple[str, datetime, list[Interval]] | None:
+    """The id, the arrival and the intervals of the request that a line is about; None for a line of another kind."""
+    try:
+        line = _LINES.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    began = line.time.timestamp()
+    return (
+        line.request_id,
+        line.time,
+        [
+            Interval(row.stage, began + row.start_ms / 1000, began + row.end_ms / 1000, row.item, row.engine)
+            for row in line.timeline
+        ],
+    )
 
 
 def _first_token_ms(began: float, sequences: Iterable[SequenceRecord]) -> float | None:
