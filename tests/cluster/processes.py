@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ class Command:
 
     def wait_until_ready(self) -> str:
         """The URL that the ready line gives. From here on the descendants are known."""
-        url = self.wait_for_line(r"^ready: .* on (http://\S+)/v1$")[1]
+        url = self.wait_for_line(r"^ready: .* on (https?://\S+)/v1$")[1]
         self.descendants = psutil.Process(self.process.pid).children(recursive=True)
         return url
 
@@ -85,14 +85,23 @@ def triptych(
     whatever is left of it is killed on the way out."""
     if folder is not None:
         environment = {"PYTHONPATH": str(ROOT)} | environment
+    words = [*prefix, sys.executable, *(["-P"] if folder else []), "-m", "triptych", *map(str, arguments)]
+    with running(words, folder or ROOT, environment) as command:
+        yield command
+
+
+@contextmanager
+def running(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Iterator[Command]:
+    """Runs what ``words`` say in ``folder``, with few other variables; whatever is left of it is killed on the way
+    out."""
     process = subprocess.Popen(
-        [*prefix, sys.executable, *(["-P"] if folder else []), "-m", "triptych", *map(str, arguments)],
+        words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=folder or ROOT,
-        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"} | environment,
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"} | dict(environment),
     )
     command = Command(process)
     assert process.stdout is not None

@@ -1,0 +1,1 @@
+"""What somebody does who has just installed Triptych."""

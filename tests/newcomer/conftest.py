@@ -1,0 +1,77 @@
+"""An environment that has Triptych as its users have it: from a wheel, far from the checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.processes import ROOT
+
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "triptych")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment; ``bin`` has its commands."""
+
+    bin: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of a shell in which it is active, and little else."""
+        return {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", "HOME": str(Path.home()), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing is left in the checkout, and nothing that was left there gets in."""
+    copy, made = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(made), str(copy))
+    (found,) = made.glob("triptych-*.whl")
+    return found
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """What Triptych depends on is shared with the environment of the tests: installing it takes minutes."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
+    purelib = subprocess.check_output(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+    ).strip()
+    # after the wheel, which would else be found to be there already
+    Path(purelib, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return checked(Environment(folder / "bin"), folder)
+
+
+def checked(environment: Environment, folder: Path) -> Environment:
+    """It has its own Triptych."""
+    command = [environment.bin / "python", "-P", "-c", "import triptych; print(triptych.__file__)"]
+    found = subprocess.check_output(command, text=True, env=environment.variables, cwd="/").strip()
+    assert Path(found).is_relative_to(folder), f"{found} is not in {folder}"
+    return environment
+
+
+def pip(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
+        cwd="/",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,87 @@
+"""Every example of the documents works as it is written, in a fresh environment outside the checkout."""
+
+import argparse
+import subprocess
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.processes import ROOT, running
+from tests.newcomer.conftest import Environment, checked, pip
+from tests.newcomer.examples import DOCUMENTS, NOT_RUN, Reader, blocks
+from triptych.cli import make_parser
+
+
+def commands(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
+    """The words of each command that the parser knows, its own first."""
+    yield parser.prog.split()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from commands(below)
+
+
+def test_help_and_version(installed: Environment, tmp_path: Path) -> None:
+    for words in [
+        *(["triptych", *command[1:], "--help"] for command in commands(make_parser())),
+        ["triptych", "--version"],
+    ]:
+        for command in (words, ["python", "-m", *words]) if len(words) == 2 else (words,):
+            program = [str(installed.bin / command[0]), *command[1:]]
+            done = subprocess.run(
+                program, env=installed.variables, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+            )
+            assert (done.returncode, done.stderr) == (0, ""), command
+            assert done.stdout.startswith("usage: triptych" if words[-1] == "--help" else "triptych "), command
+
+
+def test_the_demo_beside_modules_of_the_users(installed: Environment, tmp_path: Path) -> None:
+    """Names that Python and Triptych use, too, in the folder that it is started in."""
+    marker = tmp_path / "marker"
+    folder = tmp_path / "project"
+    (folder / "triptych").mkdir(parents=True)
+    for name in ("random.py", "json.py", "triptych/__init__.py"):
+        (folder / name).write_text(f"open({str(marker)!r}, 'w')\nraise SystemExit(1)\n")
+    demo = [str(installed.bin / "triptych"), "demo", "--questions", "1", "--port", "0"]
+    with running(demo, folder, installed.variables) as command:
+        assert command.end(120) == 0, command.text
+        assert "1 of 1 answers are right" in command.text
+    assert not marker.exists()
+
+
+def test_the_readme_works(installed: Environment, tmp_path: Path) -> None:
+    """All of it that is quick."""
+    reader = Reader(installed, tmp_path, patient=False)
+    for block in blocks("README.md"):
+        reader.run(block)
+    assert {"serve", "run", "doctor", "status", "trace"} <= {line.split()[1] for line in reader.ran}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_document_works(document: str, installed: Environment, tmp_path: Path) -> None:
+    reader = Reader(installed, tmp_path, patient=True)
+    for block in blocks(document):
+        reader.run(block)
+
+
+def test_what_is_not_run_is_still_there() -> None:
+    text = "\n".join((ROOT / document).read_text() for document in DOCUMENTS)
+    for beginning in NOT_RUN:
+        assert f"\n{beginning}" in text, f"no block begins with {beginning!r} any more"
+
+
+@pytest.mark.slow
+def test_an_environment_with_nothing_of_ours(wheel: Path, tmp_path: Path) -> None:
+    """All that Triptych depends on is installed as for any user."""
+    venv.create(tmp_path / "environment", with_pip=True)
+    environment = Environment(tmp_path / "environment" / "bin")
+    pip("--python", str(environment.bin / "python"), "install", "--quiet", str(wheel))
+    checked(environment, tmp_path)
+    demo = [str(environment.bin / "triptych"), "demo", "--port", "0"]
+    (tmp_path / "empty").mkdir()
+    with running(demo, tmp_path / "empty", environment.variables) as command:
+        assert command.end(180) == 0, command.text
+        assert "5 of 5 answers are right" in command.text
