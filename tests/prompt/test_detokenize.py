@@ -33,9 +33,9 @@ def streamed(detokenizer: Detokenizer, tokens: list[int], cuts: list[int]) -> st
     return "".join(pieces) + detokenizer.finish()
 
 
-def until_stop(text: str, stop: list[str]) -> str:
-    """The definition: the stop string that is complete first; of two, the longer."""
-    for end in range(1, len(text) + 1):
+def until_stop(text: str, stop: list[str], unsearched: int = 0) -> str:
+    """The definition: the stop string that is complete first, behind so many characters; of two, the longer."""
+    for end in range(unsearched + 1, len(text) + 1):
         found = [len(one) for one in stop if text[:end].endswith(one)]
         if found:
             return text[: end - max(found)]
@@ -57,6 +57,25 @@ def test_stop_strings(tokenizer: Tokenizer, text: str, stop: list[str], cuts: li
     detokenizer = Detokenizer(tokenizer, stop)
     assert streamed(detokenizer, tokenizer.encode(text), cuts) == until_stop(text, stop)
     assert detokenizer.stopped == any(one in text for one in stop)
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=texts, stop=stops, cuts=cuts, min_tokens=st.integers(0, 12))
+def test_stop_strings_end_behind_min_tokens(
+    tokenizer: Tokenizer, text: str, stop: list[str], cuts: list[int], min_tokens: int
+) -> None:
+    tokens = tokenizer.encode(text)
+    unsearched = len(Detokenizer(tokenizer).push(tokens[:min_tokens]))
+    detokenizer = Detokenizer(tokenizer, stop, min_tokens=min_tokens)
+    assert streamed(detokenizer, tokens, cuts) == until_stop(text, stop, unsearched)
+
+
+def test_a_stop_string_across_min_tokens_counts(tokenizer: Tokenizer) -> None:
+    """As in vLLM: its end decides. One that was complete before doesn't count later."""
+    tokens = [token for letter in "abcab" for token in tokenizer.encode(letter)]
+    assert streamed(Detokenizer(tokenizer, ["abc"], min_tokens=2), tokens, [1]) == ""
+    assert streamed(Detokenizer(tokenizer, ["b", "abd"], min_tokens=2), tokens, [1]) == "abca"
+    assert streamed(Detokenizer(tokenizer, ["ab"], min_tokens=5), tokens, [1]) == "abcab"
 
 
 def test_whole_characters_only(tokenizer: Tokenizer) -> None:

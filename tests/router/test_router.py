@@ -176,6 +176,41 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
     assert desk.outstanding() == 0
 
 
+def test_an_answer_that_its_reader_ends_counts_as_finished_and_is_cancelled_at_its_instance() -> None:
+    def until_six(report: Tokens) -> Tokens:
+        if 6 not in report.tokens:
+            return report
+        return msgspec.structs.replace(report, tokens=report.tokens[: report.tokens.index(6) + 1], finish_reason="stop")
+
+    desk = Desk(E0, PD0)
+    stream = desk.submit(read=until_six)
+    desk.router.handle(Tokens(stream.request, [5]))
+    assert desk.of(Cancel) == []
+    desk.router.handle(Tokens(stream.request, [6, 7, 8]))
+    desk.router.handle(Tokens(stream.request, [9]))
+    assert desk.of(Cancel) == [(PD0, Cancel(stream.request))]
+    assert (desk.router.num_requests, desk.outstanding()) == (0, 0)
+    assert tokens_of(stream) == [5, 6]
+    assert (stream.record.finish_reason, stream.record.num_tokens) == ("stop", 2)
+    forecast = desk.router._admission.forecast
+    learnt = (forecast.mean_cost, forecast.cost(0, 100))
+    assert learnt == (forecast.cost_of(1, 2), forecast.cost_of(0, 2))
+
+
+def test_what_a_reader_trips_over_fails_its_request_alone() -> None:
+    def trips(report: Tokens) -> Tokens:
+        raise ValueError("secret")
+
+    desk = Desk(E0, PD0)
+    stream, other = desk.submit(read=trips), desk.submit()
+    desk.router.handle(Tokens(stream.request, [5]))
+    desk.router.handle(Tokens(other.request, [5], finish_reason="stop"))
+    with pytest.raises(InternalError, match="could not be read"):
+        tokens_of(stream)
+    assert tokens_of(other) == [5]
+    assert desk.of(Cancel) == [(PD0, Cancel(stream.request))]
+
+
 def test_a_full_house_answers_overloaded_until_one_ends() -> None:
     desk = Desk(E0, PD0, max_queue=1)
     stream = desk.submit()

@@ -15,11 +15,12 @@ from triptych.api.merging import merged
 from triptych.api.prompt_logprobs import check_size
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
-from triptych.messages.work import GrammarSpec, PromptLogprobs, Sampling, TokenLogprob
+from triptych.messages.work import GrammarSpec, PromptLogprobs, Sampling, TokenLogprob, Tokens
 from triptych.observe.timeline import Interval
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.media import RequestMedia
 from triptych.prompt.prompt import PlannedPrompt
+from triptych.prompt.tokenizer import Tokenizer
 from triptych.router.stream import TokenStream
 
 N = TypeVar("N")
@@ -102,8 +103,10 @@ class Generation:
         """The pieces of all choices as they come. Ends the requests when it is closed early. Raises RequestError and
         ServiceError."""
         try:
-            self._streams.extend(self._submit(choice) for choice in range(self.num_choices))
-            async with aclosing(merged([self._pieces(*numbered) for numbered in enumerate(self._streams)])) as pieces:
+            texts = [_Text(self.service.tokenizer, self.fields) for _ in range(self.num_choices)]
+            self._streams.extend(self._submit(*numbered) for numbered in enumerate(texts))
+            choices = [self._pieces(number, *one) for number, one in enumerate(zip(texts, self._streams, strict=True))]
+            async with aclosing(merged(choices)) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
@@ -114,11 +117,10 @@ class Generation:
     def end(self, choice: int) -> None:
         """The choice has all it needs: it is generated no further, and has no more pieces."""
         stream = self._streams[choice]
-        stream.record.finish_reason = "stop"
-        self.service.router.cancel(stream.request)
+        self.service.router.complete(stream.request)
         stream.close()
 
-    def _submit(self, choice: int) -> TokenStream:
+    def _submit(self, choice: int, text: "_Text") -> TokenStream:
         return self.service.router.submit(
             self.prompt_of(choice),
             self.samplings[choice % len(self.samplings)],
@@ -126,28 +128,18 @@ class Generation:
             self.fields.cache_salt or "",
             self.caller.remaining,
             priority=self.fields.priority or 0,
+            read=text.read,
         )
 
-    async def _pieces(self, number: int, tokens: TokenStream) -> AsyncGenerator[Piece, None]:
-        detokenizer = Detokenizer(self.service.tokenizer, self.fields.stop_strings, self.fields.skip_special_tokens)
+    async def _pieces(self, number: int, text: "_Text", tokens: TokenStream) -> AsyncGenerator[Piece, None]:
         prompt = number // len(self.samplings)
         async for report in tokens:
             self._reused[prompt] = max(self._reused.get(prompt, 0), report.reused)
             if report.prompt_logprobs is not None:
                 self.prompt_logprobs[number] = report.prompt_logprobs
-            # the token that ended it counts, but isn't part of the answer, special or not: as in vLLM
-            shown = report.tokens[: len(report.tokens) - (report.finish_reason == "stop")]
-            text, used = _until_stop(detokenizer, shown)
-            # of tokens that came together with the one that completes a stop string, those behind it don't count
-            self.num_generated += used if detokenizer.stopped else len(report.tokens)
-            if report.finish_reason:
-                text += detokenizer.finish()
-            reason = "stop" if detokenizer.stopped else report.finish_reason
-            if detokenizer.stopped:
-                tokens.record.finish_reason = "stop"
-            yield Piece(number, text, shown[:used], report.logprobs[:used], reason)
-            if reason:
-                return
+            self.num_generated += len(report.tokens)
+            shown = text.shown(report)
+            yield Piece(number, text.take(), shown, report.logprobs[: len(shown)], report.finish_reason)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -161,14 +153,45 @@ class Generation:
         } | ({"completion_tokens_details": {"reasoning_tokens": self.num_reasoning}} if self.num_reasoning else {})
 
 
-def _until_stop(detokenizer: Detokenizer, tokens: list[int]) -> tuple[str, int]:
-    """The text that is now certain, and how many of the tokens are part of the answer."""
-    text = ""
-    for used, token in enumerate(tokens, start=1):
-        text += detokenizer.push([token])
-        if detokenizer.stopped:
-            return text, used
-    return text, len(tokens)
+class _Text:
+    """One choice's text. The router has it ``read`` reports when they come, not when a client takes them: a stop string
+    then ends the choice at its instance at once, and no token behind it counts."""
+
+    def __init__(self, tokenizer: Tokenizer, fields: SamplingFields) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer, fields.stop_strings, fields.skip_special_tokens, fields.min_tokens or 0
+        )
+        self._untaken = ""
+
+    def read(self, report: Tokens) -> Tokens:
+        """What of the report belongs to the answer: nothing behind the token that completes a stop string."""
+        shown = self.shown(report)
+        for used, token in enumerate(shown, start=1):
+            self._untaken += self._detokenizer.push([token])
+            if self._detokenizer.stopped:
+                return _cut(report, used)
+        if report.finish_reason is not None:
+            self._untaken += self._detokenizer.finish()
+            if self._detokenizer.stopped:
+                return _cut(report, len(shown))
+        return report
+
+    def shown(self, report: Tokens) -> list[int]:
+        """The tokens that are part of the text. One that ends the answer counts but isn't, special or not, as in
+        vLLM."""
+        by_token = report.finish_reason == "stop" and not self._detokenizer.stopped
+        return report.tokens[:-1] if by_token else report.tokens
+
+    def take(self) -> str:
+        """What has become certain since the last look."""
+        text, self._untaken = self._untaken, ""
+        return text
+
+
+def _cut(report: Tokens, used: int) -> Tokens:
+    return msgspec.structs.replace(
+        report, tokens=report.tokens[:used], logprobs=report.logprobs[:used], finish_reason="stop"
+    )
 
 
 def check_model(service: Service, model: str | None) -> None:

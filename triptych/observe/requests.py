@@ -3,10 +3,12 @@
 The request being answered is found by a context variable, so that who has something to note needn't be handed it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+import msgspec
 
 from triptych.observe.timeline import Interval
 
@@ -30,6 +32,12 @@ class SequenceRecord:
     finish_reason: str | None = None
     error: str | None = None
     intervals: list[Interval] = field(default_factory=list)
+
+    def add(self, intervals: Iterable[Interval], engine: str, item: int | None = None) -> None:
+        """What an instance did, for one item or for the whole sequence. An interval may name another instance."""
+        for one in intervals:
+            of = one.item if item is None else item
+            self.intervals.append(msgspec.structs.replace(one, engine=one.engine or engine, item=of))
 
 
 @dataclass(eq=False)

@@ -22,15 +22,20 @@ class Detokenizer:
     string, however the tokens were split into pushes. Exact for byte-level tokenizers.
 
     The first stop string is the one that is complete first; of two complete at once, the longer one. ``stopped`` is
-    true once one was found; it isn't part of the text. Raises InvalidRequest for an empty stop string.
+    true once one was found; it isn't part of the text. A stop string counts only if its end is text behind the first
+    ``min_tokens`` tokens, as in vLLM. Raises InvalidRequest for an empty stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True, min_tokens: int = 0
+    ) -> None:
         if not all(stop):
             raise InvalidRequest("a stop string can't be empty", "stop")
         self.stopped = False
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
+        self._unsearched = min_tokens
+        """How many of the next tokens can't complete a stop string."""
         # Text of the window is that of context and window less that of the context: decoders that treat the first
         # token of a text differently must not see the window as one.
         self._context: list[int] = []
@@ -41,11 +46,16 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that is now certain. Empty once stopped."""
-        return "".join(self._release(self._decode_next(token_id)) for token_id in token_ids)
+        text = ""
+        for token_id in token_ids:
+            new = self._decode_next(token_id)
+            text += self._release(new, search=not self._unsearched)
+            self._unsearched = max(0, self._unsearched - 1)
+        return text
 
     def finish(self) -> str:
         """What was held back. Bytes of a character that never was completed become U+FFFD."""
-        text = self._release(self._window_text()[self._emitted :])
+        text = self._release(self._window_text()[self._emitted :], search=not self._unsearched)
         self._window.clear()
         self._emitted = 0
         if not self.stopped:
@@ -96,12 +106,17 @@ class Detokenizer:
                 self._emitted = emitted
                 return
 
-    def _release(self, text: str) -> str:
+    def _release(self, text: str, *, search: bool) -> str:
         """Adds text to what is held and returns what can't be part of a stop string."""
         if self.stopped:
             return ""
+        old = len(self._held)
         text = self._held + text
-        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        ends = []
+        if search:
+            # one that ends within what is held was complete before it counted
+            starts = [(stop, text.find(stop, max(0, old - len(stop) + 1))) for stop in self._stop]
+            ends = [(start + len(stop), start) for stop, start in starts if start >= 0]
         if ends:
             self.stopped = True
             self._held = ""

@@ -16,6 +16,7 @@ from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig
 from triptych.errors import (
     DeadlineExceeded,
     InstanceLost,
+    InternalError,
     MediaNotServed,
     Overloaded,
     TriptychError,
@@ -61,7 +62,7 @@ from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry, is_same
 from triptych.router.role_changes import RoleChanges
-from triptych.router.stream import TokenStream
+from triptych.router.stream import Read, TokenStream
 from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
@@ -143,10 +144,11 @@ class Router:
         timeout: float = math.inf,
         *,
         priority: int = 0,
+        read: Read | None = None,
     ) -> TokenStream:
         """Admits a request; a language instance is given it when it is its turn, lower ``priority`` first. ``timeout``
-        is how many seconds it has, if those are fewer than are left of what the service allows. Raises as
-        ``preparing`` does."""
+        is how many seconds it has, if those are fewer than are left of what the service allows. ``read`` may end it
+        early; None takes all tokens. Raises as ``preparing`` does."""
         caller = current_caller()
         timeout = min(timeout, self._config.request_timeout - seconds_spent())
         cost = self._admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
@@ -166,7 +168,7 @@ class Router:
             cache_salt=cache_salt,
             timeout=time_left(timeout, 0.0),
         )
-        stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)))
+        stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)), read)
         self.metrics.admitted(stream.record)
         now = self._clock()
         self._streams[request] = stream
@@ -279,8 +281,16 @@ class Router:
         if stream := self._leave_line(request):
             stream.record.finish_reason = "abort"
             self.metrics.ended(stream.record, time.time())
-        if entry := self._end(request, "abort"):
+        self._end_early(request, "abort")
+
+    def complete(self, request: RequestId) -> None:
+        """As ``cancel``, for an answer that has all that it needs: it counts as one that ended by itself."""
+        self._end_early(request, "stop")
+
+    def _end_early(self, request: RequestId, reason: str) -> Assigned | None:
+        if entry := self._end(request, reason):
             self._tell(entry.generator.address, Cancel(entry.generate.request))
+        return entry
 
     def end_all(self, error: TriptychError) -> None:
         """Every request fails with ``error``, wherever it is."""
@@ -332,9 +342,8 @@ class Router:
     def _fail(self, request: RequestId, error: TriptychError) -> None:
         if (failed := self._requests.get(request)) is not None:
             failed.stream.record.error = type(error).__name__
-        if entry := self._end(request, "error"):
+        if entry := self._end_early(request, "error"):
             entry.stream.put(error)
-            self._tell(entry.generator.address, Cancel(entry.generate.request))
 
     def _place_again(self, entry: Assigned, error: TriptychError) -> None:
         """Another language instance goes on from the tokens that have come: which ones follow is the same wherever
@@ -427,10 +436,8 @@ class Router:
             return
         if not message.cached:
             self.last_encoded = self._clock()
-        self._requests[encoding.wanted.request].stream.intervals.extend(
-            msgspec.structs.replace(interval, item=encoding.wanted.index, engine=encoding.encoder.name)
-            for interval in message.intervals
-        )
+        record = self._requests[encoding.wanted.request].stream.record
+        record.add(message.intervals, encoding.encoder.name, encoding.wanted.index)
         self._encodings.encoded(encoding, cached=message.cached)
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
@@ -443,17 +450,21 @@ class Router:
             return
         self._settle_prefill(entry)
         self.last_token = self._clock()
-        entry.generated += message.tokens
+        try:
+            report = entry.stream.read(message)
+        except InternalError as error:
+            self._fail(entry.stream.request, error)
+            return
+        entry.generated += report.tokens
         record = entry.stream.record
         record.num_reused = max(record.num_reused, message.reused)
-        self.metrics.took_tokens(record, len(message.tokens), time.time())
+        self.metrics.took_tokens(record, len(report.tokens), time.time())
         if message.finish_reason is not None:
-            record.intervals += [
-                interval if interval.engine else msgspec.structs.replace(interval, engine=entry.generator.name)
-                for interval in message.intervals
-            ]
-            self._end(entry.stream.request, message.finish_reason)
-        entry.stream.put(message)
+            record.add(message.intervals, entry.generator.name)
+            self._end(entry.stream.request, report.finish_reason or message.finish_reason)
+        elif report.finish_reason is not None:
+            self._end_early(entry.stream.request, report.finish_reason)
+        entry.stream.put(report)
 
     def _on_failed(self, message: Failed) -> None:
         entry = self._under_way(message.request)

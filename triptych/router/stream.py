@@ -1,21 +1,29 @@
 """What a request's caller reads its tokens from."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
 
-from triptych.errors import TriptychError
+from triptych.errors import InternalError, TriptychError
 from triptych.messages.work import Tokens
 from triptych.observe.requests import SequenceRecord
 from triptych.observe.timeline import Interval
 from triptych.types import RequestId
 
+log = logging.getLogger(__name__)
+
+Read = Callable[[Tokens], Tokens]
+"""Is given each report when it comes, and returns what of it belongs to the answer, with a finish reason if that is
+complete."""
+
 
 class TokenStream:
     """The tokens of one request as they come. Ends after the tokens that carry a finish reason."""
 
-    def __init__(self, request: RequestId, record: SequenceRecord) -> None:
+    def __init__(self, request: RequestId, record: SequenceRecord, read: Read | None = None) -> None:
         self.request = request
         self.record = record
+        self._read = read
         self._untaken: list[Tokens] = []
         self._error: TriptychError | None = None
         self._closed = False
@@ -25,6 +33,14 @@ class TokenStream:
     def intervals(self) -> list[Interval]:
         """Where the request's time went, as far as its instances have said."""
         return self.record.intervals
+
+    def read(self, report: Tokens) -> Tokens:
+        """For the router: what of a report belongs to the answer. Raises InternalError when that can't be told."""
+        try:
+            return self._read(report) if self._read else report
+        except Exception:  # whatever it is, it is this request's alone
+            log.exception("couldn't read the tokens of request %s", self.request)
+            raise InternalError("the answer could not be read") from None
 
     def put(self, event: Tokens | TriptychError) -> None:
         """For the router. After a finish reason or an error nothing more comes."""

@@ -1,0 +1,76 @@
+"""Answers that end at a stop string: where their generation ends, and what of them is counted."""
+
+from typing import Any
+
+from tests.api.scraping import Scrape, scrape
+from tests.api.serving import Served, wait_for
+
+COMPLETIONS = "/v1/completions"
+LATE = 100
+"""Steps that an instance may take before it hears that an answer is complete, on a machine that is busy."""
+
+
+def ask(service: Served, prompts: list[str], **fields: Any) -> Any:
+    body = {"model": service.model, "prompt": prompts, "ignore_eos": True, "temperature": 0} | fields
+    with service.client() as client:
+        response = client.post(COMPLETIONS, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def counted(service: Served) -> Scrape:
+    """What metrics say once instances have reported that nothing runs."""
+    wait_for(service.everything_is_back)
+    with service.client() as client:
+        hosts = service.running.language_hosts()
+        wait_for(lambda: scrape(client).total("engine_steps_total") == sum(host.num_steps for host in hosts))
+        return scrape(client)
+
+
+def early(text: str, *others: str) -> str:
+    """A piece of the text's beginning that the other texts don't have."""
+    return next(text[at : at + 4] for at in range(4, 40) if not any(text[at : at + 4] in other for other in others))
+
+
+def test_a_choice_that_met_its_stop_string_is_generated_no_further(service: Served) -> None:
+    long, short = (choice["text"] for choice in ask(service, ["Once", "Twice"], max_tokens=800)["choices"])
+    stop = early(short, long)
+    before = counted(service)
+    answer = ask(service, ["Once", "Twice"], max_tokens=800, stop=[stop])
+    after = counted(service)
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "stop"]
+    assert [choice["text"] for choice in answer["choices"]] == [long, short[: short.index(stop)]]
+
+    def grown(name: str, **labels: str) -> float:
+        return after.total(name, **labels) - before.total(name, **labels)
+
+    usage = answer["usage"]
+    assert usage["completion_tokens"] < 800 + 60
+    assert grown("generation_tokens_total") == usage["completion_tokens"]
+    assert grown("request_generation_tokens_sum") == usage["completion_tokens"]
+    assert grown("engine_computed_tokens_total") <= usage["total_tokens"] + LATE
+    assert grown("request_success_total", finished_reason="stop") == 1
+    assert grown("request_success_total", finished_reason="abort") == 0
+
+
+def test_many_that_stop_early_take_no_longer_than_short_ones(service: Served) -> None:
+    """More than an instance works on at a time: each gives its place to the next when it stops, not when all have."""
+    prompts = ["Twice"] * 40
+    stop = early(ask(service, prompts[:1], max_tokens=60)["choices"][0]["text"])
+    before = counted(service)
+    answer = ask(service, prompts, max_tokens=1500, stop=[stop])
+    after = counted(service)
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    steps = after.total("engine_steps_total") - before.total("engine_steps_total")
+    assert steps <= 2 * 60 + LATE, "two batches of them, none of which runs to max_tokens"
+
+
+def test_stop_strings_count_behind_min_tokens(service: Served) -> None:
+    """As in vLLM: one whose end is text of the first min_tokens tokens doesn't end the answer."""
+    whole = ask(service, ["Twice"], max_tokens=60)["choices"][0]["text"]
+    letters = sorted(set(whole[:10]))
+    fields: dict[str, Any] = {"max_tokens": 60, "stop": letters[:16]}
+    assert ask(service, ["Twice"], **fields)["usage"]["completion_tokens"] <= 10
+    held = ask(service, ["Twice"], min_tokens=30, **fields)
+    assert held["usage"]["completion_tokens"] > 30
+    assert whole.startswith(held["choices"][0]["text"])
