@@ -5,12 +5,22 @@ type. Nothing is silently dropped.
 """
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from triptych.errors import InvalidRequest
-from triptych.messages.work import GrammarKind, GrammarSpec
+from triptych.messages.work import (
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    GrammarKind,
+    GrammarSpec,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -47,10 +57,25 @@ def string_or_object() -> Discriminator:
 class Strict(BaseModel):
     """No unknown fields and no guessing of types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     def check(self) -> None:
         """Raises InvalidRequest for fields that contradict each other."""
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity; its parser takes them all the same, and numbers beyond float64 as infinity."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, float) and not math.isfinite(one):
+            raise PydanticCustomError("finite_number", "Input should have finite numbers alone")
+        pending += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""Of any form."""
 
 
 class StreamOptions(Strict):
@@ -73,7 +98,7 @@ class JsonSchema(Strict):
     """``strict`` is accepted and ignored: the schema is always kept to."""
 
     name: str = Field(max_length=256)
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -91,8 +116,7 @@ class StructuredOutputs(Strict):
     """vLLM's field of that name: exactly one of these."""
 
     json_: (
-        Annotated[Annotated[GrammarText, Tag(STRING)] | Annotated[dict[str, Any], Tag(OBJECT)], string_or_object()]
-        | None
+        Annotated[Annotated[GrammarText, Tag(STRING)] | Annotated[JsonObject, Tag(OBJECT)], string_or_object()] | None
     ) = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: GrammarText | None = None
@@ -106,13 +130,31 @@ StopStrings = Annotated[
     string_or_array("strings"),
 ]
 
-Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
-TopP = Annotated[float, Field(gt=0.0, le=1.0)]
-TopK = Annotated[int, Field(ge=-1, le=2**20)]
-"""0 and -1: no limit."""
+GREEDY, MIN_TEMPERATURE = 1e-5, 0.01
+"""Temperatures below the first are 0; others below the second count as the second, as in vLLM."""
+
+
+def _usable(temperature: float) -> float:
+    return 0.0 if temperature < GREEDY else max(temperature, MIN_TEMPERATURE)
+
+
+Temperature = Annotated[
+    float,
+    Field(
+        ge=0.0,
+        le=MAX_TEMPERATURE,
+        description=f"0 is greedy, and so is what is below {GREEDY:g}; else below {MIN_TEMPERATURE:g} is as that",
+    ),
+    AfterValidator(_usable),
+]
+TopP = Annotated[float, Field(gt=0.0, le=1.0, description="However small, the likeliest token stays")]
+TopK = Annotated[int, Field(ge=-1, le=2**20, description="0 and -1: no limit")]
 MinP = Annotated[float, Field(ge=0.0, le=1.0)]
-RepetitionPenalty = Annotated[float, Field(gt=0.0, le=10.0)]
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+RepetitionPenalty = Annotated[
+    float,
+    Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY, description="1: none. Beyond the bounds float32 ends"),
+]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_TOKEN_IDS = 2**20
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
@@ -131,8 +173,10 @@ class ExtraFields(Strict):
 
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[TokenIdText, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(None, max_length=1024)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    logit_bias: dict[TokenIdText, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = Field(
+        None, max_length=1024
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="-1: any, as if there were none")
     stop: StopStrings | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None

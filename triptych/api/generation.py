@@ -229,7 +229,8 @@ def samplings(
     if min_tokens > (max_tokens or room):
         raise InvalidRequest(f"min_tokens {min_tokens} exceeds max_tokens {max_tokens or room}", "min_tokens")
     defaults = service.generation_defaults
-    seed = fields.seed if fields.seed is not None else secrets.randbits(62)
+    # -1 is none, as in vLLM and llama.cpp
+    seed = secrets.randbits(62) if fields.seed in (None, -1) else fields.seed
     first = Sampling(
         max_tokens=max_tokens or room,
         temperature=_given(fields.temperature, defaults.temperature),

@@ -10,6 +10,7 @@ from triptych.api.fields import (
     ARRAY,
     OBJECT,
     STRING,
+    JsonObject,
     MaxTokens,
     Name,
     SamplingFields,
@@ -155,7 +156,7 @@ class Function(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -180,7 +181,7 @@ ToolChoice = Annotated[
 
 
 def _scalar(value: Any) -> Any:
-    is_small = abs(value) < MAX_NUMBER if isinstance(value, int) else isinstance(value, float | None)
+    is_small = abs(value) < MAX_NUMBER if isinstance(value, int | float) else value is None
     if not is_small and not (isinstance(value, str) and len(value) <= MAX_SCALAR):
         raise PydanticCustomError(
             "scalar", f"Input should be a string of up to {MAX_SCALAR} characters, a number below 2^63, a bool"

@@ -181,6 +181,15 @@ class GrammarSpec(Struct, frozen=True):
     text: str
 
 
+MAX_TEMPERATURE = 2.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""A logit is divided by it or multiplied. Beyond, tokens that were seen are certain or banned, and float32 may end."""
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_TOP_K = 2**31 - 1
+Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+
+
 class Sampling(Struct, frozen=True):
     """How tokens are chosen and when generation ends. ``temperature`` 0 is greedy; ``top_k`` 0 is no limit.
     ``logprobs`` asks for the log probability of each token and of so many of the likeliest (None: for none),
@@ -188,14 +197,14 @@ class Sampling(Struct, frozen=True):
     ``logit_bias`` is added to tokens' logits; before ``min_tokens`` tokens nothing ends the answer."""
 
     max_tokens: Positive
-    temperature: Annotated[float, Meta(ge=0.0)] = 0.0
-    top_k: Count = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=MAX_TEMPERATURE)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] = 0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[int, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
