@@ -219,7 +219,7 @@ class FrontDoorConfig:
     )
     allowed_origins: tuple[str, ...] = setting((), "origins whose pages may send requests (CORS); none unless given")
     allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")
-    allowed_headers: tuple[str, ...] = setting(("Authorization", "Content-Type"), "headers that such pages may send")
+    allowed_headers: tuple[str, ...] = setting(("*",), "headers that such pages may send")
     allow_credentials: bool = setting(False, "let such pages send cookies")
     request_timeout: float = setting(600.0, "seconds after which a request that isn't finished fails")
     client_timeout: float = setting(

@@ -132,7 +132,8 @@ def test_numbers_that_are_none(service: Served, field: str, number: str) -> None
 def test_paths_and_methods_that_are_not_there(service: Served) -> None:
     with service.client() as client:
         the_error(client.get("/nothing/here"), 404, None, "not_found")
-        the_error(client.get("/v1/models/x/y"), 404)
+        the_error(client.get("/v1/models/x/y"), 404, "model", "unknown_model")
+        the_error(client.post("/v1/models/x"), 405)
         the_error(client.get(CHAT), 405)
         the_error(client.delete("/v1/models"), 405)
 

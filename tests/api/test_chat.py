@@ -186,6 +186,23 @@ def test_models_health_and_ready(service: Served) -> None:
         assert client.get("/health").status_code == 200
         wait_for(lambda: client.get("/ready").json() == {"ready": True})
         assert client.get("/ready").status_code == 200
+        assert client.get(f"/v1/models/{service.model}").json() == model
+        assert client.get("/v1/models/").status_code in (200, 307)
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as openais:
+        assert openais.models.retrieve(service.model).id == service.model
+        with pytest.raises(openai.NotFoundError):
+            openais.models.retrieve("another")
+
+
+def test_what_answers_get_answers_head(service: Served) -> None:
+    with service.client() as client:
+        wait_for(lambda: client.get("/ready").status_code == 200)
+        for path in ("/health", "/ready", "/metrics", "/version", "/v1/models", f"/v1/models/{service.model}", "/docs"):
+            got, head = client.get(path), client.head(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            assert head.headers["content-type"] == got.headers["content-type"]
+        assert client.head("/v1/models/another").status_code == 404
+        assert client.head(CHAT).status_code == 405
 
 
 def test_several_choices_are_as_if_asked_for_one_by_one(service: Served) -> None:

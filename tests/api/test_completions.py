@@ -86,7 +86,9 @@ def test_logprobs_have_an_entry_for_each_token(service: Served) -> None:
     whole = answer(service, prompt="Once", logprobs=2, temperature=0)["choices"][0]
     logprobs = whole["logprobs"]
     assert len(logprobs["tokens"]) == 8
-    assert logprobs["text_offset"] == [sum(map(len, logprobs["tokens"][:n])) for n in range(8)]
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert "\ufffd" in token or whole["text"].startswith(token, offset)
     for token, logprob, top in zip(
         logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
@@ -96,6 +98,20 @@ def test_logprobs_have_an_entry_for_each_token(service: Served) -> None:
         assert [entry for part in parts for entry in part[name]] == logprobs[name]
     none = answer(service, prompt="Once", logprobs=0)["choices"][0]["logprobs"]
     assert all(len(top) == 1 for top in none["top_logprobs"])
+
+
+def test_offsets_count_characters_of_the_text(service: Served) -> None:
+    """A character of several tokens counts once, and its tokens have its place."""
+    text = "héllo 🎉 世"
+    for fields in ({"echo": True, "max_tokens": 0}, {"echo": True, "max_tokens": 3, "temperature": 0}):
+        choice = answer(service, prompt=text, logprobs=0, **fields)["choices"][0]
+        offsets = choice["logprobs"]["text_offset"]
+        assert offsets == sorted(offsets)
+        own = [at for at in offsets if at < len(text)]
+        assert sorted(set(own)) == list(range(len(text))), "this tokenizer has a token for each byte"
+        assert len(own) == len(text.encode())
+        assert all(at >= len(text) for at in offsets[len(own) :])
+        assert choice["text"].startswith(text)
 
 
 def test_the_prompt_is_told_with_its_logprobs(service: Served) -> None:

@@ -144,8 +144,19 @@ def test_bounds_that_cannot_be_kept(service: Served, options: dict[str, int]) ->
 
 def test_low_detail_bounds_an_image() -> None:
     part = ImagePart(type="image_url", image_url=ImageURL(url="data:,", detail="low"))
-    assert View().bounds_of(part) == PixelBounds(0, LOW_DETAIL_PIXELS)
-    assert View(PixelBounds(max_pixels=4096)).bounds_of(part) == PixelBounds(max_pixels=4096)
+    assert View().bounds_of(part, LOW_DETAIL_PIXELS + 1) == PixelBounds(0, LOW_DETAIL_PIXELS)
+    assert View(PixelBounds(max_pixels=4096)).bounds_of(part, 10**6) == PixelBounds(max_pixels=4096)
+
+
+def test_low_detail_is_no_more_than_the_model_takes(service: Served) -> None:
+    url = image_part(image(256, 256))["image_url"]["url"]
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": detail}} for detail in ("auto", "low")]
+    assert rows(service, parts[0]) == rows(service, parts[1])
+    assert service.text([parts[0]]) == service.text([parts[1]])
+    content = [{"type": "input_image", "image_url": url, "detail": "low"}]
+    with service.client() as client:
+        body = {"model": service.model, "input": [{"role": "user", "content": content}], "max_output_tokens": 2}
+        assert client.post("/v1/responses", json=body).status_code == 200
 
 
 def with_uuid(uuid: str, data: bytes | None = None) -> dict[str, Any]:

@@ -108,11 +108,15 @@ def test_key_files(tmp_path: Path) -> None:
 # ── CORS ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+BROWSER = "authorization,content-type,x-stainless-lang,x-stainless-os,x-stainless-retry-count,x-stainless-timeout"
+"""What OpenAI's JavaScript client sends from a page."""
+
+
 def preflight(service: Served, origin: str) -> httpx.Response:
     headers = {
         "Origin": origin,
         "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization",
+        "Access-Control-Request-Headers": BROWSER,
     }
     with service.client() as client:
         return client.options(CHAT, headers=headers)
@@ -128,10 +132,12 @@ def test_cors_is_for_the_named_origins(guarded: Served) -> None:
     allowed = preflight(guarded, ORIGIN)
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == ORIGIN
+    assert set(BROWSER.split(",")) <= set(re.split(", ?", allowed.headers["access-control-allow-headers"].lower()))
     assert "access-control-allow-credentials" not in allowed.headers
     assert preflight(guarded, "https://evil.example.org").status_code == 400
     response = asked(guarded, {"Origin": ORIGIN, "Authorization": f"Bearer {FIRST}"})
     assert response.headers["access-control-allow-origin"] == ORIGIN
+    assert "x-request-id" in response.headers["access-control-expose-headers"].lower()
     assert "access-control-allow-origin" not in asked(guarded, {"Origin": "https://evil.example.org"}).headers
 
 

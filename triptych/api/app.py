@@ -21,7 +21,7 @@ from triptych.api.body import read_body
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
-from triptych.api.generation import Caller
+from triptych.api.generation import Caller, check_model
 from triptych.api.json_response import JsonResponse
 from triptych.api.observed import Observed
 from triptych.api.openapi import add_openapi, answers, streams, takes
@@ -37,6 +37,7 @@ from triptych.observe.requests import CURRENT
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 TIMELINE_HEADER = "x-triptych-timeline"
 """A request with this header set to ``true`` is told where its time went: ``timeline`` in the (last) answer."""
@@ -132,10 +133,8 @@ def _add_about(app: FastAPI, service: Service) -> None:
     started = int(time.time())
     readiness = Readiness(service.router, service.prompt_builder, sorted(service.tokenizer.eos_token_ids))
 
-    @app.get("/v1/models", responses=answers(objects.Models))
-    async def models() -> Response:
-        """The one model that is served."""
-        model = {
+    def the_model() -> dict[str, Any]:
+        return {
             "id": service.model_name,
             "object": "model",
             "created": started,
@@ -143,28 +142,50 @@ def _add_about(app: FastAPI, service: Service) -> None:
             "max_model_len": service.context_length,
             "input_modalities": service.input_modalities,
         }
-        return JsonResponse({"object": "list", "data": [model]})
 
-    @app.get("/version", responses=answers(objects.Version))
+    @_get(app, "/v1/models", responses=answers(objects.Models))
+    async def models() -> Response:
+        """The one model that is served."""
+        return JsonResponse({"object": "list", "data": [the_model()]})
+
+    @_get(app, "/v1/models/{model:path}", responses=answers(objects.Model))
+    async def model(model: str) -> Response:
+        """The model of that name, if it is the one that is served."""
+        if not model:
+            return await models()
+        check_model(service, model)
+        return JsonResponse(the_model())
+
+    @_get(app, "/version", responses=answers(objects.Version))
     async def version() -> Response:
         """Triptych's version."""
         return JsonResponse({"version": __version__})
 
-    @app.get("/health", responses=answers(objects.Health))
+    @_get(app, "/health", responses=answers(objects.Health))
     async def health() -> Response:
         """This process lives: nothing about the instances."""
         return JsonResponse({"status": "ok"})
 
-    @app.get("/ready", responses=answers(objects.Ready) | {503: {"model": objects.Ready}})
+    @_get(app, "/ready", responses=answers(objects.Ready) | {503: {"model": objects.Ready}})
     async def ready() -> Response:
         """A token came out of all stages within the last seconds, and new requests are admitted."""
         reason = await readiness.reason_against()
         return JsonResponse({"ready": False, "reason": reason}, 503) if reason else JsonResponse({"ready": True})
 
-    @app.get("/metrics", include_in_schema=False)
+    @_get(app, "/metrics", include_in_schema=False)
     async def metrics() -> Response:
         """For Prometheus: of the front door, and of all instances."""
         return Response(generate_latest(service.router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _get(app: FastAPI, path: str, **described: Any) -> Callable[[Answer], Answer]:
+    """Answers HEAD as well, as HTTP wants of whatever answers GET: some probes and proxies ask so."""
+
+    def added(answer: Answer) -> Answer:
+        app.head(path, include_in_schema=False)(answer)
+        return app.get(path, **described)(answer)
+
+    return added
 
 
 async def _received(request: Request, service: Service) -> tuple[bytes, Caller]:

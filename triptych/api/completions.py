@@ -17,6 +17,7 @@ from triptych.errors import InvalidRequest
 from triptych.messages.work import TokenLogprob
 from triptych.observe.requests import current_caller, note
 from triptych.observe.timeline import Interval
+from triptych.prompt.detokenize import REPLACEMENT, Detokenizer
 from triptych.prompt.prompt import PlannedPrompt
 
 
@@ -76,6 +77,7 @@ class _Choice:
         self._echoes = bool(self._request.echo)
         self._offset = 0
         """Where its text stands, for ``text_offset``."""
+        self._detokenizer = Detokenizer(self._tokenizer, (), self._request.skip_special_tokens)
 
     def told(self, piece: Piece) -> dict[str, Any]:
         echoes, self._echoes = self._echoes, False
@@ -94,10 +96,12 @@ class _Choice:
         return self.told(piece) | {"prompt_logprobs": entries(self._tokenizer, scored, most)}
 
     def _logprobs(self, piece: Piece, *, echoes: bool) -> dict[str, Any]:
-        tokens, most = list(piece.tokens), self._request.logprobs or 0
+        tokens, most, offsets = list(piece.tokens), self._request.logprobs or 0, list[int]()
         told: list[TokenLogprob | None] = list(piece.logprobs)
         if echoes:
             scored = scored_tokens(self._prompt, self._scores)
+            offsets = self._offsets(Detokenizer(self._tokenizer), self._prompt)
+            self._offset = len(self._tokenizer.decode(self._prompt))
             tokens = [*self._prompt, *tokens]
             # nothing comes before the first token that could make it likely or not
             told = [None, *(TokenLogprob(one.logprob, one.top[:most]) for one in scored), *told]
@@ -109,15 +113,19 @@ class _Choice:
                 one and self._by_text([*one.top, (token, one.logprob)])
                 for token, one in zip(tokens, told, strict=True)
             ],
-            "text_offset": self._offsets(tokens),
+            "text_offset": offsets + self._offsets(self._detokenizer, piece.tokens),
         }
 
-    def _offsets(self, tokens: Sequence[int]) -> list[int]:
-        """Where each token's text begins; special tokens have none."""
+    def _offsets(self, detokenizer: Detokenizer, tokens: Sequence[int]) -> list[int]:
+        """Where each token's text begins: of one that goes on with a character, where that does. Special tokens have
+        no text unless they are told."""
         offsets = []
         for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._tokenizer.decode([token]))
+            own, begun = self._tokenizer.decode([token]), self._offset
+            self._offset += len(detokenizer.push([token]))
+            # whole characters stand behind what is left of a character that was never completed
+            whole = own and REPLACEMENT not in own
+            offsets.append(max(begun, self._offset - len(own)) if whole else begun)
         return offsets
 
     def _by_text(self, logprobs: Sequence[tuple[int, float]]) -> dict[str, float]:

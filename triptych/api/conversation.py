@@ -33,7 +33,7 @@ async def planned(
     check_parts(service, parts, view)
     began = time.time()
     async with caller.in_time():
-        media = await fetch_all(parts, view, caller, service.named_media)
+        media = await fetch_all(service, parts, view, caller)
         fetched = time.time()
         messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
         build = partial(

@@ -68,10 +68,10 @@ class View:
         sampling = FrameSampling(options.fps or 0.0, options.num_frames or 0)
         return cls(bounds, sampling, heard=bool(options.use_audio_in_video))
 
-    def bounds_of(self, part: ImagePart) -> PixelBounds:
-        """A request's own bounds go before what ``detail`` says."""
+    def bounds_of(self, part: ImagePart, own_most: int) -> PixelBounds:
+        """A request's own bounds go before what ``detail`` says; ``own_most`` is the model's own largest area."""
         is_low = part.image_url is not None and part.image_url.detail == "low"
-        if not is_low or self.bounds.max_pixels:
+        if not is_low or self.bounds.max_pixels or own_most <= LOW_DETAIL_PIXELS:
             return self.bounds
         return PixelBounds(self.bounds.min_pixels, LOW_DETAIL_PIXELS)
 
@@ -102,23 +102,23 @@ def check_parts(service: Service, parts: dict[Place, MediaPart], view: View) -> 
 
 
 async def fetch_all(
-    parts: dict[Place, MediaPart], view: View, caller: Caller, known: NamedMedia
+    service: Service, parts: dict[Place, MediaPart], view: View, caller: Caller
 ) -> dict[Place, dict[str, Any]]:
     """The parts as the prompt builder takes them: with the bytes of the media. What was named is remembered within the
     caller's scope. Raises RequestError, naming the field."""
-    fetched = await together(_fetch_part(place, part, view, caller, known) for place, part in parts.items())
+    fetched = await together(_fetch_part(service, place, part, view, caller) for place, part in parts.items())
     caller.media.check_all_used()
     return dict(zip(parts, fetched, strict=True))
 
 
-async def _fetch_part(place: Place, part: MediaPart, view: View, caller: Caller, known: NamedMedia) -> dict[str, Any]:
+async def _fetch_part(service: Service, place: Place, part: MediaPart, view: View, caller: Caller) -> dict[str, Any]:
     if isinstance(part, FramesPart):
         data = await _packed(place, part, caller)
     else:
-        data = await _named(place, part, caller, known)
+        data = await _named(place, part, caller, service.named_media)
     fetched = {"type": MODALITIES[type(part)], "data": data, "field": _field(part)}
     if isinstance(part, ImagePart):
-        return fetched | {"bounds": view.bounds_of(part)}
+        return fetched | {"bounds": view.bounds_of(part, service.prompt_builder.planner.max_image_pixels)}
     if isinstance(part, VideoPart | FramesPart):
         return fetched | {"bounds": view.bounds, "sampling": view.sampling, "heard": view.heard}
     return fetched

@@ -16,6 +16,8 @@ from triptych.errors import ConfigError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What probes ask without a key."""
+EXPOSED_HEADERS = ("Retry-After", "X-Correlation-ID", "X-Request-ID")
+"""What pages may read of an answer beyond what all may: OpenAI's client obeys the first and tells of the last."""
 MAX_KEY = 512
 
 
@@ -71,6 +73,7 @@ def secured(app: ASGIApp, config: FrontDoorConfig) -> ASGIApp:
             allow_origins=config.allowed_origins,
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
+            expose_headers=EXPOSED_HEADERS,
             allow_credentials=config.allow_credentials,
         )
     return app

@@ -37,6 +37,8 @@ class Planner(Protocol):
     media_token_ids: frozenset[int]
     """Every token that may only come from the template, never from a user's text."""
     context_length: int
+    max_image_pixels: int
+    """The largest area that an image is resized to; 0 where none are taken."""
     hears_videos: bool
     """Whether a video's sound can be heard with it."""
 

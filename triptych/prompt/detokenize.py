@@ -11,7 +11,7 @@ from triptych.errors import InvalidRequest
 from triptych.prompt.held_back import beginning_length
 from triptych.prompt.tokenizer import Tokenizer
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 # A window that won't end in whole characters (a stream of bytes that isn't UTF-8) is cut beyond this many tokens, to
 # keep the work per token constant.
 _MAX_WINDOW = 16
@@ -67,7 +67,7 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         text = self._window_text()
-        if text.endswith(_REPLACEMENT):
+        if text.endswith(REPLACEMENT):
             # Only the last replacement can still become another character.
             new = text[self._emitted : -1]
             self._emitted = max(self._emitted, len(text) - 1)

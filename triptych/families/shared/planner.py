@@ -87,6 +87,7 @@ class PatchPlanner:
         self.media_token_ids = frozenset(setting(config, key, int) for key in media_tokens)
         self.context_length = context_length
         self._geometry = ImageGeometry.from_configs(config, preprocessor_config)
+        self.max_image_pixels = self._geometry.max_pixels
         in_time = self._geometry.temporal_patch_size
         self._sampling = self.video_sampling.from_config(video_config or {}, in_time)
         self._video_geometry = self.video_geometry.from_config(video_config or {}, self._geometry.factor, in_time)

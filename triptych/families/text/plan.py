@@ -24,6 +24,7 @@ class TextPlanner:
 
     placeholder_ids: Mapping[str, int] = {}
     media_token_ids: frozenset[int] = frozenset()
+    max_image_pixels = 0
     hears_videos = False
 
     def __init__(
