@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.api.serving import CHAT, SOON, Gate, Served, image, image_part, served, text_part, wait_for
+from triptych.api.half_closed import FIRST_PROBE, PROCESSING, SLOWEST_LOOK
 
 LONG = {"max_tokens": 3000}
 
@@ -141,6 +142,70 @@ def test_a_client_that_times_out_has_gone_away(service: Served) -> None:
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=service.url, timeout=0.3, trust_env=False) as client:
         client.post(CHAT, json=service.body(**LONG))
     wait_for(service.everything_is_back, SOON)
+
+
+# ── clients that close their side ────────────────────────────────────────────────────────────────────────────────
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """All that comes until the other side closes, without what only says that the answer is being made."""
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    return received.replace(PROCESSING, b"")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_side_gets_its_answer(service: Served, stream: bool) -> None:
+    service.steps.delay = 0.02
+    expected = service.text("Half", max_tokens=40, temperature=0)
+    with asking(service, service.body("Half", stream=stream, max_tokens=40, temperature=0)) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        head, _, body = rest_of(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in head.lower()
+    if stream:
+        assert b"data: [DONE]" in body
+        said = "".join(_delta(line) for line in body.decode().splitlines() if line.startswith("data: {"))
+    else:
+        said = json.loads(body)["choices"][0]["message"]["content"]
+    assert said == expected
+
+
+def test_all_requests_before_a_closed_side_are_answered(service: Served) -> None:
+    host, port = service.url.removeprefix("http://").split(":")
+    asked = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(asked * 3)
+        connection.shutdown(socket.SHUT_WR)
+        assert rest_of(connection).count(b"HTTP/1.1 200") == 3
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_side_and_leaves_is_noticed(service: Served, stream: bool, begun: bool) -> None:
+    service.steps.delay = 0.01
+    if not begun:
+        service.steps.close()
+    with asking(service, service.body("Gone", stream=stream, **LONG)) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        if begun:
+            wait_for(lambda: any(times.first_token for times in _times(service)))
+        else:
+            assert service.steps.entered.wait(10)
+        time.sleep(0.3)
+        assert not service.everything_is_back(), "it waits"
+    wait_for(service.everything_is_back, 2 * FIRST_PROBE + SLOWEST_LOOK + SOON)
+
+
+def test_half_a_request_and_a_closed_side_is_no_request(service: Served) -> None:
+    host, port = service.url.removeprefix("http://").split(":")
+    for version, body in ((b"1.1", b'{"model"'), (b"1.0", b"")):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            head = b"POST " + CHAT.encode() + b" HTTP/" + version + b"\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+            connection.sendall(head + body)
+            connection.shutdown(socket.SHUT_WR)
+            assert rest_of(connection) == b""
 
 
 def _delta(line: str) -> str:

@@ -1,4 +1,5 @@
-"""HTTP as uvicorn speaks it, but with bounds on what comes before the first byte of a body."""
+"""HTTP as uvicorn speaks it, but with bounds on what comes before the first byte of a body, and with answers for
+clients that have closed their side."""
 
 import asyncio
 import json
@@ -7,6 +8,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from triptych.api.errors import error_body
+from triptych.api.half_closed import HalfClosed, can_tell
 
 MAX_HEAD = 32 * 2**10
 """Bytes of a request line with all headers."""
@@ -16,14 +18,31 @@ _STEP = 4096
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Closes connections whose request line and headers are too long, or take too long to come."""
+    """Closes connections whose request line and headers are too long, or take too long to come. uvicorn takes a client
+    that closes its side for one that has gone away; here it gets its answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._in_head = True
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._half_closed: HalfClosed | None = None
         self._expect_head()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection for the answer to a whole request. HTTP/1.0 has nothing to ask a client with."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or cycle.scope["http_version"] != "1.1":
+            return False
+        if self._half_closed is None:
+            if not can_tell(self.transport):
+                return False
+            cycle.keep_alive = False  # it is the last one
+            self._half_closed = HalfClosed(self.transport, self._may_write)
+        return True
+
+    def _may_write(self) -> bool:
+        return not (self.pipeline or self.cycle.response_started or self.flow.write_paused)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_came()
