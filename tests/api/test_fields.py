@@ -198,11 +198,14 @@ def test_special_tokens_are_told_when_asked_for(service: Served) -> None:
 def test_fields_that_change_nothing_are_taken(service: Served) -> None:
     neutral = {
         "user": "u", "safety_identifier": "s", "session_id": "1", "service_tier": "auto", "priority": 0, "store": False,
-        "modalities": ["text"], "parallel_tool_calls": True, "tool_choice": "none", "tools": None, "metadata": None,
+        "modalities": ["text"], "parallel_tool_calls": True, "tool_choice": "none", "tools": None,
+        "metadata": {"task": "7"}, "prompt_cache_key": "k", "prompt_cache_retention": "in_memory",
+        "verbosity": "medium",
     }  # fmt: skip
-    assert "metadata" in the_error(service.post(**neutral), 400, "metadata")
-    del neutral["metadata"]
+    assert "prediction" in the_error(service.post(**neutral, prediction=None), 400, "prediction")
     assert service.text(**neutral) == service.text()
+    for field, value in (("verbosity", "low"), ("prompt_cache_retention", "24h"), ("store", True)):
+        the_error(service.post(**neutral | {field: value}), 400, field)
 
 
 @pytest.mark.parametrize(

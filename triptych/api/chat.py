@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triptych.api.conversation import planned
-from triptych.api.forms import answer_form, callable_tools
+from triptych.api.forms import answer_form
 from triptych.api.generation import Caller, Generation, Piece, check_model, samplings
 from triptych.api.media_parts import media_parts
 from triptych.api.prompt_logprobs import entries, scored_tokens
@@ -76,7 +76,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, caller: Call
         id=f"chatcmpl-{secrets.token_hex(12)}",
         intervals=intervals,
     )
-    return Chat(generation, request, [tool.function.name for tool in callable_tools(request)])
+    return Chat(generation, request, [tool.function.name for tool in request.callable_tools])
 
 
 # ── reading an answer ────────────────────────────────────────────────────────────────────────────────────────────

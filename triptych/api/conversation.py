@@ -4,14 +4,13 @@ import time
 from functools import partial
 from typing import Any
 
-from triptych.api.forms import callable_tools
 from triptych.api.generation import Caller, check_model
 from triptych.api.media_parts import Place, View, check_parts, fetch_all, media_parts
 from triptych.api.schemas import (
     ChatCompletionRequest,
     ChatMessage,
     ConversationFields,
-    TextPart,
+    WordsPart,
     template_arguments,
 )
 from triptych.api.service import Service
@@ -63,7 +62,7 @@ def template_variables(service: Service, request: ConversationFields) -> dict[st
             )
     tools = request.tools or []
     if isinstance(request, ChatCompletionRequest):
-        tools = callable_tools(request)
+        tools = request.callable_tools
         if (effort := request.reasoning_effort) is not None:
             variables = _effort(service, effort) | variables
     if tools:
@@ -102,9 +101,9 @@ def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -
             for call in message.tool_calls
         ]
     if not isinstance(message.content, list):
-        return made | {"content": message.content or ""}
+        return made | {"content": message.content or message.refusal or ""}
     parts = [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart) else media[m, p]
+        {"type": "text", "text": part.text} if isinstance(part, WordsPart) else media[m, p]
         for p, part in enumerate(message.content)
     ]
     return made | {"content": parts}

@@ -32,7 +32,8 @@ MAX_TIMEOUT = 86_400.0
 STRING, ARRAY, OBJECT = "<string>", "<array>", "<object>"
 TEXTS, TOKENS, TOKEN_LISTS = "<texts>", "<tokens>", "<token lists>"
 MESSAGE, CALL, OUTPUT, THOUGHT = "<message>", "<call>", "<output>", "<thought>"
-UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, MESSAGE, CALL, OUTPUT, THOUGHT)
+NAMED, ALLOWED = "<named>", "<allowed>"
+UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, MESSAGE, CALL, OUTPUT, THOUGHT, NAMED, ALLOWED)
 """Which member of a union, such as "a string or an array", a value is judged as. Pydantic puts them into the paths of
 its errors."""
 
@@ -49,6 +50,22 @@ def string_or_array(items: str) -> Discriminator:
 def string_or_object() -> Discriminator:
     return Discriminator(
         lambda value: STRING if isinstance(value, str) else OBJECT if isinstance(value, dict | BaseModel) else None,
+        custom_error_type="string_or_object",
+        custom_error_message="Input should be a valid string or an object",
+    )
+
+
+def tool_choice() -> Discriminator:
+    """Tells apart a word, the one tool that is to be called, and those that may be."""
+
+    def kind(value: Any) -> str | None:
+        if isinstance(value, str):
+            return STRING
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return ALLOWED if kind == "allowed_tools" else NAMED if isinstance(value, dict | BaseModel) else None
+
+    return Discriminator(
+        kind,
         custom_error_type="string_or_object",
         custom_error_message="Input should be a valid string or an object",
     )
@@ -80,10 +97,11 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 class StreamOptions(Strict):
     """``include_usage`` puts the usage into a last chunk of its own; ``continuous_usage_stats``, as in vLLM, what it
-    is so far into every chunk."""
+    is so far into every chunk. Padding against observers of a stream's sizes isn't made."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Strict):
@@ -164,12 +182,19 @@ TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 """What clients call something of theirs. Bounded, because it is kept or looked up."""
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
+Metadata = Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+"""What clients note of a request for themselves."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["medium"]
+"""What is neither low nor high: how much a model says can't be set."""
 
 
 class ExtraFields(Strict):
     """What every endpoint that generates takes beyond OpenAI's fields for it, under vLLM's names.
 
-    ``session_id`` says who asks, and changes nothing about the answer."""
+    ``session_id`` says who asks, and changes nothing about the answer. ``prompt_cache_key`` is OpenAI's hint which
+    requests begin alike: here all that do share what is known of their beginning, whatever their key, unless
+    ``cache_salt`` keeps them apart."""
 
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -187,6 +212,8 @@ class ExtraFields(Strict):
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     cache_salt: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
     session_id: Name | None = None
     priority: int | None = Field(None, ge=0, le=2**31 - 1)
     """Lower goes first. Clients can only step back: whoever could go before all others would."""

@@ -18,16 +18,11 @@ MAX_FORM_LENGTH = 2**18
 _MAX_WHITESPACE = 20
 
 
-def callable_tools(request: ChatCompletionRequest) -> list[Tool]:
-    """The tools that the answer may call."""
-    return [] if request.tool_choice == "none" else list(request.tools or ())
-
-
 def answer_form(request: ChatCompletionRequest, thought: Thought) -> GrammarSpec | None:
     """None when the model may say what it likes. Raises InvalidRequest for wishes that exclude each other."""
     wanted = request.form
-    tools = callable_tools(request)
-    if tools and isinstance(request.tool_choice, NamedTool | str) and request.tool_choice != "auto":
+    tools = request.callable_tools
+    if tools and request.call_choice not in (None, "auto"):
         if wanted is not None:
             raise InvalidRequest("a tool that must be called leaves no room for a form of the text", "tool_choice")
         answer: Format | None = _forced(request, tools)
@@ -50,7 +45,7 @@ def answer_form(request: ChatCompletionRequest, thought: Thought) -> GrammarSpec
 
 
 def _forced(request: ChatCompletionRequest, tools: Sequence[Tool]) -> Format:
-    if isinstance(choice := request.tool_choice, NamedTool):
+    if isinstance(choice := request.call_choice, NamedTool):
         return _calls([tool for tool in tools if tool.function.name == choice.function.name], parallel=False)
     return _calls(tools, request.parallel_tool_calls)
 

@@ -17,9 +17,9 @@ from triptych.api.schemas import (
     InputAudioPart,
     MediaOptions,
     NamedPart,
-    TextPart,
     VideoPart,
     VideoURL,
+    WordsPart,
 )
 from triptych.api.service import Service
 from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia, UnsupportedMedia
@@ -77,13 +77,13 @@ class View:
 
 
 def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
-    """Every part that isn't text."""
+    """Every part that isn't words."""
     return {
         (m, p): part
         for m, message in enumerate(messages)
         if isinstance(message.content, list)
         for p, part in enumerate(message.content)
-        if not isinstance(part, TextPart)
+        if not isinstance(part, WordsPart)
     }
 
 

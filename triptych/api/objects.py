@@ -254,7 +254,7 @@ class ResponseObject(TypedDict):
     store: Literal[False]
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]

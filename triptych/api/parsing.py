@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from triptych.api.fields import ARRAY, UNION_MEMBERS, Strict
 from triptych.errors import InvalidRequest
 
+_PARTS = (("content", ARRAY), ("output", ARRAY))
 KEY = "[key]"
 """What pydantic puts behind the keys of objects in the paths of its errors."""
 
@@ -45,9 +46,6 @@ def _path(location: tuple[int | str, ...]) -> str:
     for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step not in (*UNION_MEMBERS, KEY) and location[max(0, index - 3) : max(0, index - 1)] != (
-            "content",
-            ARRAY,
-        ):
+        elif step not in (*UNION_MEMBERS, KEY) and location[max(0, index - 3) : max(0, index - 1)] not in _PARTS:
             path += f".{step}" if path else step
     return path

@@ -10,7 +10,7 @@ from triptych.api.chat import Chat
 from triptych.api.errors import body_of
 from triptych.api.generation import Caller
 from triptych.api.response_items import Event, OutputItems
-from triptych.api.responses_schemas import ResponsesRequest, own_param
+from triptych.api.responses_schemas import ReasoningSettings, ResponsesRequest, own_param
 from triptych.api.service import Service
 from triptych.api.sse import named_event
 from triptych.errors import RequestError, TriptychError
@@ -77,7 +77,7 @@ class Response:
         ended = status in ("completed", "incomplete")
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         settings = request.text.model_dump(exclude_none=True, by_alias=True) if request.text else {}
-        choice = request.tool_choice
+        choice, reasoning = request.tool_choice, request.reasoning or ReasoningSettings()
         return {
             "id": generation.id.replace("chatcmpl-", "resp_"),
             "object": "response",
@@ -92,7 +92,7 @@ class Response:
             "output": list(self.output.items) if ended else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | settings,

@@ -4,30 +4,34 @@ It becomes a chat completion's request, so both are checked and served alike."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AliasChoices, Discriminator, Field, Tag
 
 from triptych.api import schemas
 from triptych.api.fields import (
+    ALLOWED,
     ARRAY,
     CALL,
     MAX_TOKEN_IDS,
     MESSAGE,
-    OBJECT,
+    NAMED,
     OUTPUT,
     STRING,
     THOUGHT,
+    Effort,
     ExtraFields,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
     MaxTokens,
+    Metadata,
     Name,
     Strict,
     Temperature,
     TextFormat,
     TopP,
+    Verbosity,
     string_or_array,
-    string_or_object,
+    tool_choice,
 )
 from triptych.api.schemas import ChatCompletionRequest, ChatMessage, Function, ImagePart, Tool
 from triptych.errors import InvalidRequest
@@ -61,7 +65,9 @@ class InputAudio(Strict):
     input_audio: schemas.InputAudio
 
 
-Part = Annotated[InputText | OutputText | InputImage | InputAudio, Field(discriminator="type")]
+Refusal = schemas.RefusalPart
+Part = Annotated[InputText | OutputText | Refusal | InputImage | InputAudio, Field(discriminator="type")]
+ToolPart = Annotated[InputText | InputImage, Field(discriminator="type")]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -74,6 +80,7 @@ class InputMessage(Strict):
     ]
     id: Name | None = None
     status: Status | None = None
+    phase: None = None
 
 
 class FunctionCallItem(Strict):
@@ -85,6 +92,9 @@ class FunctionCallItem(Strict):
     arguments: str
     id: Name | None = None
     status: Status | None = None
+    caller: None = None
+    namespace: None = None
+    runs_async: None = Field(None, validation_alias=AliasChoices("async", "async_"))
 
 
 class FunctionOutputItem(Strict):
@@ -92,9 +102,13 @@ class FunctionOutputItem(Strict):
 
     type: Literal["function_call_output"]
     call_id: Name
-    output: str
+    output: Annotated[
+        Annotated[str, Tag(STRING)] | Annotated[list[ToolPart], Field(max_length=schemas.MAX_PARTS), Tag(ARRAY)],
+        string_or_array("content parts"),
+    ]
     id: Name | None = None
     status: Status | None = None
+    caller: None = None
 
 
 class ReasoningText(Strict):
@@ -134,8 +148,12 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(Function):
+class _OfFunction(Strict):
     type: Literal["function"]
+
+
+class FunctionTool(Function, _OfFunction):
+    """Its type is looked at first: tools of other types are refused for that."""
 
 
 class NamedFunctionTool(Strict):
@@ -147,12 +165,25 @@ class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
+class AllowedToolChoice(Strict):
+    """As in chats."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunctionTool] = Field(min_length=1, max_length=schemas.MAX_TOOLS)
+
+
 class TextSettings(Strict):
+    verbosity: Verbosity | None = None
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
 
 
 class ReasoningSettings(Strict):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """``summary: auto`` is what summary there is: none, since thoughts are told as they are."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: None = None
 
 
 class ResponsesStreamOptions(Strict):
@@ -162,14 +193,18 @@ class ResponsesStreamOptions(Strict):
 
 
 ResponsesToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(STRING)] | Annotated[NamedFunctionTool, Tag(OBJECT)],
-    string_or_object(),
+    Annotated[Literal["none", "auto", "required"], Tag(STRING)]
+    | Annotated[NamedFunctionTool, Tag(NAMED)]
+    | Annotated[AllowedToolChoice, Tag(ALLOWED)],
+    tool_choice(),
 ]
 
 
 class ResponsesRequest(ExtraFields):
     """The body of ``POST /v1/responses``. Nothing is remembered: ``store`` can only be false, and there is no
-    ``previous_response_id``; the whole conversation is in ``input``. vLLM's fields are there as for chats."""
+    ``previous_response_id``; the whole conversation is in ``input``. What an answer thought is in its items as it is,
+    so ``reasoning.encrypted_content`` adds nothing that is needed to send them back; and as there are no built-in
+    tools, any ``max_tool_calls`` is kept. vLLM's fields are there as for chats."""
 
     model: str
     input: Annotated[
@@ -189,23 +224,27 @@ class ResponsesRequest(ExtraFields):
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
-    include: list[Literal["message.output_text.logprobs"]] | None = Field(None, max_length=1)
+    max_tool_calls: int | None = Field(None, ge=1)
+    metadata: Metadata | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+        None, max_length=8
+    )
     truncation: Literal["disabled"] | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
     service_tier: Literal["auto", "default"] | None = None
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)
 
     @property
     def wants_logprobs(self) -> bool:
-        return bool(self.include)
+        return "message.output_text.logprobs" in (self.include or ())
 
     def chat(self) -> ChatCompletionRequest:
         """The same as a chat."""
-        named = self.tool_choice if isinstance(self.tool_choice, NamedFunctionTool) else None
         return ChatCompletionRequest(
             model=self.model,
             messages=self._messages(),
@@ -216,9 +255,7 @@ class ResponsesRequest(ExtraFields):
             top_logprobs=self.top_logprobs,
             stream=self.stream,
             tools=[_tool(tool) for tool in self.tools or ()] or None,
-            tool_choice=schemas.NamedTool(type="function", function=schemas.NamedFunction(name=named.name))
-            if named
-            else self.tool_choice,  # type: ignore[arg-type]
+            tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_format(self.text.format) if self.text and self.text.format else None,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
@@ -244,7 +281,7 @@ class ResponsesRequest(ExtraFields):
         for item in self.input:
             if isinstance(item, FunctionOutputItem):
                 open_answer = None
-                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output))
+                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_output(item)))
             elif isinstance(item, InputMessage) and item.role != "assistant":
                 open_answer = None
                 messages.append(ChatMessage(role=item.role, content=_content(item)))
@@ -273,6 +310,15 @@ def _add(answer: ChatMessage, item: InputMessage | FunctionCallItem | ReasoningI
         answer.tool_calls = [*(answer.tool_calls or ()), schemas.ToolCall(id=item.call_id, function=call)]
 
 
+def _output(item: FunctionOutputItem) -> str | list[schemas.Part]:
+    """Of text alone a string, which every template knows, with a line for each part."""
+    if isinstance(item.output, str):
+        return item.output
+    if all(isinstance(part, InputText) for part in item.output):
+        return "\n".join(part.text for part in item.output if isinstance(part, InputText))
+    return [_part(part) for part in item.output]
+
+
 def _content(message: InputMessage) -> str | list[schemas.Part]:
     if isinstance(message.content, str):
         return message.content
@@ -284,11 +330,28 @@ def _part(part: Part) -> schemas.Part:
         return ImagePart(type="image_url", image_url=schemas.ImageURL(url=part.image_url, detail=part.detail))
     if isinstance(part, InputAudio):
         return schemas.InputAudioPart(type="input_audio", input_audio=part.input_audio)
+    if isinstance(part, Refusal):
+        return part
     return schemas.TextPart(type="text", text=part.text)
 
 
 def _tool(tool: FunctionTool) -> Tool:
     return Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
+
+
+def _choice(choice: str | NamedFunctionTool | AllowedToolChoice | None) -> Any:
+    """As chats have it."""
+    match choice:
+        case NamedFunctionTool():
+            return _named(choice)
+        case AllowedToolChoice(mode=mode, tools=tools):
+            allowed = schemas.AllowedTools(mode=mode, tools=[_named(tool) for tool in tools])
+            return schemas.AllowedToolChoice(type="allowed_tools", allowed_tools=allowed)
+    return choice
+
+
+def _named(tool: NamedFunctionTool) -> schemas.NamedTool:
+    return schemas.NamedTool(type="function", function=schemas.NamedFunction(name=tool.name))
 
 
 def _format(wanted: TextFormat | JsonObjectFormat | SchemaFormat) -> TextFormat | JsonObjectFormat | JsonSchemaFormat:

@@ -7,16 +7,20 @@ from pydantic import AfterValidator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from triptych.api.fields import (
+    ALLOWED,
     ARRAY,
-    OBJECT,
+    NAMED,
     STRING,
+    Effort,
     JsonObject,
     MaxTokens,
+    Metadata,
     Name,
     SamplingFields,
     Strict,
+    Verbosity,
     string_or_array,
-    string_or_object,
+    tool_choice,
 )
 from triptych.api.values import check_values
 from triptych.errors import InvalidRequest
@@ -37,6 +41,17 @@ MAX_NUMBER = 2**63
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Strict):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class ImageURL(Strict):
@@ -102,8 +117,10 @@ class InputAudioPart(Strict):
     uuid: Name | None = None
 
 
+WordsPart = TextPart | RefusalPart
 Part = Annotated[
-    TextPart | ImagePart | VideoPart | FramesPart | AudioPart | InputAudioPart, Field(discriminator="type")
+    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart | AudioPart | InputAudioPart,
+    Field(discriminator="type"),
 ]
 NamedPart = ImagePart | VideoPart | AudioPart | InputAudioPart
 """Those that may be left out when they are referred to by their uuid."""
@@ -126,8 +143,9 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """``tool_calls`` are an assistant's, ``tool_call_id`` says which of them a tool's message answers. What is None
-    here is what OpenAI's client sends along when it sends an answer back."""
+    """``tool_calls`` are an assistant's, ``tool_call_id`` says which of them a tool's message answers; ``refusal`` is
+    what an assistant said in place of ``content``. What is None here is what OpenAI's client sends along when it sends
+    an answer back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
@@ -142,7 +160,7 @@ class ChatMessage(Strict):
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
@@ -174,9 +192,23 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedToolChoice(Strict):
+    """Of the tools, the model is told of these alone; ``mode`` is the choice among them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(STRING)] | Annotated[NamedTool, Tag(OBJECT)],
-    string_or_object(),
+    Annotated[Literal["none", "auto", "required"], Tag(STRING)]
+    | Annotated[NamedTool, Tag(NAMED)]
+    | Annotated[AllowedToolChoice, Tag(ALLOWED)],
+    tool_choice(),
 ]
 
 
@@ -267,7 +299,9 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+    metadata: Metadata | None = None
     store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = Field(None, max_length=1)
 
@@ -277,33 +311,63 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
             raise InvalidRequest("top_logprobs is only for logprobs: true", "top_logprobs")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidRequest("tool_choice is only for requests with tools", "tool_choice")
-        if isinstance(self.tool_choice, NamedTool):
-            wanted = self.tool_choice.function.name
-            if wanted not in [tool.function.name for tool in self.tools or ()]:
-                where = "tool_choice.function.name"
-                raise InvalidRequest(f"{where}: no tool is called {wanted!r}", where)
+        known = {tool.function.name for tool in self.tools or ()}
+        for where, name in self._chosen():
+            if name not in known:
+                raise InvalidRequest(f"{where}: no tool is called {name!r}", where)
+
+    def _chosen(self) -> list[tuple[str, str]]:
+        """The tools that ``tool_choice`` names, each with the field that does."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return [("tool_choice.function.name", function.name)]
+            case AllowedToolChoice(allowed_tools=allowed):
+                where = "tool_choice.allowed_tools.tools[{}].function.name"
+                return [(where.format(number), one.function.name) for number, one in enumerate(allowed.tools)]
+        return []
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        if not isinstance(self.tool_choice, AllowedToolChoice):
+            return list(self.tools or ())
+        allowed = {name for _, name in self._chosen()}
+        return [tool for tool in self.tools or () if tool.function.name in allowed]
+
+    @property
+    def call_choice(self) -> str | NamedTool | None:
+        """How the answer chooses among them."""
+        choice = self.tool_choice
+        return choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
 
 
 def _check_message(message: ChatMessage, path: str) -> None:
-    may_be_empty = message.role == "assistant" and message.tool_calls
+    may_be_empty = message.role == "assistant" and (message.tool_calls or message.refusal is not None)
     if message.content is None and not may_be_empty:
         given = "content" in message.model_fields_set
         what = "Input should be a valid string or an array of content parts" if given else "Field required"
         raise InvalidRequest(f"{path}.content: {what}", f"{path}.content")
     if message.role != "assistant":
-        for field in ("tool_calls", "reasoning_content", "reasoning"):
+        for field in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
             if getattr(message, field) is not None:
                 raise InvalidRequest(f"{path}.{field} is only for messages of the assistant", f"{path}.{field}")
+    elif message.content and message.refusal is not None:
+        raise InvalidRequest(f"{path}.refusal: content and refusal exclude each other", f"{path}.refusal")
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{path}.tool_call_id: Field required", f"{path}.tool_call_id")
     for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
         if isinstance(part, NamedPart) and getattr(part, part.type) is None and part.uuid is None:
             where = f"{path}.content[{number}].{part.type}"
             raise InvalidRequest(f"{where} may only be null for media that are referred to by their uuid", where)
+        if isinstance(part, RefusalPart) and message.role != "assistant":
+            where = f"{path}.content[{number}].refusal"
+            raise InvalidRequest(f"{where} is only for messages of the assistant", where)
 
 
 def _last_text(parts: list[Part] | None) -> str:
-    return parts[-1].text if parts and isinstance(parts[-1], TextPart) else ""
+    return parts[-1].text if parts and isinstance(parts[-1], WordsPart) else ""
 
 
 def template_arguments(call: ToolCall) -> Any:
