@@ -15,6 +15,7 @@ from triptych.errors import CheckpointError, MediaError, PlanMismatch, Truncated
 from triptych.families.base import TowerInput
 from triptych.families.qwen3_vl.plan import Qwen3VLPlanner
 from triptych.families.qwen3_vl.preprocess import Qwen3VLPreprocessor
+from triptych.families.shared.images import decode_image
 from triptych.prompt.probe import probe_image
 from triptych.types import ItemPlan
 
@@ -101,12 +102,31 @@ def made(preprocessor: Qwen3VLPreprocessor, data: bytes, plan: ItemPlan) -> Towe
 
 def assert_as_reference(data: bytes, result: TowerInput, processor: Qwen2VLImageProcessorPil) -> None:
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    if image.mode == "I;16":  # which the reference clips
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     expected = processor(image, return_tensors="np")
     assert result.patches.dtype == np.float32
     np.testing.assert_array_equal(
         result.patches.view(np.uint32), np.ascontiguousarray(expected["pixel_values"]).view(np.uint32)
     )
     assert result.grid == tuple(expected["image_grid_thw"][0])
+
+
+def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
+    """As Pillow does with 16-bit colours, and as an X-ray or a depth map means it; headers and plans don't change."""
+    ramp = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    data = encoded(Image.fromarray(ramp), "PNG")
+    with Image.open(io.BytesIO(data)) as opened:
+        assert opened.mode == "I;16"
+    shown = np.asarray(decode_image(data, "PNG", (64, 64)))
+    assert (shown == (ramp >> 8)[..., None]).all()
+    eight_bits = encoded(Image.fromarray((ramp >> 8).astype(np.uint8)), "PNG")
+    assert plan_of(data) == plan_of(eight_bits)
+    np.testing.assert_array_equal(preprocessed(data).patches, preprocessed(eight_bits).patches)
+    seen_through = encoded(Image.fromarray(ramp), "PNG", transparency=int(ramp[1, 1]))
+    shown = np.asarray(decode_image(seen_through, "PNG", (64, 64)))
+    expected = np.where(ramp == ramp[1, 1], 255, ramp >> 8)[..., None]
+    assert (shown == expected).all()
 
 
 def test_every_plan_is_kept() -> None:

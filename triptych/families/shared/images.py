@@ -1,9 +1,10 @@
-"""Turns an image's bytes into pixels, as planned. Encode workers; Pillow only."""
+"""Turns an image's bytes into pixels, as planned. Encode workers; Pillow and numpy only."""
 
 import io
 import struct
 import warnings
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from triptych.errors import PlanMismatch, TruncatedMedia, UnsupportedMedia
@@ -64,11 +65,23 @@ def _turn_upright(image: Image.Image) -> None:
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """Like the reference, shows what is transparent on white."""
+    """Like the reference, shows what is transparent on white. Unlike it, shows 16-bit grey as what it is."""
+    if image.mode.startswith("I;16"):
+        image = _of_16_bits(image)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _of_16_bits(image: Image.Image) -> Image.Image:
+    """The higher byte of each value, as Pillow's reader makes of 16-bit colours. Its conversion of 16-bit grey clips:
+    all but the darkest 1/256 of an X-ray or a depth map would be white."""
+    values = np.asarray(image)
+    grey = Image.fromarray((values >> 8).astype(np.uint8))
+    if (transparent := image.info.get("transparency")) is not None:
+        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return grey
 
 
 def _size_mismatch(decoded: tuple[int, int], planned: tuple[int, int]) -> PlanMismatch:
