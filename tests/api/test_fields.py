@@ -9,9 +9,11 @@ import pytest
 from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from tests.api.test_bad_input import the_error
 from tests.api.test_completions import answer
+from tests.api.test_videos import frames_part
 from triptych.api.media_parts import LOW_DETAIL_PIXELS, View
 from triptych.api.schemas import ImagePart, ImageURL
 from triptych.prompt.template import ChatTemplate
+from triptych.roles.encode import EncodeHost
 from triptych.types import PixelBounds
 
 TEMPLATE = """\
@@ -186,6 +188,24 @@ def test_nobody_can_refer_to_what_another_sent(service: Served) -> None:
 
 
 # ── the answer ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+# ── privacy ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_salt_keeps_media_apart_from_those_of_others(service: Served) -> None:
+    """Whether another sent the same picture, or a clip with the same frames, can't be told from how long it takes."""
+    hosts = [host for one in service.running.instances for host in one.hosts if isinstance(host, EncodeHost)]
+
+    def encoded() -> int:
+        return sum(host.num_encoded for host in hosts)
+
+    for part in (image_part(image(seed=4242)), frames_part(image(seed=4243), image(seed=4244))):
+        for salt, more in (("", 1), ("", 0), ("a", 1), ("a", 0), ("b", 1), ("", 0)):
+            before = encoded()
+            service.text([part], max_tokens=1, **({"cache_salt": salt} if salt else {}))
+            wait_for(service.everything_is_back)
+            assert encoded() - before == more, (part["type"], salt)
 
 
 def test_special_tokens_are_told_when_asked_for(service: Served) -> None:

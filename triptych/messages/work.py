@@ -283,7 +283,7 @@ class Need(Struct, frozen=True, tag=True):
 
 class Encode(Struct, frozen=True, tag=True):
     """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``, who has no use for them
-    after ``timeout`` seconds."""
+    after ``timeout`` seconds. Rows are only shared with requests of the same ``cache_salt``."""
 
     transfer: TransferId
     consumer: Address
@@ -291,6 +291,7 @@ class Encode(Struct, frozen=True, tag=True):
     plan: ItemPlan
     data: bytes
     timeout: Timeout = NO_TIMEOUT
+    cache_salt: str = ""
 
 
 class Encoded(Struct, frozen=True, tag=True):

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from triptych.encode.cache import RowCache, Rows
+import msgspec
+
+from triptych.encode.cache import RowCache, Rows, salted
 from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue
 from triptych.errors import DeadlineExceeded, PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
@@ -154,13 +156,14 @@ class EncodeHost:
             on_end=lambda _: self._forget(message.transfer),
         )
         self.num_asked += 1
-        if (job := self._jobs.get(message.key)) is None:
-            if (parts := self._cache.get_item(message.key)) is not None:
+        key = salted(message.key, message.cache_salt)
+        if (job := self._jobs.get(key)) is None:
+            if (parts := self._cache.get_item(key)) is not None:
                 for number, rows in enumerate(parts):
                     self._provide(message.transfer, message.plan, number, rows)
                 self._send(self._front_door, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
                 return
-            job = EncodeJob(message.key, message.plan, self._inputs(message.data, message.plan), received=now)
+            job = EncodeJob(key, message.plan, self._inputs(message), received=now)
             self._jobs[job.key] = job
             self._waiting.append(job)
         job.transfers.append(message.transfer)
@@ -210,9 +213,10 @@ class EncodeHost:
         self._preprocessing[future] = job
         future.add_done_callback(lambda _: self._wake())
 
-    def _inputs(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+    def _inputs(self, message: Encode) -> Iterator[TowerInput]:
         """Nothing of the preprocessor runs before the first part is asked for, on a worker."""
-        yield from self.preprocessors(data, plan)
+        for part in self.preprocessors(message.data, message.plan):
+            yield msgspec.structs.replace(part, name=salted(part.name, message.cache_salt))
 
     def _next_parts(self, job: EncodeJob) -> list[TowerInput]:
         """A batch's worth of a job's parts; none when it has no more. Runs on a worker."""

@@ -31,6 +31,7 @@ class Wanted:
     transfer: TransferId
     consumer: Address
     deadline: float
+    cache_salt: str = ""
 
 
 @dataclass(eq=False)
@@ -100,7 +101,7 @@ class Encodings:
             encoder.patches += encoding.patches
             self._rate.begin(self._clock())
             item, timeout = wanted.item, time_left(wanted.deadline, self._clock())
-            encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout)
+            encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout, wanted.cache_salt)
             self._tell(encoder.address, encode)
 
     def _weight(self, plan: ItemPlan) -> int:

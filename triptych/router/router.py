@@ -424,9 +424,8 @@ class Router:
                 self._fail(entry.stream.request, Unavailable("no encode instance is ready"))
                 return
             item = entry.waiting.prompt.items[needed.item]
-            wanted = Wanted(
-                entry.stream.request, needed.item, item, needed.transfer, message.consumer, entry.waiting.deadline
-            )
+            deadline, salt = entry.waiting.deadline, entry.generate.cache_salt
+            wanted = Wanted(entry.stream.request, needed.item, item, needed.transfer, message.consumer, deadline, salt)
             if self._encodings.want(wanted, entry.waiting.caller, entry.waiting.priority):
                 self.metrics.reencoded()
         self._encodings.start()
