@@ -1,13 +1,25 @@
 """Answers that end at a stop string: where their generation ends, and what of them is counted."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.api.scraping import Scrape, scrape
-from tests.api.serving import Served, wait_for
+from tests.api.serving import Served, served, wait_for
 
 COMPLETIONS = "/v1/completions"
 LATE = 100
 """Steps that an instance may take before it hears that an answer is complete, on a machine that is busy."""
+
+
+@pytest.fixture(scope="module")
+def apart(folder: Path) -> Iterator[Served]:
+    """With prefill and decode apart: the first token comes from elsewhere than the others."""
+    with served(folder, "1P1D") as service:
+        yield service
+        wait_for(service.everything_is_back)
 
 
 def ask(service: Served, prompts: list[str], **fields: Any) -> Any:
@@ -63,6 +75,20 @@ def test_many_that_stop_early_take_no_longer_than_short_ones(service: Served) ->
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
     steps = after.total("engine_steps_total") - before.total("engine_steps_total")
     assert steps <= 2 * 60 + LATE, "two batches of them, none of which runs to max_tokens"
+
+
+def test_with_prefill_and_decode_apart_it_is_the_same(service: Served, apart: Served) -> None:
+    whole = ask(service, ["Twice"], max_tokens=60)["choices"][0]["text"]
+    first = whole[0]  # which ends the answer while the prompt's keys and values may be on their way
+    for stop in (first, early(whole)):
+        before = counted(apart)
+        answer = ask(apart, ["Twice"] * 8, max_tokens=800, stop=stop)
+        after = counted(apart)
+        assert [choice["text"] for choice in answer["choices"]] == [whole[: whole.index(stop)]] * 8
+        tokens = after.total("generation_tokens_total") - before.total("generation_tokens_total")
+        assert tokens == answer["usage"]["completion_tokens"] <= 8 * 60
+        finished = after.total("request_success_total", finished_reason="stop")
+        assert finished - before.total("request_success_total", finished_reason="stop") == 8
 
 
 def test_stop_strings_count_behind_min_tokens(service: Served) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
 """What HTTP/1.1 lets a server send at any time before its answer, and a client skips (RFC 9110, 15.2)."""
-FIRST_LOOK, SLOWEST_LOOK = 0.02, 0.5
+FIRST_LOOK, SLOWEST_LOOK = 0.05, 0.5
 FIRST_PROBE, SLOWEST_PROBE = 0.5, 8.0
-"""Seconds between two looks, and two probes: each twice the one before, up to the second."""
+"""Seconds between two looks, and two probes: each twice the one before, up to the second. Whoever has the answer
+before the first look is sent nothing else."""
 _CLOSE_WAIT = 8
 """The peer has closed its side, and nothing else has happened. See tcp(7), TCP_INFO; enum in linux/tcp_states.h."""
 
@@ -33,7 +34,7 @@ class HalfClosed:
         self._may_write = may_write
         self._look_after, self._probe_after = FIRST_LOOK, FIRST_PROBE
         self._next_probe = self._loop.time()
-        self._look()
+        self._loop.call_later(self._look_after, self._look)
 
     def _look(self) -> None:
         if self._transport.is_closing():
