@@ -40,6 +40,7 @@ BOUNDS: dict[str, tuple[list[float], list[float]]] = {
     "max_completion_tokens": ([1, 2**24], [0, 2**24 + 1]),
     "max_output_tokens": ([1, 2**24], [0, 2**24 + 1]),
     "prompt_logprobs": ([0, 20], [-1, 21]),
+    "max_tool_calls": ([1, 2**31 - 1], [0, 2**31]),
 }
 KINDS_AND_FIELDS = [(kind, field) for kind in BODIES for field in BOUNDS if field in kind.model_fields]
 

@@ -224,7 +224,7 @@ class ResponsesRequest(ExtraFields):
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    max_tool_calls: int | None = Field(None, ge=1)
+    max_tool_calls: int | None = Field(None, ge=1, le=2**31 - 1)
     metadata: Metadata | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, max_length=8
