@@ -161,17 +161,17 @@ class _Text:
         self._detokenizer = Detokenizer(
             tokenizer, fields.stop_strings, fields.skip_special_tokens, fields.min_tokens or 0
         )
-        self._untaken = ""
+        self._untaken: list[str] = []
 
     def read(self, report: Tokens) -> Tokens:
         """What of the report belongs to the answer: nothing behind the token that completes a stop string."""
         shown = self.shown(report)
         for used, token in enumerate(shown, start=1):
-            self._untaken += self._detokenizer.push([token])
+            self._untaken.append(self._detokenizer.push([token]))
             if self._detokenizer.stopped:
                 return _cut(report, used)
         if report.finish_reason is not None:
-            self._untaken += self._detokenizer.finish()
+            self._untaken.append(self._detokenizer.finish())
             if self._detokenizer.stopped:
                 return _cut(report, len(shown))
         return report
@@ -184,8 +184,8 @@ class _Text:
 
     def take(self) -> str:
         """What has become certain since the last look."""
-        text, self._untaken = self._untaken, ""
-        return text
+        texts, self._untaken = self._untaken, []
+        return "".join(texts)
 
 
 def _cut(report: Tokens, used: int) -> Tokens:
