@@ -156,6 +156,10 @@ class ItemPlan(msgspec.Struct, frozen=True):
         """Into how many parts the item is cut for encoding."""
         return len(self.parts) or -(-self.rows // self.rows_per_part)
 
+    def takes_turns(self, batch_patches: int) -> bool:
+        """Whether the item is encoded by turns with others, where one turn is about so many patches."""
+        return self.num_parts > 1 and self.patches > batch_patches
+
     def runs_of(self, part: int) -> tuple[tuple[int, int], ...]:
         """(first row, rows) of each run of rows of the part of that number, from 0 on."""
         if self.parts:

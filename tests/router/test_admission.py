@@ -244,19 +244,32 @@ def admitted_by(desk: Desk) -> int:
 def test_fewer_are_let_in_where_requests_took_longer_than_forecast() -> None:
     as_thought, longer = (busy_desk(2.0, request_timeout=20.0) for _ in range(2))
     for _ in range(ENOUGH):
-        longer.router._admission.forecast.margin.add(1.0, 2.0)
+        longer.router._admission.forecast.margin.add(1.0, 2.0, longer.now)
     assert 2 <= admitted_by(longer) <= 0.7 * admitted_by(as_thought)
+
+
+def lessons(desk: Desk) -> list[float]:
+    """How long each request took, from now on, that the margin is told of."""
+    told: list[float] = []
+    margin = desk.router._admission.forecast.margin
+    add = margin.add
+
+    def noted(expected: float, seconds: float, now: float) -> None:
+        told.append(seconds)
+        add(expected, seconds, now)
+
+    margin.add = noted  # type: ignore[method-assign]
+    return told
 
 
 def test_those_who_were_too_late_tell_too_in_line_and_at_work() -> None:
     desk = busy_desk(2.0, request_timeout=20.0)
-    margin = desk.router._admission.forecast.margin
-    told = margin._mean.count
+    told, margin = lessons(desk), desk.router._admission.forecast.margin
     streams = [desk.submit() for _ in range(2 * ROOM)]
     desk.wait(21, PD0)
     assert all(stream.record.error == "DeadlineExceeded" for stream in streams)
-    assert margin._mean.count == told + 2 * ROOM
-    assert margin.times > 1.5
+    assert len(told) == 2 * ROOM
+    assert margin.times(desk.now) > 1.5
 
 
 def test_nobody_is_refused_who_would_be_alone() -> None:
@@ -289,22 +302,21 @@ def test_a_probe_of_the_stages_is_let_in_whatever_the_forecast_and_teaches_nothi
     desk.submit()
     with pytest.raises(Overloaded):
         desk.submit(timeout=1.0)
-    before = forecast.mean_cost, forecast.margin._mean.count
+    before, told = forecast.mean_cost, lessons(desk)
     probe = desk.submit(timeout=1.0, priority=FIRST)
     finish(desk, probe)
-    assert (forecast.mean_cost, forecast.margin._mean.count) == before
+    assert (forecast.mean_cost, told) == (before, [])
 
 
 def test_who_hangs_up_early_tells_nothing_and_late_how_long_it_took_at_least() -> None:
     desk = busy_desk(2.0, request_timeout=20.0)
-    margin = desk.router._admission.forecast.margin
-    told = margin._mean.count
+    told = lessons(desk)
     early, late = desk.submit(), desk.submit()
     desk.router.cancel(early.request)
-    assert margin._mean.count == told
+    assert not told
     desk.wait(10, PD0)
     desk.router.cancel(late.request)
-    assert margin._mean.count == told + 1
+    assert len(told) == 1
 
 
 STEPS: dict[str, Callable[[Desk, TokenStream], object]] = {

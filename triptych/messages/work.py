@@ -274,7 +274,7 @@ class Need(Struct, frozen=True, tag=True):
 
 class Encode(Struct, frozen=True, tag=True):
     """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``, who has no use for them
-    after ``timeout`` seconds."""
+    after ``timeout`` seconds. Encode instances share their time out among callers."""
 
     transfer: TransferId
     consumer: Address
@@ -282,6 +282,7 @@ class Encode(Struct, frozen=True, tag=True):
     plan: ItemPlan
     data: bytes
     timeout: Timeout = NO_TIMEOUT
+    caller: str = ""
 
 
 class Encoded(Struct, frozen=True, tag=True):

@@ -31,7 +31,6 @@ from triptych.messages.work import (
     Failed,
     Generate,
     Heartbeat,
-    InstanceStatus,
     Leave,
     Need,
     NeedPrefill,
@@ -204,7 +203,7 @@ class Router:
         Raises Overloaded when there is no room for it, RateLimited when its caller has too many."""
         caller = current_caller()
         try:
-            self._admission.check_room(caller, self._requests.values())
+            self._admission.check_room(caller, self._requests.values(), self._clock())
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
@@ -218,8 +217,9 @@ class Router:
                 raise Overloaded("the service is shutting down", retry_after=5)
             if unavailable := self._unavailable(has_media):
                 raise unavailable
-            encoding = sum(lease.outstanding for lease in self.registry.encoders()) if has_media else 0.0
-            return self._admission.check(caller, self._requests.values(), encoding=encoding, **known)
+            encoding = self._encodings.ahead(known.get("items_cost", 0.0)) if has_media else 0.0
+            now, running = self._clock(), self._requests.values()
+            return self._admission.check(caller, running, now=now, encoding=encoding, **known)
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
@@ -257,9 +257,9 @@ class Router:
         except TriptychError as error:
             self._refuse(stream, error)
             return
-        now, cost = self._clock(), float(len(generate.tokens) + generate.sampling.max_tokens)
-        generator.outstanding += cost
-        self._admission.started(now)
+        now, cost = self._clock(), len(generate.tokens) + generate.sampling.max_tokens
+        generator.give(cost)
+        self._admission.works(waiting, now)
         if (started := time.time()) - stream.record.submitted > AT_ONCE:
             stream.intervals.append(Interval("queue", stream.record.submitted, started))
         self._requests[generate.request] = Assigned(waiting, stream, generator, cost, generate, began=now)
@@ -317,8 +317,8 @@ class Router:
         record = entry.stream.record
         record.finish_reason = record.finish_reason or reason
         self.metrics.ended(record, time.time())
-        whole = record.finish_reason not in ("abort", "error")
-        self._admission.ended(entry.waiting, record.num_tokens, entry.began, self._clock(), whole=whole)
+        whole, now = record.finish_reason not in ("abort", "error"), self._clock()
+        self._admission.ended(entry.waiting, record.num_tokens, entry.seconds_worked(now), now, whole=whole)
         self._take_off_the_books(entry)
         self._encodings.start()
         self._start_waiting()
@@ -328,6 +328,11 @@ class Router:
         entry.generator.outstanding -= entry.cost
         self._end_prefill(entry)
         self._encodings.forget(entry.stream.request)
+
+    def _look_for_media(self, request: RequestId) -> None:
+        """What a request waits for may have changed."""
+        if entry := self._requests.get(request):
+            self._admission.works(entry.waiting, self._clock(), on=not self._encodings.waits(request))
 
     def _fail(self, request: RequestId, error: TriptychError) -> None:
         if (failed := self._requests.get(request)) is not None:
@@ -357,7 +362,8 @@ class Router:
             generated=list(entry.generated),
             timeout=time_left(entry.waiting.deadline, self._clock()),
         )
-        generator.outstanding += entry.cost
+        generator.give(entry.cost)
+        self._look_for_media(request)
         self._tell(generator.address, entry.generate)
 
     def _under_way(self, name: RequestId) -> Assigned | None:
@@ -393,11 +399,12 @@ class Router:
             return
         self._end_prefill(entry)
         self._encodings.forget(entry.stream.request)  # they were for the former one
+        self._look_for_media(entry.stream.request)
         if (prefiller := least_outstanding(self.registry.prefillers(begun=True))) is None:
             self._place_again(entry, Unavailable("no prefill instance is ready"))
             return
-        cost = float(max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token))
-        prefiller.outstanding += cost
+        cost = max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token)
+        prefiller.give(cost)
         entry.prefilling = Prefilling(message.transfer, prefiller, cost)
         generate = msgspec.structs.replace(entry.generate, timeout=time_left(entry.waiting.deadline, self._clock()))
         prefill = Prefill(generate, message.generated, message.consumer, message.transfer, message.first_token)
@@ -416,10 +423,17 @@ class Router:
                 return
             item = entry.waiting.prompt.items[needed.item]
             wanted = Wanted(
-                entry.stream.request, needed.item, item, needed.transfer, message.consumer, entry.waiting.deadline
+                entry.stream.request,
+                needed.item,
+                item,
+                needed.transfer,
+                message.consumer,
+                entry.waiting.deadline,
+                entry.waiting.caller,
             )
-            if self._encodings.want(wanted, entry.waiting.caller, entry.waiting.priority):
+            if self._encodings.want(wanted, entry.waiting.priority):
                 self.metrics.reencoded()
+        self._look_for_media(entry.stream.request)
         self._encodings.start()
 
     def _on_encoded(self, message: Encoded) -> None:
@@ -432,6 +446,7 @@ class Router:
             for interval in message.intervals
         )
         self._encodings.encoded(encoding, cached=message.cached)
+        self._look_for_media(encoding.wanted.request)
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         if encoding := self._encodings.get(message.transfer):
@@ -443,6 +458,7 @@ class Router:
             return
         self._settle_prefill(entry)
         self.last_token = self._clock()
+        self._admission.generated(entry.waiting, len(message.tokens), self.last_token, first=not entry.generated)
         entry.generated += message.tokens
         record = entry.stream.record
         record.num_reused = max(record.num_reused, message.reused)
@@ -464,19 +480,7 @@ class Router:
 
     def _on_ask_status(self, message: AskStatus) -> None:
         now = self._clock()
-        instances = [
-            InstanceStatus(
-                name=lease.name,
-                role=lease.role,
-                address=lease.address,
-                pid=lease.pid,
-                outstanding=lease.outstanding,
-                silent=max(0.0, now - lease.last_seen),
-                load=lease.stats.load,
-                next_role=lease.next_role,
-            )
-            for lease in self.registry
-        ]
+        instances = [lease.status(now) for lease in self.registry]
         status = Status(self.can_serve and not self.draining, self.draining, self.num_requests, instances)
         self._answer(message.reply_to, status)
 
