@@ -3,16 +3,20 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.router.test_router import E0, E1, PD0, PD1, Desk, tokens_of
+from tests.router.test_router import E0, E1, PD0, PD1, Desk, prompt, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
-from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Tokens
+from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Sampling, Tokens
+from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.router.admission import FIRST
+from triptych.router.encodings import LONG_ITEMS, LONG_ITEMS_PER_CALLER
 from triptych.router.forecast import ENOUGH
 from triptych.router.router import TokenStream
 from triptych.types import RequestId, TransferId
@@ -110,6 +114,33 @@ def test_a_request_of_two_hundred_images_does_not_hold_up_anothers_one() -> None
     finish(desk, album)
     finish(desk, photo)
     assert desk.outstanding() == 0
+    assert desk.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
+
+
+def submit_long(desk: Desk, caller: str) -> TokenStream:
+    """A request with an item of ten parts of a patch each."""
+    made = prompt(10.0)
+    plan = msgspec.structs.replace(made.items[0].plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
+    items = (replace(made.items[0], plan=plan),)
+    context = CURRENT.set(RequestRecord("id", "POST", caller=caller))
+    try:
+        return desk.router.submit(replace(made, items=items), Sampling(max_tokens=4), [])
+    finally:
+        CURRENT.reset(context)
+
+
+def test_long_items_take_no_place_of_others_and_one_callers_leave_one_to_the_next() -> None:
+    desk = desk_of(E0, PD0, encode_batch_patches=2, max_num_seqs=32)
+    crowd = [need(desk, submit_long(desk, "a"), 1)[0] for _ in range(LONG_ITEMS + 1)]
+    assert encodes(desk) == crowd[:LONG_ITEMS_PER_CALLER]
+    photos = [need(desk, desk.submit(1.0, caller="a"), 1)[0] for _ in range(2)]
+    assert encodes(desk)[LONG_ITEMS_PER_CALLER:] == photos, "nor of those of the same caller"
+    others = [need(desk, submit_long(desk, "b"), 1)[0] for _ in range(2)]
+    assert encodes(desk)[LONG_ITEMS_PER_CALLER + 2 :] == others[:1]
+    for _ in range(10):
+        for transfer in list(desk.router._encodings._in_hand):
+            desk.router.handle(Encoded(transfer, False, []))
+    assert set(encodes(desk)) == {*crowd, *photos, *others}
     assert desk.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
 
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from triptych.config import EngineConfig, FrontDoorConfig
 from triptych.errors import Overloaded, RateLimited
+from triptych.fair_queue import FairQueue, Ticket
 from triptych.messages.work import Generate
 from triptych.prompt.prompt import PlannedPrompt
-from triptych.router.fair_queue import FairQueue, Ticket
 from triptych.router.forecast import Forecast
 from triptych.types import RequestId
 

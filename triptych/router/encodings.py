@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from triptych.fair_queue import FairQueue, Ticket
 from triptych.messages.codec import Message
 from triptych.messages.work import Encode, time_left
 from triptych.prompt.prompt import PlannedItem
-from triptych.router.fair_queue import FairQueue, Ticket
 from triptych.router.forecast import Rate
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease
