@@ -82,7 +82,7 @@ Timeout = Annotated[float, Meta(gt=0, le=NO_TIMEOUT)]
 def time_left(deadline: float, now: float) -> float:
     """Seconds until then, as messages say it: a little where it has passed, since whoever ends what is late does so at
     its next look."""
-    return max(deadline - now, MIN_TIMEOUT)
+    return min(max(deadline - now, MIN_TIMEOUT), NO_TIMEOUT)
 
 
 class ChangeRole(Struct, frozen=True, tag=True):

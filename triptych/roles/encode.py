@@ -150,6 +150,7 @@ class EncodeHost:
             message.plan.rows,
             self._layout,
             on_end=lambda _: self._forget(message.transfer),
+            timeout=message.timeout,
         )
         self.num_asked += 1
         if (job := self._jobs.get(message.key)) is None:

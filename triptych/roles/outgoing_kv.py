@@ -27,6 +27,7 @@ class _Leaving:
     consumer: Address
     first_token: int
     rows: KVRows
+    timeout: float
     pages: list[int] = field(default_factory=list)
 
 
@@ -48,7 +49,9 @@ class OutgoingKV:
         if transfer in self._sender or any(leaving.transfer == transfer for leaving in self._leaving.values()):
             raise TransferError(f"transfer {transfer} is under way already")
         rows = KVRows(self._cache.num_layers, num_tokens - prefill.first_token)
-        self._leaving[request] = _Leaving(request, transfer, prefill.consumer, prefill.first_token, rows)
+        self._leaving[request] = _Leaving(
+            request, transfer, prefill.consumer, prefill.first_token, rows, prefill.generate.timeout
+        )
 
     def started(self, chunks: Rows[Chunk]) -> None:
         """A step begins. Those of its sequences that are new have all their pages now: their KV is offered, and what
@@ -109,7 +112,14 @@ class OutgoingKV:
         self._holding.add(leaving)
         over = functools.partial(self._over, leaving)
         try:
-            self._sender.offer(leaving.transfer, leaving.consumer, leaving.rows.num_rows, self._layout, over)
+            self._sender.offer(
+                leaving.transfer,
+                leaving.consumer,
+                leaving.rows.num_rows,
+                self._layout,
+                over,
+                timeout=leaving.timeout,
+            )
         except TransferError as error:  # an instance that encodes, too, may have been given the name twice
             log.error("%s", error)
             over(complete=False)
