@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from tests.router.test_router import E0, E1, PD0, PD1, Desk, prompt, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
+from triptych.messages.codec import Message
 from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Sampling, Tokens
 from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.router.admission import FIRST
 from triptych.router.encodings import LONG_ITEMS, LONG_ITEMS_PER_CALLER
 from triptych.router.forecast import ENOUGH
 from triptych.router.router import TokenStream
-from triptych.types import RequestId, TransferId
+from triptych.types import Address, RequestId, TransferId
 
 ROOM = 4 + 2
 """What an instance with --max-num-seqs 4 is given at a time."""
@@ -44,6 +45,36 @@ def begin(desk: Desk, stream: TokenStream) -> None:
 
 def finish(desk: Desk, stream: TokenStream) -> None:
     desk.router.handle(Tokens(name(desk, stream), [1], finish_reason="length"))
+
+
+def test_who_could_not_be_sent_anywhere_has_had_nothing() -> None:
+    desk = desk_of()
+    sent = desk.router._send
+
+    def fails(to: Address, message: Message) -> None:
+        raise Unavailable("a peer has stopped reading its messages")
+
+    desk.router._send = fails
+    with pytest.raises(Unavailable):
+        tokens_of(desk.submit(*[1.0] * 200, caller="unlucky"))
+    desk.router._send = sent
+    crowd = [desk.submit(caller="other") for _ in range(ROOM + 20)]
+    late = desk.submit(caller="unlucky")
+    for stream in crowd[:2]:
+        finish(desk, stream)
+    assert late.request in placed(desk)
+
+
+def test_rows_that_were_known_cost_their_caller_nothing() -> None:
+    desk = desk_of(E0, PD0, encode_batch_patches=1, max_num_seqs=32)
+    known = need(desk, desk.submit(*[100.0] * 4, caller="a"), 4)
+    for transfer in known:
+        desk.router.handle(Encoded(transfer, True, []))
+    crowd = need(desk, desk.submit(*[1.0] * 20, caller="b"), 20)
+    (late,) = need(desk, desk.submit(1.0, caller="a"), 1)
+    for transfer in crowd[:2]:
+        desk.router.handle(Encoded(transfer, False, []))
+    assert late in encodes(desk)
 
 
 def test_an_instance_is_given_what_it_has_room_for_and_the_rest_keeps_its_order() -> None:

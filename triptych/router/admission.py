@@ -141,6 +141,10 @@ class Admission:
         del self._tickets[ticket.work.generate.request]
         return ticket.work
 
+    def not_started(self, waiting: Waiting) -> None:
+        """The request that was next couldn't be given to an instance: its caller has had nothing."""
+        self._line.charge(waiting.caller, -waiting.cost)
+
     def remove(self, request: RequestId) -> Waiting | None:
         """Takes a request out of the line; None when it isn't there."""
         if (ticket := self._tickets.pop(request, None)) is None:

@@ -159,6 +159,8 @@ class Encodings:
 
     def encoded(self, encoding: Encoding, *, cached: bool) -> None:
         """The instance has done its part; ``cached`` when that was little."""
+        if cached and encoding in self._unfinished:
+            self._line.charge(encoding.wanted.caller, -encoding.cost)
         self._settle(encoding, 0.0 if cached else encoding.cost)
         self.start()
 

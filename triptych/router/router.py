@@ -255,6 +255,7 @@ class Router:
         try:
             self._send(generator.address, generate)
         except TriptychError as error:
+            self._admission.not_started(waiting)
             self._refuse(stream, error)
             return
         now, cost = self._clock(), len(generate.tokens) + generate.sampling.max_tokens
