@@ -246,7 +246,7 @@ class FrontDoorConfig:
             "max_request_pixels",
         )
         for name in (*positive, "max_item_tokens", "request_timeout", "client_timeout", "media_fetch_timeout"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # nor is nan
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
         if self.max_image_pixels > MAX_IMAGE_PIXELS:
             raise ConfigError(f"--max-image-pixels {self.max_image_pixels} is more than {MAX_IMAGE_PIXELS}")

@@ -117,6 +117,10 @@ class PartRows(msgspec.Struct, frozen=True, array_like=True):
     heard: bool = False
 
 
+DECODED_AT_ONCE = 2**26
+"""Pixels of a video's frames, seen or not, that are decoded in about a tenth of a second."""
+
+
 class ItemPlan(msgspec.Struct, frozen=True):
     """What a media item will become: a pure function of its header, the options and the model's configuration.
 
@@ -155,6 +159,13 @@ class ItemPlan(msgspec.Struct, frozen=True):
     def num_parts(self) -> int:
         """Into how many parts the item is cut for encoding."""
         return len(self.parts) or -(-self.rows // self.rows_per_part)
+
+    def takes_turns(self, batch_patches: int) -> bool:
+        """Whether the item is encoded by turns with others: it has several parts, and either more patches than are
+        encoded together, or many pixels to decode for them."""
+        header = self.header
+        decoded = header.width * header.height * header.frames if isinstance(header, VideoHeader) else 0
+        return self.num_parts > 1 and (self.patches > batch_patches or decoded > DECODED_AT_ONCE)
 
     def runs_of(self, part: int) -> tuple[tuple[int, int], ...]:
         """(first row, rows) of each run of rows of the part of that number, from 0 on."""

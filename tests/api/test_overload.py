@@ -112,3 +112,24 @@ def test_a_later_request_of_better_priority_starts_first(folder: Path) -> None:
     assert order[:3] == ["first", "second", "third"]
     assert set(order[3:5]) == {"plain", "urgent"}
     assert set(order[5:]) == {"later", "latest"}
+
+
+def test_a_burst_of_long_and_short_answers_keeps_nobody_out_afterwards(folder: Path) -> None:
+    """Short ones that waited inside the instance for a slot say nothing of how long a long one takes."""
+    engine = replace(FLOAT32, max_num_seqs=8)
+    with served(folder, engine=engine, request_timeout=60.0) as service, ThreadPoolExecutor(32) as pool:
+        router = service.running.front_door.router
+        service.steps.close()
+        long = [pool.submit(service.post, max_tokens=200) for _ in range(8)]
+        wait_for(lambda: router.num_requests == 8)
+        short = [pool.submit(service.post, max_tokens=1) for _ in range(8)]
+        wait_for(lambda: router.num_requests == 16)
+        began = time.monotonic()
+        service.steps.opened.set()
+        assert [answer.result(60).status_code for answer in (*long, *short)] == [200] * 16
+        took = time.monotonic() - began
+        forecast = router._admission.forecast
+        _, work = forecast.seconds(1.0, forecast.cost_of(20, 200), 0.0, time.monotonic())
+        assert 0 < work < 5 * took
+        again = [pool.submit(service.post, max_tokens=200) for _ in range(4)]
+        assert [answer.result(60).status_code for answer in again] == [200] * 4

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue
+from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue, PreprocessTurns
 from triptych.families.base import TowerInput
 from triptych.types import ImageHeader, ItemPlan
 
@@ -48,3 +48,125 @@ def test_a_discarded_job_is_in_no_batch() -> None:
     assert queue.next_batch() == [shared, other]
     assert shared.wanted == [(stays, 0)]
     assert len(queue) == 0
+
+
+def long_job(caller: str = "") -> EncodeJob:
+    return EncodeJob("long", PLAN, iter(()), received=0.0, caller=caller, long=True)
+
+
+def test_a_short_items_part_goes_before_those_of_long_ones_that_wait() -> None:
+    queue, video = EncodeQueue(10), long_job()
+    parts = [part(10, video) for _ in range(4)]
+    for one in parts:
+        queue.add(one)
+    assert queue.next_batch() == parts[:1]
+    photo = part(3)
+    queue.add(photo)
+    assert queue.next_batch() == [photo], "no part of the video fits beside it"
+    assert (queue.patches_of(long=True), queue.patches_of(long=False)) == (30, 0)
+    for number in (1, 2, 3):
+        assert queue.next_batch() == [parts[number]]
+
+
+def test_endless_pictures_leave_a_video_its_share_of_the_tower() -> None:
+    queue, video = EncodeQueue(10), long_job()
+    done = {True: 0, False: 0}
+    for _ in range(100):
+        while queue.patches_of(long=False) < 20:
+            queue.add(part(5))
+        while queue.patches_of(long=True) < 20:
+            queue.add(part(8, video))
+        for one in queue.next_batch():
+            done[one.long] += one.patches
+    assert 0.4 <= done[True] / sum(done.values()) <= 0.6
+
+
+def turns_of(most_begun: int = 2) -> PreprocessTurns:
+    return PreprocessTurns(EncodeQueue(10), workers=1, ahead=2, most_begun=most_begun)
+
+
+def test_long_items_take_turns_and_few_are_begun() -> None:
+    turns = turns_of()
+    jobs = [long_job() for _ in range(5)]
+    for job in jobs:
+        turns.add(job)
+    order = []
+    for _ in range(6):
+        (job,) = [turns.next()]
+        assert job is not None
+        assert turns.next() is None, "one worker, one turn"
+        order.append(jobs.index(job))
+        turns.ended(job, 0.2)
+        turns.add(job)
+    assert order == [0, 1, 0, 1, 0, 1]
+    turns.remove(jobs[0])
+    assert {jobs.index(next_turn(turns)) for _ in range(4)} == {1, 2}
+
+
+def next_turn(turns: PreprocessTurns) -> EncodeJob:
+    """Of an item that goes on afterwards."""
+    job = turns.next()
+    assert job is not None
+    turns.ended(job, 0.2)
+    turns.add(job)
+    return job
+
+
+def test_one_that_comes_is_next_whoever_has_long_ones() -> None:
+    turns = turns_of(most_begun=4)
+    for _ in range(3):
+        turns.add(long_job("a"))
+    for _ in range(10):
+        next_turn(turns)
+    running = turns.next()
+    assert running is not None
+    photo = job()
+    turns.add(photo)
+    assert turns.short_waits
+    assert turns.next() is photo, "it needn't wait for the turn that runs to end"
+    turns.ended(photo, 0.01)
+    assert not turns.short_waits
+    turns.ended(running, 0.2)
+    turns.add(running)
+    other = long_job("b")
+    turns.add(other)
+    assert turns.next() is other
+
+
+@given(st.data())
+def test_whatever_comes_and_goes_every_item_has_its_turns(data: st.DataObject) -> None:
+    turns = turns_of(most_begun=2)
+    left: dict[EncodeJob, int] = {}
+    running: list[EncodeJob] = []
+    for _ in range(data.draw(st.integers(1, 60))):
+        step = data.draw(st.sampled_from(["long", "short", "next", "next", "end", "remove"]))
+        if step in ("long", "short"):
+            caller = data.draw(st.sampled_from("abc"))
+            new = EncodeJob("key", PLAN, iter(()), received=0.0, caller=caller, long=step == "long")
+            left[new] = data.draw(st.integers(1, 4)) if new.long else 1
+            turns.add(new)
+        elif step == "next":
+            if (job := turns.next()) is not None:
+                running.append(job)
+        elif step == "end" and running:
+            end(turns, running.pop(), left)
+        elif step == "remove" and left:
+            gone = data.draw(st.sampled_from(list(left)))
+            del left[gone]
+            turns.remove(gone)
+    for _ in range(1000):
+        while running:
+            end(turns, running.pop(), left)
+        while (job := turns.next()) is not None:
+            running.append(job)
+    assert (left, len(turns), turns.short_waits) == ({}, 0, False)
+
+
+def end(turns: PreprocessTurns, job: EncodeJob, left: dict[EncodeJob, int]) -> None:
+    turns.ended(job, 0.1)
+    if job in left and left[job] > 1:
+        left[job] -= 1
+        turns.add(job)
+    else:
+        left.pop(job, None)
+        turns.remove(job)

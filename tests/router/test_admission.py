@@ -3,19 +3,24 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.router.test_router import E0, E1, PD0, PD1, Desk, tokens_of
+from tests.router.test_router import E0, E1, PD0, PD1, Desk, prompt, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
-from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Tokens
+from triptych.messages.codec import Message
+from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Sampling, Tokens
+from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.router.admission import FIRST
+from triptych.router.encodings import LONG_ITEMS, LONG_ITEMS_PER_CALLER
 from triptych.router.forecast import ENOUGH
 from triptych.router.router import TokenStream
-from triptych.types import RequestId, TransferId
+from triptych.types import Address, RequestId, TransferId
 
 ROOM = 4 + 2
 """What an instance with --max-num-seqs 4 is given at a time."""
@@ -40,6 +45,36 @@ def begin(desk: Desk, stream: TokenStream) -> None:
 
 def finish(desk: Desk, stream: TokenStream) -> None:
     desk.router.handle(Tokens(name(desk, stream), [1], finish_reason="length"))
+
+
+def test_who_could_not_be_sent_anywhere_has_had_nothing() -> None:
+    desk = desk_of()
+    sent = desk.router._send
+
+    def fails(to: Address, message: Message) -> None:
+        raise Unavailable("a peer has stopped reading its messages")
+
+    desk.router._send = fails
+    with pytest.raises(Unavailable):
+        tokens_of(desk.submit(*[1.0] * 200, caller="unlucky"))
+    desk.router._send = sent
+    crowd = [desk.submit(caller="other") for _ in range(ROOM + 20)]
+    late = desk.submit(caller="unlucky")
+    for stream in crowd[:2]:
+        finish(desk, stream)
+    assert late.request in placed(desk)
+
+
+def test_rows_that_were_known_cost_their_caller_nothing() -> None:
+    desk = desk_of(E0, PD0, encode_batch_patches=1, max_num_seqs=32)
+    known = need(desk, desk.submit(*[100.0] * 4, caller="a"), 4)
+    for transfer in known:
+        desk.router.handle(Encoded(transfer, True, []))
+    crowd = need(desk, desk.submit(*[1.0] * 20, caller="b"), 20)
+    (late,) = need(desk, desk.submit(1.0, caller="a"), 1)
+    for transfer in crowd[:2]:
+        desk.router.handle(Encoded(transfer, False, []))
+    assert late in encodes(desk)
 
 
 def test_an_instance_is_given_what_it_has_room_for_and_the_rest_keeps_its_order() -> None:
@@ -110,6 +145,33 @@ def test_a_request_of_two_hundred_images_does_not_hold_up_anothers_one() -> None
     finish(desk, album)
     finish(desk, photo)
     assert desk.outstanding() == 0
+    assert desk.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
+
+
+def submit_long(desk: Desk, caller: str) -> TokenStream:
+    """A request with an item of ten parts of a patch each."""
+    made = prompt(10.0)
+    plan = msgspec.structs.replace(made.items[0].plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
+    items = (replace(made.items[0], plan=plan),)
+    context = CURRENT.set(RequestRecord("id", "POST", caller=caller))
+    try:
+        return desk.router.submit(replace(made, items=items), Sampling(max_tokens=4), [])
+    finally:
+        CURRENT.reset(context)
+
+
+def test_long_items_take_no_place_of_others_and_one_callers_leave_one_to_the_next() -> None:
+    desk = desk_of(E0, PD0, encode_batch_patches=2, max_num_seqs=32)
+    crowd = [need(desk, submit_long(desk, "a"), 1)[0] for _ in range(LONG_ITEMS + 1)]
+    assert encodes(desk) == crowd[:LONG_ITEMS_PER_CALLER]
+    photos = [need(desk, desk.submit(1.0, caller="a"), 1)[0] for _ in range(2)]
+    assert encodes(desk)[LONG_ITEMS_PER_CALLER:] == photos, "nor of those of the same caller"
+    others = [need(desk, submit_long(desk, "b"), 1)[0] for _ in range(2)]
+    assert encodes(desk)[LONG_ITEMS_PER_CALLER + 2 :] == others[:1]
+    for _ in range(10):
+        for transfer in list(desk.router._encodings._in_hand):
+            desk.router.handle(Encoded(transfer, False, []))
+    assert set(encodes(desk)) == {*crowd, *photos, *others}
     assert desk.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
 
 
@@ -244,19 +306,32 @@ def admitted_by(desk: Desk) -> int:
 def test_fewer_are_let_in_where_requests_took_longer_than_forecast() -> None:
     as_thought, longer = (busy_desk(2.0, request_timeout=20.0) for _ in range(2))
     for _ in range(ENOUGH):
-        longer.router._admission.forecast.margin.add(1.0, 2.0)
+        longer.router._admission.forecast.margin.add(1.0, 2.0, longer.now)
     assert 2 <= admitted_by(longer) <= 0.7 * admitted_by(as_thought)
+
+
+def lessons(desk: Desk) -> list[float]:
+    """How long each request took, from now on, that the margin is told of."""
+    told: list[float] = []
+    margin = desk.router._admission.forecast.margin
+    add = margin.add
+
+    def noted(expected: float, seconds: float, now: float) -> None:
+        told.append(seconds)
+        add(expected, seconds, now)
+
+    margin.add = noted  # type: ignore[method-assign]
+    return told
 
 
 def test_those_who_were_too_late_tell_too_in_line_and_at_work() -> None:
     desk = busy_desk(2.0, request_timeout=20.0)
-    margin = desk.router._admission.forecast.margin
-    told = margin._mean.count
+    told, margin = lessons(desk), desk.router._admission.forecast.margin
     streams = [desk.submit() for _ in range(2 * ROOM)]
     desk.wait(21, PD0)
     assert all(stream.record.error == "DeadlineExceeded" for stream in streams)
-    assert margin._mean.count == told + 2 * ROOM
-    assert margin.times > 1.5
+    assert len(told) == 2 * ROOM
+    assert margin.times(desk.now) > 1.5
 
 
 def test_nobody_is_refused_who_would_be_alone() -> None:
@@ -289,22 +364,21 @@ def test_a_probe_of_the_stages_is_let_in_whatever_the_forecast_and_teaches_nothi
     desk.submit()
     with pytest.raises(Overloaded):
         desk.submit(timeout=1.0)
-    before = forecast.mean_cost, forecast.margin._mean.count
+    before, told = forecast.mean_cost, lessons(desk)
     probe = desk.submit(timeout=1.0, priority=FIRST)
     finish(desk, probe)
-    assert (forecast.mean_cost, forecast.margin._mean.count) == before
+    assert (forecast.mean_cost, told) == (before, [])
 
 
 def test_who_hangs_up_early_tells_nothing_and_late_how_long_it_took_at_least() -> None:
     desk = busy_desk(2.0, request_timeout=20.0)
-    margin = desk.router._admission.forecast.margin
-    told = margin._mean.count
+    told = lessons(desk)
     early, late = desk.submit(), desk.submit()
     desk.router.cancel(early.request)
-    assert margin._mean.count == told
+    assert not told
     desk.wait(10, PD0)
     desk.router.cancel(late.request)
-    assert margin._mean.count == told + 1
+    assert len(told) == 1
 
 
 STEPS: dict[str, Callable[[Desk, TokenStream], object]] = {

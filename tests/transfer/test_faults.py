@@ -398,3 +398,17 @@ def test_a_producer_that_lapses_lets_go_of_rows_and_memory(fabric: str) -> None:
         assert not sender._regions
         assert not any(w.queues.values())
         np.testing.assert_array_equal(np.concatenate(w.receiver.read(item.transfer, 0, 2)), item.source)
+
+
+def test_a_producer_that_gives_up_in_order_is_no_error_here(fabric: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It was told that the request is cancelled, perhaps before the consumer was."""
+    with wire(fabric, 2, 2) as w, caplog.at_level("INFO"):
+        item = w.expect(4, (0, 0))
+        offer(w, item)
+        w.senders[item.producer].abort(item.transfer, "the request has ended")
+        w.deliver_all()
+        assert "the request has ended" in caplog.text
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
+        w.close(item)
+        w.deliver_all()
+        is_clean(w)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from triptych.router.fair_queue import FairQueue
+from triptych.fair_queue import FairQueue
 
 T = TypeVar("T")
 

@@ -20,6 +20,8 @@ class Sequence:
     Filled in by the scheduler: ``arrival`` and what follows it. Filled in by the host: ``tokens`` beyond the prompt,
     ``prompt_logprobs``.
 
+    ``timeout`` is how many seconds its request had when it came.
+
     One that isn't ``prefilled_here`` gets its pages before its KV comes; one that isn't ``decoded_here`` takes those of
     all its tokens at once and keeps them, since its KV is sent from there.
     """
@@ -32,6 +34,7 @@ class Sequence:
     sampling: Sampling
     eos_token_ids: frozenset[int]
     cache_salt: str = ""
+    timeout: float = 0.0
     prefilled_here: bool = True
     decoded_here: bool = True
     history: History = field(init=False)

@@ -82,7 +82,7 @@ Timeout = Annotated[float, Meta(gt=0, le=NO_TIMEOUT)]
 def time_left(deadline: float, now: float) -> float:
     """Seconds until then, as messages say it: a little where it has passed, since whoever ends what is late does so at
     its next look."""
-    return max(deadline - now, MIN_TIMEOUT)
+    return min(max(deadline - now, MIN_TIMEOUT), NO_TIMEOUT)
 
 
 class ChangeRole(Struct, frozen=True, tag=True):
@@ -283,7 +283,8 @@ class Need(Struct, frozen=True, tag=True):
 
 class Encode(Struct, frozen=True, tag=True):
     """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``, who has no use for them
-    after ``timeout`` seconds. Rows are only shared with requests of the same ``cache_salt``."""
+    after ``timeout`` seconds. Rows are only shared with requests of the same ``cache_salt``. An encode instance shares its
+    time among callers."""
 
     transfer: TransferId
     consumer: Address
@@ -292,6 +293,7 @@ class Encode(Struct, frozen=True, tag=True):
     data: bytes
     timeout: Timeout = NO_TIMEOUT
     cache_salt: str = ""
+    caller: str = ""
 
 
 class Encoded(Struct, frozen=True, tag=True):

@@ -5,7 +5,6 @@ Items go through all of this in parts: a long one's first rows are on their way 
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -13,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from triptych.encode.cache import RowCache, Rows, salted
-from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue
+from triptych.encode.jobs import TURN_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessTurns
 from triptych.errors import DeadlineExceeded, PlanMismatch, TriptychError
 from triptych.families.base import Preprocessor, TowerInput
 from triptych.messages.codec import Send
@@ -33,10 +32,8 @@ PREPROCESS_AHEAD = 2
 """So many batches are preprocessed before they are needed, at most: preprocessed parts take far more memory than
 files."""
 
-ITEMS_AT_A_TIME = 4
-"""So many items are preprocessed by turns, a batch's worth each: a short one doesn't wait for all of a long one. What
-comes later waits, so that a preprocessor which is a process isn't held by an item that has paused while another waits
-for it."""
+LONG_ITEMS_AT_A_TIME = 4
+"""So many items are preprocessed by turns, a batch's worth each: each keeps a decoder open between turns."""
 
 
 class RowEncoder(Protocol):
@@ -91,9 +88,10 @@ class EncodeHost:
         self._jobs: dict[str, EncodeJob] = {}
         self._parts: dict[str, EncodePart] = {}
         self._preprocessing: dict[Future[list[TowerInput]], EncodeJob] = {}
-        self._waiting: deque[EncodeJob] = deque()
-        self._begun: set[EncodeJob] = set()
-        self._paused: deque[EncodeJob] = deque()
+        self._turns = PreprocessTurns(
+            queue, workers=preprocessors.number, ahead=PREPROCESS_AHEAD, most_begun=LONG_ITEMS_AT_A_TIME
+        )
+        self._short_waits = False
         self._batch: tuple[list[EncodePart], Future[list[Rows]]] | None = None
 
     context_length = 0
@@ -154,6 +152,7 @@ class EncodeHost:
             message.plan.rows,
             self._layout,
             on_end=lambda _: self._forget(message.transfer),
+            timeout=message.timeout,
         )
         self.num_asked += 1
         key = salted(message.key, message.cache_salt)
@@ -163,9 +162,10 @@ class EncodeHost:
                     self._provide(message.transfer, message.plan, number, rows)
                 self._send(self._front_door, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
                 return
-            job = EncodeJob(key, message.plan, self._inputs(message), received=now)
+            inputs, long = self._inputs(message), message.plan.takes_turns(self._queue.max_patches)
+            job = EncodeJob(key, message.plan, inputs, received=now, caller=message.caller, long=long)
             self._jobs[job.key] = job
-            self._waiting.append(job)
+            self._turns.add(job)
         job.transfers.append(message.transfer)
         job.deadline = max(job.deadline, time.monotonic() + message.timeout)
         for number, rows in job.rows.items():
@@ -187,10 +187,8 @@ class EncodeHost:
         for future, preprocessing in list(self._preprocessing.items()):
             if preprocessing is job and future.cancel():
                 self._preprocessing.pop(future, None)
-        self._begun.discard(job)
-        for line in (self._waiting, self._paused):
-            if job in line:
-                line.remove(job)
+                self._turns.ended(job, 0.0)
+        self._turns.remove(job)
 
     def _drop_late(self) -> None:
         """Live items don't wait behind those that come too late in any case."""
@@ -219,7 +217,9 @@ class EncodeHost:
             yield msgspec.structs.replace(part, name=salted(part.name, message.cache_salt))
 
     def _next_parts(self, job: EncodeJob) -> list[TowerInput]:
-        """A batch's worth of a job's parts; none when it has no more. Runs on a worker."""
+        """A batch's worth of a job's parts; none when it has no more. A long item's turn ends when it has taken its
+        time, or another waits. Runs on a worker."""
+        began = time.monotonic()
         job.preprocess_began = job.preprocess_began or time.time()
         inputs: list[TowerInput] = []
         patches = 0
@@ -227,13 +227,17 @@ class EncodeHost:
             while patches < self._queue.max_patches and (part := next(job.inputs, None)) is not None:
                 inputs.append(part)
                 patches += len(part.patches)
+                if job.long and (self._short_waits or time.monotonic() - began > TURN_SECONDS):
+                    break
             return inputs
         finally:
             job.preprocess_ended = time.time()
+            job.turn_seconds = time.monotonic() - began
 
     def _collect_preprocessed(self) -> None:
         for future in [future for future in self._preprocessing if future.done()]:
             job = self._preprocessing.pop(future)
+            self._turns.ended(job, job.turn_seconds)
             if not self._is_wanted(job):
                 continue
             if error := future.exception():
@@ -244,27 +248,19 @@ class EncodeHost:
             if not self._is_wanted(job):
                 continue
             if len(job.names) < job.plan.num_parts and future.result():
-                self._paused.append(job)
+                self._turns.add(job)
                 continue
-            self._begun.discard(job)
+            self._turns.remove(job)
             if len(job.names) != job.plan.num_parts:
                 self._fail(job, PlanMismatch(f"an item has {len(job.names)} parts, {job.plan.num_parts} were planned"))
             elif job.all_encoded:
                 self._finish(job)
 
     def _start_preprocessing(self) -> None:
-        """As much as the tower needs ahead: first what new items need to begin with, then more of those that have."""
-        ahead = PREPROCESS_AHEAD * self._queue.max_patches
-        at_once = max(PREPROCESS_AHEAD, self.preprocessors.number)
-        while self._queue.num_patches < ahead and len(self._preprocessing) < at_once:
-            if self._waiting and len(self._begun) < ITEMS_AT_A_TIME:
-                job = self._waiting.popleft()
-                self._begun.add(job)
-            elif self._paused:
-                job = self._paused.popleft()
-            else:
-                return
+        """As much as the tower needs ahead."""
+        while (job := self._turns.next()) is not None:
             self._preprocess(job)
+        self._short_waits = self._turns.short_waits
 
     def _add(self, job: EncodeJob, part: TowerInput) -> None:
         """A part is preprocessed: its rows are known already, or being made for another, or it is in line."""

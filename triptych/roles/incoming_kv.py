@@ -58,7 +58,7 @@ class IncomingKV(Incoming):
         rows = KVRows(self._cache.num_layers, end - first)
         # In line when it is offered, which is when its prefill begins: what has blocks then gets its rows whatever
         # the others do. Blocks for one that waits for its turn could be what those before it wait for.
-        self._receiver.expect(transfer, rows.num_rows)
+        self._receiver.expect(transfer, rows.num_rows, timeout=sequence.timeout)
         self._arriving[sequence.request] = _Arriving(sequence, transfer, first, rows, list(sequence.pages))
         return NeedPrefill(sequence.request, self._address, transfer, first, sequence.tokens[sequence.num_prompt :])
 

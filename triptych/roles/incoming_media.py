@@ -56,6 +56,7 @@ class IncomingMedia(Incoming):
                 (sequence.arrival, index),
                 first_row=covered,
                 part_rows=item.rows_per_part if item.rows_per_part < item.placement.rows else 0,
+                timeout=sequence.timeout,
             )
             items.append(_Item(index, item.placement, transfer))
         self._items[sequence.request] = items

@@ -402,6 +402,7 @@ def _sequence(message: Generate, generated: list[int], context_length: int, voca
         sampling=message.sampling,
         eos_token_ids=frozenset(message.eos_token_ids),
         cache_salt=message.cache_salt,
+        timeout=message.timeout,
     )
     sequence.tokens += generated
     return sequence

@@ -28,6 +28,7 @@ class _Leaving:
     first_token: int
     rows: KVRows
     provided: list[int]
+    timeout: float
     pages: list[int] = field(default_factory=list)
 
 
@@ -49,8 +50,10 @@ class OutgoingKV:
         if transfer in self._sender or any(leaving.transfer == transfer for leaving in self._leaving.values()):
             raise TransferError(f"transfer {transfer} is under way already")
         rows = KVRows(self._cache.num_layers, num_tokens - prefill.first_token)
-        provided = [prefill.first_token] * self._cache.num_layers
-        self._leaving[request] = _Leaving(request, transfer, prefill.consumer, prefill.first_token, rows, provided)
+        provided, timeout = [prefill.first_token] * self._cache.num_layers, prefill.generate.timeout
+        self._leaving[request] = _Leaving(
+            request, transfer, prefill.consumer, prefill.first_token, rows, provided, timeout
+        )
 
     def started(self, chunks: Rows[Chunk]) -> None:
         """A step begins. Those of its sequences that are new have all their pages now: their KV is offered, and what
@@ -114,7 +117,14 @@ class OutgoingKV:
         self._holding.add(leaving)
         over = functools.partial(self._over, leaving)
         try:
-            self._sender.offer(leaving.transfer, leaving.consumer, leaving.rows.num_rows, self._layout, over)
+            self._sender.offer(
+                leaving.transfer,
+                leaving.consumer,
+                leaving.rows.num_rows,
+                self._layout,
+                over,
+                timeout=leaving.timeout,
+            )
         except TransferError as error:  # an instance that encodes, too, may have been given the name twice
             log.error("%s", error)
             over(complete=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from triptych.errors import TransferError
 from triptych.language.prompt_logprobs import Asked, joined
 from triptych.language.runner import Outcome
 from triptych.language.sampler import Draw, Drawn
@@ -87,7 +88,11 @@ class PrefillHost(LanguageHost):
         if message.first_token >= length:
             self._fail(request, "InternalError", f"token {message.first_token} of {length} can't be the first to send")
             return
-        self._outgoing.expect(message, length)
+        try:
+            self._outgoing.expect(message, length)
+        except TransferError as error:
+            self._fail(request, "InternalError", str(error))
+            return
         if self._begin(message.generate, message.generated):
             self._prefills[request] = message
         else:

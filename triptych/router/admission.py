@@ -12,9 +12,9 @@ from typing import Protocol
 
 from triptych.config import EngineConfig, FrontDoorConfig
 from triptych.errors import Overloaded, RateLimited
+from triptych.fair_queue import FairQueue, Ticket
 from triptych.messages.work import Generate
 from triptych.prompt.prompt import PlannedPrompt
-from triptych.router.fair_queue import FairQueue, Ticket
 from triptych.router.forecast import Forecast
 from triptych.types import RequestId
 
@@ -66,6 +66,7 @@ class Admission:
         self._line: FairQueue[Waiting] = FairQueue()
         self._tickets: dict[RequestId, Ticket[Waiting]] = {}
         self._preparing: Counter[str] = Counter()
+        self._working: set[RequestId] = set()
 
     @contextmanager
     def preparing(self, caller: str) -> Iterator[None]:
@@ -78,11 +79,11 @@ class Admission:
             if not self._preparing[caller]:
                 del self._preparing[caller]
 
-    def check_room(self, caller: str, running: Collection[Running]) -> None:
+    def check_room(self, caller: str, running: Collection[Running], now: float) -> None:
         """Raises RateLimited for a caller that has as much here as it may, and Overloaded when the house is full."""
         here = len(running) + len(self._line) + self._preparing.total()
         if here >= self._config.max_queue:
-            raise Overloaded(f"{here} requests are waiting or running, the most allowed", self._retry_after(0.0))
+            raise Overloaded(f"{here} requests are waiting or running, the most allowed", self._retry_after(0.0, now))
         if limit := self._config.max_queue_per_caller:
             own = sum(entry.waiting.caller == caller for entry in running)
             own += sum(ticket.caller == caller for ticket in self._line) + self._preparing[caller]
@@ -94,6 +95,7 @@ class Admission:
         caller: str,
         running: Collection[Running],
         *,
+        now: float,
         cost: float | None = None,
         items_cost: float = 0.0,
         encoding: float = 0.0,
@@ -102,19 +104,23 @@ class Admission:
     ) -> float:
         """How many seconds the answer will take, 0 while nobody knows. Raises what ``check_room`` does, and Overloaded
         when it may well not come within ``timeout`` seconds, unless nothing is ahead of it. ``cost`` and ``items_cost``
-        are the request's, if they are known already; ``encoding`` is the cost of what encode instances have in hand."""
-        self.check_room(caller, running)
+        are the request's, if they are known already; ``encoding`` is the cost of what encode instances have in hand.
+
+        Requests that wait for their media aren't ahead of anybody: encode instances work on them, or nobody does."""
+        self.check_room(caller, running, now)
         if priority == FIRST:
             return 0.0
         cost = self.forecast.mean_cost if cost is None else cost
-        ahead = self._line.ahead(caller, cost, priority) + sum(entry.waiting.cost for entry in running) / 2
-        wait, work = self.forecast.seconds(ahead, cost, encoding + self._items_ahead(caller, items_cost))
-        seconds = wait * self.forecast.margin.times + work
+        working = sum(one.waiting.cost for one in running if one.waiting.generate.request in self._working)
+        ahead = self._line.ahead(caller, cost, priority) + working / 2
+        wait, work = self.forecast.seconds(ahead, cost, encoding + self._items_ahead(caller, items_cost), now)
+        seconds = wait * self.forecast.margin.times(now) + work
         limit_seconds = self._config.request_timeout if timeout is None else timeout
-        if wait and seconds > limit_seconds:
+        is_idle = not running and not self._line
+        if wait and not is_idle and seconds > limit_seconds:
             raise Overloaded(
                 f"the answer would take about {seconds:.0f} s, more than the {limit_seconds:g} s it may take",
-                self._retry_after(seconds - limit_seconds),
+                self._retry_after(seconds - limit_seconds, now),
             )
         return wait + work
 
@@ -135,6 +141,10 @@ class Admission:
         del self._tickets[ticket.work.generate.request]
         return ticket.work
 
+    def not_started(self, waiting: Waiting) -> None:
+        """The request that was next couldn't be given to an instance: its caller has had nothing."""
+        self._line.charge(waiting.caller, -waiting.cost)
+
     def remove(self, request: RequestId) -> Waiting | None:
         """Takes a request out of the line; None when it isn't there."""
         if (ticket := self._tickets.pop(request, None)) is None:
@@ -142,17 +152,26 @@ class Admission:
         self._line.remove(ticket)
         return ticket.work
 
-    def started(self, now: float) -> None:
-        self.forecast.rate.begin(now)
+    def works(self, waiting: Waiting, now: float, *, on: bool = True) -> None:
+        """Language instances have all that they need for a request that they were given; or, ``on`` False, they wait
+        for its media, or it is over. Any number of times."""
+        (self._working.add if on else self._working.discard)(waiting.generate.request)
+        self.forecast.rate.look(now, busy=bool(self._working))
 
-    def ended(self, waiting: Waiting, num_generated: int, began: float, now: float, *, whole: bool) -> None:
-        """A request that was started at ``began`` is over; ``whole``: it was answered to its end."""
+    def generated(self, waiting: Waiting, num_tokens: int, now: float, *, first: bool) -> None:
+        """So many tokens have come, the ``first`` of the answer among them or not."""
+        num_prompt = len(waiting.prompt.tokens) if first else 0
+        self.forecast.rate.done(self.forecast.cost_of(num_prompt, num_tokens), now)
+
+    def ended(self, waiting: Waiting, num_generated: int, seconds: float, now: float, *, whole: bool) -> None:
+        """A request is over on which language instances worked for so many seconds; ``whole``: it was answered to its
+        end."""
         num_prompt = len(waiting.prompt.tokens)
         cost = self.forecast.cost_of(num_prompt, num_generated) if num_generated else 0.0
         if whole and waiting.priority != FIRST:
-            self.forecast.ended(num_prompt, num_generated, now - began)
+            self.forecast.ended(num_prompt, num_generated, seconds, now)
         self._took(waiting, now, whole=whole)
-        self.forecast.rate.end(cost, now)
+        self.works(waiting, now, on=False)
         self._line.charge(waiting.caller, cost - waiting.cost)
 
     def expire(self, now: float) -> list[Waiting]:
@@ -181,10 +200,10 @@ class Admission:
         """How long a request took, or, of one that nobody waited for to its end, how long at least."""
         seconds = now - waiting.submitted
         if waiting.expected and (whole or seconds > waiting.expected):
-            self.forecast.margin.add(waiting.expected, seconds)
+            self.forecast.margin.add(waiting.expected, seconds, now)
 
-    def _retry_after(self, seconds: float) -> int:
+    def _retry_after(self, seconds: float, now: float) -> int:
         """When there may be room, in whole seconds."""
-        rate = self.forecast.rate.per_second()
+        rate = self.forecast.rate.per_second(now)
         one_more = self.forecast.mean_cost / rate if rate else 0.0
         return min(MAX_RETRY_AFTER, max(1, math.ceil(max(seconds, one_more))))

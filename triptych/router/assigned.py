@@ -1,5 +1,6 @@
 """What the router knows of a request that instances work on."""
 
+import math
 from dataclasses import dataclass, field
 
 from triptych.messages.work import Generate
@@ -18,7 +19,7 @@ class Assigned:
     waiting: Waiting
     stream: TokenStream
     generator: InstanceLease
-    cost: float
+    cost: int
     generate: Generate
     began: float
     num_placements: int = 1
@@ -29,6 +30,12 @@ class Assigned:
     def has_begun(self) -> bool:
         """Whether its first token has come."""
         return self.stream.record.first_token > 0
+
+    def seconds_worked(self, now: float) -> float:
+        """How long instances have computed for it, as they say; as far as they don't, since it was given to one. What
+        it waited there, for a place, for pages or for its media, isn't its work."""
+        said = sum(one.end - one.start for one in self.stream.record.intervals if one.stage in ("prefill", "decode"))
+        return min(said or math.inf, now - self.began)
 
     @property
     def workers(self) -> set[Address]:
@@ -42,4 +49,4 @@ class Prefilling:
 
     transfer: TransferId
     prefiller: InstanceLease
-    cost: float
+    cost: int

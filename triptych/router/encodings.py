@@ -4,13 +4,14 @@ Instances are given a few batches at a time, so that the order of the rest is st
 fair queue's to say.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from triptych.fair_queue import FairQueue, Ticket
 from triptych.messages.codec import Message
 from triptych.messages.work import Encode, time_left
 from triptych.prompt.prompt import PlannedItem
-from triptych.router.fair_queue import FairQueue, Ticket
 from triptych.router.forecast import Rate
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease
@@ -19,11 +20,17 @@ from triptych.types import Address, ItemPlan, RequestId, TransferId
 ENCODE_BATCHES_AHEAD = 4
 """Batches of patches that an encode instance has at a time: one in the tower, the others being preprocessed."""
 
+LONG_ITEMS = 4
+"""Besides these, so many items that it encodes by turns with all else: each keeps a decoder open while it waits."""
+
+LONG_ITEMS_PER_CALLER = LONG_ITEMS - 1
+"""So many of them may be one caller's: another's first one needn't wait until one has ended."""
+
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """An item, the ``index``-th of its request, whose rows ``consumer`` lacks; by the ``deadline``, on the router's
-    clock, they are of no use any more."""
+    """An item, the ``index``-th of ``caller``'s request, whose rows ``consumer`` lacks; by the ``deadline``, on the
+    router's clock, they are of no use any more."""
 
     request: RequestId
     index: int
@@ -31,17 +38,23 @@ class Wanted:
     transfer: TransferId
     consumer: Address
     deadline: float
+    caller: str
     cache_salt: str = ""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Encoding:
-    """One item in the hands of ``encoder``, on its way to a language instance."""
+    """One item in the hands of ``encoder``, on its way to a language instance. ``patches`` is the room that it takes:
+    none if it is ``long``, and encoded by turns."""
 
     wanted: Wanted
     encoder: InstanceLease
+    long: bool
     patches: int
-    done: bool = False
+
+    @property
+    def cost(self) -> int:
+        return cost_of(self.wanted.item.plan)
 
 
 @dataclass
@@ -50,6 +63,11 @@ class _Items:
 
     in_line: dict[int, Ticket[Wanted]] = field(default_factory=dict)
     in_hand: dict[TransferId, Encoding] = field(default_factory=dict)
+
+
+def cost_of(plan: ItemPlan) -> int:
+    """A plan's cost as a whole number: sums of them are exact."""
+    return max(1, round(plan.cost))
 
 
 class Encodings:
@@ -65,8 +83,8 @@ class Encodings:
         clock: Callable[[], float],
     ) -> None:
         """``encoders`` says which encode instances there are; each is given more while it has less than
-        ``ENCODE_BATCHES_AHEAD`` batches of ``batch_patches`` in hand. An item counts as one batch at most: a larger
-        one is encoded by turns with others. ``rate`` learns how fast they are, in cost per second."""
+        ``ENCODE_BATCHES_AHEAD`` batches of ``batch_patches`` in hand, and fewer than ``LONG_ITEMS`` items that take
+        turns. Any other item counts as one batch at most. ``rate`` learns how fast they are, in cost per second."""
         self._encoders = encoders
         self._batch_patches = batch_patches
         self._max_patches = ENCODE_BATCHES_AHEAD * batch_patches
@@ -76,36 +94,66 @@ class Encodings:
         self._line: FairQueue[Wanted] = FairQueue()
         self._requests: dict[RequestId, _Items] = {}
         self._in_hand: dict[TransferId, Encoding] = {}
+        self._unfinished: set[Encoding] = set()
 
-    def want(self, wanted: Wanted, caller: str, priority: int) -> bool:
+    def want(self, wanted: Wanted, priority: int) -> bool:
         """Puts an item in line. Whether it is there or in hand already, for a transfer that this one replaces: after a
         preemption an item is needed anew. Call ``start`` afterwards."""
         items = self._requests.setdefault(wanted.request, _Items())
         anew = self._drop(items, wanted.index)
-        items.in_line[wanted.index] = self._line.add(wanted, caller, wanted.item.plan.cost, priority)
+        plan = wanted.item.plan
+        kind = "long" if plan.takes_turns(self._batch_patches) else "short"
+        items.in_line[wanted.index] = self._line.add(wanted, wanted.caller, cost_of(plan), priority, kind)
         return anew
 
     def start(self) -> None:
         """Gives items to encode instances that have room: whose turn it is goes to the one with the least to do."""
-        while len(self._line):
-            encoder = least_outstanding([one for one in self._encoders() if one.patches < self._max_patches])
-            ticket = self._line.pop() if encoder is not None else None
-            if encoder is None or ticket is None:
-                return
-            wanted = ticket.work
-            plan = wanted.item.plan
-            items, encoding = self._requests[wanted.request], Encoding(wanted, encoder, self._weight(plan))
-            del items.in_line[wanted.index]
-            items.in_hand[wanted.transfer] = self._in_hand[wanted.transfer] = encoding
-            encoder.outstanding += plan.cost
-            encoder.patches += encoding.patches
-            self._rate.begin(self._clock())
-            item, timeout = wanted.item, time_left(wanted.deadline, self._clock())
-            encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout, wanted.cache_salt)
-            self._tell(encoder.address, encode)
+        while ticket := self._line.pop(lambda wanted: bool(self._with_room(wanted))):
+            encoder = least_outstanding(self._with_room(ticket.work))
+            assert encoder is not None
+            self._give(ticket.work, encoder)
 
-    def _weight(self, plan: ItemPlan) -> int:
-        return min(plan.patches, self._batch_patches)
+    def _with_room(self, wanted: Wanted) -> list[InstanceLease]:
+        """The encode instances that may be given an item."""
+        if not wanted.item.plan.takes_turns(self._batch_patches):
+            return [one for one in self._encoders() if one.patches < self._max_patches]
+        long = [encoding for encoding in self._unfinished if encoding.long]
+        by_encoder = Counter(encoding.encoder.address for encoding in long)
+        own = Counter(encoding.encoder.address for encoding in long if encoding.wanted.caller == wanted.caller)
+        return [
+            one
+            for one in self._encoders()
+            if by_encoder[one.address] < LONG_ITEMS and own[one.address] < LONG_ITEMS_PER_CALLER
+        ]
+
+    def _give(self, wanted: Wanted, encoder: InstanceLease) -> None:
+        item, plan = wanted.item, wanted.item.plan
+        long = plan.takes_turns(self._batch_patches)
+        patches = 0 if long else min(plan.patches, self._batch_patches)
+        items, encoding = self._requests[wanted.request], Encoding(wanted, encoder, long, patches)
+        del items.in_line[wanted.index]
+        items.in_hand[wanted.transfer] = self._in_hand[wanted.transfer] = encoding
+        self._unfinished.add(encoding)
+        encoder.give(encoding.cost)
+        encoder.patches += patches
+        now = self._clock()
+        self._rate.look(now, busy=True)
+        timeout = time_left(wanted.deadline, now)
+        salt, caller = wanted.cache_salt, wanted.caller
+        encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout, salt, caller)
+        self._tell(encoder.address, encode)
+
+    def ahead(self, cost: float) -> float:
+        """How much of what encode instances have in hand is done before new items of that cost: of what is encoded by
+        turns with them no more than they are themselves."""
+        return sum(min(one.cost, cost) if one.long else one.cost for one in self._unfinished)
+
+    def waits(self, request: RequestId) -> bool:
+        """Whether an item of the request isn't encoded yet."""
+        items = self._requests.get(request)
+        return items is not None and bool(
+            items.in_line or any(one in self._unfinished for one in items.in_hand.values())
+        )
 
     def get(self, transfer: TransferId) -> Encoding | None:
         """The item that was given to an encode instance for that transfer, and whose request goes on."""
@@ -113,7 +161,9 @@ class Encodings:
 
     def encoded(self, encoding: Encoding, *, cached: bool) -> None:
         """The instance has done its part; ``cached`` when that was little."""
-        self._settle(encoding, 0.0 if cached else encoding.wanted.item.plan.cost)
+        if cached and encoding in self._unfinished:
+            self._line.charge(encoding.wanted.caller, -encoding.cost)
+        self._settle(encoding, 0.0 if cached else encoding.cost)
         self.start()
 
     def forget(self, request: RequestId) -> None:
@@ -136,7 +186,7 @@ class Encodings:
 
     def unfinished_at(self, encoder: InstanceLease) -> list[RequestId]:
         """The requests with items that it has in hand, each once."""
-        in_hand = [one for one in self._in_hand.values() if one.encoder is encoder and not one.done]
+        in_hand = [one for one in self._in_hand.values() if one.encoder is encoder and one in self._unfinished]
         return list(dict.fromkeys(one.wanted.request for one in in_hand))
 
     def in_line(self) -> list[RequestId]:
@@ -159,8 +209,10 @@ class Encodings:
 
     def _settle(self, encoding: Encoding, done: float) -> None:
         """An encode instance has nothing more to do for an item; so much of its cost was really work."""
-        if not encoding.done:
-            encoding.done = True
-            encoding.encoder.outstanding -= encoding.wanted.item.plan.cost
+        if encoding in self._unfinished:
+            self._unfinished.remove(encoding)
+            encoding.encoder.outstanding -= encoding.cost
             encoding.encoder.patches -= encoding.patches
-            self._rate.end(done, self._clock())
+            now = self._clock()
+            self._rate.done(done, now)
+            self._rate.look(now, busy=bool(self._unfinished))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats
-from triptych.messages.work import Heartbeat, Register
+from triptych.messages.work import Heartbeat, InstanceStatus, Register
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -14,8 +14,9 @@ from triptych.types import Address
 class InstanceLease:
     """An instance as the router sees it. ``outstanding`` is the cost of the work it has been given and not yet done:
     patch-multiplications for an encode instance, tokens for a language instance; ``patches`` are those of the items
-    among it. ``next_role`` is what it will be once it has done what it has been given; until then it is given nothing
-    that begins. ``stats`` are what it said of itself last."""
+    among it; ``num_given`` is how many pieces of work that were so far. ``next_role`` is what it will be once it has
+    done what it has been given; until then it is given nothing that begins. ``stats`` are what it said of itself
+    last."""
 
     name: str
     role: Role
@@ -24,10 +25,29 @@ class InstanceLease:
     layouts: list[RowLayout]
     context_length: int
     last_seen: float
-    outstanding: float = 0.0
+    outstanding: int = 0
     patches: int = 0
+    num_given: int = 0
     stats: InstanceStats = field(default_factory=InstanceStats)
     next_role: Role | None = None
+
+    def give(self, cost: int) -> None:
+        """It has been given a piece of work of that cost: a whole number, so that nothing is left when all is done."""
+        self.outstanding += cost
+        self.num_given += 1
+
+    def status(self, now: float) -> InstanceStatus:
+        """As operators see it."""
+        return InstanceStatus(
+            name=self.name,
+            role=self.role,
+            address=self.address,
+            pid=self.pid,
+            outstanding=self.outstanding,
+            silent=max(0.0, now - self.last_seen),
+            load=self.stats.load,
+            next_role=self.next_role,
+        )
 
 
 @dataclass
@@ -53,6 +73,7 @@ class Registry:
             context_length=message.context_length,
             last_seen=now,
             stats=message.stats,
+            num_given=max((lease.num_given for lease in self if lease.role is message.role), default=0),
         )
         self._leases[lease.address] = lease
         return lease

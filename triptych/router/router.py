@@ -32,7 +32,6 @@ from triptych.messages.work import (
     Failed,
     Generate,
     Heartbeat,
-    InstanceStatus,
     Leave,
     Need,
     NeedPrefill,
@@ -206,7 +205,7 @@ class Router:
         Raises Overloaded when there is no room for it, RateLimited when its caller has too many."""
         caller = current_caller()
         try:
-            self._admission.check_room(caller, self._requests.values())
+            self._admission.check_room(caller, self._requests.values(), self._clock())
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
@@ -220,8 +219,9 @@ class Router:
                 raise Overloaded("the service is shutting down", retry_after=5)
             if unavailable := self._unavailable(has_media):
                 raise unavailable
-            encoding = sum(lease.outstanding for lease in self.registry.encoders()) if has_media else 0.0
-            return self._admission.check(caller, self._requests.values(), encoding=encoding, **known)
+            encoding = self._encodings.ahead(known.get("items_cost", 0.0)) if has_media else 0.0
+            now, running = self._clock(), self._requests.values()
+            return self._admission.check(caller, running, now=now, encoding=encoding, **known)
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
@@ -257,11 +257,12 @@ class Router:
         try:
             self._send(generator.address, generate)
         except TriptychError as error:
+            self._admission.not_started(waiting)
             self._refuse(stream, error)
             return
-        now, cost = self._clock(), float(len(generate.tokens) + generate.sampling.max_tokens)
-        generator.outstanding += cost
-        self._admission.started(now)
+        now, cost = self._clock(), len(generate.tokens) + generate.sampling.max_tokens
+        generator.give(cost)
+        self._admission.works(waiting, now)
         if (started := time.time()) - stream.record.submitted > AT_ONCE:
             stream.intervals.append(Interval("queue", stream.record.submitted, started))
         self._requests[generate.request] = Assigned(waiting, stream, generator, cost, generate, began=now)
@@ -327,8 +328,8 @@ class Router:
         record = entry.stream.record
         record.finish_reason = record.finish_reason or reason
         self.metrics.ended(record, time.time())
-        whole = record.finish_reason not in ("abort", "error")
-        self._admission.ended(entry.waiting, record.num_tokens, entry.began, self._clock(), whole=whole)
+        whole, now = record.finish_reason not in ("abort", "error"), self._clock()
+        self._admission.ended(entry.waiting, record.num_tokens, entry.seconds_worked(now), now, whole=whole)
         self._take_off_the_books(entry)
         self._encodings.start()
         self._start_waiting()
@@ -338,6 +339,11 @@ class Router:
         entry.generator.outstanding -= entry.cost
         self._end_prefill(entry)
         self._encodings.forget(entry.stream.request)
+
+    def _look_for_media(self, request: RequestId) -> None:
+        """What a request waits for may have changed."""
+        if entry := self._requests.get(request):
+            self._admission.works(entry.waiting, self._clock(), on=not self._encodings.waits(request))
 
     def _fail(self, request: RequestId, error: TriptychError) -> None:
         if (failed := self._requests.get(request)) is not None:
@@ -366,7 +372,8 @@ class Router:
             generated=list(entry.generated),
             timeout=time_left(entry.waiting.deadline, self._clock()),
         )
-        generator.outstanding += entry.cost
+        generator.give(entry.cost)
+        self._look_for_media(request)
         self._tell(generator.address, entry.generate)
 
     def _under_way(self, name: RequestId) -> Assigned | None:
@@ -402,11 +409,12 @@ class Router:
             return
         self._end_prefill(entry)
         self._encodings.forget(entry.stream.request)  # they were for the former one
+        self._look_for_media(entry.stream.request)
         if (prefiller := least_outstanding(self.registry.prefillers(begun=True))) is None:
             self._place_again(entry, Unavailable("no prefill instance is ready"))
             return
-        cost = float(max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token))
-        prefiller.outstanding += cost
+        cost = max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token)
+        prefiller.give(cost)
         entry.prefilling = Prefilling(message.transfer, prefiller, cost)
         generate = msgspec.structs.replace(entry.generate, timeout=time_left(entry.waiting.deadline, self._clock()))
         prefill = Prefill(generate, message.generated, message.consumer, message.transfer, message.first_token)
@@ -424,10 +432,19 @@ class Router:
                 self._fail(entry.stream.request, Unavailable("no encode instance is ready"))
                 return
             item = entry.waiting.prompt.items[needed.item]
-            deadline, salt = entry.waiting.deadline, entry.generate.cache_salt
-            wanted = Wanted(entry.stream.request, needed.item, item, needed.transfer, message.consumer, deadline, salt)
-            if self._encodings.want(wanted, entry.waiting.caller, entry.waiting.priority):
+            wanted = Wanted(
+                entry.stream.request,
+                needed.item,
+                item,
+                needed.transfer,
+                message.consumer,
+                entry.waiting.deadline,
+                entry.waiting.caller,
+                entry.generate.cache_salt,
+            )
+            if self._encodings.want(wanted, entry.waiting.priority):
                 self.metrics.reencoded()
+        self._look_for_media(entry.stream.request)
         self._encodings.start()
 
     def _on_encoded(self, message: Encoded) -> None:
@@ -438,6 +455,7 @@ class Router:
         record = self._requests[encoding.wanted.request].stream.record
         record.add(message.intervals, encoding.encoder.name, encoding.wanted.index)
         self._encodings.encoded(encoding, cached=message.cached)
+        self._look_for_media(encoding.wanted.request)
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         if encoding := self._encodings.get(message.transfer):
@@ -454,6 +472,7 @@ class Router:
         except InternalError as error:
             self._fail(entry.stream.request, error)
             return
+        self._admission.generated(entry.waiting, len(report.tokens), self.last_token, first=not entry.generated)
         entry.generated += report.tokens
         record = entry.stream.record
         record.num_reused = max(record.num_reused, message.reused)
@@ -474,19 +493,7 @@ class Router:
 
     def _on_ask_status(self, message: AskStatus) -> None:
         now = self._clock()
-        instances = [
-            InstanceStatus(
-                name=lease.name,
-                role=lease.role,
-                address=lease.address,
-                pid=lease.pid,
-                outstanding=lease.outstanding,
-                silent=max(0.0, now - lease.last_seen),
-                load=lease.stats.load,
-                next_role=lease.next_role,
-            )
-            for lease in self.registry
-        ]
+        instances = [lease.status(now) for lease in self.registry]
         status = Status(self.can_serve and not self.draining, self.draining, self.num_requests, instances)
         self._answer(message.reply_to, status)
 

@@ -129,13 +129,21 @@ class Receiver:
         self._offers = itertools.count()
 
     def expect(
-        self, transfer: TransferId, rows: int, place: Place = (), first_row: int = 0, part_rows: int = 0
+        self,
+        transfer: TransferId,
+        rows: int,
+        place: Place = (),
+        first_row: int = 0,
+        part_rows: int = 0,
+        *,
+        timeout: float = 0.0,
     ) -> None:
         """Makes room in the line at ``place`` (lower goes first) for a transfer that will be offered; without one it
         stands where its offer comes. Rows below ``first_row`` aren't wanted: they count as consumed. Where rows are
-        made ``part_rows`` at a time, grants are cut to about that size."""
+        made ``part_rows`` at a time, grants are cut to about that size. While it waits for input it may stand still
+        for ``timeout`` seconds, if that is more than the deadlines say: for as long as its request may."""
         grant_blocks = max(1, part_rows // self.buffer.block_rows) if part_rows else self._grant_blocks
-        incoming = _Incoming(transfer, rows, place, Progress(transfer, self._clock()), grant_blocks)
+        incoming = _Incoming(transfer, rows, place, Progress(transfer, self._clock(), timeout), grant_blocks)
         incoming.consumed = incoming.landed = incoming.granted = first_row
         self._transfers[transfer] = incoming
         self._cap.learn(self.buffer.blocks_of(rows - first_row))
@@ -264,10 +272,12 @@ class Receiver:
         incoming = self._transfers.get(abort.transfer)
         if incoming is None or incoming.producer not in (None, abort.sender):
             return
+        reason = f"the instance that sends the rows gave up: {abort.reason}"
         if abort.let_go:
-            self._part(incoming, "InternalError", f"the instance that sends the rows gave up: {abort.reason}")
+            # no error here: it has been told that the request is cancelled, or has logged what is wrong
+            self._part(incoming, "InternalError", reason, logging.INFO)
         else:
-            self._part_all([incoming], "InternalError", f"the instance that sends the rows gave up: {abort.reason}")
+            self._part_all([incoming], "InternalError", reason)
 
     def on_done(self, done: Done) -> None:
         """The producer has let go of a transfer that was aborted."""
@@ -381,8 +391,8 @@ class Receiver:
             return f"no fabric in common; theirs: {', '.join(reach.fabric for reach in offer.reaches) or 'none'}"
         return ""
 
-    def _fail(self, incoming: _Incoming, error: str, reason: str) -> None:
-        log.error("transfer %s: %s", incoming.transfer, reason)
+    def _fail(self, incoming: _Incoming, error: str, reason: str, level: int = logging.ERROR) -> None:
+        log.log(level, "transfer %s: %s", incoming.transfer, reason)
         incoming.failed = True
         self._failures.append(Failure(incoming.transfer, error, reason))
 
@@ -396,7 +406,7 @@ class Receiver:
             elif not incoming.closing:
                 self._fail(incoming, error, reason)
 
-    def _part(self, incoming: _Incoming, error: str, reason: str) -> None:
+    def _part(self, incoming: _Incoming, error: str, reason: str, level: int = logging.ERROR) -> None:
         """The producer has nothing to do with this transfer any more."""
         incoming.producer = None
         for flight in incoming.flights:
@@ -404,7 +414,7 @@ class Receiver:
         if incoming.closing:
             self._drop(incoming)
         else:
-            self._fail(incoming, error, reason)
+            self._fail(incoming, error, reason, level)
 
     def _exposed(self, incoming: _Incoming) -> bool:
         """Whether its producer may be writing to the memory that the buffer is in now."""

@@ -116,15 +116,22 @@ class Sender:
         self._left: set[RegionHandle] = set()
 
     def offer(
-        self, transfer: TransferId, consumer: Address, rows: int, layout: RowLayout, on_end: OnEnd = lambda _: None
+        self,
+        transfer: TransferId,
+        consumer: Address,
+        rows: int,
+        layout: RowLayout,
+        on_end: OnEnd = lambda _: None,
+        *,
+        timeout: float = 0.0,
     ) -> None:
         """Says that ``rows`` rows will exist; the consumer may grant before they do. ``on_end`` is called once, when
-        the transfer is over, however it ended, and its rows aren't read any more. Raises TransferError for one
-        that is under way."""
+        the transfer is over, however it ended, and its rows aren't read any more. It may stand still for
+        ``timeout`` seconds, if that is more than the deadlines say. Raises TransferError for one that is under way."""
         if transfer in self:
             raise TransferError(f"transfer {transfer} is under way already")
         self._transfers[transfer] = _Outgoing(
-            transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock())
+            transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock(), timeout)
         )
         reaches = [Reach(fabric.name, fabric.domain) for fabric in self._fabrics.values()]
         self._send(consumer, Offer(transfer, rows, self._address, layout, reaches))

@@ -51,9 +51,9 @@ _BEFORE: dict[TransferState, tuple[TransferState, ...]] = {
 class Deadlines:
     """Seconds that a transfer may stand still in a state: no message, no row written, landed or consumed.
 
-    How long input and blocks take depends on the load, so those limits are as long as a request may take; they catch
-    a peer that is alive but has forgotten the transfer. A single write depends on the network alone, and so does the
-    answer to an Abort (``failed``), for which the consumer keeps the blocks.
+    How long input and blocks take depends on the load, so those limits are long, and no shorter than what the
+    transfer's request has; they catch a peer that is alive but has forgotten the transfer. A single write depends on
+    the network alone, and so does the answer to an Abort (``failed``), for which the consumer keeps the blocks.
     """
 
     bootstrapping: float = 600.0
@@ -67,10 +67,12 @@ class Deadlines:
 
 
 class Progress:
-    """Where one transfer stands and since when. ``now`` is in seconds, on any one clock."""
+    """Where one transfer stands and since when. ``now`` is in seconds, on any one clock; ``timeout`` is how many
+    seconds there are for what the transfer is part of."""
 
-    def __init__(self, transfer: TransferId, now: float) -> None:
+    def __init__(self, transfer: TransferId, now: float, timeout: float = 0.0) -> None:
         self._transfer = transfer
+        self._timeout = timeout
         self.state = TransferState.BOOTSTRAPPING
         self._tell()
         self._since = now
@@ -92,4 +94,7 @@ class Progress:
         self._since = now
 
     def overdue(self, now: float, deadlines: Deadlines) -> bool:
-        return now - self._since > deadlines.of(self.state)
+        limit = deadlines.of(self.state)
+        if self.state is not TransferState.FAILED:
+            limit = max(limit, self._timeout)
+        return now - self._since > limit

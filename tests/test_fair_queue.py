@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.router import fair_queue
-from triptych.router.fair_queue import FairQueue, Ticket
+from triptych import fair_queue
+from triptych.fair_queue import FairQueue, Ticket
 
 CALLERS = "abc"
 WORK = st.tuples(st.sampled_from(CALLERS), st.integers(1, 20), st.integers(-1, 1), st.sampled_from(["text", "media"]))

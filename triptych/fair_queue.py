@@ -1,4 +1,4 @@
-"""Whose turn it is: work that waits at the front door, shared out fairly among callers. Holds no device and no socket.
+"""Whose turn it is: work that waits, shared out fairly among callers. Holds no device and no socket.
 
 Each caller has a counter of the work that was done for it, and the one with the smallest goes first; who comes after a
 pause starts where the others are, so that nobody saves up and nobody pays for having been alone. This is the virtual

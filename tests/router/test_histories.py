@@ -1,0 +1,228 @@
+"""Random histories of a router: whatever instances, clients, operators and the network do, its books are empty, to the
+last token, once every request has ended."""
+
+import logging
+import math
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from tests.router.test_router import D0, E0, E1, P0, P1, PD0, PD1, Desk, prompt
+from triptych.errors import TriptychError, Unavailable
+from triptych.messages.codec import Message
+from triptych.messages.work import (
+    Encode,
+    Encoded,
+    EncodeFailed,
+    Failed,
+    Generate,
+    Leave,
+    Need,
+    NeededItem,
+    NeedPrefill,
+    Prefill,
+    Register,
+    RoleKept,
+    Sampling,
+    SetRole,
+    Tokens,
+)
+from triptych.observe.requests import CURRENT, RequestRecord
+from triptych.router.stream import TokenStream
+from triptych.topology import Role
+from triptych.types import Address, TransferId
+
+SERVICES = [[E0, PD0], [E0, E1, PD0, PD1], [E0, P0, D0], [E0, E1, P0, P1, D0], [E0, P0, PD0, D0]]
+COSTS = [1.0, 0.1, 1e15 / 3, 100.7]
+
+
+@dataclass
+class History:
+    """A router, and what has happened to it."""
+
+    rng: random.Random
+    addresses: list[Address] = field(default_factory=list)
+    streams: list[TokenStream] = field(default_factory=list)
+    number: int = 0
+    lost: float = 0.0
+    """The share of messages that can't be sent."""
+
+    def __post_init__(self) -> None:
+        rng = self.rng
+        self.addresses = rng.choice(SERVICES)
+        self.desk = Desk(
+            *self.addresses,
+            max_queue=40,
+            max_num_seqs=rng.choice([1, 2, 4]),
+            encode_batch_patches=rng.choice([1, 4, 1024]),
+        )
+        self.router, send = self.desk.router, self.desk.router._send
+
+        def sometimes(to: Address, message: Message) -> None:
+            if rng.random() < self.lost:
+                raise Unavailable("a peer has stopped reading its messages")
+            send(to, message)
+
+        self.router._send = sometimes
+
+    def step(self) -> None:
+        steps = {
+            self.submit: 25,
+            self.cancel: 10,
+            self.need: 15,
+            self.encoded: 14,
+            self.tokens: 14,
+            self.failed: 4,
+            self.membership: 10,
+            self.time: 5,
+            self.operator: 4,
+            self.network: 2,
+        }
+        (step,) = self.rng.choices(list(steps), list(steps.values()))
+        try:
+            step()
+        except TriptychError:
+            return
+        finally:
+            self.check_books()
+
+    def submit(self) -> None:
+        rng = self.rng
+        made = prompt(*(rng.choice(COSTS) for _ in range(rng.choice([0, 0, 1, 2, 3]))))
+        items = list(made.items)
+        for index, item in enumerate(items):
+            if rng.random() < 0.4:
+                plan = msgspec.structs.replace(item.plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
+                items[index] = type(item)(item.key, item.data, plan, item.placement, item.param)
+        made = type(made)(made.tokens, made.positions, tuple(items))
+        sampling, timeout = Sampling(max_tokens=rng.choice([1, 4, 1000])), rng.choice([math.inf, 1.0, 5.0])
+        context = CURRENT.set(RequestRecord("id", "POST", caller=rng.choice("abc")))
+        try:
+            stream = self.router.submit(made, sampling, [], timeout=timeout, priority=rng.choice([0, 0, 1]))
+        finally:
+            CURRENT.reset(context)
+        self.streams.append(stream)
+
+    def cancel(self) -> None:
+        if self.streams:
+            self.router.cancel(self.rng.choice(self.streams).request)
+
+    def given(self) -> tuple[Address, Generate | Prefill] | None:
+        """What a language instance was given at any time; it may be about it, or late."""
+        sent = [(to, message) for to, message in self.desk.sent if isinstance(message, Generate | Prefill)]
+        return self.rng.choice(sent) if sent else None
+
+    def need(self) -> None:
+        if (given := self.given()) is None:
+            return
+        to, message = given
+        generate = message if isinstance(message, Generate) else message.generate
+        self.number += 1
+        if isinstance(message, Generate) and to == D0:
+            self.router.handle(NeedPrefill(generate.request, to, TransferId(f"kv{self.number}"), 0, []))
+        elif generate.items:
+            names = [TransferId(f"t{self.number}/{item}") for item in range(len(generate.items))]
+            self.router.handle(Need(generate.request, to, [NeededItem(item, name) for item, name in enumerate(names)]))
+
+    def encoded(self) -> None:
+        if encodes := [message for _, message in self.desk.of(Encode) if isinstance(message, Encode)]:
+            transfer = self.rng.choice(encodes).transfer
+            if self.rng.random() < 0.2:
+                self.router.handle(EncodeFailed(transfer, "DecodeFailed", "x"))
+            else:
+                self.router.handle(Encoded(transfer, self.rng.random() < 0.3, []))
+
+    def tokens(self) -> None:
+        if generates := [message for _, message in self.desk.of(Generate) if isinstance(message, Generate)]:
+            request = self.rng.choice(generates).request
+            self.router.handle(Tokens(request, [1], [], self.rng.choice([None, None, "stop"])))
+
+    def failed(self) -> None:
+        if given := self.given():
+            to, message = given
+            request = message.request if isinstance(message, Generate) else message.generate.request
+            self.router.handle(Failed(request, to, "InternalError", "x"))
+
+    def membership(self) -> None:
+        address = self.rng.choice(self.addresses)
+        if self.rng.random() < 0.4:
+            self.router.handle(Leave(address))
+        else:
+            self.desk.register(address, pid=self.rng.choice([1, 1, 2]))
+
+    def time(self) -> None:
+        alive = [address for address in self.addresses if self.rng.random() < 0.9]
+        self.desk.wait(self.rng.choice([0.25, 1, 3, 11]), *alive)
+
+    def operator(self) -> None:
+        address = self.rng.choice(self.addresses)
+        lease = self.router.registry.get(address)
+        if self.rng.random() < 0.5:
+            role = self.rng.choice(list(Role))
+            self.router.handle(SetRole(Address("op"), str(address), role, 5.0, self.rng.random() < 0.7))
+        elif lease is not None and lease.next_role is not None and self.rng.random() < 0.5:
+            layouts = lease.layouts
+            self.router.handle(Register(lease.name, lease.next_role, address, layouts, lease.pid, context_length=100))
+        else:
+            self.router.handle(RoleKept(address, "no"))
+
+    def network(self) -> None:
+        self.lost = self.rng.choice([0.0, 0.0, 0.3])
+
+    def check_books(self) -> None:
+        """What instances are said to have is what they were given, and no more are busy than there are."""
+        router = self.router
+        for lease in router.registry:
+            cost = sum(one.cost for one in router._requests.values() if one.generator is lease)
+            prefills = (one.prefilling for one in router._requests.values() if one.prefilling)
+            cost += sum(one.cost for one in prefills if one.prefiller is lease)
+            items = [one for one in router._encodings._unfinished if one.encoder is lease]
+            assert lease.outstanding == cost + sum(one.cost for one in items)
+            assert lease.patches == sum(one.patches for one in items)
+        requests = set(router._requests)
+        waiting = {request for request in requests if router._encodings.waits(request)}
+        assert router._admission._working == requests - waiting
+        assert router._admission.forecast.rate._busy == bool(requests - waiting)
+        assert router._admission.forecast.encode_rate._busy == bool(router._encodings._unfinished)
+        assert set(router._encodings._requests) <= requests
+        assert len(router._streams) == len(router._admission) == len(router._admission._tickets)
+
+    def end(self) -> None:
+        for stream in self.streams:
+            self.router.cancel(stream.request)
+        self.check_books()
+        router, line = self.router, self.router._admission._line
+        assert [lease.outstanding for lease in router.registry if lease.outstanding] == []
+        assert (router.num_requests, router._requests, router._streams) == (0, {}, {})
+        items = router._encodings
+        assert (items._requests, items._in_hand, items._line._flows) == ({}, {}, {})
+        assert (len(line), line._flows) == (0, {})
+        assert all(stream.record.finish_reason for stream in self.streams)
+        self.lost = 0.0
+        for address in self.addresses:
+            router.handle(Leave(address))
+            self.desk.register(address, pid=3)
+        self.router.cancel(self.desk.submit(timeout=0.01).request)
+
+
+def play(seeds: range) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        for seed in seeds:
+            history = History(random.Random(seed))
+            for _ in range(history.rng.randint(5, 120)):
+                history.step()
+            history.end()
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_books_balance_after_every_event_and_are_empty_at_the_end() -> None:
+    play(range(150))
+
+
+@pytest.mark.slow
+def test_books_balance_in_many_histories() -> None:
+    play(range(1000, 6000))

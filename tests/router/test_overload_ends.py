@@ -1,0 +1,171 @@
+"""What was measured under load doesn't keep requests out for longer than the load lasts: a router without sockets, in
+front of an instance that is simulated step by step."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.router.test_router import E0, PD0, Desk, prompt
+from triptych.errors import Overloaded
+from triptych.messages.work import Encode, Encoded, Generate, Heartbeat, Need, NeededItem, Sampling, Tokens
+from triptych.observe.timeline import Interval
+from triptych.router.forecast import LAST, MEMORY
+from triptych.router.router import TokenStream
+from triptych.types import TransferId
+
+STEP = 0.02
+SLOTS = 4
+
+
+@dataclass
+class _Sequence:
+    generate: Generate
+    began: float = 0.0
+    num_tokens: int = 0
+
+
+@dataclass
+class Service:
+    """A router, and an instance with so many slots that gives each sequence in one a token a step."""
+
+    desk: Desk = field(default_factory=lambda: Desk(PD0, max_queue=1000, max_num_seqs=SLOTS, request_timeout=600.0))
+    here: list[_Sequence] = field(default_factory=list)
+    seen: int = 0
+
+    def submit(self, max_tokens: int, timeout: float = 600.0) -> TokenStream:
+        return self.desk.router.submit(prompt(), Sampling(max_tokens=max_tokens), [], timeout=timeout)
+
+    def run(self, most: float = 1e6) -> None:
+        """Until all is answered, or for so many seconds."""
+        until = self.desk.now + most
+        while self.desk.router.num_requests and self.desk.now < until:
+            generates = [message for _, message in self.desk.of(Generate)]
+            self.here += [_Sequence(generate) for generate in generates[self.seen :]]
+            self.seen = len(generates)
+            self.here = [one for one in self.here if one.generate.request in self.desk.router._requests]
+            for one in self.here[:SLOTS]:
+                one.began = one.began or self.desk.now
+            self.desk.now += STEP
+            self.desk.router.handle(Heartbeat(PD0))
+            for one in self.here[:SLOTS]:
+                one.num_tokens += 1
+                over = one.num_tokens == one.generate.sampling.max_tokens
+                intervals = [Interval("queue", 0.0, 1e6), Interval("decode", one.began, self.desk.now)] if over else []
+                reason = "length" if over else None
+                self.desk.router.handle(Tokens(one.generate.request, [1], [], reason, intervals=intervals))
+
+    def pass_time(self, seconds: float) -> None:
+        """Nothing happens."""
+        self.desk.now += seconds
+        self.desk.router.handle(Heartbeat(PD0))
+        self.desk.router.tick()
+
+    def work(self, max_tokens: int) -> float:
+        """The forecast for a request's own work, in seconds."""
+        forecast = self.desk.router._admission.forecast
+        return forecast.seconds(1.0, forecast.cost_of(1, max_tokens), 0.0, self.desk.now)[1]
+
+
+def test_short_requests_that_waited_say_nothing_of_long_ones() -> None:
+    service = Service()
+    for _ in range(SLOTS + 1):
+        service.submit(1500)
+    for _ in range(8):
+        service.submit(3)
+    service.run()
+    service.pass_time(1)
+    assert service.work(1500) < 5 * 1500 * STEP
+    for _ in range(SLOTS):
+        service.submit(1500, timeout=300.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bursts=st.lists(
+        st.tuples(st.integers(1, 20), st.sampled_from([1, 3, 30, 300]), st.sampled_from([0.0, 0.1, 3.0, 1e6])),
+        min_size=1,
+        max_size=6,
+    ),
+    later=st.sampled_from([1, 3, 30, 300]),
+)
+def test_whatever_the_history_an_idle_service_admits_and_forecasts_come_back_to_the_truth(
+    bursts: list[tuple[int, int, float]], later: int
+) -> None:
+    service = Service()
+    for number, max_tokens, seconds in bursts:
+        streams = [service.submit(max_tokens) for _ in range(number)]
+        service.run(seconds)
+        for stream in streams[::2]:
+            service.desk.router.cancel(stream.request)
+    for stream in list(service.desk.router._streams):
+        service.desk.router.cancel(stream)
+    for request in list(service.desk.router._requests):
+        service.desk.router.cancel(request)
+    service.desk.router.cancel(service.submit(10_000, timeout=0.001).request)
+    for _ in range(LAST):
+        service.submit(later)
+    service.run()
+    for asked in (1, 30, 300):
+        assert service.work(asked) <= 10 * (asked + 1) * STEP
+    service.pass_time(3600)
+    assert service.work(300) == 0, "forgotten"
+
+
+def test_nobody_is_refused_for_what_was_measured_long_ago_though_somebody_is_always_here() -> None:
+    """Refused requests teach nothing: what is known must fade by itself."""
+    service = Service()
+    for _ in range(40):
+        service.submit(30)
+    service.run()
+    service.submit(1000)
+    with pytest.raises(Overloaded, match="would take about"):
+        service.submit(1000, timeout=0.1)
+    service.pass_time(MEMORY + 1)
+    service.submit(1000, timeout=0.1)
+
+
+def test_a_rate_is_what_is_done_not_what_has_ended() -> None:
+    """Four answers that take minutes: nobody ends, and yet work is done as fast as ever."""
+    service = Service()
+    for _ in range(20):
+        service.submit(30)
+    service.run()
+    rate = service.desk.router._admission.forecast.rate
+    before = rate.per_second(service.desk.now)
+    for _ in range(SLOTS):
+        service.submit(10_000)
+    service.run(3 * MEMORY)
+    assert rate.per_second(service.desk.now) == pytest.approx(before, rel=0.2)
+
+
+def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None:
+    desk = Desk(E0, PD0, max_queue=1000, max_num_seqs=64, request_timeout=600.0)
+    forecast = desk.router._admission.forecast
+
+    def text() -> None:
+        stream = desk.submit(timeout=5.0)
+        desk.wait(0.25, PD0, E0)
+        desk.router.handle(Tokens(stream.request, [1], [], "length"))
+
+    for _ in range(16):
+        text()
+    before = forecast.rate.per_second(desk.now)
+    pictures = [desk.submit(1.0) for _ in range(30)]
+    for stream in pictures:
+        desk.router.handle(Need(stream.request, PD0, [NeededItem(0, TransferId(f"{stream.request}/0"))]))
+    desk.wait(20, PD0, E0)
+    for _ in range(16):
+        text()
+        desk.wait(2, PD0, E0)
+    assert forecast.rate.per_second(desk.now) == pytest.approx(before, rel=0.2)
+    while encodes := [m.transfer for _, m in desk.of(Encode) if desk.router._encodings.get(m.transfer) is not None]:
+        for transfer in encodes:
+            desk.router.handle(Encoded(transfer, False, []))
+        for stream in pictures:
+            if not desk.router._encodings.waits(stream.request) and stream.request in desk.router._requests:
+                desk.router.handle(Tokens(stream.request, [1], [], "length"))
+    assert not desk.router.num_requests
+    assert not forecast.rate._busy
+    assert not forecast.encode_rate._busy
