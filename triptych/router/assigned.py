@@ -26,9 +26,9 @@ class Assigned:
     prefilling: "Prefilling | None" = None
 
     @property
-    def has_begun(self) -> bool:
-        """Whether its first token has come."""
-        return self.stream.record.first_token > 0
+    def waits_for_media(self) -> bool:
+        """Whether it has media, and its first token hasn't come."""
+        return bool(self.waiting.prompt.items) and not self.stream.record.first_token
 
     @property
     def workers(self) -> set[Address]:
