@@ -28,6 +28,7 @@ class Pages:
 
     request: RequestId
     pages: list[int]
+    sends_pages: bool = True
 
 
 @dataclass

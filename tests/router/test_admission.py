@@ -1,6 +1,7 @@
 """Who is let in, who is told to come back, and whose turn it is: a router without sockets, and a clock on the wall."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.router.test_router import E0, E1, PD0, PD1, Desk, prompt, tokens_of
+from tests.router.test_router import D0, D1, D2, E0, E1, P0, PD0, PD1, Desk, prompt, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Sampling, Tokens
@@ -106,15 +107,32 @@ def test_one_callers_backlog_is_not_anothers_wait_and_priorities_go_first() -> N
     assert later.request not in started
 
 
-def test_texts_get_by_prompts_that_wait_for_an_encoder() -> None:
+@pytest.mark.parametrize("instances", [(PD0,), (PD0, PD1), (P0, D0), (P0, D0, D1, D2)])
+def test_prompts_that_wait_for_an_encoder_take_no_place_from_texts(instances: tuple[Address, ...]) -> None:
+    generators = [address for address in instances if address != P0]
+    desk = desk_of(E0, *instances)
+    pictures = [desk.submit(1.0) for _ in range(ROOM * len(generators) + 10)]
+    texts = [desk.submit() for _ in range(ROOM * len(generators) + 3)]
+    at_work = [*pictures[: ROOM * len(generators)], *texts[: ROOM * len(generators)]]
+    assert set(placed(desk)) == {stream.request for stream in at_work}
+    given = Counter(to for to, _ in desk.of(Generate))
+    assert given == dict.fromkeys(generators, 2 * ROOM)
+    assert desk.router.num_requests == len(pictures) + len(texts), "the others wait here"
+
+
+def test_one_that_has_waited_for_its_media_makes_room_for_the_next_and_runs_with_the_texts() -> None:
     desk = desk_of(E0, PD0)
-    pictures = [desk.submit(1.0) for _ in range(10)]
-    texts = [desk.submit() for _ in range(4)]
-    assert set(placed(desk)) == {stream.request for stream in (*pictures[:2], *texts)}
-    for stream in pictures[:2]:
-        begin(desk, stream)
+    pictures = [desk.submit(1.0) for _ in range(ROOM + 2)]
+    begin(desk, pictures[0])
+    assert placed(desk)[-1] == pictures[ROOM].request
+    texts = [desk.submit() for _ in range(ROOM)]
+    assert placed(desk)[ROOM + 1 :] == [stream.request for stream in texts[: ROOM - 1]]
+    begin(desk, pictures[1])
+    assert len(placed(desk)) == 2 * ROOM, "more have begun than an instance is given, so no more are started"
     finish(desk, texts[0])
-    assert placed(desk)[-1] == pictures[2].request
+    assert len(placed(desk)) == 2 * ROOM
+    finish(desk, texts[1])
+    assert {*placed(desk)[2 * ROOM :]} == {texts[-1].request, pictures[-1].request}
 
 
 def need(desk: Desk, stream: TokenStream, count: int) -> list[TransferId]:

@@ -49,8 +49,10 @@ from triptych.router.router import Router, TokenStream
 from triptych.topology import Role
 from triptych.types import Address, ImageHeader, ItemPlan, Placement, RequestId, Span, TransferId
 
-E0, E1, PD0, PD1, P0, P1, D0 = (Address(name) for name in ("e0", "e1", "pd0", "pd1", "p0", "p1", "d0"))
-ROLES = {E0: Role.E, E1: Role.E, PD0: Role.PD, PD1: Role.PD, P0: Role.P, P1: Role.P, D0: Role.D}
+E0, E1, PD0, PD1, P0, P1, D0, D1, D2 = (
+    Address(name) for name in ("e0", "e1", "pd0", "pd1", "p0", "p1", "d0", "d1", "d2")
+)
+ROLES = {E0: Role.E, E1: Role.E, PD0: Role.PD, PD1: Role.PD, P0: Role.P, P1: Role.P, D0: Role.D, D1: Role.D, D2: Role.D}
 
 
 def prompt(*costs: float) -> PlannedPrompt:

@@ -6,7 +6,8 @@ that was let go first is taken.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from triptych.errors import BlockError
 
@@ -91,6 +92,11 @@ class PagePool:
                 self._idle[page] = None
             else:
                 heapq.heappush(self._free, page)
+
+    def freed_with(self, holdings: Iterable[Sequence[int]]) -> int:
+        """How many pages nobody would hold any more if the holders of these let go of them."""
+        times = Counter(page for pages in holdings for page in pages)
+        return sum(self._holders[page] == count for page, count in times.items())
 
     def check_all_free(self) -> None:
         """Raises BlockError naming how many pages leaked, if any did."""

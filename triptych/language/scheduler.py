@@ -1,14 +1,26 @@
 """Which sequence computes which tokens in the next step. Holds no device and no socket.
 
-Decodes go first, one token each; what is left of the token budget goes to prefill chunks, in order of arrival, over
-the longest run of tokens that are ready. A sequence starts when the pages for all its tokens are free, and takes them
-as it needs them; when none is left, the sequence that arrived last gives up its own and is computed again later. The
-first to have arrived need not wait and can take every page there is, and any sequence fits in the pool alone, so
-everything ends.
+A sequence *waits* while nothing beyond its computed tokens is ready: its media rows, its KV or its grammar are still
+to come. The others are *ready*, and are served in order of arrival. ``max_num_seqs`` of them run at a time. Decodes go
+first, one token each, then prompts whose KV is being sent; what is left of the token budget goes to prefill chunks,
+over the longest run of tokens that are ready.
+
+A sequence that waits doesn't run. It keeps what pages it has, but these are the first to be taken when pages run out:
+
+- Any sequence may take the pages of those that arrived after it.
+- One that is *wholly* ready needs nothing more from elsewhere, so it ends by itself. It may also take the pages of
+  those that arrived before it and wait. Only such a one may: two that wait in turns would take each other's for ever.
+- ``MAX_PASSED`` times later ones may go first so. Then the first in arrival order of such sequences keeps its pages.
+
+Who loses its pages is computed again later. The first that is ready is never passed while pages are short; the first
+of all loses its pages a bounded number of times; any sequence fits in the pool alone. So everything ends.
+
+A prefill instance sends KV from a sequence's pages, so it can't take these back. It takes all of a sequence's pages and
+begins to send once the sequence is wholly ready; what it computes before that can be preempted.
 
 A sequence begins with the pages of its prefix that the pool still knows. It holds them from its arrival on, because
-what it asks the encoder for depends on them; like all pages, those who arrived before it can take them away. One whose
-prompt's log probabilities are wanted computes all of it: of a prefix, keys and values are known, not logits.
+what it asks the encoder for depends on them. One whose prompt's log probabilities are wanted computes all of it: of a
+prefix, keys and values are known, not logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +35,13 @@ MAX_SCORED = 64
 """Tokens of prompts whose log probabilities one step may tell. Each takes a row of logits: 64 take 39 MB for a
 vocabulary of 152,000, and the head's work of as many sequences that decode."""
 
+MAX_PASSED = 8
+"""How often later sequences may take the pages that a waiting one has or needs. Each time it may have to compute, and
+to have its media encoded, from the start."""
+
 ReadyTokens = Callable[[Sequence], int]
-"""How many of a sequence's tokens, from the first on, are ready: text always is, a media token once its row landed."""
+"""How many of a sequence's tokens, from the first on, are ready: text always is, a media token once its row landed. Of
+one that another instance prefills: all, unless it waits there."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,10 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
         self._sequences: dict[RequestId, Sequence] = {}
+        self._first: Sequence | None = None
+        """The first to have arrived of those that are ready."""
+        self._protected: Sequence | None = None
+        """The first of those that were passed too often: later ones may not pass it any more though it waits."""
         self._arrivals = 0
         self.num_preemptions = 0
         self.num_prefix_queries = 0
@@ -115,19 +136,15 @@ class Scheduler:
     def schedule(self, ready: ReadyTokens) -> Step:
         """Decides the next step and takes its pages. A step without chunks: nothing is ready."""
         step = Step()
-        running = list(self._sequences.values())[: self._max_num_seqs]
-        for sequence in running:
-            if sequence.decoding:
-                self._add_chunk(step, sequence, len(sequence.tokens))
-        for sequence in running:
-            if sequence.decoding:
-                continue
-            if sequence.prefilled_here:
-                found = self._add_chunk(step, sequence, ready(sequence))
-            else:
-                found = self._admit(step, sequence)
-            if not found:
-                break  # those behind it would take the pages it waits for, and new ones would do so for ever
+        for sequence in self._sequences.values():
+            sequence.ready = ready(sequence)
+            sequence.running = sequence.running and not sequence.waits
+        self._look_who_is_first()
+        for sequence in self:
+            if sequence.decoding or sequence.sends_pages:
+                self._add_chunk(step, sequence)
+        while self._go_on(step):
+            pass
         return step
 
     def computed(self, step: Step) -> None:
@@ -146,78 +163,149 @@ class Scheduler:
         """Takes a sequence's pages; it gets others when it is its turn again."""
         self._release(sequence)
 
-    def _admit(self, step: Step, sequence: Sequence) -> bool:
-        """Takes the pages for what another instance prefills. False when they are this sequence's turn to have, and
-        aren't there."""
-        if sequence.running or sequence in step.preempted or not self._may_start(sequence):
-            return True
-        if not sequence.pages:
-            self._reuse(sequence, len(sequence.tokens) - 1)
-        if not self._take_pages(step, sequence, len(sequence.tokens)):
-            return False
-        sequence.running = True
-        if not sequence.decoding:  # of one that lost its pages, others may have kept all that is needed
-            step.admitted.append(sequence)
-        return True
+    @property
+    def _num_running(self) -> int:
+        return sum(sequence.running for sequence in self._sequences.values())
 
-    def _add_chunk(self, step: Step, sequence: Sequence, ready: int) -> bool:
-        """Adds what the budget allows of the tokens below ``ready``. False when a sequence under way finds no pages
-        for them."""
-        if ready <= sequence.num_computed or step.num_tokens >= self._budget or sequence in step.preempted:
-            return True
-        if not sequence.running:
-            if not self._may_start(sequence):
+    @property
+    def _has_place(self) -> bool:
+        """Whether one more may run."""
+        return self._num_running < self._max_num_seqs
+
+    def _look_who_is_first(self) -> None:
+        self._first = next((one for one in self if not one.waits), None)
+        overdue = (one for one in self if one.num_passed >= MAX_PASSED and not one.wholly_ready)
+        self._protected = next(overdue, None)
+
+    def _go_on(self, step: Step) -> bool:
+        """All that may have to wait for pages or a place, in order of arrival. Whether another look may find more."""
+        self._look_who_is_first()
+        running = self._num_running
+        self._go_on_in_order(step)
+        if step.chunks:
+            return False
+        # who found no pages has given up its place; and the first may have found in the cache all that is ready of it
+        return self._num_running < running or (self._first is not None and self._first.waits)
+
+    def _go_on_in_order(self, step: Step) -> None:
+        passed: list[Sequence] = []
+        for sequence in self:
+            if sequence.decoding or sequence.sends_pages or sequence in step.preempted:
+                continue
+            had_pages = len(sequence.pages)
+            go_on = self._add_chunk if sequence.prefilled_here else self._admit
+            found = go_on(step, sequence)
+            if not found and (sequence.wholly_ready or sequence is self._protected):
+                break  # those behind it would take the pages it waits for, and new ones would do so for ever
+            if not found:
+                passed.append(sequence)
+            elif len(sequence.pages) > had_pages:
+                for other in passed:
+                    other.num_passed += 1
+
+    def _admit(self, step: Step, sequence: Sequence) -> bool:
+        """Takes the pages for what another instance prefills. False when it may run and there are none. One whose
+        prefill will wait for media takes only what is free, and doesn't run before its KV comes."""
+        if not sequence.admitted:
+            if not sequence.waits and not self._has_place:
                 return True
+            if not self._may_start(step, sequence):
+                return sequence.wholly_ready
             if not sequence.pages:
-                self._reuse_late(sequence)
-        length = min(ready - sequence.num_computed, self._budget - step.num_tokens)
+                self._reuse(sequence, len(sequence.tokens) - 1)
+            if not self._take_pages(step, sequence, len(sequence.tokens)):
+                return False
+            sequence.admitted = True
+            if sequence.lacks_newest_only:  # it had lost its pages, and others have kept all that is needed
+                sequence.ready = len(sequence.tokens)
+            else:
+                step.admitted.append(sequence)
+        if not sequence.waits and self._has_place:
+            sequence.running = True
+        return not sequence.decoding or self._add_chunk(step, sequence)
+
+    def _add_chunk(self, step: Step, sequence: Sequence) -> bool:
+        """Adds what the budget allows of a sequence's ready tokens. False when there are no pages for them."""
+        if sequence.waits or step.num_tokens >= self._budget or not (sequence.running or self._has_place):
+            return True
+        keeps_pages = sequence.sends_pages or (not sequence.decoded_here and sequence.wholly_ready)
+        begins = not sequence.running and sequence.num_computed == sequence.num_reused
+        if (begins or (keeps_pages and not sequence.sends_pages)) and not self._may_start(step, sequence):
+            sequence.running = False
+            return sequence.wholly_ready
+        if not sequence.pages:
+            self._reuse_late(sequence)
+        length = min(sequence.ready - sequence.num_computed, self._budget - step.num_tokens)
         if sequence.scores_prompt:
             length = min(length, MAX_SCORED - step.num_scored)
         if length <= 0:
             return True
-        wanted = sequence.num_computed + length if sequence.decoded_here else len(sequence.tokens)
+        wanted = len(sequence.tokens) if keeps_pages else sequence.num_computed + length
         if not self._take_pages(step, sequence, wanted):
+            sequence.running = False  # whoever has the pages may need its place
             return False
-        sequence.running = True
+        sequence.running, sequence.sends_pages = True, keeps_pages
         step.chunks.append(Chunk(sequence, sequence.num_computed, length))
         return True
 
-    def _may_start(self, sequence: Sequence) -> bool:
-        """Without this, sequences that don't fit beside the running ones would start, be preempted, and start again.
-
-        One that keeps its pages, since its KV is being sent, starts in its turn only: if it passed another, it could
-        wait for rows that find no room beside the other's, which waits for its pages."""
-        if not sequence.decoded_here:
-            return sequence is next(other for other in self._sequences.values() if not other.running)
-        first = next(iter(self._sequences.values()))
-        missing = self.pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
-        return sequence is first or missing <= self.pool.num_free
+    def _may_start(self, step: Step, sequence: Sequence) -> bool:
+        """Without this, sequences that don't fit beside the running ones would start, be preempted, and start again."""
+        if sequence in (self._first, self._protected):
+            return True
+        missing = self.pool.pages_for(len(sequence.tokens)) - len(sequence.pages) - self.pool.num_free
+        if missing <= 0 or sequence.waits:
+            return missing <= 0  # what it takes from others, others would take again
+        waiting = [other.pages for other in self._victims(step, sequence) if other.waits]
+        return missing <= self.pool.freed_with(waiting)
 
     def _take_pages(self, step: Step, sequence: Sequence, tokens: int) -> bool:
+        """Makes the sequence's pages enough for that many tokens, if need be at others' expense. False when that isn't
+        possible; then nobody loses any."""
         missing = self.pool.pages_for(tokens) - len(sequence.pages)
-        while missing > self.pool.num_free:
-            victim = self._victim(step, sequence)
-            if victim is None:
+        if missing > self.pool.num_free:
+            victims = self._victims(step, sequence)
+            if missing > self.pool.num_free + self.pool.freed_with(victim.pages for victim in victims):
                 return False
-            self._release(victim)
-            step.preempted.append(victim)
-            self.num_preemptions += 1
+            victims.sort(key=lambda victim: (victim.waits, victim.arrival))
+            while missing > self.pool.num_free:
+                self._preempt(step, victims.pop(), sequence)
         if missing > 0:
             sequence.pages += self.pool.take(missing)
         return True
 
-    def _victim(self, step: Step, sequence: Sequence) -> Sequence | None:
-        """The last to have arrived of those behind ``sequence`` that hold pages and aren't in this step already."""
+    def _preempt(self, step: Step, victim: Sequence, for_whom: Sequence) -> None:
+        victim.num_passed += victim.arrival < for_whom.arrival
+        if victim in step.admitted:
+            step.admitted.remove(victim)
+        self._release(victim)
+        step.preempted.append(victim)
+        self.num_preemptions += 1
+
+    def _victims(self, step: Step, sequence: Sequence) -> list[Sequence]:
+        """Those that hold pages which ``sequence`` may take, and that aren't in this step already."""
         busy = {id(chunk.sequence) for chunk in step.chunks}
-        behind = (s for s in self._sequences.values() if s.pages and s.arrival > sequence.arrival)
-        holders = (s for s in behind if id(s) not in busy and (s.decoded_here or not s.running))
-        return max(holders, key=lambda s: s.arrival, default=None)
+        return [
+            other
+            for other in self._sequences.values()
+            if other.pages
+            and not other.sends_pages
+            and id(other) not in busy
+            and (
+                other.arrival > sequence.arrival
+                or (
+                    other.arrival < sequence.arrival
+                    and (sequence.wholly_ready or sequence is self._protected)
+                    and other.waits
+                    and other is not self._protected
+                )
+            )
+        ]
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.free(sequence.pages)
         sequence.pages = []
-        sequence.running = False
-        sequence.num_computed = sequence.num_published = sequence.num_reused = 0
+        sequence.running = sequence.admitted = sequence.sends_pages = False
+        sequence.ready = sequence.num_computed = sequence.num_published = sequence.num_reused = 0
         sequence.prompt_logprobs = []
 
     # ── prefixes ─────────────────────────────────────────────────────────────────────────────────────────────

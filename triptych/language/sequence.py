@@ -22,8 +22,11 @@ class Sequence:
 
     ``timeout`` is how many seconds its request had when it came.
 
-    One that isn't ``prefilled_here`` gets its pages before its KV comes; one that isn't ``decoded_here`` takes those of
-    all its tokens at once and keeps them, since its KV is sent from there.
+    ``ready`` is what was ready when the scheduler last looked. One that is ``running`` has one of the places among
+    ``max_num_seqs``; ``num_passed`` says how often later ones have taken pages that it had or needed.
+    One that isn't ``prefilled_here`` is ``admitted`` when it gets its pages, before its KV comes; one that isn't
+    ``decoded_here`` takes those of all its tokens at once and keeps them from when its KV is sent from there
+    (``sends_pages``).
     """
 
     request: RequestId
@@ -39,7 +42,11 @@ class Sequence:
     decoded_here: bool = True
     history: History = field(init=False)
     arrival: int = 0
+    ready: int = 0
     running: bool = False
+    admitted: bool = False
+    sends_pages: bool = False
+    num_passed: int = 0
     num_computed: int = 0
     num_reused: int = 0
     num_published: int = 0
@@ -66,7 +73,22 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Whether exactly the newest token is left to compute."""
-        return self.running and self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
+        return self.running and self.lacks_newest_only
+
+    @property
+    def lacks_newest_only(self) -> bool:
+        """Whether an answer has begun, and all but its newest token is computed."""
+        return self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
+
+    @property
+    def wholly_ready(self) -> bool:
+        """Whether nothing more must come from elsewhere before the next token."""
+        return self.ready >= len(self.tokens)
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing can be computed before something comes from elsewhere."""
+        return self.ready <= self.num_computed if self.prefilled_here else not self.wholly_ready
 
     @property
     def scores_prompt(self) -> bool:

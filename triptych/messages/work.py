@@ -283,8 +283,8 @@ class Need(Struct, frozen=True, tag=True):
 
 class Encode(Struct, frozen=True, tag=True):
     """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``, who has no use for them
-    after ``timeout`` seconds. Rows are only shared with requests of the same ``cache_salt``. An encode instance shares its
-    time among callers."""
+    after ``timeout`` seconds. Rows are only shared with requests of the same ``cache_salt``. An encode instance shares
+    its time among callers."""
 
     transfer: TransferId
     consumer: Address

@@ -51,7 +51,7 @@ class IncomingKV(Incoming):
     def need(self, sequence: Sequence) -> NeedPrefill | None:
         """Starts over with a sequence; what to ask for, once it has pages to put it in."""
         self.release(sequence.request)
-        if not sequence.running:
+        if not sequence.admitted:
             return None
         transfer = self._name(sequence.request, next(self._numbers))
         first, end = sequence.num_computed, len(sequence.tokens)
@@ -92,8 +92,16 @@ class IncomingKV(Incoming):
         return whole
 
     def ready_tokens(self, sequence: Sequence) -> int:
-        """Nothing of a prompt is computed here."""
-        return sequence.num_computed
+        """All: the KV will come without waiting for anything else. But of a prompt with media, not before its prefill
+        instance offers it, which it does once the last row is there."""
+        if not sequence.items:
+            return len(sequence.tokens)
+        arriving = self._arriving.get(sequence.request)
+        if arriving is None:
+            comes = sequence.admitted
+        else:
+            comes = arriving.whole or self._receiver.is_offered(arriving.transfer)
+        return len(sequence.tokens) if comes else sequence.num_computed
 
     def take(self, chunks: Rows[Chunk]) -> MediaRows:
         """Media tokens are prefilled elsewhere: there are no rows for any."""

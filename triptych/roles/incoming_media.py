@@ -80,7 +80,11 @@ class IncomingMedia(Incoming):
         return len(sequence.tokens)
 
     def take(self, chunks: Rows[Chunk]) -> MediaRows:
-        """Copies out the rows of a step's media tokens; their blocks are free again."""
+        """Copies out the rows of a step's media tokens; their blocks are free again. A sequence that can't be preempted
+        keeps the rows that it hasn't got to yet."""
+        for chunk in chunks:
+            if chunk.sequence.sends_pages:
+                self._keep(chunk.sequence.request)
         views: list[Bytes] = []
         index: list[NDArray[np.int64]] = []
         taken: list[tuple[_Item, TransferId, int]] = []
@@ -114,6 +118,12 @@ class IncomingMedia(Incoming):
             if item.transfer == wrote.transfer:
                 item.began = item.began or wrote.began
                 item.landed = time.time()
+
+    def _keep(self, request: RequestId) -> None:
+        """Its pages are its own until it is done, so those before it may wait for it: it must not wait for them."""
+        for item in self._items.get(request, ()):
+            if item.transfer is not None:
+                self._receiver.keep(item.transfer)
 
     def _consume(self, item: _Item, transfer: TransferId, end_row: int) -> None:
         self._receiver.consume(transfer, end_row)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Leaving:
-    """A sequence's KV on its way. Tokens ``[first_token, …)`` of it go; once its prefill has begun it is offered, and
+    """A sequence's KV on its way. Tokens ``[first_token, …)`` of it go; once it has all its pages it is offered, and
     its ``pages`` are held until that is over. ``provided`` is, by layer, the first token that has not been provided."""
 
     request: RequestId
@@ -56,10 +56,10 @@ class OutgoingKV:
         )
 
     def started(self, chunks: Rows[Chunk]) -> None:
-        """A step begins. Those of its sequences that are new have all their pages now: their KV is offered, and what
-        the cache knows of it goes."""
+        """A step begins. Those of its sequences that have all their pages now, for good, are new here: their KV is
+        offered, and what the cache holds of it goes."""
         for chunk in chunks:
-            leaving = self._leaving.get(chunk.sequence.request)
+            leaving = self._leaving.get(chunk.sequence.request) if chunk.sequence.sends_pages else None
             if leaving is not None and not leaving.pages and self._offer(leaving, chunk.sequence.pages):
                 for layer in range(self._cache.num_layers):
                     self._provide(leaving, layer, chunk.start)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from triptych.config import EngineConfig, FrontDoorConfig
 from triptych.errors import Overloaded, RateLimited
@@ -16,7 +16,8 @@ from triptych.fair_queue import FairQueue, Ticket
 from triptych.messages.work import Generate
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.forecast import Forecast
-from triptych.types import RequestId
+from triptych.router.placement import Loaded, least_outstanding
+from triptych.types import Address, RequestId
 
 AHEAD = 4
 """Of every so many sequences that an instance works on, one more waits there: its next step needn't wait for us."""
@@ -49,8 +50,21 @@ class Running(Protocol):
     """As it was before."""
 
     @property
-    def has_begun(self) -> bool:
-        """Whether its first token has come."""
+    def generator(self) -> "Generator":
+        """The language instance that answers it."""
+
+    @property
+    def waits_for_media(self) -> bool:
+        """Whether it has media, and its first token hasn't come."""
+
+
+class Generator(Loaded, Protocol):
+    """A language instance."""
+
+    address: Address
+
+
+G = TypeVar("G", bound=Generator)
 
 
 class Admission:
@@ -60,8 +74,7 @@ class Admission:
         """``engine`` is how this service's instances are set up; those with other settings are given work as if they
         had these."""
         self.forecast = Forecast()
-        self.max_running = engine.max_num_seqs + max(2, engine.max_num_seqs // AHEAD)
-        self._max_media = max(1, engine.max_num_seqs // 2)
+        self._max_given = engine.max_num_seqs + max(2, engine.max_num_seqs // AHEAD)
         self._config = config
         self._line: FairQueue[Waiting] = FairQueue()
         self._tickets: dict[RequestId, Ticket[Waiting]] = {}
@@ -131,15 +144,21 @@ class Admission:
             waiting, waiting.caller, waiting.cost, waiting.priority, kind
         )
 
-    def next(self, running: Collection[Running], num_generators: int) -> Waiting | None:
-        """Whose turn it is now that one of so many instances has room; None when nobody may start. Prompts that wait
-        for an encoder hold at most half of the places, so that texts get by."""
-        encoding = sum(bool(entry.waiting.prompt.items) and not entry.has_begun for entry in running)
-        ticket = self._line.pop(lambda waiting: not waiting.prompt.items or encoding < num_generators * self._max_media)
+    def next(self, running: Collection[Running], generators: Collection[G]) -> tuple[Waiting, G] | None:
+        """Whose turn it is, and the instance among ``generators`` that gets the request; None when nobody may start.
+        Those with media that haven't begun wait for an encoder for all that is known here, and waiting takes nothing
+        from others: they have as many places at each instance as the other requests, and don't count among these."""
+        waiting = Counter(entry.generator.address for entry in running if entry.waits_for_media)
+        others = Counter(entry.generator.address for entry in running if not entry.waits_for_media)
+        for_texts = [one for one in generators if others[one.address] < self._max_given]
+        for_media = [one for one in for_texts if waiting[one.address] < self._max_given]
+        ticket = self._line.pop(lambda work: bool(for_media if work.prompt.items else for_texts))
         if ticket is None:
             return None
+        generator = least_outstanding(for_media if ticket.work.prompt.items else for_texts)
+        assert generator is not None
         del self._tickets[ticket.work.generate.request]
-        return ticket.work
+        return ticket.work, generator
 
     def not_started(self, waiting: Waiting) -> None:
         """The request that was next couldn't be given to an instance: its caller has had nothing."""

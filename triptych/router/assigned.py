@@ -27,9 +27,9 @@ class Assigned:
     prefilling: "Prefilling | None" = None
 
     @property
-    def has_begun(self) -> bool:
-        """Whether its first token has come."""
-        return self.stream.record.first_token > 0
+    def waits_for_media(self) -> bool:
+        """Whether it has media, and its first token hasn't come."""
+        return bool(self.waiting.prompt.items) and not self.stream.record.first_token
 
     def seconds_worked(self, now: float) -> float:
         """How long instances have computed for it, as they say; as far as they don't, since it was given to one. What

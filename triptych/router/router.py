@@ -4,7 +4,6 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -239,17 +238,8 @@ class Router:
 
     def _start_waiting(self) -> None:
         """Gives requests to instances that have room, in the order that admission says."""
-        while len(self._admission):
-            taken = Counter(entry.generator.address for entry in self._requests.values())
-            generators = self._generators()
-            generator = least_outstanding(
-                [one for one in generators if taken[one.address] < self._admission.max_running]
-            )
-            if generator is None:
-                return
-            if (waiting := self._admission.next(self._requests.values(), len(generators))) is None:
-                return
-            self._start(waiting, generator)
+        while len(self._admission) and (started := self._admission.next(self._requests.values(), self._generators())):
+            self._start(*started)
 
     def _start(self, waiting: Waiting, generator: InstanceLease) -> None:
         generate = msgspec.structs.replace(waiting.generate, timeout=time_left(waiting.deadline, self._clock()))
@@ -476,12 +466,15 @@ class Router:
         entry.generated += report.tokens
         record = entry.stream.record
         record.num_reused = max(record.num_reused, message.reused)
+        waited_for_media = entry.waits_for_media
         self.metrics.took_tokens(record, len(report.tokens), time.time())
         if message.finish_reason is not None:
             record.add(message.intervals, entry.generator.name)
             self._end(entry.stream.request, report.finish_reason or message.finish_reason)
         elif report.finish_reason is not None:
             self._end_early(entry.stream.request, report.finish_reason)
+        elif waited_for_media:
+            self._start_waiting()
         entry.stream.put(report)
 
     def _on_failed(self, message: Failed) -> None:

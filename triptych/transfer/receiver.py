@@ -3,7 +3,8 @@
 Grants go out in line order: by place (first come first served, then prompt order), or, without places, as they are
 offered. The head of the line, the first transfer that isn't wholly granted, always gets a block: one is kept back for
 one whose place is known before it is offered, and if rows that landed for a later transfer hold the last ones, those
-rows are given up and granted again later (the producer keeps them until Done). So any pool, even of one block, finishes
+rows are given up and granted again later (the producer keeps them until Done). Not so the rows of a transfer that
+``keep`` was called for: they are consumed without waiting for anybody. So any pool, even of one block, finishes
 transfers of any length, whatever order they are offered in.
 
 Rows that arrive garbled are granted again. A producer that is lost while it may still be writing can't be stopped (it
@@ -88,6 +89,7 @@ class _Incoming:
     segments: list[Segment] = field(default_factory=list)
     flights: list[_Flight] = field(default_factory=list)
     waiting: bool = False
+    kept: bool = False
     failed: bool = False
 
     @property
@@ -154,6 +156,14 @@ class Receiver:
 
     def state(self, transfer: TransferId) -> TransferState:
         return self._transfers[transfer].progress.state
+
+    def is_offered(self, transfer: TransferId) -> bool:
+        """Whether a producer has said that it will write the rows."""
+        return self._transfers[transfer].producer is not None
+
+    def keep(self, transfer: TransferId) -> None:
+        """What has landed isn't given up for others any more: it will be consumed without waiting for any of them."""
+        self._transfers[transfer].kept = True
 
     def read(self, transfer: TransferId, first_row: int, rows: int) -> list[Bytes]:
         """Views, uint8 of shape (n, row_bytes), of rows that have landed; valid until they are consumed."""
@@ -366,7 +376,9 @@ class Receiver:
     def _revoke_for(self, head: _Incoming) -> None:
         """Takes back the rows that landed for the last in line, so that the head can move. Rows in flight can't be
         taken back; they land soon, and the next call sees them."""
-        holders = [t for t in self._transfers.values() if t.segments and not t.flights and t.place > head.place]
+        holders = [
+            t for t in self._transfers.values() if t.segments and not t.flights and not t.kept and t.place > head.place
+        ]
         if not holders:
             return
         last = max(holders, key=lambda t: t.place)
