@@ -29,7 +29,7 @@ NOT_RUN = {
     "              Offer  ": "no command: a picture",
 }
 """How blocks begin that aren't run, and why."""
-SERVICES = {"d1=P": "1P2D", "pd0=P": "2PD", "--control": "1E1PD"}
+SERVICES = {" d1=P": "1P2D", "pd0=P": "2PD", "--control": "1E1PD"}
 """The topology of the service that the commands of a block with these words talk to; the first that fits."""
 SLOW = re.compile("triptych bench")
 SHELL = ("head", "chmod", "curl")
