@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ def sequence(name: str, prompt: int, max_tokens: int = 1, *, media: int = 0, rol
     placement = Placement((Span(prompt - media, media),)) if media else None
     return Sequence(
         request=RequestId(name),
-        tokens=[hash(name) % 1000] + [1] * (prompt - 1),
+        tokens=[zlib.crc32(name.encode()) % 1000] + [1] * (prompt - 1),
         positions=np.zeros((3, prompt), dtype=np.int64),
         next_position=prompt,
         items=[PlacedItem(name, placement, media)] if placement else [],

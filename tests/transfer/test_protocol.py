@@ -61,6 +61,22 @@ def test_the_head_of_the_line_gets_a_block_that_a_later_item_held(fabric: str) -
         w.finish()
 
 
+def test_rows_that_are_kept_are_not_given_up_for_the_head_of_the_line(fabric: str) -> None:
+    with wire(fabric, 2, 2) as w:
+        late = w.expect(4, (0, 1), PRODUCERS[1])
+        w.land(late)
+        w.receiver.keep(late.transfer)
+        head = w.expect(2, (0, 0))
+        w.land(head)
+        assert (w.readable(head), w.readable(late)) == (0, 4)
+        assert w.receiver.counters.revoked == 0
+        w.consume(late, 2)
+        w.receiver.grant()
+        w.deliver_all()
+        assert w.readable(head) == 2, "as soon as they are read"
+        w.finish()
+
+
 def test_a_block_is_kept_back_for_the_head_that_is_not_offered_yet(fabric: str) -> None:
     with wire(fabric, 3, 1) as w:
         head, late = w.expect(3, (0, 0)), w.expect(3, (0, 1), PRODUCERS[1])

@@ -5,15 +5,15 @@ to come. The others are *ready*, and are served in order of arrival. ``max_num_s
 first, one token each, then prompts whose KV is being sent; what is left of the token budget goes to prefill chunks,
 over the longest run of tokens that are ready.
 
-A sequence that waits doesn't run. It keeps what pages it has, but these are the first to be taken when pages run out:
+A sequence that waits doesn't run. It keeps what pages it has, but these are the first to be taken when pages run out.
+A sequence may take the pages of those that rank after it:
 
-- Any sequence may take the pages of those that arrived after it.
-- One that is *wholly* ready needs nothing more from elsewhere, so it ends by itself. It may also take the pages of
-  those that arrived before it and wait. Only such a one may: two that wait in turns would take each other's for ever.
-- ``MAX_PASSED`` times later ones may go first so. Then the first in arrival order of such sequences keeps its pages.
+- First rank those that are *wholly* ready, so that they end without waiting again, in order of arrival.
+- The others follow in order of arrival. They can't take pages from the first, who would take them back.
+- One of the others at a time ranks with the first (``_look_who_is_first``): one that was passed ``MAX_PASSED`` times.
 
-Who loses its pages is computed again later. The first that is ready is never passed while pages are short; the first
-of all loses its pages a bounded number of times; any sequence fits in the pool alone. So everything ends.
+Who loses its pages is computed again later. While the first in rank lacks pages, nobody else gets any that it waits
+for; each sequence is passed a bounded number of times; and any sequence fits in the pool alone. So everything ends.
 
 A prefill instance sends KV from a sequence's pages, so it can't take these back. It takes all of a sequence's pages and
 begins to send once the sequence is wholly ready; what it computes before that can be preempted.
@@ -103,7 +103,7 @@ class Scheduler:
         self._first: Sequence | None = None
         """The first to have arrived of those that are ready."""
         self._protected: Sequence | None = None
-        """The first of those that were passed too often: later ones may not pass it any more though it waits."""
+        """One that isn't wholly ready, but was passed so often that it ranks as if it were."""
         self._arrivals = 0
         self.num_preemptions = 0
         self.num_prefix_queries = 0
@@ -174,8 +174,11 @@ class Scheduler:
 
     def _look_who_is_first(self) -> None:
         self._first = next((one for one in self if not one.waits), None)
-        overdue = (one for one in self if one.num_passed >= MAX_PASSED and not one.wholly_ready)
-        self._protected = next(overdue, None)
+        partial = [one for one in self if not one.wholly_ready]
+        self._protected = None
+        if any(one.num_passed >= MAX_PASSED for one in partial):
+            # one that can go on goes before it: the rows that it hasn't taken may hold the blocks that this one needs
+            self._protected = next(one for one in partial if one.num_passed >= MAX_PASSED or not one.waits)
 
     def _go_on(self, step: Step) -> bool:
         """All that may have to wait for pages or a place, in order of arrival. Whether another look may find more."""
@@ -284,22 +287,12 @@ class Scheduler:
     def _victims(self, step: Step, sequence: Sequence) -> list[Sequence]:
         """Those that hold pages which ``sequence`` may take, and that aren't in this step already."""
         busy = {id(chunk.sequence) for chunk in step.chunks}
-        return [
-            other
-            for other in self._sequences.values()
-            if other.pages
-            and not other.sends_pages
-            and id(other) not in busy
-            and (
-                other.arrival > sequence.arrival
-                or (
-                    other.arrival < sequence.arrival
-                    and (sequence.wholly_ready or sequence is self._protected)
-                    and other.waits
-                    and other is not self._protected
-                )
-            )
-        ]
+        holders = (one for one in self._sequences.values() if one.pages and not one.sends_pages)
+        return [one for one in holders if id(one) not in busy and self._rank(one) > self._rank(sequence)]
+
+    def _rank(self, sequence: Sequence) -> tuple[bool, int]:
+        """Lower ones may take the pages of higher ones."""
+        return not (sequence.wholly_ready or sequence is self._protected), sequence.arrival
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.free(sequence.pages)

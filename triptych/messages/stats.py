@@ -84,8 +84,8 @@ class EncodeStats(Struct):
 
 
 class LanguageStats(Struct):
-    """Sequences by what they do, and pages of the KV cache, of which somebody holds some
-    and others are only kept for their key, now. ``prefix_queries`` counts the
+    """Sequences by what they do, those ``waiting`` for their turn, pages, media or KV; and pages of the KV cache, of
+    which somebody holds some and others are only kept for their key, now. ``prefix_queries`` counts the
     prompt tokens that the prefix cache was asked for so far, ``prefix_hits`` those that it knew."""
 
     waiting: Count
