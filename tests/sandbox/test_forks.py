@@ -4,13 +4,12 @@ import os
 import select
 import signal
 import socket
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.processes import is_gone
 from tests.sandbox import handlers
 from triptych.sandbox import protocol
 from triptych.sandbox.forks import ForkServer
@@ -64,20 +63,6 @@ def ends(server: Server) -> list[tuple[int, int]]:
         assert select.select([server.control], [], [], 60)[0]
         if found := [(ended.number, ended.code) for ended in server.ended()]:
             return found
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, reaped or not; waits for it."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_each_is_a_process_of_its_own_with_what_the_server_loaded(server: Server) -> None:
