@@ -44,7 +44,6 @@ class Matching:
         self.client = client
         self.closed = False
         self.num_rebuilds = 0
-        self.crashed = False
         self._end_tokens = end_tokens
         self._tokens = list(tokens)
         self._changed = changed

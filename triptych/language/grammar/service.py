@@ -64,7 +64,6 @@ class _Grammar:
     line: Line | None = None
     compiled: bool = False
     turn: _Turn | None = None
-    crashed: bool = False
 
 
 class Grammars:
@@ -278,12 +277,11 @@ class Grammars:
             return
         culprit = line.asked[0].matching if line.asked else None
         late = line.killed or code == -signal.SIGPROF
-        # somebody else may have killed it, once
+        # somebody else killed it
         excused = code == -signal.SIGKILL and not late
         self._forget_process(grammar)
         if not compiled:
-            if excused and not grammar.crashed:
-                grammar.crashed = True
+            if excused:
                 self._rebuild(grammar)
             elif late:
                 self._refuse(grammar, too_costly(f"compiling it takes longer than {COMPILE_SECONDS:g} s"))
@@ -297,9 +295,6 @@ class Grammars:
                 culprit.fail(too_costly(f"matching one token takes longer than {KILL_SECONDS:g} s"))
             elif not excused:
                 culprit.fail(InvalidRequest("the grammar crashed what was to match it"))
-            elif culprit.crashed:
-                culprit.fail(InternalError("what was to match the grammar ended too often"))
-            culprit.crashed = True
         self._rebuild(grammar)
 
     def _rebuild(self, grammar: _Grammar) -> None:
