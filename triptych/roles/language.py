@@ -236,9 +236,12 @@ class LanguageHost:
                 sequence.held = not (matching.quick or matching.ready)
 
     def _ready_tokens(self, sequence: Sequence) -> int:
-        """Everything whose media rows have landed; but no logits before the grammar is there to judge them."""
-        ready = self._incoming.ready_tokens(sequence)
-        return min(ready, len(sequence.tokens) - 1) if sequence.held else ready
+        """Everything whose media rows have landed; but no logits before the grammar is there to judge them. With a
+        grammar the last token is always a step of its own: logits differ in their last bits with what is computed
+        beside them, and shouldn't with how soon a mask is there."""
+        ready, last = self._incoming.ready_tokens(sequence), len(sequence.tokens) - 1
+        alone = sequence.request in self._matchings and sequence.num_computed < last
+        return min(ready, last) if alone or sequence.held else ready
 
     def _draw(self, sequence: Sequence) -> Draw:
         matching = self._matchings.get(sequence.request)
