@@ -5,6 +5,7 @@
     TriptychError
     ├── RequestError                a client's fault; carries the field at fault
     │   ├── InvalidRequest          wrong type, unknown field, value out of range
+    │   ├── GrammarTooCostly        compiling it, or matching the answer, takes more than it may
     │   ├── PromptTooLong           more tokens than the model's context holds
     │   ├── NoTokenAllowed          grammar, logit_bias and min_tokens together rule every token out
     │   ├── UnknownModel
@@ -60,6 +61,10 @@ class RequestError(TriptychError):
 
 class InvalidRequest(RequestError):
     """A field is unknown, has the wrong type, or a value out of range."""
+
+
+class GrammarTooCostly(RequestError):
+    """The grammar that the answer must keep to takes more time or memory than it may, to compile or to match."""
 
 
 class PromptTooLong(RequestError):

@@ -190,7 +190,7 @@ def test_calls_and_their_results_are_told_to_the_model(thinker: Served) -> None:
     [
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": [tool("x", {"type": 3})]}, None),
-        ({"tools": [tool("x", {"$ref": "#/nowhere"})]}, None),
+        ({"tools": [tool("x", {"$ref": "#/nowhere"})]}, "tools[0].function.parameters"),
     ],
 )
 def test_tools_that_make_no_sense(thinker: Served, settings: dict[str, Any], param: str | None) -> None:

@@ -4,10 +4,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from triptych.errors import InternalError, TruncatedMedia
 from triptych.sandbox.child import Handler
+from triptych.sandbox.fork_server import Respond
 
 Results = Iterator[tuple[bytes, Sequence[bytes]]]
 
@@ -88,4 +89,40 @@ def misfire(argument: str, data: bytes) -> Results:
 
 def fail(argument: str, data: bytes) -> Results:
     raise InternalError("it failed")
+    yield b"", []
+
+
+def forked(argument: str) -> Callable[[], Respond]:
+    """What a fork server of these tests loads: each of its processes does what requests name."""
+    loaded = os.getpid()
+
+    def begin() -> Respond:
+        return lambda request, data: b"".join(
+            about for about, _ in {**globals(), "server": _server(loaded)}[request.decode()](argument, data)
+        )
+
+    return begin
+
+
+def _server(pid: int) -> Callable[[str, bytes], Results]:
+    return lambda argument, data: iter([(b"%d" % pid, ())])
+
+
+def length(argument: str, data: bytes) -> Results:
+    yield b"%d" % len(data), []
+
+
+def priority(argument: str, data: bytes) -> Results:
+    yield b"%d" % os.nice(0), []
+
+
+def files(argument: str, data: bytes) -> Results:
+    yield ",".join(sorted(os.listdir("/proc/self/fd"))).encode(), []
+
+
+def busy(argument: str, data: bytes) -> Results:
+    """For a tenth of a second of processor time."""
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
     yield b"", []

@@ -6,6 +6,7 @@ from typing import Any
 from triptych.errors import (
     BodyTooSlow,
     DeadlineExceeded,
+    GrammarTooCostly,
     InstanceLost,
     MediaNotAllowed,
     MediaNotFetched,
@@ -27,6 +28,7 @@ STATUSES: list[tuple[type[TriptychError], HTTPStatus]] = [
     (MediaTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (MediaNotAllowed, HTTPStatus.BAD_REQUEST),
     (MediaNotFetched, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (GrammarTooCostly, HTTPStatus.UNPROCESSABLE_ENTITY),
     (RequestError, HTTPStatus.BAD_REQUEST),
     (RateLimited, HTTPStatus.TOO_MANY_REQUESTS),
     (Overloaded, HTTPStatus.SERVICE_UNAVAILABLE),

@@ -4,6 +4,7 @@ A field that a body's class doesn't have is refused by name; one that can only h
 type. Nothing is silently dropped.
 """
 
+import contextlib
 import json
 import math
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from triptych.api.json_schema import check_regex, check_schema
 from triptych.errors import InvalidRequest
 from triptych.messages.work import (
     MAX_BIAS,
@@ -113,7 +115,7 @@ class JsonObjectFormat(Strict):
 
 
 class JsonSchema(Strict):
-    """``strict`` is accepted and ignored: the schema is always kept to."""
+    """``strict`` is accepted and ignored: the schema is always kept to, and refused if it can't be."""
 
     name: str = Field(max_length=256)
     schema_: JsonObject = Field(alias="schema")
@@ -250,6 +252,9 @@ class SamplingFields(ExtraFields):
         specs = [*_of_format(self.response_format), *_of_structured(self.structured_outputs)]
         if len(specs) > 1:
             raise InvalidRequest("only one of response_format and the fields of structured_outputs can be given")
+        param = "response_format.json_schema.schema" if self.response_format else "structured_outputs"
+        for spec in specs:
+            check_kept(spec, param)
         if specs and len(specs[0].text) > MAX_GRAMMAR_LENGTH:
             raise InvalidRequest(f"the {specs[0].kind.value} exceeds {MAX_GRAMMAR_LENGTH} characters")
         return specs[0] if specs else None
@@ -260,6 +265,16 @@ class SamplingFields(ExtraFields):
             raise InvalidRequest("stream_options is only for stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs are not told in streams", "prompt_logprobs")
+
+
+def check_kept(spec: GrammarSpec, param: str) -> None:
+    """Raises InvalidRequest for a schema or a regular expression of which something would be ignored. What is none at
+    all is found when it is compiled."""
+    if spec.kind is GrammarKind.REGEX:
+        check_regex(spec.text, f"{param}.regex")
+    elif spec.kind is GrammarKind.JSON_SCHEMA:
+        with contextlib.suppress(ValueError, RecursionError):
+            check_schema(json.loads(spec.text), param if "schema" in param else f"{param}.json")
 
 
 def _of_format(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> list[GrammarSpec]:

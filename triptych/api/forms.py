@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from triptych.api.json_schema import check_schema
 from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
 from triptych.errors import InvalidRequest
 from triptych.messages.work import GrammarKind, GrammarSpec
@@ -36,6 +37,10 @@ def answer_form(request: ChatCompletionRequest, thought: Thought) -> GrammarSpec
         answer = _triggered(tools) if any(tool.function.strict for tool in tools) else None
     if answer is None:
         return None
+    forced = request.tool_choice not in (None, "auto")
+    for number, tool in enumerate(tools):
+        if (forced or wanted is not None or tool.function.strict) and tool.function.parameters:
+            check_schema(tool.function.parameters, f"tools[{number}].function.parameters")
     text = json.dumps(_after_thought(answer, thought))
     if len(text) > MAX_FORM_LENGTH:
         raise InvalidRequest(

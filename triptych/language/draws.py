@@ -1,6 +1,7 @@
 """What a step's tokens are chosen by, put into tensors: the half of sampling that needs no logits, and so can be done
 while the model computes them."""
 
+import time
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import islice
@@ -11,10 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.language.grammar import Matcher
+from triptych.language.grammar.bitmask import bitmask_tensor
+from triptych.language.grammar.matching import Matching
 from triptych.language.history import History
 from triptych.messages.work import Sampling
 from triptych.models.pinned import to_device
+
+MASK_PATIENCE = 0.005
+"""Seconds that a step waits, in all, for grammars' masks that are still being made once its logits are there."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Draw:
     sampling: Sampling
     history: History
     end_tokens: frozenset[int]
-    grammar: Matcher | None = None
+    grammar: Matching | None = None
 
     @property
     def index(self) -> int:
@@ -56,7 +61,8 @@ class Plan:
     """What the rows of a step are drawn by, on the logits' device after one copy that the host doesn't wait for.
 
     ``free`` are drawn from the whole vocabulary, ``limited`` from what min-p, top-k and top-p keep of it, the others
-    aren't drawn at random. ``asking``, int64 [A], want log probabilities. ``masks`` are grammars' bitmasks, by row.
+    aren't drawn at random. ``asking``, int64 [A], want log probabilities. ``masks`` are grammars' bitmasks, by row;
+    ``postponed_rows`` are those whose mask isn't there in time.
     What there is none of is None.
     """
 
@@ -66,7 +72,7 @@ class Plan:
         free_rows = sorted(set(random) - set(self.limited_rows))
         self.asking_rows = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
         self.most_logprobs = max((draws[row].sampling.logprobs or 0 for row in self.asking_rows), default=0)
-        masks = {row: draw.grammar.bitmask() for row, draw in enumerate(draws) if draw.grammar is not None}
+        masks, self.postponed_rows = _masks(draws)
         changes = [_changes(entries(draws)) for entries in (_seen, _generated, _biases)]
         chances = [_chances(draws, rows) if rows else None for rows in (free_rows, self.limited_rows)]
         asking = [torch.tensor(self.asking_rows)] if self.asking_rows else []
@@ -76,6 +82,21 @@ class Plan:
         self.free, self.limited = (None if c is None else Chances(*islice(moved, 6)) for c in chances)
         self.asking = next(moved) if asking else None
         self.masks = dict(zip(masks, moved, strict=True))
+
+
+def _masks(draws: Rows[Draw]) -> tuple[dict[int, Tensor], list[int]]:
+    """The masks that are there within MASK_PATIENCE, by row, and the rows of the others."""
+    masks: dict[int, Tensor] = {}
+    late = []
+    end = time.monotonic() + MASK_PATIENCE
+    for row, draw in enumerate(draws):
+        if draw.grammar is None:
+            continue
+        if (mask := draw.grammar.mask(max(0.0, end - time.monotonic()))) is not None:
+            masks[row] = bitmask_tensor(mask)
+        else:
+            late.append(row)
+    return masks, late
 
 
 def chances_of(draws: Rows[Draw], rows: Rows[int], device: torch.device) -> Chances:

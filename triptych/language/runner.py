@@ -12,7 +12,7 @@ from torch import Tensor
 from triptych.errors import TriptychError
 from triptych.language.draws import num_candidates
 from triptych.language.prompt_logprobs import Asked, score
-from triptych.language.sampler import Draw, Drawn, sample
+from triptych.language.sampler import Choice, Draw, sample
 from triptych.language.scheduler import Chunk
 from triptych.messages.work import PromptLogprobs
 from triptych.models.attention.base import AttentionBatch, KVTensors
@@ -59,9 +59,10 @@ class ChunkInputs:
 @dataclass(frozen=True)
 class Outcome:
     """What a step has brought: ``drawn``, the next token of every chunk that samples, and ``scored``, what was asked
-    about prompts; both in the order of the chunks. An error in the place of either ends that chunk's request alone."""
+    about prompts; both in the order of the chunks. An error in the place of either ends that chunk's request alone;
+    None in that of a token: the chunk's last token is to be computed again."""
 
-    drawn: list[Drawn | TriptychError]
+    drawn: list[Choice]
     scored: Rows[PromptLogprobs | TriptychError] = ()
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
 from triptych.language.draws import Chances, Changes, Draw, Plan, chances_of, uniform
-from triptych.language.grammar import constrain
+from triptych.language.grammar.bitmask import constrain
 from triptych.models.pinned import to_host
 from triptych.models.pointwise import likeliest
 
-__all__ = ["Draw", "Drawn", "sample", "uniform"]
+__all__ = ["Choice", "Draw", "Drawn", "sample", "uniform"]
 
 NUCLEUS = 1024
 """How many of the likeliest tokens are put in order at first; a row whose top-p reaches further is done again whole."""
@@ -32,9 +32,15 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn | TriptychError]:
+Choice = Drawn | TriptychError | None
+"""What a row comes to: a token, the error that ends its request, or None when its grammar's mask wasn't there in time:
+its last token is to be computed again."""
+
+
+def sample(logits: Tensor, draws: Rows[Draw]) -> list[Choice]:
     """One token per row, or the error that ends the row's request: NonFiniteLogits where the logits have a NaN or an
-    infinity that is not a ban, NoTokenAllowed where every token is ruled out. ``logits`` is float32 of shape (rows,
+    infinity that is not a ban, NoTokenAllowed where every token is ruled out. None where nothing could be drawn yet, as
+    ``Choice`` has it. ``logits`` is float32 of shape (rows,
     vocabulary), on any device, and isn't changed.
 
     On a GPU the host waits once, for the result; twice if a row's top-p, or tokens as likely as the last that its
@@ -50,7 +56,7 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn | TriptychError]:
         tokens[plan.free.rows] = _inverse(_weights(adjusted, plan.free), plan.free.thresholds)
     if plan.limited is None:
         found, tops, *logprobs = to_host([tokens, highest, *_logprobs(logits, tokens, plan)])
-        return _checked(logits, tops, _drawn(draws, plan, found.tolist(), logprobs))
+        return _checked(logits, tops, plan, _drawn(draws, plan, found.tolist(), logprobs))
     count = min(1 + max([NUCLEUS, *(draws[row].sampling.top_k for row in plan.limited_rows)]), vocabulary)
     tokens[plan.limited.rows], reached = _limited(adjusted, plan.limited, count)
     enough, found, tops, *logprobs = to_host([reached, tokens, highest, *_logprobs(logits, tokens, plan)])
@@ -58,15 +64,18 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Drawn | TriptychError]:
         chances = chances_of(draws, again, logits.device)
         tokens[chances.rows], _ = _limited(adjusted, chances, vocabulary)
         found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, plan)])
-    return _checked(logits, tops, _drawn(draws, plan, found.tolist(), logprobs))
+    return _checked(logits, tops, plan, _drawn(draws, plan, found.tolist(), logprobs))
 
 
-def _checked(logits: Tensor, highest: Tensor, drawn: Rows[Drawn]) -> list[Drawn | TriptychError]:
+def _checked(logits: Tensor, highest: Tensor, plan: Plan, drawn: Rows[Drawn]) -> list[Choice]:
     """What was drawn, where that means something. ``highest``, on the host, is each row's highest adjusted logit."""
-    return [
+    checked: list[Choice] = [
         one if math.isfinite(top) and _tells_finite_logprobs(one) else _why_undrawn(logits[row], top)
         for row, (one, top) in enumerate(zip(drawn, highest.tolist(), strict=True))
     ]
+    for row in plan.postponed_rows:
+        checked[row] = None
+    return checked
 
 
 def _tells_finite_logprobs(drawn: Drawn) -> bool:

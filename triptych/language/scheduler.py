@@ -239,6 +239,8 @@ class Scheduler:
         if not sequence.pages:
             self._reuse_late(sequence)
         length = min(sequence.ready - sequence.num_computed, self._budget - step.num_tokens)
+        if sequence.ends_alone and (before_newest := len(sequence.tokens) - 1 - sequence.num_computed):
+            length = min(length, before_newest)
         if sequence.scores_prompt:
             length = min(length, MAX_SCORED - step.num_scored)
         if length <= 0:

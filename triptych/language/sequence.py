@@ -91,6 +91,12 @@ class Sequence:
         return self.ready <= self.num_computed if self.prefilled_here else not self.wholly_ready
 
     @property
+    def ends_alone(self) -> bool:
+        """Whether the newest token is computed in a step of its own. Logits differ in their last bits with the length
+        of the chunk, and with a grammar they must not depend on how soon its mask is there."""
+        return self.sampling.grammar is not None
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether the prompt's log probabilities are still to be told: they go out with the first token."""
         return self.sampling.prompt_logprobs is not None and not self.num_generated

@@ -228,7 +228,7 @@ class Generate(Struct, frozen=True, tag=True):
 
     ``positions`` is the little-endian float64 bytes of an array of shape (3, len(tokens)). Requests share what the KV
     cache knows of their prefixes only with those of the same ``cache_salt``. After ``timeout`` seconds nobody wants the
-    answer any more.
+    answer any more. ``client`` is who asks: what is done for requests beside the steps is shared out among clients.
     """
 
     request: RequestId
@@ -241,6 +241,7 @@ class Generate(Struct, frozen=True, tag=True):
     cache_salt: str = ""
     generated: list[int] = []
     timeout: Timeout = NO_TIMEOUT
+    client: str = ""
 
 
 class NeedPrefill(Struct, frozen=True, tag=True):

@@ -17,7 +17,7 @@ from triptych.errors import StartError
 from triptych.families.base import ModelConfig, Planner, TowerInput
 from triptych.families.registry import family_of, resolve
 from triptych.language.gpu_runner import GpuRunner
-from triptych.language.grammar import GrammarCompiler
+from triptych.language.grammar.service import Grammars
 from triptych.language.group import CacheSize, GroupCache, agree_on_size, gather_memory, make_cache, make_forward
 from triptych.language.kv_cache import PagePool
 from triptych.language.kv_size import gib, kv_size
@@ -322,7 +322,7 @@ def _engine(
         cache = model.make_cache(group, agreed.num_pages, ranks.cache)
         forward = make_forward(decoder, cache.own, engine, size.context_length)
     pool = PagePool(size.num_pages, engine.page_size)
-    grammars = GrammarCompiler(model.checkpoint.folder, config.vocab_size, channel.wake)
+    grammars = Grammars(model.checkpoint.folder, config.vocab_size, channel.wake)
     instance.at_end(grammars.close)
     parts = Engine(
         scheduler=Scheduler(

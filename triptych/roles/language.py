@@ -5,13 +5,14 @@ import time
 from collections import deque
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from triptych.errors import InternalError, InvalidRequest, PromptTooLong, StartError, TriptychError
 from triptych.language.attempt import Attempt
-from triptych.language.grammar import GrammarCompiler, Matcher
+from triptych.language.grammar.matching import Matching
+from triptych.language.grammar.service import Grammars
 from triptych.language.prompt_logprobs import Asked, asked_of, joined
 from triptych.language.runner import Outcome, Runner
 from triptych.language.sampler import Draw, Drawn
@@ -73,7 +74,7 @@ class Engine:
     scheduler: Scheduler
     runner: Runner
     compute: ComputeThread
-    grammars: GrammarCompiler
+    grammars: Grammars
     context_length: int
     vocabulary: int
 
@@ -90,7 +91,7 @@ class LanguageHost:
         self.runner = engine.runner
         self._incoming = incoming
         self._compute = engine.compute
-        self._compiler = engine.grammars
+        self._grammars = engine.grammars
         self.context_length = engine.context_length
         self._vocabulary = engine.vocabulary
         self._address = address
@@ -100,7 +101,7 @@ class LanguageHost:
         self.num_computed_tokens = 0
         self._times: dict[RequestId, _Times] = {}
         self._deadlines: dict[RequestId, float] = {}
-        self._grammars: dict[RequestId, Future[Matcher]] = {}
+        self._matchings: dict[RequestId, Matching] = {}
         self._running: _RunningStep | None = None
         self._again: deque[Attempt] = deque()
         self._untold: list[Tokens] = []
@@ -118,7 +119,7 @@ class LanguageHost:
     def advance(self) -> None:
         for request, failure in self._incoming.take_failures():
             self._on_failure(request, failure)
-        self._refuse_bad_grammars()
+        self._end_unmatched()
         self._collect()
         self._end_late()
         self._start()
@@ -186,7 +187,8 @@ class LanguageHost:
         if (grammar := sequence.sampling.grammar) is not None:
             # an end token is how a grammar ends, even for those who ignore it elsewhere
             end_tokens = sequence.end_token_ids | sequence.eos_token_ids
-            self._grammars[sequence.request] = self._compiler.start(grammar, end_tokens, generated)
+            matching = self._grammars.start(grammar, end_tokens, generated, message.client)
+            self._matchings[sequence.request] = matching
         self._need(sequence)
         return sequence
 
@@ -202,8 +204,8 @@ class LanguageHost:
         self.scheduler.remove(request)
         self._times.pop(request, None)
         self._deadlines.pop(request, None)
-        if grammar := self._grammars.pop(request, None):
-            grammar.cancel()
+        if matching := self._matchings.pop(request, None):
+            matching.close()
 
     def _fail(self, request: RequestId, error: str, message: str) -> None:
         # before others, whom it ends for, say less
@@ -218,28 +220,26 @@ class LanguageHost:
 
     # ── grammars ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _refuse_bad_grammars(self) -> None:
-        for request, grammar in list(self._grammars.items()):
-            if grammar.done() and (error := grammar.exception()) is not None:
-                if not isinstance(error, TriptychError):
-                    log.error("a grammar failed", exc_info=error)
-                    error = InternalError("the grammar could not be compiled")
+    def _end_unmatched(self) -> None:
+        """Fails the requests whose grammar makes no sense or costs too much."""
+        for request, matching in list(self._matchings.items()):
+            if (error := matching.error) is not None:
+                if isinstance(error, InternalError):
+                    log.error("request %s: %s", request, error)
                 self._fail(request, type(error).__name__, str(error))
 
     def _ready_tokens(self, sequence: Sequence) -> int:
-        """Everything whose media rows have landed; but no logits before the grammar is there to judge them."""
-        ready = self._incoming.ready_tokens(sequence)
-        grammar = self._grammars.get(sequence.request)
-        return ready if grammar is None or grammar.done() else min(ready, len(sequence.tokens) - 1)
+        """Everything whose media rows have landed, but not a last token that the grammar hasn't judged, unless it most
+        likely will have by the time that the step has logits."""
+        ready, last = self._incoming.ready_tokens(sequence), len(sequence.tokens) - 1
+        matching = self._matchings.get(sequence.request)
+        if matching is None or sequence.num_computed < last or matching.quick or matching.ready:
+            return ready
+        return min(ready, last)
 
     def _draw(self, sequence: Sequence) -> Draw:
-        grammar = self._grammars.get(sequence.request)
-        return Draw(
-            sequence.sampling,
-            sequence.history,
-            sequence.end_token_ids,
-            grammar.result() if grammar else None,
-        )
+        matching = self._matchings.get(sequence.request)
+        return Draw(sequence.sampling, sequence.history, sequence.end_token_ids, matching)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -297,14 +297,13 @@ class LanguageHost:
         if error := running.future.exception():
             self._try_parts(running.attempt, error)
             return
-        step = Step(list(running.attempt.chunks))
-        self.scheduler.computed(step)
+        step, outcome = Step(list(running.attempt.chunks)), running.future.result()
+        self.scheduler.computed(Step(_computed(step.chunks, outcome)))
         self.num_steps += 1
         self.num_computed_tokens += step.num_tokens
         for chunk in step.chunks:
             if (times := self._times.get(chunk.sequence.request)) and not times.first_token:
                 times.add_prefill(running.began, time.time())
-        outcome = running.future.result()
         scoring = [chunk.sequence for chunk in step.chunks if chunk.num_scored]
         for sequence, scored in zip(scoring, outcome.scored, strict=True):
             if isinstance(scored, TriptychError):
@@ -315,7 +314,7 @@ class LanguageHost:
         for sequence, drawn in zip(sampling, outcome.drawn, strict=True):
             if isinstance(drawn, TriptychError):
                 self._fail_with(sequence, drawn)
-            elif self._alive(sequence):
+            elif drawn is not None and self._alive(sequence):
                 self._take_token(sequence, drawn)
 
     def _try_parts(self, attempt: Attempt, error: BaseException) -> None:
@@ -345,9 +344,9 @@ class LanguageHost:
             times.first_token = time.time()
             times.transfers += self._incoming.intervals(sequence.request)
         reason = sequence.finish_reason()
-        grammar = self._grammars.get(sequence.request)
-        if grammar is not None and grammar.result().accept(drawn.token):
-            reason = "stop"
+        # a grammar ends by an end token alone, and none before min_tokens: the sequence knows as much
+        if reason is None and (matching := self._matchings.get(sequence.request)):
+            matching.accept(drawn.token)
         intervals = times.intervals() if reason else []
         logprob = logprob_of(drawn)
         logprobs = [logprob] if logprob else []
@@ -361,6 +360,14 @@ class LanguageHost:
         untold, self._untold = self._untold, []
         for tokens in untold:
             self._send(self._front_door, tokens)
+
+
+def _computed(chunks: Rows[Chunk], outcome: Outcome) -> list[Chunk]:
+    """What of a step counts as computed: all but the last token of a chunk after which nothing could be drawn."""
+    drawn = iter(outcome.drawn)
+    return [
+        replace(chunk, length=chunk.length - 1) if chunk.samples and next(drawn) is None else chunk for chunk in chunks
+    ]
 
 
 def logprob_of(drawn: Drawn) -> TokenLogprob | None:

@@ -175,14 +175,11 @@ class DecodeHost(LanguageHost):
         self._attempts.pop(sequence.request, None)
 
     def _report_first_tokens(self) -> None:
-        """They go out whether the KV is here or not; but a grammar must be there to take note of them."""
-        for request, message in list(self._first_tokens.items()):
-            grammar = self._grammars.get(request)
-            if grammar is not None and not grammar.done():
-                continue
-            del self._first_tokens[request]
+        """They go out whether the KV is here or not."""
+        first_tokens, self._first_tokens = self._first_tokens, {}
+        for request, message in first_tokens.items():
             sequence, times = self.scheduler.get(request), self._times[request]
-            if sequence is None or (grammar is not None and grammar.exception()):
+            if sequence is None:
                 continue
             if not sequence.num_generated:  # later, what the prefill instance knows is this request's own
                 times.reused = max(times.reused, message.reused)

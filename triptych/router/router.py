@@ -165,6 +165,7 @@ class Router:
             eos_token_ids=eos_token_ids,
             cache_salt=cache_salt,
             timeout=time_left(timeout, 0.0),
+            client=caller,
         )
         stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)), read)
         self.metrics.admitted(stream.record)

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,9 +30,8 @@ MAX_MESSAGE_TEXT = 500
 
 
 def main(spec: WorkerSpec, connection: socket.socket) -> None:
-    module, _, name = spec.factory.partition(":")
-    handler: Handler = getattr(importlib.import_module(module), name)(spec.argument)
-    _limit(spec.limits)
+    handler: Handler = load(spec.factory)(spec.argument)
+    limit(spec.limits)
     send(connection, End())
     items: dict[int, Iterator[tuple[bytes, Sequence[Piece]]]] = {}
     while True:
@@ -44,12 +44,19 @@ def main(spec: WorkerSpec, connection: socket.socket) -> None:
             items.pop(closed, None)
         try:
             if ask.request is not None:
-                items[ask.item] = handler(ask.request, _content(bulk))
+                items[ask.item] = handler(ask.request, content(bulk))
             _answer(connection, items, ask.item)
         finally:
             if bulk is not None:
                 bulk.close()
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def load(factory: str) -> Callable[[str], Any]:
+    """The function of that import string."""
+    module, _, name = factory.partition(":")
+    function: Callable[[str], Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _answer(connection: socket.socket, items: dict[int, Iterator[tuple[bytes, Sequence[Piece]]]], item: int) -> None:
@@ -61,13 +68,8 @@ def _answer(connection: socket.socket, items: dict[int, Iterator[tuple[bytes, Se
         answer = Result(about, sum(memoryview(piece).nbytes for piece in pieces))
     except StopIteration:
         answer = End()
-    except (RequestError, ServiceError) as error:
-        answer = Failure(type(error).__name__, str(error)[:MAX_MESSAGE_TEXT])
-    except MemoryError:
-        answer = Failure("", "more memory is needed than there may be")
-    except Exception:
-        log.exception("a sandboxed worker tripped over an item")
-        answer = Failure("InternalError", "it failed")
+    except Exception as error:  # noqa: BLE001 - each becomes its item's answer
+        answer = failure_of(error)
     if not isinstance(answer, Result):
         items.pop(item, None)
     try:
@@ -77,14 +79,24 @@ def _answer(connection: socket.socket, items: dict[int, Iterator[tuple[bytes, Se
             output.close()
 
 
-def _content(bulk: Bulk | None) -> bytes:
+def failure_of(error: Exception) -> Failure:
+    """What an item that raised this is answered with."""
+    if isinstance(error, RequestError | ServiceError):
+        return Failure(type(error).__name__, str(error)[:MAX_MESSAGE_TEXT])
+    if isinstance(error, MemoryError):
+        return Failure("", "more memory is needed than there may be")
+    log.error("a sandboxed worker tripped over an item", exc_info=error)
+    return Failure("InternalError", "it failed")
+
+
+def content(bulk: Bulk | None) -> bytes:
     if bulk is None:
         return b""
     with contextlib.closing(mmap.mmap(bulk.file, 0, access=mmap.ACCESS_READ)) as pages:
         return bytes(pages)
 
 
-def _limit(limits: Limits) -> None:
+def limit(limits: Limits) -> None:
     """From here on: no more memory, files or output than a request may need, and no core dump of it."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _set(resource.RLIMIT_AS, used + limits.memory_bytes)

@@ -35,6 +35,44 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     limits: Limits
 
 
+class ForkSpec(msgspec.Struct, frozen=True):
+    """What a fork server's processes run: ``factory`` is the import string of a function that takes ``argument``, loads
+    what all of them need, and returns a function that makes a ``Respond`` in each. Their priority is lower by
+    ``niceness``. Of ``limits``, seconds don't count: each question brings its own."""
+
+    factory: str
+    argument: str
+    limits: Limits
+    niceness: int
+
+
+class Fork(msgspec.Struct, frozen=True, tag=True):
+    """Parent → fork server: a process of that number, which answers on the socket that comes with this."""
+
+    number: int
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """Parent → fork server: end the process of that number, if there is one."""
+
+    number: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """Fork server → parent: the process has ended, with an exit code that is negative for a signal."""
+
+    number: int
+    code: int
+
+
+class Question(msgspec.Struct, frozen=True):
+    """Parent → forked process: answered by one Result or Failure. Its bulk comes in a memory file. The kernel ends the
+    process by SIGPROF when the answer takes more than so many seconds of processor time."""
+
+    request: bytes
+    seconds: float
+
+
 class Ask(msgspec.Struct, frozen=True):
     """Parent → worker: the next result for ``item``. One that is new comes with ``request``, and its bulk in a memory
     file; ``closed`` are items of which no more results are wanted."""
@@ -64,6 +102,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Result | End | Failure
+Message = Fork | Kill | Ended | Question | Ask | Answer
 
 
 class BrokenProtocol(Exception):
@@ -106,12 +145,17 @@ class Bulk:
         os.close(self.file)
 
 
-def send(connection: socket.socket, message: Ask | Answer, bulk: Bulk | None = None) -> None:
+def send(connection: socket.socket, message: Message, bulk: Bulk | None = None) -> None:
     """Raises OSError when the other side is gone, and ValueError for a message that is too long."""
+    send_file(connection, message, bulk.file if bulk else None)
+
+
+def send_file(connection: socket.socket, message: Message, file: int | None) -> None:
+    """The same with any open file."""
     data = msgspec.msgpack.encode(message)
     if len(data) > MAX_MESSAGE:
         raise ValueError(f"a message of {len(data)} bytes")
-    socket.send_fds(connection, [data], [bulk.file] if bulk else [])
+    socket.send_fds(connection, [data], [] if file is None else [file])
 
 
 def receive(connection: socket.socket) -> tuple[bytes, Bulk | None]:

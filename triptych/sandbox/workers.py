@@ -3,16 +3,12 @@
 import itertools
 import logging
 import mmap
-import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 
 import msgspec
 
-from triptych import children
 from triptych.errors import InternalError, RequestError, StartError, from_wire
-from triptych.observe.logs import for_child
 from triptych.sandbox.protocol import (
     Answer,
     Ask,
@@ -24,6 +20,7 @@ from triptych.sandbox.protocol import (
     receive,
     send,
 )
+from triptych.sandbox.starting import start
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +28,6 @@ START_SECONDS = 60.0
 """For a worker to import what it needs."""
 ATTEMPTS = 2
 """An item whose worker died is tried once more: somebody else may have killed it."""
-_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""Variables that workers see: no keys, no settings."""
 
 
 class _Died(Exception):
@@ -206,20 +201,7 @@ class _Worker:
         self._ready = True
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = children.command("triptych.sandbox.child", msgspec.json.encode(self._spec).decode())
-        environment = {name: value for name, value in children.environment().items() if name in _KEPT}
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        with theirs:
-            self.process = subprocess.Popen(
-                [*command, str(theirs.fileno()), msgspec.json.encode(for_child("worker", "worker: ")).decode()],
-                stdin=subprocess.DEVNULL,
-                env=environment | threads,
-                cwd=children.FOLDER,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C in a terminal is its parent's affair
-            )
-        self._connection = ours
+        self.process, self._connection = start("triptych.sandbox.child", self._spec, "worker")
         self._ready = False
         self._known.clear()
 
