@@ -238,6 +238,11 @@ class Scheduler:
         length = min(sequence.ready - sequence.num_computed, self._budget - step.num_tokens)
         if sequence.scores_prompt:
             length = min(length, MAX_SCORED - step.num_scored)
+        last = len(sequence.tokens) - 1 - sequence.num_computed
+        if sequence.sampling.grammar is not None and last > 0:
+            # logits differ in their last bits with what is computed beside them, and shouldn't with how soon a mask
+            # is there: so the last token is always a chunk of its own
+            length = min(length, last)
         if length <= 0:
             return True
         wanted = len(sequence.tokens) if keeps_pages else sequence.num_computed + length

@@ -228,20 +228,15 @@ class LanguageHost:
                     log.error("request %s: %s", request, error)
                 self._fail(request, type(error).__name__, str(error))
 
-    def _hold_unmatched(self) -> None:
-        """A step begins: of the sequences whose grammar hasn't judged their last token yet, those go on whose grammar
-        most likely will have by the time that the step has logits."""
-        for request, matching in self._matchings.items():
-            if (sequence := self.scheduler.get(request)) is not None:
-                sequence.held = not (matching.quick or matching.ready)
-
     def _ready_tokens(self, sequence: Sequence) -> int:
-        """Everything whose media rows have landed; but no logits before the grammar is there to judge them. With a
-        grammar the last token is always a step of its own: logits differ in their last bits with what is computed
-        beside them, and shouldn't with how soon a mask is there."""
-        ready, last = self._incoming.ready_tokens(sequence), len(sequence.tokens) - 1
-        alone = sequence.request in self._matchings and sequence.num_computed < last
-        return min(ready, last) if alone or sequence.held else ready
+        """Everything whose media rows have landed; but the last token only if its grammar has judged it, or most likely
+        will have by the time that the step has logits."""
+        ready = self._incoming.ready_tokens(sequence)
+        matching = self._matchings.get(sequence.request)
+        # what follows the prompt may be drawn elsewhere
+        if matching is None or not (self.prefills or sequence.lacks_newest_only) or matching.quick or matching.ready:
+            return ready
+        return min(ready, len(sequence.tokens) - 1)
 
     def _draw(self, sequence: Sequence) -> Draw:
         matching = self._matchings.get(sequence.request)
@@ -264,7 +259,6 @@ class LanguageHost:
 
     def _next_step(self) -> Attempt | None:
         """What the scheduler says; None when nothing is ready."""
-        self._hold_unmatched()
         step = self.scheduler.schedule(self._ready_tokens)
         for sequence in step.preempted:
             self._need(sequence)
