@@ -229,13 +229,14 @@ class LanguageHost:
                 self._fail(request, type(error).__name__, str(error))
 
     def _ready_tokens(self, sequence: Sequence) -> int:
-        """Everything whose media rows have landed, but not a last token that the grammar hasn't judged, unless it most
-        likely will have by the time that the step has logits."""
-        ready, last = self._incoming.ready_tokens(sequence), len(sequence.tokens) - 1
+        """Everything whose media rows have landed; but the last token only if its grammar has judged it, or most likely
+        will have by the time that the step has logits."""
+        ready = self._incoming.ready_tokens(sequence)
         matching = self._matchings.get(sequence.request)
-        if matching is None or sequence.num_computed < last or matching.quick or matching.ready:
+        # what follows the prompt may be drawn elsewhere
+        if matching is None or not (self.prefills or sequence.lacks_newest_only) or matching.quick or matching.ready:
             return ready
-        return min(ready, last)
+        return min(ready, len(sequence.tokens) - 1)
 
     def _draw(self, sequence: Sequence) -> Draw:
         matching = self._matchings.get(sequence.request)

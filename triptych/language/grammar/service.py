@@ -72,9 +72,8 @@ class Grammars:
     def __init__(self, folder: Path, vocabulary: int, on_done: Callable[[], None]) -> None:
         """``vocabulary`` is how many logits the model has. ``on_done`` is called, on that thread, when a request that
         wasn't ready is, or has failed. Nothing is started before the first grammar."""
-        self._spec = ForkSpec(
-            "triptych.language.grammar.process:serve", json.dumps([str(folder), vocabulary]), LIMITS, NICENESS
-        )
+        argument = json.dumps([str(folder.absolute()), vocabulary])
+        self._spec = ForkSpec("triptych.language.grammar.process:serve", argument, LIMITS, NICENESS)
         self._mask_bytes = 4 * mask_words(vocabulary)
         self._on_done = on_done
         self._changed = threading.Condition()
