@@ -6,6 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from triptych.api.conversation import planned
 from triptych.api.forms import answer_form
 from triptych.api.generation import Caller, Generation, Piece, check_model, samplings
@@ -42,7 +44,7 @@ class Delta:
     choice: int
     thought: str
     events: list[Event]
-    logprobs: list[dict[str, Any]]
+    logprobs: list[msgspec.Raw]
     finish_reason: str | None
 
     @property
@@ -126,16 +128,15 @@ def _delta(chat: Chat, piece: Piece, reader: _Reader) -> Delta:
     return Delta(piece.choice, thought, events, logprobs, reason)
 
 
-def logprob_entries(
-    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
-) -> list[dict[str, Any]]:
-    """In the shape of the OpenAI API's ``choices[].logprobs.content``."""
+def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[msgspec.Raw]:
+    """In the shape of the OpenAI API's ``choices[].logprobs.content``, each as JSON: of a long answer, hundreds of
+    thousands of objects would keep the garbage collector, and the loop, for long."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": tokenizer.decode([token]), "logprob": logprob, "bytes": list(tokenizer.bytes_of(token))}
 
     return [
-        entry(token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top]}
+        msgspec.Raw(msgspec.json.encode(entry(token, one.logprob) | {"top_logprobs": [entry(*top) for top in one.top]}))
         for token, one in zip(tokens, logprobs, strict=False)  # none unless they were asked for
     ]
 
@@ -150,7 +151,7 @@ class MessageParts:
     thought: str = ""
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
@@ -267,7 +268,7 @@ def _chunk(
     delta: dict[str, Any],
     finish_reason: str | None = None,
     *,
-    logprobs: list[dict[str, Any]] | None = None,
+    logprobs: list[msgspec.Raw] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> bytes:
     body = {
@@ -291,7 +292,7 @@ def timeline(generation: Generation) -> dict[str, Any]:
     return {"timeline": as_json(generation.intervals)} if generation.caller.timeline else {}
 
 
-def _content(chat: Chat, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _content(chat: Chat, logprobs: list[msgspec.Raw]) -> dict[str, Any] | None:
     return {"content": logprobs} if chat.request.logprobs else None
 
 

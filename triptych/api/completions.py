@@ -2,10 +2,12 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from triptych.api.chat import timeline
 from triptych.api.completion_schemas import CompletionRequest
@@ -159,11 +161,12 @@ async def whole(generation: Generation) -> dict[str, Any]:
         async for piece in stream:
             pieces[piece.choice].append(piece)
     tell = partial(_told_whole, generation, [_joined(of_one) for of_one in pieces])
+    choices: list[Any] = []
     if _has_logprobs(generation):
-        # on another thread: they take a while, and other requests' tokens shouldn't wait for them
-        choices = await generation.service.planning.run(current_caller(), tell)
+        # on another thread, to JSON: they take a while, and other requests' tokens shouldn't wait for them
+        choices += await generation.service.planning.run(current_caller(), lambda: [_as_json(one) for one in tell()])
     else:
-        choices = tell()
+        choices += tell()
     return _object(generation) | {"choices": choices, "usage": generation.usage} | timeline(generation)
 
 
@@ -171,8 +174,12 @@ def _has_logprobs(generation: Generation) -> bool:
     return any(one.logprobs is not None or one.prompt_logprobs is not None for one in generation.samplings)
 
 
-def _told_whole(generation: Generation, joined: Sequence[Piece]) -> list[dict[str, Any]]:
-    return [_Choice(generation, one.choice).told_whole(one) for one in joined]
+def _told_whole(generation: Generation, joined: Sequence[Piece]) -> Iterator[dict[str, Any]]:
+    return (_Choice(generation, one.choice).told_whole(one) for one in joined)
+
+
+def _as_json(choice: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(choice))
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

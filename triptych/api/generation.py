@@ -139,7 +139,7 @@ class Generation:
                 self.prompt_logprobs[number] = report.prompt_logprobs
             self.num_generated += len(report.tokens)
             shown = text.shown(report)
-            yield Piece(number, text.take(), shown, report.logprobs[: len(shown)], report.finish_reason)
+            yield Piece(number, text.take(report), shown, report.logprobs[: len(shown)], report.finish_reason)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -182,9 +182,10 @@ class _Text:
         by_token = report.finish_reason == "stop" and not self._detokenizer.stopped
         return report.tokens[:-1] if by_token else report.tokens
 
-    def take(self) -> str:
-        """What has become certain since the last look."""
-        texts, self._untaken = self._untaken, []
+    def take(self, report: Tokens) -> str:
+        """What became certain with the report's tokens, the next that haven't been taken."""
+        count = len(report.tokens) if report.finish_reason is None else len(self._untaken)
+        texts, self._untaken = self._untaken[:count], self._untaken[count:]
         return "".join(texts)
 
 

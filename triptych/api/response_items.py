@@ -4,6 +4,8 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from triptych.api.chat import Delta, call_id
 from triptych.prompt.tool_calls import Argued, Called, Said
 
@@ -21,7 +23,7 @@ class OutputItems:
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._open: Item | None = None
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[msgspec.Raw] = []
 
     def add(self, delta: Delta) -> Iterator[Event]:
         """The changes that a delta brings."""

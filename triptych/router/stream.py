@@ -12,6 +12,9 @@ from triptych.types import RequestId
 
 log = logging.getLogger(__name__)
 
+MAX_JOINED = 16
+"""Reports that count as one: what is made of them holds the loop, and with log probabilities it is much."""
+
 Read = Callable[[Tokens], Tokens]
 """Is given each report when it comes, and returns what of it belongs to the answer, with a finish reason if that is
 complete."""
@@ -57,17 +60,21 @@ class TokenStream:
 
     async def __aiter__(self) -> AsyncIterator[Tokens]:
         """What came since the last look counts as one report, so that a reader who is slow is told less often, not
-        later and later. Raises RequestError or ServiceError when the request failed."""
+        later and later; of more than MAX_JOINED reports the rest follows once others had their turn. Raises
+        RequestError or ServiceError when the request failed."""
         while True:
             await self._news.wait()
             self._news.clear()
             if self._closed:
                 return
-            if self._untaken:
-                tokens, self._untaken = _joined(self._untaken), []
+            while self._untaken:
+                tokens = _joined(self._untaken[:MAX_JOINED])
+                del self._untaken[:MAX_JOINED]
                 yield tokens
-                if tokens.finish_reason is not None:
+                if tokens.finish_reason is not None or self._closed:
                     return
+                if self._untaken:
+                    await asyncio.sleep(0)
             if self._error is not None:
                 raise self._error
 
