@@ -22,7 +22,7 @@ from tests.api.test_completions import COMPLETIONS, post
 from tests.api.test_videos import VIDEO, video_part
 from tests.parity.cases import png
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
-from triptych.api.fields import Strict
+from triptych.api.fields import MAX_TOKEN_IDS, Strict
 from triptych.api.held import SMALL
 from triptych.api.parsing import parse
 from triptych.api.responses_schemas import ResponsesRequest
@@ -98,9 +98,9 @@ def test_a_million_mistakes_are_told_as_one(kind: type[Strict], body: str) -> No
 
 def test_more_tokens_than_anybody_has(service: Served) -> None:
     with service.client() as client:
-        response = client.post("/detokenize", json={"tokens": [1] * (2**20 + 1)})
-        assert "at most 1048576" in the_error(response, 400, "tokens")
-    assert "at most 1048576" in the_error(post(service, prompt=[1] * (2**20 + 1)), 400, "prompt")
+        response = client.post("/detokenize", json={"tokens": [1] * (MAX_TOKEN_IDS + 1)})
+        assert f"at most {MAX_TOKEN_IDS}" in the_error(response, 400, "tokens")
+    assert f"at most {MAX_TOKEN_IDS}" in the_error(post(service, prompt=[1] * (MAX_TOKEN_IDS + 1)), 400, "prompt")
 
 
 def test_json_within_json_counts_too(service: Served) -> None:

@@ -150,12 +150,12 @@ StopStrings = Annotated[
     string_or_array("strings"),
 ]
 
-GREEDY, MIN_TEMPERATURE = 1e-5, 0.01
-"""Temperatures below the first are 0; others below the second count as the second, as in vLLM."""
+MIN_TEMPERATURE = 0.01
+"""Smaller ones but 0 count as this one, as in vLLM."""
 
 
 def _usable(temperature: float) -> float:
-    return 0.0 if temperature < GREEDY else max(temperature, MIN_TEMPERATURE)
+    return max(temperature, MIN_TEMPERATURE) if temperature else 0.0
 
 
 Temperature = Annotated[
@@ -163,7 +163,7 @@ Temperature = Annotated[
     Field(
         ge=0.0,
         le=MAX_TEMPERATURE,
-        description=f"0 is greedy, and so is what is below {GREEDY:g}; else below {MIN_TEMPERATURE:g} is as that",
+        description=f"0 is greedy; between 0 and {MIN_TEMPERATURE:g} it counts as {MIN_TEMPERATURE:g}",
     ),
     AfterValidator(_usable),
 ]
@@ -176,7 +176,7 @@ RepetitionPenalty = Annotated[
 ]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-MAX_TOKEN_IDS = 2**20
+MAX_TOKEN_IDS = 2**19
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 """Of a million that are wrong, the first is told: to tell of each takes seconds, which everybody would wait."""
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
