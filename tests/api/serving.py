@@ -56,9 +56,11 @@ class Gate:
 
 @dataclass
 class Served:
-    """``steps``, ``encoder`` and ``preprocessor`` are gates of the language and encode instances."""
+    """``steps``, ``encoder`` and ``preprocessor`` are gates of the language and encode instances; ``loop`` is the
+    frontend's."""
 
     running: Running
+    loop: asyncio.AbstractEventLoop
     steps: Gate
     encoder: Gate
     preprocessor: Gate
@@ -131,7 +133,7 @@ def served(
 
     try:
         inside = on_loop(service.__aenter__())
-        yield Served(inside, steps, encoder, preprocessor, inside.front_door.service.model_name)
+        yield Served(inside, loop, steps, encoder, preprocessor, inside.front_door.service.model_name)
         for gate in (steps, encoder, preprocessor):
             gate.opened.set()
         on_loop(service.__aexit__(None, None, None))

@@ -1,0 +1,194 @@
+"""Random mixes of every field of the three APIs that generate, beside streams that must not notice.
+
+No request may end in a failure of the service, no stream may get another answer than it has alone, and afterwards no
+instance may hold anything. ``test_many`` is for the night: ``scripts/test -m slow tests/mixes``.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.serving import image, image_part, wait_for
+from tests.chaos.cluster import _free_port
+from tests.checkpoints import make_checkpoint
+from tests.cluster.processes import Command, triptych
+from tests.mixes.bodies import Request, Requests
+from triptych.cluster.operator import Operator
+from triptych.config import ClusterConfig
+
+TOPOLOGIES = {
+    "1EPD": (),
+    "1E1PD": (),
+    "1E1P1D": (),
+    "1PD": ("--tensor-parallel-size", "2"),
+}
+AT_A_TIME = 5
+SEED = int(os.environ.get("TRIPTYCH_TEST_SEED", "1"))
+"""Of the requests; a failure names the one to repeat."""
+TEXT = [{"role": "user", "content": "Tell me a story."}]
+SEEN = [{"role": "user", "content": [image_part(image(96, 64, 3)), {"type": "text", "text": "What is it?"}]}]
+LONG = {"max_tokens": 150, "ignore_eos": True}
+BYSTANDERS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": TEXT, "temperature": 0} | LONG),
+    ("/v1/chat/completions", {"messages": SEEN, "temperature": 0.9, "seed": 7, "top_p": 0.95, "logprobs": True} | LONG),
+    ("/v1/completions", {"prompt": ["a red", "circle"], "n": 2, "seed": 5, "temperature": 1.2, "stop": "zq"} | LONG),
+    (
+        "/v1/completions",
+        {"prompt": "x", "seed": 9, "temperature": 1, "structured_outputs": {"regex": "[a-z ]*"}} | LONG,
+    ),
+]
+
+
+@dataclass
+class Service:
+    url: str
+    control: int
+    command: Command
+    takes_media: bool
+
+    @property
+    def bystanders(self) -> list[tuple[str, dict[str, Any]]]:
+        """Those that the topology can serve."""
+        return [one for one in BYSTANDERS if self.takes_media or one[1].get("messages") is not SEEN]
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, trust_env=False, timeout=20)
+
+    def is_back(self) -> bool:
+        """Whether no instance holds or waits for anything, and none has work on the router's books."""
+        with Operator(f"127.0.0.1:{self.control}", ClusterConfig()) as operator:
+            status = operator.status()
+        loads = [one.load for one in status.instances]
+        held = sum(load.running + load.waiting + sum(pool.used for pool in load.pools) for load in loads)
+        return not (status.requests or held or any(one.outstanding for one in status.instances))
+
+
+@contextmanager
+def service(folder: Path, topology: str) -> Iterator[Service]:
+    control = _free_port()
+    settings = ("--port", "0", "--control-port", control, "--threads", "1", "--dtype", "float32")
+    room = ("--kv-cache-tokens", "8192", "--max-model-len", "512", "--log-level", "warning")
+    with triptych("serve", folder, "--topology", topology, *TOPOLOGIES[topology], *settings, *room) as command:
+        yield Service(command.wait_until_ready(), control, command, "E" in topology)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("mixes") / "tiny")
+
+
+def answer_of(lines: Iterator[str]) -> dict[int, Any]:
+    """What a stream has said, by choice: text, tokens' log probabilities, and why it ended."""
+    told: dict[int, list[Any]] = {}
+    for line in lines:
+        if line in ("", "data: [DONE]"):
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            so_far = told.setdefault(choice["index"], ["", [], None])
+            so_far[0] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            so_far[1] += ((choice.get("logprobs") or {}).get("content")) or []
+            so_far[2] = choice["finish_reason"] or so_far[2]
+    return told
+
+
+def stream(url: str, path: str, body: dict[str, Any]) -> dict[int, Any]:
+    with (
+        httpx.Client(base_url=url, trust_env=False, timeout=60) as client,
+        client.stream("POST", path, json=body | {"model": "tiny", "stream": True}) as response,
+    ):
+        assert response.status_code == 200, response.read()
+        return answer_of(response.iter_lines())
+
+
+def ask(url: str, request: Request) -> tuple[int, str]:
+    """The status and the error's code; (200, "") for an answer, and for a client that left. Fails where the service
+    does."""
+    with (
+        httpx.Client(base_url=url, trust_env=False, timeout=60) as client,
+        client.stream("POST", request.path, content=json.dumps(request.body)) as response,
+    ):
+        if request.leaves_after is not None:
+            for number, _ in enumerate(response.iter_lines()):
+                if number >= request.leaves_after:
+                    break
+            return 200, ""
+        text = response.read().decode()
+    status, (kind, code) = response.status_code, _error_in(text, response.headers["content-type"])
+    out_of_time = code in ("deadline_exceeded", "overloaded") and "timeout" in request.body
+    failed = status >= 500 or kind == "server_error"
+    assert out_of_time or not failed, f"{request} ended in {status}: {text[-500:]}"
+    assert status == 200 or code, f"{request} ended in {status} without an error: {text[-500:]}"
+    return status, code
+
+
+def _error_in(text: str, content_type: str) -> tuple[str, str]:
+    """The type and the code of the error that an answer is or ends with; empty for none."""
+    if content_type.startswith("text/event-stream"):
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        errors = [event.get("error") or (event.get("response") or {}).get("error") for event in events]
+    else:
+        errors = [json.loads(text).get("error")]
+    found = [error for error in errors if error]
+    return (found[-1].get("type", ""), found[-1]["code"]) if found else ("", "")
+
+
+def check(running: Service, number: int) -> Counter[tuple[int, str]]:
+    """``number`` random requests beside the bystanders. How they ended."""
+    expected = [stream(running.url, *one) for one in running.bystanders]
+    assert [stream(running.url, *one) for one in running.bystanders] == expected, "alone, the same each time"
+    document = running.get("/openapi.json").json()
+    done = Event()
+
+    def watch(index: int) -> int:
+        streams = 0
+        while not done.is_set():
+            assert stream(running.url, *running.bystanders[index]) == expected[index], running.bystanders[index]
+            streams += 1
+        return streams
+
+    def ask_all(client: int) -> Counter[tuple[int, str]]:
+        requests = Requests(Random(f"{SEED} {client}"), document, "tiny", takes_media=running.takes_media)
+        return Counter(ask(running.url, requests.one()) for _ in range(number // AT_A_TIME))
+
+    with ThreadPoolExecutor(AT_A_TIME + len(expected)) as pool:
+        watching = [pool.submit(watch, index) for index in range(len(expected))]
+        asking = [pool.submit(ask_all, client) for client in range(AT_A_TIME)]
+        try:
+            ends = sum((one.result() for one in asking), Counter[tuple[int, str]]())
+        finally:
+            done.set()
+        assert all(one.result() > 0 for one in watching)
+    wait_for(running.is_back, 5.0)
+    assert [stream(running.url, *one) for one in running.bystanders] == expected
+    assert running.get("/ready").status_code == 200
+    assert "Traceback" not in running.command.text, running.command.text
+    return ends
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_some(folder: Path, topology: str) -> None:
+    with service(folder, topology) as running:
+        ends = check(running, 60)
+    assert ends[200, ""] > ends.total() / 4, f"hardly any is served: {ends}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_many(folder: Path, topology: str) -> None:
+    with service(folder, topology) as running:
+        ends = check(running, 1500)
+    print(ends)
+    assert ends[200, ""] > ends.total() / 4
