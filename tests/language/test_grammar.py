@@ -334,22 +334,41 @@ def test_a_process_that_gets_no_time_is_given_up(monkeypatch: pytest.MonkeyPatch
     assert masks_of(made, other, tokens_of("b"))
 
 
-def test_closing_leaves_no_process() -> None:
-    for busy in (False, True):
-        made = Service()
-        matching = made.start("regex", "a+")
-        if busy:
-            costly = made.start("regex", "(a*)*" * 8_000)
-        assert made.wait(matching) is None
-        assert made.grammars._server is not None
-        pids = [*made.pids(), made.grammars._server.process.pid]
-        began = time.monotonic()
-        made.grammars.close()
-        assert time.monotonic() - began < 5
-        assert len(pids) == 2 + busy
-        assert all(is_gone(pid) for pid in pids)
-        if busy:
-            costly.close()
+def test_a_server_that_does_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+    monkeypatch.setattr(service, "SERVER_PATIENCE", 0.2)
+    monkeypatch.setattr(service, "LOOK_EVERY", 0.1)
+    old = made.start("regex", "a+")
+    assert made.wait(old) is None
+    assert made.grammars._server is not None
+    pid = made.grammars._server.process.pid
+    with monkeypatch.context() as patched:
+        patched.setattr(service, "COMPILE_PATIENCE", 0.2)
+        os.kill(pid, signal.SIGSTOP)
+        new = made.start("regex", "b+")
+        assert is_gone(pid)
+    assert isinstance(made.wait(new, 60), type(None) | GrammarTooCostly)
+    assert made.wait(old, 60) is None
+    assert allowed(old.mask())
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_closing_leaves_no_process(busy: bool) -> None:
+    made = Service()
+    matching = made.start("regex", "a+")
+    assert made.wait(matching) is None
+    costly = [made.start("json_schema", json.dumps(nested(10)))] if busy else []
+    end = time.monotonic() + 20
+    while len(made.pids()) < 1 + busy:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert made.grammars._server is not None
+    pids = [*made.pids(), made.grammars._server.process.pid]
+    began = time.monotonic()
+    made.grammars.close()
+    assert time.monotonic() - began < 10
+    assert all(is_gone(pid) for pid in pids)
+    for one in [matching, *costly]:
+        one.close()
 
 
 def test_processes_end_with_whoever_started_them() -> None:

@@ -17,7 +17,7 @@ ERRORS: Responses = {
         400: "The request is at fault; `param` names the field",
         404: "Unknown model",
         413: "The body, an image file or an image's dimensions exceed the limit",
-        422: "Media could not be fetched",
+        422: "Media could not be fetched, or the grammar is too costly",
         429: "Too many requests of this key",
         500: "A bug",
         503: "Full, shutting down, or an instance is missing; see Retry-After",

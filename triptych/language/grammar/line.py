@@ -28,15 +28,16 @@ class Asked:
 
 
 class Line:
-    """To be used with the service's lock held. ``over``: there is nothing more to come; ``killed``: it took
-    too long."""
+    """To be used with the service's lock held. ``over``: there is nothing more to come; ``killed``: when its
+    end was ordered because it took too long, by ``time.monotonic``; 0 for not."""
 
     def __init__(self, number: int, connection: socket.socket) -> None:
         self.number = number
         self.connection = connection
         self.asked: deque[Asked] = deque()
         self.outbox: deque[tuple[protocol.Question, bytes]] = deque()
-        self.over = self.killed = False
+        self.over = False
+        self.killed = 0.0
 
     def post(
         self, question: Question, matching: "Matching | None", *, seconds: float, patience: float, bulk: bytes = b""
@@ -86,6 +87,11 @@ class Line:
             if self.asked:
                 self.asked[0].since = time.monotonic()
             yield asked, answer
+
+    def restart_clock(self) -> None:
+        """The process hasn't begun yet."""
+        if self.asked:
+            self.asked[0].since = time.monotonic()
 
     @property
     def late(self) -> bool:

@@ -43,6 +43,10 @@ from triptych.sandbox.protocol import BrokenProtocol, Failure, ForkSpec, Result
 
 log = logging.getLogger(__name__)
 
+START_SECONDS = 60.0
+"""For the fork server to load what it needs."""
+SERVER_PATIENCE = 5.0
+"""Seconds to wait for the fork server to end a process, before it is ended itself."""
 LOOK_EVERY = 1.0
 """Seconds between looks at whether a process takes longer than anybody should wait."""
 
@@ -87,6 +91,7 @@ class Grammars:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_receive, selectors.EVENT_READ)
         self._server: ForkServer | None = None
+        self._server_began = 0.0
         self._grammars: dict[GrammarSpec, _Grammar] = {}
         self._idle: OrderedDict[GrammarSpec, None] = OrderedDict()
         self._by_number: dict[int, _Grammar] = {}
@@ -275,7 +280,7 @@ class Grammars:
         if line is None:
             return
         culprit = line.asked[0].matching if line.asked else None
-        late = line.killed or code == -signal.SIGPROF
+        late = bool(line.killed) or code == -signal.SIGPROF
         # somebody else killed it
         excused = code == -signal.SIGKILL and not late
         self._forget_process(grammar)
@@ -347,10 +352,19 @@ class Grammars:
 
     def _end_late(self) -> None:
         """Of processes that get no processor time, or don't say that they need more than they may."""
-        for grammar in self._grammars.values():
-            if grammar.line is not None and grammar.line.late and not grammar.line.killed:
-                grammar.line.killed = True
-                self._kill(grammar.line)
+        if (server := self._server) is None:
+            return
+        now = time.monotonic()
+        if not server.ready and now - self._server_began > START_SECONDS:
+            server.process.kill()
+        for line in [grammar.line for grammar in self._grammars.values() if grammar.line is not None]:
+            if not server.ready:
+                line.restart_clock()
+            elif line.late and not line.killed:
+                line.killed = now
+                self._kill(line)
+            elif line.killed and now - line.killed > SERVER_PATIENCE:
+                server.process.kill()  # it does nothing that takes long
 
     def _server_ended(self) -> None:
         """Its processes have ended with it."""
