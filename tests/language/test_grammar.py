@@ -397,3 +397,50 @@ def test_nothing_is_started_before_the_first_grammar() -> None:
     made = Service()
     assert made.grammars._thread is None
     made.grammars.close()
+
+
+# ── what a machine can't do now ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("what", ["fork", "server"])
+def test_a_process_that_cannot_be_started_fails_its_own_requests(
+    monkeypatch: pytest.MonkeyPatch, made: Service, what: str
+) -> None:
+    live = made.start("regex", "a+")
+    if what == "fork":
+        assert made.wait(live) is None
+    with monkeypatch.context() as broken:
+
+        def fail(*_: Any) -> None:
+            raise OSError("too many open files")
+
+        broken.setattr(service.ForkServer, *(("fork", fail) if what == "fork" else ("__init__", fail)))
+        failed = [made.start("regex", "b" * number, client="c") for number in range(1, 6)]
+        assert all(isinstance(made.wait(one), InternalError) for one in failed)
+        live.close()
+    assert all(made.wait(made.start("regex", "b" * number, client="c")) is None for number in range(1, 6))
+
+
+def test_what_gets_no_time_to_compile_may_be_tried_again(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+    assert made.wait(made.start("regex", "a")) is None  # the server is there
+    with monkeypatch.context() as patched:
+        patched.setattr(service, "COMPILE_PATIENCE", 0.0)
+        patched.setattr(service, "LOOK_EVERY", 0.01)
+        assert isinstance(made.wait(made.start("regex", "([a-z]{1,50}){1,200}")), GrammarTooCostly)
+    assert made.wait(made.start("regex", "([a-z]{1,50}){1,200}")) is None
+
+
+def test_a_mask_that_is_late_is_not_expected_soon(made: Service) -> None:
+    matching = made.start("regex", "a+")
+    assert made.wait(matching) is None
+    matching.accept(A)
+    assert matching.mask(20) is not None
+    assert made.wait(matching) is None
+    assert matching.quick
+    [pid] = made.pids()
+    os.kill(pid, signal.SIGSTOP)
+    matching.accept(A)
+    assert matching.mask(0.01) is None
+    assert not matching.quick
+    os.kill(pid, signal.SIGCONT)
+    assert made.wait(matching) is None

@@ -367,3 +367,36 @@ def test_texts_beside_prompts_that_never_get_their_media_end_as_if_alone(data: s
 
     beginnings = sum(before for before, _ in media) // budget + len(media)
     assert steps_until_texts_end(beside_media=True) <= steps_until_texts_end(beside_media=False) + beginnings * 2 + 2
+
+
+@pytest.mark.parametrize("role", ["PD", "D"])
+@pytest.mark.parametrize("places", [1, 4])
+def test_an_answer_that_waits_before_each_token_goes_on_beside_long_ones(role: str, places: int) -> None:
+    """As one does whose grammar takes three steps to judge a token."""
+    scheduler = Scheduler(PagePool(10_000, 4), places, 64, reuse_prefixes=False)
+    slow = sequence("slow", 8, 30, role=role)
+    scheduler.add(slow)
+    judging = steps = 0
+
+    def ready(one: Sequence) -> int:
+        return len(one.tokens) - (one is slow and one.lacks_newest_only and judging > 0)
+
+    while slow.num_generated < 30:
+        steps += 1
+        judging -= 1
+        while len(scheduler) < 2 * places + 1:
+            scheduler.add(sequence(f"other {steps} {len(scheduler)}", 4, 200, role=role))
+        step = scheduler.schedule(ready)
+        for one in step.admitted:
+            scheduler.arrived(one, len(one.tokens))
+            one.tokens.append(1)
+        assert len({chunk.sequence.request for chunk in step.chunks}) <= places
+        scheduler.computed(step)
+        for chunk in step.chunks:
+            if chunk.samples:
+                chunk.sequence.tokens.append(1)
+            if chunk.sequence is slow:
+                judging = 4
+            if chunk.sequence.finish_reason():
+                scheduler.remove(chunk.sequence.request)
+        assert steps < 30 * 8, "each of its tokens waits for another answer's end"

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.checkpoints import make_checkpoint
-from tests.harness import Running, running
+from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import CASES
 from tests.processes import is_gone
 from triptych.errors import GrammarTooCostly, InvalidRequest
 from triptych.language import draws
 from triptych.language.grammar import matching
 from triptych.language.grammar.matching import Matching
+from triptych.language.grammar.service import Grammars
 from triptych.messages.work import GrammarKind, GrammarSpec
 
 TOPOLOGIES = ["1EPD", "1E1PD", "1E1P1D", "1E1P2D"]
@@ -198,6 +200,29 @@ def test_a_bad_grammar_is_refused_at_once(folder: Path, topology: str) -> None:
             await others
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
+def test_grammars_that_are_being_compiled_take_no_places(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, topology: str
+) -> None:
+    """However many: as many requests as an instance is given at a time, and more."""
+    monkeypatch.setattr(Grammars, "_start_process", lambda *_: None)
+
+    async def run() -> list[int]:
+        engine = replace(FLOAT32, max_num_seqs=2)
+        async with asyncio.timeout(60), running(folder, topology, engine) as service:
+            waiting = [asyncio.create_task(answers(service)) for _ in range(4)]
+            await asyncio.sleep(0.2)
+            answer = await service.answer(CASES[0].messages, max_tokens=4)
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            for entry in list(service.front_door.router._requests):
+                service.front_door.router.cancel(entry)
+            return answer
+
+    assert len(asyncio.run(run())) == 4
 
 
 def test_no_process_is_left(folder: Path) -> None:

@@ -139,6 +139,7 @@ class Scheduler:
         for sequence in self._sequences.values():
             sequence.ready = ready(sequence)
             sequence.running = sequence.running and not sequence.waits
+        self._give_places_back()
         self._look_who_is_first()
         for sequence in self:
             if sequence.decoding or sequence.sends_pages:
@@ -162,6 +163,19 @@ class Scheduler:
     def start_over(self, sequence: Sequence) -> None:
         """Takes a sequence's pages; it gets others when it is its turn again."""
         self._release(sequence)
+
+    def _give_places_back(self) -> None:
+        """Answers that had to wait before their next token go on before those that arrived later: otherwise each token
+        of one whose grammar takes its time would wait until another answer ends."""
+        for sequence in self:
+            if sequence.running or sequence.waits or not (sequence.pages and sequence.lacks_newest_only):
+                continue
+            if not self._has_place:
+                later = [one for one in self if one.decoding and one.arrival > sequence.arrival]
+                if not later:
+                    return
+                later[-1].running = False  # its turn comes in the next step that has a place
+            sequence.running = True
 
     @property
     def _num_running(self) -> int:

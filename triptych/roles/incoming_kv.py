@@ -92,9 +92,9 @@ class IncomingKV(Incoming):
         return whole
 
     def ready_tokens(self, sequence: Sequence) -> int:
-        """All: the KV will come without waiting for anything else. But of a prompt with media, not before its prefill
-        instance offers it, which it does once the last row is there."""
-        if not sequence.items:
+        """All: the KV will come without waiting for anything else. But of a prompt with media or a grammar, not before
+        its prefill instance offers it, which it does once the last row and the first mask are there."""
+        if not sequence.items and sequence.sampling.grammar is None:
             return len(sequence.tokens)
         arriving = self._arriving.get(sequence.request)
         if arriving is None:

@@ -294,8 +294,11 @@ class LanguageHost:
     def _collect(self) -> None:
         if self._running is None or not self._running.future.done():
             return
+        error = self._running.future.exception()
+        if isinstance(error, StartError):
+            return  # the instance ends: no further step begins, and the router has its requests go on elsewhere
         running, self._running = self._running, None
-        if error := running.future.exception():
+        if error is not None:
             self._try_parts(running.attempt, error)
             return
         step, outcome = Step(list(running.attempt.chunks)), running.future.result()
@@ -321,8 +324,6 @@ class LanguageHost:
     def _try_parts(self, attempt: Attempt, error: BaseException) -> None:
         """A step has failed: its halves are tried by themselves, until the requests are found that make it fail. The
         others go on with the tokens that they would have had."""
-        if isinstance(error, StartError):
-            return  # the instance ends, and the router has its requests go on elsewhere
         if len(attempt.chunks) > 1:
             log.warning("a step of %d sequences failed (%r); trying its halves", len(attempt.chunks), error)
             self._again.extendleft(reversed(attempt.halves()))

@@ -89,7 +89,7 @@ class _Server:
         except OSError as error:
             log.error("can't fork: %s", error)
             os.close(connection)
-            send(self._control, Ended(number, 1))
+            send(self._control, Ended(number, -signal.SIGKILL))  # as if somebody else had ended it: not its own fault
             return
         if pid == 0:
             code = 1

@@ -80,6 +80,7 @@ class Matching:
         there is an error."""
         with self._changed:
             self._changed.wait_for(lambda: self._mask is not None or self._error is not None, seconds)
+            self._quick = self._quick and self._mask is not None
             return self._mask
 
     def accept(self, token: int) -> None:
@@ -108,7 +109,7 @@ class Matching:
 
     def leave(self) -> Line | None:
         """The request has ended, or its process has. The line that it was on."""
-        line, self._line, self._mask = self._line, None, None
+        line, self._line, self._mask, self._quick = self._line, None, None, False
         return line
 
     def fail(self, error: TriptychError) -> None:

@@ -149,6 +149,7 @@ class Grammars:
             except Exception:
                 log.exception("matching grammars failed; all that are in use begin again")
                 self._server_ended()
+                self._on_done()
         if self._server is not None:
             self._server.close()
         with self._changed:
@@ -174,7 +175,7 @@ class Grammars:
             while (turn := self._queue.next()) is not None:
                 spec, client = turn
                 self._grammars[spec].turn = _Turn(client, time.monotonic())
-                self._build(self._grammars[spec])
+                told |= not self._build(self._grammars[spec])
             self._end_late()
         if told:
             self._on_done()
@@ -209,8 +210,17 @@ class Grammars:
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _build(self, grammar: _Grammar) -> None:
-        """Starts a grammar's process."""
+    def _build(self, grammar: _Grammar) -> bool:
+        """Starts a grammar's process. False when that isn't possible: its requests have failed, and nobody else's."""
+        try:
+            self._start_process(grammar)
+        except OSError as error:
+            log.error("can't start a process to match a grammar: %s", error)
+            self._refuse(grammar, InternalError("what is to match grammars can't start"))
+            return False
+        return True
+
+    def _start_process(self, grammar: _Grammar) -> None:
         if self._server is None:
             self._server = ForkServer(self._spec)
             self._server_began = time.monotonic()
@@ -288,7 +298,9 @@ class Grammars:
             if excused:
                 self._rebuild(grammar)
             elif late:
-                self._refuse(grammar, too_costly(f"compiling it takes longer than {COMPILE_SECONDS:g} s"))
+                # what gets no processor time for COMPILE_PATIENCE may be compiled another time
+                error = too_costly(f"compiling it takes longer than {COMPILE_SECONDS:g} s")
+                self._refuse(grammar, error, remember=code == -signal.SIGPROF)
             else:
                 what = f"the {grammar.spec.kind.value} can't be used: it crashed what was to compile it"
                 self._refuse(grammar, InvalidRequest(what))
@@ -302,18 +314,19 @@ class Grammars:
         self._rebuild(grammar)
 
     def _rebuild(self, grammar: _Grammar) -> None:
-        """Has the tokens of its requests matched again, from the first on, in a new process."""
+        """Has the tokens of its requests matched again, from the first on, in a new process when it is its turn."""
         for matching in grammar.matchings.values():
             matching.num_rebuilds += 1
             if matching.num_rebuilds > MAX_REBUILDS:
                 matching.fail(InternalError("what was to match the grammar ended too often"))
-        if any(matching.error is None for matching in grammar.matchings.values()):
-            self._build(grammar)
-        else:
+        wanted = [matching.client for matching in grammar.matchings.values() if matching.error is None]
+        for client in wanted:
+            self._queue.add(grammar.spec, client)
+        if not wanted:
             self._drop(grammar)
 
-    def _refuse(self, grammar: _Grammar, error: TriptychError) -> None:
-        if isinstance(error, RequestError):
+    def _refuse(self, grammar: _Grammar, error: TriptychError, *, remember: bool = True) -> None:
+        if remember and isinstance(error, RequestError):
             self._refused.add(grammar.spec, error)
         for matching in grammar.matchings.values():
             matching.fail(error)
