@@ -36,10 +36,10 @@ def test_greedy_unless_it_samples(tmp_path: Path, do_sample: dict[str, Any]) -> 
         ({"top_k": -1}, GenerationDefaults(top_k=-1)),
         ({"min_p": 0.1, "repetition_penalty": 1.05}, GenerationDefaults(min_p=0.1, repetition_penalty=1.05)),
         ({"max_new_tokens": "many"}, GenerationDefaults()),
-        ({"temperature": 1e-6}, GenerationDefaults(temperature=0.0)),
+        ({"temperature": 1e-6}, GenerationDefaults(temperature=0.01)),
         ({"temperature": 0.001}, GenerationDefaults(temperature=0.01)),
     ],
-    ids=["unset", "numbers", "null", "neutral", "no limit", "more numbers", "others", "as good as 0", "too low"],
+    ids=["unset", "numbers", "null", "neutral", "no limit", "more numbers", "others", "nearly 0", "too low"],
 )
 def test_what_it_may_say(tmp_path: Path, values: dict[str, Any], expected: GenerationDefaults) -> None:
     assert defaults(tmp_path, do_sample=True, **values) == expected

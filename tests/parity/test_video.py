@@ -168,7 +168,7 @@ def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
             assert await service.answer(CASES["mp4"]) == model.answers[0]
             (host,) = encode_hosts(service)
             async with asyncio.timeout(20):
-                while host._jobs or host._parts or host._preprocessing or host._paused:
+                while not host.idle or host._parts:
                     await asyncio.sleep(0.01)
 
     asyncio.run(run())

@@ -21,7 +21,7 @@ from triptych.messages.work import GrammarKind, GrammarSpec
 from triptych.roles.instance import Instance
 from triptych.roles.language import LanguageHost
 
-TOPOLOGIES = ["1EPD", "1E1PD", "1E1P1D", "1E1P2D"]
+TOPOLOGIES = ["1EPD", "1E1P1D", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1E1PD", "1E1P2D"))]
 CULPRIT = 666
 """The seed of the request that makes a step fail."""
 BYSTANDERS = [case.messages for case in CASES[:4]]

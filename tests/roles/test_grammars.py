@@ -23,7 +23,7 @@ from triptych.language.grammar.matching import Matching
 from triptych.language.grammar.service import Grammars
 from triptych.messages.work import GrammarKind, GrammarSpec
 
-TOPOLOGIES = ["1EPD", "1E1PD", "1E1P1D", "1E1P2D"]
+TOPOLOGIES = ["1EPD", "1E1P1D", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1E1PD", "1E1P2D"))]
 WORDS = GrammarSpec(GrammarKind.REGEX, "([a-z]{1,8} )*")
 NUMBERS = GrammarSpec(GrammarKind.REGEX, "[0-9 ]*")
 SLOW = GrammarSpec(GrammarKind.REGEX, "(a*)*(a*)*(a*)*b")
