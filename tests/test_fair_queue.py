@@ -85,16 +85,17 @@ def test_who_comes_late_neither_waits_for_the_crowd_nor_is_owed_anything(crowd: 
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(WORK, max_size=60), WORK)
-def test_no_more_is_started_before_new_work_than_was_foretold(before: list, new: tuple) -> None:
+@given(st.lists(WORK, max_size=60), WORK, st.booleans())
+def test_no_more_is_started_before_new_work_than_was_foretold(before: list, new: tuple, of_its_kind: bool) -> None:
     queue: FairQueue[int] = FairQueue()
     for number, (caller, cost, priority, kind) in enumerate(before):
         queue.add(number, caller, cost, priority, kind)
     caller, cost, priority, kind = new
-    foretold = queue.ahead(caller, cost, priority)
+    foretold = queue.ahead(caller, cost, priority, kind if of_its_kind else None)
     mine = queue.add(-1, caller, cost, priority, kind)
     started = 0.0
-    while (ticket := queue.pop()) is not mine:
+    may_start = {number for number, one in enumerate([*before, new]) if not of_its_kind or one[3] == kind}
+    while (ticket := queue.pop(lambda number: number % (len(before) + 1) in may_start)) is not mine:
         assert ticket is not None
         started += ticket.cost
     largest = max((one[1] for one in before), default=0)

@@ -85,14 +85,17 @@ class FairQueue(Generic[T]):
         if caller in self._counters:
             self._counters[caller] = max(0.0, self._counters[caller] + cost)
 
-    def ahead(self, caller: str, cost: float, priority: int = 0) -> float:
-        """How much of what waits will be started before new work of that cost: all that is more urgent, the caller's
-        own, and of each other as much as the caller will have had by then."""
-        own = sum(flow.cost for (its, whose, _), flow in self._flows.items() if whose == caller and its <= priority)
+    def ahead(self, caller: str, cost: float, priority: int = 0, kind: str | None = None) -> float:
+        """How much of what waits, of that kind if one is given, will be started before new work of that cost: all that
+        is more urgent, the caller's own, and of each other as much as the caller will have had by then."""
+        own = urgent = 0.0
         others: dict[str, float] = {}
-        urgent = 0.0
-        for (its, whose, _), flow in self._flows.items():
-            if whose != caller and its < priority:
+        for (its, whose, what), flow in self._flows.items():
+            if kind is not None and what != kind:
+                continue
+            if whose == caller and its <= priority:
+                own += flow.cost
+            elif whose != caller and its < priority:
                 urgent += flow.cost
             elif whose != caller and its == priority:
                 others[whose] = others.get(whose, 0.0) + flow.cost

@@ -17,6 +17,7 @@ from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailab
 from triptych.messages.codec import Message
 from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Sampling, Tokens
 from triptych.observe.requests import CURRENT, RequestRecord
+from triptych.observe.timeline import Interval
 from triptych.router.admission import FIRST
 from triptych.router.encodings import LONG_ITEMS, LONG_ITEMS_PER_CALLER
 from triptych.router.forecast import ENOUGH
@@ -45,7 +46,9 @@ def begin(desk: Desk, stream: TokenStream) -> None:
 
 
 def finish(desk: Desk, stream: TokenStream) -> None:
-    desk.router.handle(Tokens(name(desk, stream), [1], finish_reason="length"))
+    """The instance has worked on it all the time since it was given it."""
+    worked = [Interval("decode", desk.router._requests[stream.request].began, desk.now)]
+    desk.router.handle(Tokens(name(desk, stream), [1], finish_reason="length", intervals=worked))
 
 
 def test_who_could_not_be_sent_anywhere_has_had_nothing() -> None:
@@ -350,6 +353,60 @@ def test_those_who_were_too_late_tell_too_in_line_and_at_work() -> None:
     assert all(stream.record.error == "DeadlineExceeded" for stream in streams)
     assert len(told) == 2 * ROOM
     assert margin.times(desk.now) > 1.5
+
+
+def pictures_ahead(desk: Desk, cost: float) -> list[TokenStream]:
+    """As many requests with a picture as an instance is given, which wait for it there, and ten in line."""
+    pictures = []
+    for _ in range(ROOM):
+        pictures.append(desk.submit(cost))
+        need(desk, pictures[-1], 1)
+    pictures += [desk.submit(cost) for _ in range(10)]
+    assert len(desk.router._admission) == 10
+    return pictures
+
+
+def test_pictures_in_line_keep_no_text_out_whose_places_are_free() -> None:
+    desk = busy_desk(2.0, request_timeout=600.0)
+    desk.register(E0)
+    pictures = pictures_ahead(desk, 1.0)
+    with desk.router.preparing(has_media=False, timeout=5.0):
+        text = desk.submit(timeout=5.0)
+    assert placed(desk)[-1] == text.request
+    with pytest.raises(Overloaded, match="would take about"), desk.router.preparing(has_media=True, timeout=5.0):
+        pass
+    with pytest.raises(Overloaded, match="would take about"):
+        desk.submit(1.0, timeout=5.0)
+    for stream in pictures:
+        desk.router.cancel(stream.request)
+
+
+def test_media_in_line_that_encoders_will_be_long_at_keep_no_text_out() -> None:
+    desk = busy_desk(2.0, request_timeout=600.0)
+    desk.register(E0)
+    admission = desk.router._admission
+    admission.forecast.encode_rate.look(desk.now - 1, busy=True)
+    admission.forecast.encode_rate.done(1.0, desk.now)
+    pictures_ahead(desk, 10.0)
+    assert desk.submit(timeout=5.0).request in placed(desk)
+
+
+def test_what_an_answer_waited_at_its_instance_is_not_its_work_if_a_stop_string_ends_it() -> None:
+    """It is ended before its instance has said when it worked."""
+    desk = busy_desk(2.0)
+    forecast = desk.router._admission.forecast
+    pace, mean_cost = forecast._pace.seconds_per_cost, forecast.mean_cost
+
+    def stops(report: Tokens) -> Tokens:
+        return msgspec.structs.replace(report, finish_reason="stop")
+
+    for _ in range(ENOUGH):
+        stream = desk.submit(read=stops)
+        desk.wait(20, PD0)
+        desk.router.handle(Tokens(name(desk, stream), [1, 1]))
+        assert stream.record.finish_reason == "stop"
+    assert forecast._pace.seconds_per_cost == pace
+    assert forecast.mean_cost > mean_cost, "what it cost is known"
 
 
 def test_nobody_is_refused_who_would_be_alone() -> None:

@@ -115,9 +115,11 @@ class Generation:
                 self.intervals += one.intervals
 
     def end(self, choice: int) -> None:
-        """The choice has all it needs: it is generated no further, and has no more pieces."""
+        """The choice has all it needs: it is generated no further, and has no more pieces. Tokens that have come since
+        its last piece were generated all the same, and count."""
         stream = self._streams[choice]
         self.service.router.complete(stream.request)
+        self.num_generated += stream.num_untaken
         stream.close()
 
     def _submit(self, choice: int, text: "_Text") -> TokenStream:
@@ -162,25 +164,28 @@ class _Text:
             tokenizer, fields.stop_strings, fields.skip_special_tokens, fields.min_tokens or 0
         )
         self._untaken: list[str] = []
+        self._by_token = False
+        """Whether a token has ended the answer, not a stop string."""
 
     def read(self, report: Tokens) -> Tokens:
         """What of the report belongs to the answer: nothing behind the token that completes a stop string."""
-        shown = self.shown(report)
-        for used, token in enumerate(shown, start=1):
+        self._by_token = report.finish_reason == "stop"
+        for used, token in enumerate(self.shown(report), start=1):
             self._untaken.append(self._detokenizer.push([token]))
             if self._detokenizer.stopped:
+                self._by_token = False
                 return _cut(report, used)
         if report.finish_reason is not None:
             self._untaken.append(self._detokenizer.finish())
             if self._detokenizer.stopped:
-                return _cut(report, len(shown))
+                # what was missing of it is the answer's end, and all tokens up to there were needed for it
+                return _cut(report, len(report.tokens))
         return report
 
     def shown(self, report: Tokens) -> list[int]:
         """The tokens that are part of the text. One that ends the answer counts but isn't, special or not, as in
         vLLM."""
-        by_token = report.finish_reason == "stop" and not self._detokenizer.stopped
-        return report.tokens[:-1] if by_token else report.tokens
+        return report.tokens[:-1] if self._by_token and report.finish_reason is not None else report.tokens
 
     def take(self, report: Tokens) -> str:
         """What became certain with the report's tokens, the next that haven't been taken."""

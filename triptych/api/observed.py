@@ -1,5 +1,6 @@
 """Around every request: its record, its id, and who is told of it once it is over."""
 
+import contextlib
 import logging
 import re
 import secrets
@@ -63,7 +64,8 @@ class Observed:
             record.status = 500
             raise
         finally:
-            CURRENT.reset(context)
+            with contextlib.suppress(ValueError):  # at shutdown, what is left is closed from another context
+                CURRENT.reset(context)
             record.ending.close()
             record.ended = time.time()
             record.handler = getattr(scope.get("route"), "path", "unknown")

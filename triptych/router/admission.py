@@ -22,6 +22,8 @@ from triptych.types import Address, RequestId
 AHEAD = 4
 """Of every so many sequences that an instance works on, one more waits there: its next step needn't wait for us."""
 MAX_RETRY_AFTER = 60
+MEDIA, TEXT = "media", "text"
+"""The kinds of what waits."""
 FIRST = -(2**62)
 """The priority of probes, before all others. What they ask is whether the stages work, not how long the line is: no
 forecast stands in their way, and none is made of them."""
@@ -108,6 +110,7 @@ class Admission:
         caller: str,
         running: Collection[Running],
         *,
+        has_media: bool,
         now: float,
         cost: float | None = None,
         items_cost: float = 0.0,
@@ -119,14 +122,16 @@ class Admission:
         when it may well not come within ``timeout`` seconds, unless nothing is ahead of it. ``cost`` and ``items_cost``
         are the request's, if they are known already; ``encoding`` is the cost of what encode instances have in hand.
 
-        Requests that wait for their media aren't ahead of anybody: encode instances work on them, or nobody does."""
+        Requests that wait for their media aren't ahead of anybody: encode instances work on them, or nobody does. Nor
+        are those with media in line ahead of a text, which has places of its own (``next``)."""
         self.check_room(caller, running, now)
         if priority == FIRST:
             return 0.0
         cost = self.forecast.mean_cost if cost is None else cost
         working = sum(one.waiting.cost for one in running if one.waiting.generate.request in self._working)
-        ahead = self._line.ahead(caller, cost, priority) + working / 2
-        wait, work = self.forecast.seconds(ahead, cost, encoding + self._items_ahead(caller, items_cost), now)
+        ahead = self._line.ahead(caller, cost, priority, None if has_media else TEXT) + working / 2
+        encode_ahead = encoding + self._items_ahead(caller, items_cost) if has_media else 0.0
+        wait, work = self.forecast.seconds(ahead, cost, encode_ahead, now)
         seconds = wait * self.forecast.margin.times(now) + work
         limit_seconds = self._config.request_timeout if timeout is None else timeout
         is_idle = not running and not self._line
@@ -139,7 +144,7 @@ class Admission:
 
     def add(self, waiting: Waiting) -> None:
         """Puts a request in line. One with media waits apart from its caller's texts."""
-        kind = "media" if waiting.prompt.items else "text"
+        kind = MEDIA if waiting.prompt.items else TEXT
         self._tickets[waiting.generate.request] = self._line.add(
             waiting, waiting.caller, waiting.cost, waiting.priority, kind
         )
@@ -182,9 +187,9 @@ class Admission:
         num_prompt = len(waiting.prompt.tokens) if first else 0
         self.forecast.rate.done(self.forecast.cost_of(num_prompt, num_tokens), now)
 
-    def ended(self, waiting: Waiting, num_generated: int, seconds: float, now: float, *, whole: bool) -> None:
-        """A request is over on which language instances worked for so many seconds; ``whole``: it was answered to its
-        end."""
+    def ended(self, waiting: Waiting, num_generated: int, seconds: float | None, now: float, *, whole: bool) -> None:
+        """A request is over on which language instances worked for so many seconds, None if they didn't say;
+        ``whole``: it was answered to its end."""
         num_prompt = len(waiting.prompt.tokens)
         cost = self.forecast.cost_of(num_prompt, num_generated) if num_generated else 0.0
         if whole and waiting.priority != FIRST:

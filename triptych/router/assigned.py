@@ -1,6 +1,5 @@
 """What the router knows of a request that instances work on."""
 
-import math
 from dataclasses import dataclass, field
 
 from triptych.messages.work import Generate
@@ -31,11 +30,12 @@ class Assigned:
         """Whether it has media, and its first token hasn't come."""
         return bool(self.waiting.prompt.items) and not self.stream.record.first_token
 
-    def seconds_worked(self, now: float) -> float:
-        """How long instances have computed for it, as they say; as far as they don't, since it was given to one. What
-        it waited there, for a place, for pages or for its media, isn't its work."""
-        said = sum(one.end - one.start for one in self.stream.record.intervals if one.stage in ("prefill", "decode"))
-        return min(said or math.inf, now - self.began)
+    def seconds_worked(self, now: float) -> float | None:
+        """How long instances have computed for it, as they say, but no longer than since it was given to one; None
+        where they don't, as of an answer that was ended early. The time that has passed says nothing then: what it
+        waited there, for a place, for pages or for its media, isn't its work."""
+        said = [one.end - one.start for one in self.stream.record.intervals if one.stage in ("prefill", "decode")]
+        return min(sum(said), now - self.began) if said else None
 
     @property
     def workers(self) -> set[Address]:

@@ -155,12 +155,14 @@ class Forecast:
         """Of a request of which nothing is known yet."""
         return self._mean_cost.value
 
-    def ended(self, num_prompt: int, num_generated: int, seconds: float, now: float) -> None:
-        """A request was answered; instances worked on it for so many seconds, without those that it waited there."""
+    def ended(self, num_prompt: int, num_generated: int, seconds: float | None, now: float) -> None:
+        """A request was answered; instances worked on it for so many seconds, without those that it waited there; None
+        if they didn't say."""
         cost = self.cost_of(num_prompt, num_generated)
         self._generated.add(num_generated, now)
         self._mean_cost.add(cost, now)
-        self._pace.add(seconds, cost, now)
+        if seconds is not None:
+            self._pace.add(seconds, cost, now)
 
     def seconds(self, ahead: float, cost: float, encode_ahead: float, now: float) -> tuple[float, float]:
         """How long a request of that cost will wait for the work before it, and how long it will take then; 0 and 0

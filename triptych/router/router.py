@@ -221,7 +221,7 @@ class Router:
                 raise unavailable
             encoding = self._encodings.ahead(known.get("items_cost", 0.0)) if has_media else 0.0
             now, running = self._clock(), self._requests.values()
-            return self._admission.check(caller, running, now=now, encoding=encoding, **known)
+            return self._admission.check(caller, running, has_media=has_media, now=now, encoding=encoding, **known)
         except TriptychError as error:
             self.metrics.rejected(error)
             raise

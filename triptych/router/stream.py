@@ -53,6 +53,11 @@ class TokenStream:
             self._untaken.append(event)
         self._news.set()
 
+    @property
+    def num_untaken(self) -> int:
+        """Tokens that have come and that nobody has taken."""
+        return sum(len(report.tokens) for report in self._untaken)
+
     def close(self) -> None:
         """Whoever iterates gets nothing more."""
         self._closed = True
