@@ -22,8 +22,8 @@ from triptych.types import Address, RequestId
 AHEAD = 4
 """Of every so many sequences that an instance works on, one more waits there: its next step needn't wait for us."""
 MAX_RETRY_AFTER = 60
-MEDIA, TEXT = "media", "text"
-"""The kinds of what waits."""
+WAITS, BEGINS = "waits", "begins"
+"""The kinds of requests: an instance may have to wait before it can begin with one that has media or a grammar."""
 FIRST = -(2**62)
 """The priority of probes, before all others. What they ask is whether the stages work, not how long the line is: no
 forecast stands in their way, and none is made of them."""
@@ -44,6 +44,11 @@ class Waiting:
     cost: float
     items_cost: float
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether an instance may have to wait before it can begin: for media, or until the grammar is compiled."""
+        return bool(self.prompt.items) or self.generate.sampling.grammar is not None
+
 
 class Running(Protocol):
     """A request that instances work on."""
@@ -56,8 +61,8 @@ class Running(Protocol):
         """The language instance that answers it."""
 
     @property
-    def waits_for_media(self) -> bool:
-        """Whether it has media, and its first token hasn't come."""
+    def may_wait(self) -> bool:
+        """Whether its instance may still wait before it can begin: no token has come."""
 
 
 class Generator(Loaded, Protocol):
@@ -129,7 +134,7 @@ class Admission:
             return 0.0
         cost = self.forecast.mean_cost if cost is None else cost
         working = sum(one.waiting.cost for one in running if one.waiting.generate.request in self._working)
-        ahead = self._line.ahead(caller, cost, priority, None if has_media else TEXT) + working / 2
+        ahead = self._line.ahead(caller, cost, priority, None if has_media else BEGINS) + working / 2
         encode_ahead = encoding + self._items_ahead(caller, items_cost) if has_media else 0.0
         wait, work = self.forecast.seconds(ahead, cost, encode_ahead, now)
         seconds = wait * self.forecast.margin.times(now) + work
@@ -143,24 +148,24 @@ class Admission:
         return wait + work
 
     def add(self, waiting: Waiting) -> None:
-        """Puts a request in line. One with media waits apart from its caller's texts."""
-        kind = MEDIA if waiting.prompt.items else TEXT
+        """Puts a request in line. One that may have to wait at an instance is apart from its caller's other ones."""
+        kind = WAITS if waiting.may_wait else BEGINS
         self._tickets[waiting.generate.request] = self._line.add(
             waiting, waiting.caller, waiting.cost, waiting.priority, kind
         )
 
     def next(self, running: Collection[Running], generators: Collection[G]) -> tuple[Waiting, G] | None:
         """Whose turn it is, and the instance among ``generators`` that gets the request; None when nobody may start.
-        Those with media that haven't begun wait for an encoder for all that is known here, and waiting takes nothing
+        Those that may have to wait there, and haven't begun, do so for all that is known here. Waiting takes nothing
         from others: they have as many places at each instance as the other requests, and don't count among these."""
-        waiting = Counter(entry.generator.address for entry in running if entry.waits_for_media)
-        others = Counter(entry.generator.address for entry in running if not entry.waits_for_media)
-        for_texts = [one for one in generators if others[one.address] < self._max_given]
-        for_media = [one for one in for_texts if waiting[one.address] < self._max_given]
-        ticket = self._line.pop(lambda work: bool(for_media if work.prompt.items else for_texts))
+        waiting = Counter(entry.generator.address for entry in running if entry.may_wait)
+        others = Counter(entry.generator.address for entry in running if not entry.may_wait)
+        now = [one for one in generators if others[one.address] < self._max_given]
+        later = [one for one in now if waiting[one.address] < self._max_given]
+        ticket = self._line.pop(lambda work: bool(later if work.may_wait else now))
         if ticket is None:
             return None
-        generator = least_outstanding(for_media if ticket.work.prompt.items else for_texts)
+        generator = least_outstanding(later if ticket.work.may_wait else now)
         assert generator is not None
         del self._tickets[ticket.work.generate.request]
         return ticket.work, generator

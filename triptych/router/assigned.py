@@ -26,9 +26,9 @@ class Assigned:
     prefilling: "Prefilling | None" = None
 
     @property
-    def waits_for_media(self) -> bool:
-        """Whether it has media, and its first token hasn't come."""
-        return bool(self.waiting.prompt.items) and not self.stream.record.first_token
+    def may_wait(self) -> bool:
+        """Whether its instance may still wait before it can begin: no token has come."""
+        return self.waiting.may_wait and not self.stream.record.first_token
 
     def seconds_worked(self, now: float) -> float | None:
         """How long instances have computed for it, as they say, but no longer than since it was given to one; None

@@ -467,14 +467,14 @@ class Router:
         entry.generated += report.tokens
         record = entry.stream.record
         record.num_reused = max(record.num_reused, message.reused)
-        waited_for_media = entry.waits_for_media
+        waited = entry.may_wait
         self.metrics.took_tokens(record, len(report.tokens), time.time())
         if message.finish_reason is not None:
             record.add(message.intervals, entry.generator.name)
             self._end(entry.stream.request, report.finish_reason or message.finish_reason)
         elif report.finish_reason is not None:
             self._end_early(entry.stream.request, report.finish_reason)
-        elif waited_for_media:
+        elif waited:
             self._start_waiting()
         entry.stream.put(report)
 
