@@ -212,6 +212,14 @@ class Cluster:
         """What each living process holds that a leak would add to."""
         return {name: _held(command.process.pid) for name, command in self.parts.items()}
 
+    def take_baseline(self) -> None:
+        """Everybody is warm then: what has been used once is kept, as connections are."""
+        for _ in range(2):
+            asked = [self.ask_picture(), self.ask(), self.ask_picture(), self.ask()]  # some for everybody
+            assert all(self.is_right(asking) for asking in asked)
+        time.sleep(0.2)
+        self.baseline = self.held()
+
     def is_back(self) -> bool:
         """No process holds more than when everything was well."""
         return all(
@@ -241,11 +249,7 @@ def cluster(folder: Path, roles: dict[str, str] = TOGETHER, ranks: dict[str, int
         started = Cluster(folder, stack, roles, ranks or {})
         started.reference = stack.enter_context(served(folder, "1EPD")).url
         started.restore()
-        for _ in range(2):
-            asked = [started.ask_picture(), started.ask(), started.ask_picture(), started.ask()]  # some for everybody
-            assert all(started.is_right(asking) for asking in asked)
-        time.sleep(0.2)
-        started.baseline = started.held()
+        started.take_baseline()
         yield started
         time.sleep(2 * HEARTBEAT)  # so that everybody has looked at what it holds while idle
         assert "while idle" not in started.log()

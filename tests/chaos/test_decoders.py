@@ -37,6 +37,13 @@ SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 7, "frequency_penalty": 0.
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster(make_checkpoint(tmp_path_factory.mktemp("decoders") / "tiny"), DECODERS) as started:
+        # as PD they are sent pictures, and stay connected with the encoder as D again
+        for name in ("d0", "d1"):
+            assert set_role(started, name, Role.PD) == ""
+            asked = [started.ask_picture() for _ in range(4)]
+            assert all(started.is_right(asking) for asking in asked)
+            assert set_role(started, name, Role.D) == ""
+        started.take_baseline()
         yield started
 
 
