@@ -60,11 +60,13 @@ TOOL = {"name": "look_up", "description": "Looks a person up.", "parameters": PE
 
 @dataclass(frozen=True)
 class Request:
-    """``leaves_after`` is how many lines of the answer its client reads before it goes; None: it stays."""
+    """``leaves_after`` is how many lines of a streamed answer its client reads before it goes; None: it stays. One
+    that leaves waits so many ``seconds`` for an answer that isn't streamed."""
 
     path: str
     body: dict[str, Any]
     leaves_after: int | None = None
+    seconds: float = 0.0
 
 
 class Requests:
@@ -115,7 +117,7 @@ class Requests:
         if random.random() < 0.5:
             body["stream"] = True
         leaves = random.choice([0, 1, 3]) if random.random() < 0.15 else None
-        return Request(path, body, leaves)
+        return Request(path, body, leaves, random.choice([0.01, 0.1, 0.5]))
 
     def _base(self, path: str) -> dict[str, Any]:
         length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"

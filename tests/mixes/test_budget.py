@@ -22,7 +22,8 @@ from triptych.heap import settled
 from triptych.roles.language import LanguageHost
 
 BUDGET = 0.1
-"""Seconds."""
+"""Seconds, on a core that needs no longer than ``LOOP_SECONDS`` for ``loop``; more on a slower one."""
+LOOP_SECONDS = 0.005
 WORDS = "Tell me about a red circle. "
 EVIL = {"logit_bias": {"64": 100.0}, "max_tokens": 300, "ignore_eos": True, "temperature": 1}
 """Token 64 is an ``a``, which the grammars below take without an end."""
@@ -178,9 +179,35 @@ def shared(folder: Path) -> Iterator[tuple[Served, Longest]]:
         yield one
 
 
+def loop() -> int:
+    """Nothing but Python's own work."""
+    total = 0
+    for number in range(200_000):
+        total += number & 7
+    return total
+
+
+def budget_for(loop_seconds: float) -> float:
+    return BUDGET * max(1.0, loop_seconds / LOOP_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def budget() -> float:
+    """The least of several, so that who else computes now doesn't matter."""
+    seconds: list[float] = []
+    for _ in range(5):
+        timed(loop, seconds)()
+    return budget_for(min(seconds))
+
+
+def test_the_budget_is_that_of_the_core_and_never_less() -> None:
+    assert (budget_for(LOOP_SECONDS / 10), budget_for(3 * LOOP_SECONDS)) == pytest.approx((BUDGET, 3 * BUDGET))
+
+
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_holds_nobody_up(shared: tuple[Served, Longest], name: str) -> None:
+def test_a_request_holds_nobody_up(shared: tuple[Served, Longest], budget: float, name: str) -> None:
     service, longest = shared
+    wait_for(service.everything_is_back, 30.0)  # what the one before left behind isn't this one's
     longest.seconds.clear()
     path, body = REQUESTS[name]
     words = {"messages": [{"role": "user", "content": WORDS}]} if "chat" in path else {}
@@ -190,5 +217,5 @@ def test_a_request_holds_nobody_up(shared: tuple[Served, Longest], name: str) ->
         response = httpx.post(service.url + path, content=json.dumps(body), trust_env=False, timeout=120)
         beside.result(60)
     assert response.status_code < 500, response.text[-500:]
-    late = {thread: seconds for thread, seconds in longest.seconds.items() if seconds > BUDGET}
-    assert not late, longest.seconds
+    late = {thread: seconds for thread, seconds in longest.seconds.items() if seconds > budget}
+    assert not late, (budget, longest.seconds)

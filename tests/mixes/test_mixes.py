@@ -4,13 +4,16 @@ No request may end in a failure of the service, no stream may get another answer
 instance may hold anything. ``test_many`` is for the night: ``scripts/test -m slow tests/mixes``.
 """
 
+import contextlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -34,6 +37,8 @@ TOPOLOGIES = {
     "1PD": ("--tensor-parallel-size", "2"),
 }
 AT_A_TIME = 5
+LEFT = (0, "left")
+"""How a request ended whose client left."""
 SEED = int(os.environ.get("TRIPTYCH_TEST_SEED", "1"))
 """Of the requests; a failure names the one to repeat."""
 TEXT = [{"role": "user", "content": "Tell me a story."}]
@@ -114,18 +119,24 @@ def stream(url: str, path: str, body: dict[str, Any]) -> dict[int, Any]:
 
 
 def ask(url: str, request: Request) -> tuple[int, str]:
-    """The status and the error's code; (200, "") for an answer, and for a client that left. Fails where the service
-    does."""
-    with (
-        httpx.Client(base_url=url, trust_env=False, timeout=60) as client,
-        client.stream("POST", request.path, content=json.dumps(request.body)) as response,
-    ):
-        if request.leaves_after is not None:
-            for number, _ in enumerate(response.iter_lines()):
-                if number >= request.leaves_after:
-                    break
-            return 200, ""
-        text = response.read().decode()
+    """The status and the error's code; (200, "") for an answer, ``LEFT`` for a client that left. Fails where the
+    service does."""
+    leaves, streams = request.leaves_after is not None, request.body.get("stream") is True
+    patience = httpx.Timeout(60, read=request.seconds if leaves and not streams else 60)
+    try:
+        with (
+            httpx.Client(base_url=url, trust_env=False, timeout=patience) as client,
+            client.stream("POST", request.path, content=json.dumps(request.body)) as response,
+        ):
+            if request.leaves_after is not None and streams and response.status_code == 200:
+                for number, _ in enumerate(response.iter_lines()):
+                    if number >= request.leaves_after:
+                        break
+                return LEFT
+            text = response.read().decode()
+    except httpx.ReadTimeout:
+        assert leaves and not streams, f"{request} isn't answered"
+        return LEFT
     status, (kind, code) = response.status_code, _error_in(text, response.headers["content-type"])
     out_of_time = code in ("deadline_exceeded", "overloaded") and "timeout" in request.body
     failed = status >= 500 or kind == "server_error"
@@ -171,18 +182,53 @@ def check(running: Service, number: int) -> Counter[tuple[int, str]]:
         finally:
             done.set()
         assert all(one.result() > 0 for one in watching)
-    wait_for(running.is_back, 5.0)
+    wait_for(running.is_back, 30.0)
     assert [stream(running.url, *one) for one in running.bystanders] == expected
     assert running.get("/ready").status_code == 200
     assert "Traceback" not in running.command.text, running.command.text
     return ends
 
 
+def check_served(ends: Counter[tuple[int, str]]) -> None:
+    stayed = ends.total() - ends[LEFT]
+    assert ends[200, ""] > stayed / 4, f"hardly any is served: {ends}"
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Answers with the status that is the request's path, at once or, for 200, late."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        status = int(self.path[1:])
+        with contextlib.suppress(OSError):  # its client has left
+            if status == 200:
+                time.sleep(1)
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": {"type": "server_error", "code": "internal_error"}}).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_failure_is_one_for_a_client_that_would_have_left_too() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever, 0.05)
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            for body in ({"stream": True}, {}):
+                with pytest.raises(AssertionError, match="ended in 500"):
+                    ask(url, Request("/500", body, leaves_after=0, seconds=30.0))
+            assert ask(url, Request("/200", {}, leaves_after=0, seconds=0.05)) == LEFT
+        finally:
+            server.shutdown()
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_some(folder: Path, topology: str) -> None:
     with service(folder, topology) as running:
-        ends = check(running, 60)
-    assert ends[200, ""] > ends.total() / 4, f"hardly any is served: {ends}"
+        check_served(check(running, 60))
 
 
 @pytest.mark.slow
@@ -191,4 +237,4 @@ def test_many(folder: Path, topology: str) -> None:
     with service(folder, topology) as running:
         ends = check(running, 1500)
     print(ends)
-    assert ends[200, ""] > ends.total() / 4
+    check_served(ends)

@@ -71,6 +71,7 @@ class History:
         steps = {
             self.submit: 25,
             self.cancel: 10,
+            self.complete: 4,
             self.need: 15,
             self.encoded: 14,
             self.tokens: 14,
@@ -100,10 +101,22 @@ class History:
         sampling, timeout = Sampling(max_tokens=rng.choice([1, 4, 1000])), rng.choice([math.inf, 1.0, 5.0])
         context = CURRENT.set(RequestRecord("id", "POST", caller=rng.choice("abc")))
         try:
-            stream = self.router.submit(made, sampling, [], timeout=timeout, priority=rng.choice([0, 0, 1]))
+            priority, read = rng.choice([0, 0, 1]), rng.choice([None, self.read])
+            stream = self.router.submit(made, sampling, [], timeout=timeout, priority=priority, read=read)
         finally:
             CURRENT.reset(context)
         self.streams.append(stream)
+
+    def read(self, report: Tokens) -> Tokens:
+        """An answer may end before its tokens do."""
+        if self.rng.random() < 0.3:
+            return msgspec.structs.replace(report, tokens=report.tokens[:1], finish_reason="stop")
+        return report
+
+    def complete(self) -> None:
+        """An answer has all that it needs; one in line hasn't begun."""
+        if begun := [one for one in self.streams if one.record.first_token]:
+            self.router.complete(self.rng.choice(begun).request)
 
     def cancel(self) -> None:
         if self.streams:
@@ -137,7 +150,8 @@ class History:
     def tokens(self) -> None:
         if generates := [message for _, message in self.desk.of(Generate) if isinstance(message, Generate)]:
             request = self.rng.choice(generates).request
-            self.router.handle(Tokens(request, [1], [], self.rng.choice([None, None, "stop"])))
+            tokens = [1] * self.rng.choice([1, 1, 3])
+            self.router.handle(Tokens(request, tokens, [], self.rng.choice([None, None, "stop"])))
 
     def failed(self) -> None:
         if given := self.given():
@@ -188,6 +202,11 @@ class History:
         assert router._admission.forecast.encode_rate._busy == bool(router._encodings._unfinished)
         assert set(router._encodings._requests) <= requests
         assert len(router._streams) == len(router._admission) == len(router._admission._tickets)
+        for line in (router._admission._line, router._encodings._line):
+            assert min(line._counters.values(), default=0.0) >= 0, "nobody is owed anything"
+            assert all(
+                flow.cost == pytest.approx(sum(one.cost for one in flow.tickets)) for flow in line._flows.values()
+            )
 
     def end(self) -> None:
         for stream in self.streams:
