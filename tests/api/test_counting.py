@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.router.test_router import PD0, Desk, prompt
+from triptych.api.completion_schemas import CompletionRequest
 from triptych.api.generation import Caller, Generation, _Text
 from triptych.api.observed import Observed
-from triptych.api.completion_schemas import CompletionRequest
 from triptych.messages.work import Sampling, TokenLogprob, Tokens
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.tokenizer import Tokenizer
