@@ -1,5 +1,7 @@
 """The code blocks of the documents, and how each is run: nothing is known of a block but its text. Not a test."""
 
+import contextlib
+import random
 import re
 import shlex
 import socket
@@ -62,8 +64,14 @@ def blocks(document: str) -> Iterator[Block]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """One that stays free until a service takes it: the kernel gives it to nobody who doesn't ask for it by number, as
+    it may those that it chooses itself."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [port for port in range(10_000, 65_536) if not first <= port <= last]
+    for port in random.sample(others, len(others)):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("every port is taken")
 
 
 class Reader:
@@ -73,7 +81,6 @@ class Reader:
         self._environment = environment
         self._folder = folder
         self._patient = patient
-        self._port, self._control = free_port(), free_port()
         self._services = ExitStack()
         """Those that the block's later commands talk to."""
         self.ran: list[str] = []
@@ -82,6 +89,7 @@ class Reader:
         (folder / "picture.png").write_bytes(image())
 
     def run(self, block: Block) -> None:
+        self._port, self._control = free_port(), free_port()
         with ExitStack() as self._services:
             if block.language == "python":
                 self._serve("triptych serve demo --topology 1EPD", block, stays=True)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.processes import ROOT, running
 from tests.newcomer.conftest import Environment, checked, pip
-from tests.newcomer.examples import DOCUMENTS, NOT_RUN, Reader, blocks
+from tests.newcomer.examples import DOCUMENTS, NOT_RUN, Reader, blocks, free_port
 from triptych.cli import make_parser
 
 
@@ -65,6 +65,11 @@ def test_every_document_works(document: str, installed: Environment, tmp_path: P
     reader = Reader(installed, tmp_path, patient=True)
     for block in blocks(document):
         reader.run(block)
+
+
+def test_the_ports_of_examples_are_given_to_nobody_else_meanwhile() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not any(first <= free_port() <= last for _ in range(20))
 
 
 def test_what_is_not_run_is_still_there() -> None:
