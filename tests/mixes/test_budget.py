@@ -59,6 +59,30 @@ CHATS: dict[str, dict[str, Any]] = {
             "json_schema": {"name": "x", "schema": {"type": "object", "properties": MANY_NAMES}},
         }
     },
+    "alternatives of many names": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "x",
+                "schema": {
+                    "oneOf": [{"$ref": "#/$defs/a"}] * 1500,
+                    "$defs": {
+                        "a": {
+                            "type": "object",
+                            "properties": {f"p{number}": {"const": number} for number in range(1200)},
+                            "required": [f"p{number}" for number in range(1200)],
+                        }
+                    },
+                },
+            },
+        }
+    },
+    "a pattern of megabytes": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "a" * 5_000_000}},
+        }
+    },
     "a deep schema": {"structured_outputs": {"json": '{"items":' * 2000 + "{}" + "}" * 2000}},
     "an ambiguous expression": {"structured_outputs": {"regex": "(a*)*(a*)*(a*)*b"}} | EVIL,
     "an innocent expression": {"structured_outputs": {"regex": r"([a-z]+ ?)+\."}} | EVIL,
@@ -68,7 +92,8 @@ CHATS: dict[str, dict[str, Any]] = {
         }
     }
     | EVIL,
-    "a long expression": {"structured_outputs": {"regex": "(a*)*" * 12_000 + "b"}},
+    "a long expression": {"structured_outputs": {"regex": "(a*)*" * 3_900 + "b"}},
+    "an expression that is too long": {"structured_outputs": {"regex": "(a*)*" * 12_000 + "b"}},
     "many choices": {"structured_outputs": {"choice": [f"choice number {n}" for n in range(1024)]}},
 }
 COMPLETIONS: dict[str, dict[str, Any]] = {
