@@ -1,8 +1,10 @@
 """Schemas are kept to or refused: what the table says is compared with what xgrammar's grammars allow, and that with
 what a validator says. When a newer xgrammar keeps to more, ``test_what_is_refused_is_not_kept_to`` shows it."""
 
+import contextlib
 import json
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ import xgrammar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from triptych.api.json_schema import FORMATS, check_regex, check_schema
+from triptych.api.json_schema import FORMATS, MAY_BE_EMPTY, check_regex, check_schema
 from triptych.errors import InvalidRequest
 from triptych.language.grammar.compilation import MAX_WHITESPACE
 
@@ -33,7 +35,7 @@ def compiled(schema: Any) -> xgrammar.CompiledGrammar:
 
 
 def allows(grammar: xgrammar.CompiledGrammar, value: Any) -> bool:
-    text = value if isinstance(value, str) and value[:1] in '{["' else json.dumps(value)
+    text = value if isinstance(value, str) and value[:1] in ("{", "[", '"') else json.dumps(value)
     matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
     return bool(matcher.accept_string(text) and matcher.is_completed())
 
@@ -131,8 +133,21 @@ KEPT: list[tuple[Any, list[Any], list[Any]]] = [
     (named(a={"type": "string", "description": "d", "examples": ["x"], "deprecated": True, "readOnly": True,
               "default": "y", "$comment": "c", "contentEncoding": "base64", "x-order": 1}) | DRAFT,
      [{"a": "x"}], [{"a": 1}]),
+    ({"type": "string", "format": "uri", "minLength": 1}, ["http://a"], [""]),
+    ({"type": "string", "format": "password", "minLength": 2}, ["ab"], ["a"]),
+    ({"type": "string", "format": "path", "pattern": "^/[a-z]+$"}, ["/a"], ["a"]),
+    ({"format": "binary", "title": "x"}, ["a", 1], []),
+    ({"type": "integer", "format": "int32"}, [1], ["a"]),
+    ({"type": "string", "minLength": 1, "pattern": "^a*(b|c{2})$"}, ["ab", "cc"], ["", "a"]),
     ({"type": "integer", "minLength": 5, "pattern": "(?=a)"}, [1], ["a"]),  # says nothing about integers
 ]  # fmt: skip
+
+
+def defaulted(kind: str) -> dict[str, Any]:
+    """As pydantic has a tag with a default."""
+    tag = {"const": kind, "default": kind, "type": "string"}
+    return {"type": "object", "properties": {"kind": tag, "v": INTEGER}, "required": ["v"]}
+
 
 OVERLAPPING = [{"type": "integer"}, {"type": "number", "minimum": 1}]
 REFUSED: list[tuple[Any, str, Any]] = [
@@ -140,11 +155,18 @@ REFUSED: list[tuple[Any, str, Any]] = [
     ({"type": "string", "pattern": "^[a-z]*$", "minLength": 3}, "minLength", "x"),
     ({"type": "string", "pattern": "^[a-z]*$", "maxLength": 3}, "maxLength", "abcd"),
     ({"type": "string", "format": "date", "minLength": 30}, "minLength", "2020-01-01"),
+    ({"type": "string", "format": "uri-reference", "minLength": 1}, "minLength", ""),
     ({"type": "string", "format": "date", "pattern": "^x"}, "pattern", "2020-01-01"),
     ({"type": "string", "pattern": "^(?=x).*$"}, "pattern", "abc"),
     ({"type": "string", "pattern": "^(?!a).*$"}, "pattern", "abc"),
     ({"type": "string", "pattern": "a$b"}, "pattern", "ab"),
     ({"type": "string", "pattern": "a^b"}, "pattern", "ab"),
+    ({"type": "string", "pattern": "a(^b)"}, "pattern", "ab"),
+    ({"type": "string", "pattern": "(a$)b"}, "pattern", "ab"),
+    ({"type": "string", "pattern": "a:^b"}, "pattern", "a:b"),
+    ({"type": "string", "pattern": "^a*$", "minLength": 1}, "minLength", ""),
+    ({"type": "string", "pattern": "^(a{0,3}|b)$", "minLength": 1}, "minLength", ""),
+    ({"oneOf": [defaulted("cat"), defaulted("dog")]}, "oneOf", {"v": 1}),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf", 0.3),
     ({"type": ["number", "null"], "multipleOf": 2}, "multipleOf", 3),
     ({"type": "integer", "multipleOf": 2000}, "multipleOf", 3),
@@ -197,6 +219,12 @@ REFUSED_THERE: list[tuple[Any, str, str]] = [
     ({"type": "object", "propertyNames": {"pattern": "(?=x)"}}, "pattern", "#/propertyNames"),
     ({"$ref": "https://example.com/x.json"}, "$ref", "#"),
     ({"$ref": "#/$defs/missing"}, "$ref", "#"),
+    ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": INTEGER, "a~1b": STRING}}, "$ref", "#"),
+    # the names' schema is made for the check, and freed
+    (named(g1={"type": "object", "propertyNames": {}}, g0={"type": "object", "propertyNames": {}},
+           b={"type": "object", "propertyNames": {"pattern": "^(?=a)b$"}}), "pattern", "#/properties/b/propertyNames"),
+    (named(b={"type": "object", "propertyNames": {"pattern": "^(?=a)b$"}}, g0={"type": "object", "propertyNames": {}},
+           g1={"type": "object", "propertyNames": {}}), "pattern", "#/properties/b/propertyNames"),
     ({"$dynamicRef": "#a"}, "$dynamicRef", "#"),
     (named(a={"$id": "x", "type": "string"}), "$id", "#/properties/a"),
     ({"type": "string", "format": "ipv9"}, "format", "#"),
@@ -252,15 +280,34 @@ def test_formats_are_kept_to(name: str) -> None:
     check_schema(schema, "x")
     grammar = compiled(schema)
     assert not allows(grammar, "\\ {nope")
+    assert not allows(grammar, "") or name in MAY_BE_EMPTY
     assert samples(grammar, random.Random(1), 10)
     for text in samples(grammar, random.Random(2), 100):
         assert is_valid(schema, json.loads(text)) or name in NEARLY, text
 
 
 def test_regexes() -> None:
-    for pattern in ("^a|b$", r"[\^$(?=]+", r"\(\?=a\^", "(^a$|^b$)", "(?:^a)"):
+    for pattern in (
+        *("^a|b$", r"[\^$(?=]+", r"\(\?=a\^", "(^a$|^b$)", "(?:^a)", "(?:^a)?b", "((^a)|b)c(d$|e)"),
+        *(r"\d\w[\s\S]\.\-[\b]", r"\u0041\x41\u{41}\cA\0"),
+    ):
         check_regex(pattern, "x")
-    for pattern in ("(?=a)a", "a(?!b)", "(?<=a)b", "(?<!a)b", "a^b", "a$b"):
+    for pattern in (
+        "(?=a)a",
+        "a(?!b)",
+        "(?<=a)b",
+        "(?<!a)b",
+        "a^b",
+        "a$b",
+        r"\Aa\Z",
+        r"[\A]",
+        "a:^b",
+        "a(^b)",
+        "(a$)b",
+        "(^a)+",
+        "(a$)+",
+        r"[\p{L}]",
+    ):
         with pytest.raises(InvalidRequest, match="the regex can't be kept to"):
             check_regex(pattern, "x")
 
@@ -356,3 +403,60 @@ def test_what_is_not_refused_is_kept_to(schema: Any, seed: int) -> None:
     for text in samples(grammar, random.Random(seed), 5):
         if "Infinity" not in json.dumps(json.loads(text)):
             assert is_valid(schema, json.loads(text)), text
+
+
+MANY = [f"p{number}" for number in range(1200)]
+LARGE: dict[str, Any] = {
+    "one object many times": {
+        "oneOf": [{"$ref": "#/$defs/a"}] * 1500,
+        "$defs": {"a": named(**{name: {"const": 1} for name in MANY})},
+    },
+    "many alternatives of two": {
+        "type": "object",
+        "properties": {name: {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]} for name in MANY},
+        "$defs": {
+            "a": named(**{name: {"enum": ["a", "c"]} for name in MANY[:900]}),
+            "b": named(**{name: {"enum": ["b", "c"]} for name in MANY[:900]}),
+        },
+    },
+    "many schemas": {"type": "object", "properties": {str(number): {} for number in range(9000)}},
+    "many values": {"oneOf": [{"enum": list(range(20_000))}, {"enum": list(range(20_000, 24_000))}]},
+    "many patterns": {
+        "type": "object",
+        "properties": {name: {"type": "string", "pattern": "(^" * 25} for name in MANY},
+    },
+    "a pattern": {"type": "string", "pattern": "(a*)*" * 13_000},
+    "a class": {"type": "string", "pattern": "[" * 65_000},
+    "counts": {"type": "string", "pattern": "{1" * 32_000},
+    "groups": {"type": "string", "pattern": "(?<a" * 16_000},
+    "a value of many names": {
+        "type": "object",
+        "properties": {name: {"oneOf": [{"$ref": "#/$defs/a"}, {"const": 1}]} for name in MANY},
+        "$defs": {"a": {"const": dict.fromkeys(MANY, 1)}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_no_check_takes_long(name: str) -> None:
+    seconds = []
+    for _ in range(3):
+        began = time.thread_time()
+        with contextlib.suppress(InvalidRequest):
+            check_schema(LARGE[name], "x")
+        seconds.append(time.thread_time() - began)
+    assert min(seconds) < 0.05
+
+
+def test_places_cost_no_more_the_deeper_they_are() -> None:
+    schema: Any = {"type": "object", "properties": {str(number): {} for number in range(5000)}}
+    for _ in range(900):
+        schema = {"type": "object", "properties": {"a" * 64: schema}}
+    began = time.thread_time()
+    check_schema(schema, "x")
+    assert time.thread_time() - began < 0.1
+
+
+def test_what_is_too_large_is_said() -> None:
+    with pytest.raises(InvalidRequest, match="too large to check"):
+        check_schema({"type": "object", "properties": {str(number): {} for number in range(20_000)}}, "x")

@@ -205,6 +205,38 @@ def test_a_form_has_its_limit() -> None:
         answer_form(parse(ChatCompletionRequest, json.dumps(body).encode()), Thought.NONE)
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+GOOD, BAD = tool("a", {"type": "object"}), tool("b", {"type": "array", "uniqueItems": True})
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "param"),
+    [
+        ("auto", None),
+        ({"type": "function", "function": {"name": "a"}}, None),
+        ({"type": "function", "function": {"name": "b"}}, "tools[1].function.parameters"),
+        ("required", "tools[1].function.parameters"),
+        (allowed("auto", "a", "b"), None),
+        (allowed("required", "a"), None),
+        (allowed("required", "b"), "tools[1].function.parameters"),
+    ],
+)
+def test_only_tools_that_the_form_has_are_checked(tool_choice: Any, param: str | None) -> None:
+    strict = {"type": "function", "function": GOOD["function"] | {"strict": True}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [strict, BAD]}
+    request = parse(ChatCompletionRequest, json.dumps(body | {"tool_choice": tool_choice}).encode())
+    if param is None:
+        assert answer_form(request, Thought.NONE) is not None
+        return
+    with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
+        answer_form(request, Thought.NONE)
+    assert caught.value.param == param
+
+
 def test_a_template_without_tools_cannot_be_given_any(service: Served) -> None:
     the_error(service.post(tools=TOOLS), 400, "tools")
     assert service.text(tools=TOOLS, tool_choice="none") == service.text()

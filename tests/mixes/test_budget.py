@@ -93,7 +93,8 @@ CHATS: dict[str, dict[str, Any]] = {
         }
     }
     | EVIL,
-    "a long expression": {"structured_outputs": {"regex": "(a*)*" * 12_000 + "b"}},
+    "a long expression": {"structured_outputs": {"regex": "(a*)*" * 3_900 + "b"}},
+    "an expression that is too long": {"structured_outputs": {"regex": "(a*)*" * 12_000 + "b"}},
     "many choices": {"structured_outputs": {"choice": [f"choice number {n}" for n in range(1024)]}},
 }
 COMPLETIONS: dict[str, dict[str, Any]] = {

@@ -253,10 +253,10 @@ class SamplingFields(ExtraFields):
         if len(specs) > 1:
             raise InvalidRequest("only one of response_format and the fields of structured_outputs can be given")
         param = "response_format.json_schema.schema" if self.response_format else "structured_outputs"
+        if specs and len(specs[0].text) > MAX_GRAMMAR_LENGTH:  # before the checks, which take as long as it is
+            raise InvalidRequest(f"the {specs[0].kind.value} exceeds {MAX_GRAMMAR_LENGTH} characters")
         for spec in specs:
             check_kept(spec, param)
-        if specs and len(specs[0].text) > MAX_GRAMMAR_LENGTH:
-            raise InvalidRequest(f"the {specs[0].kind.value} exceeds {MAX_GRAMMAR_LENGTH} characters")
         return specs[0] if specs else None
 
     def check(self) -> None:

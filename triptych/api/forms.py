@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from triptych.api.json_schema import check_schema
+from triptych.api.json_schema import Steps, check_schema
 from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
 from triptych.errors import InvalidRequest
 from triptych.messages.work import GrammarKind, GrammarSpec
@@ -37,16 +37,26 @@ def answer_form(request: ChatCompletionRequest, thought: Thought) -> GrammarSpec
         answer = _triggered(tools) if any(tool.function.strict for tool in tools) else None
     if answer is None:
         return None
-    forced = request.tool_choice not in (None, "auto")
-    for number, tool in enumerate(tools):
-        if (forced or wanted is not None or tool.function.strict) and tool.function.parameters:
-            check_schema(tool.function.parameters, f"tools[{number}].function.parameters")
     text = json.dumps(_after_thought(answer, thought))
     if len(text) > MAX_FORM_LENGTH:
         raise InvalidRequest(
             f"the tools' parameters and the answer's form exceed {MAX_FORM_LENGTH} characters", "tools"
         )
+    _check_tools(request, tools, all_kept=wanted is not None)  # last, since it takes as long as they are
     return GrammarSpec(GrammarKind.STRUCTURAL_TAG, text)
+
+
+def _check_tools(request: ChatCompletionRequest, tools: Sequence[Tool], *, all_kept: bool) -> None:
+    """Raises InvalidRequest for a tool whose parameters the form has, but can't be kept to."""
+    choice, steps = request.call_choice, Steps()
+    if isinstance(choice, NamedTool):
+        names = {choice.function.name}
+    else:
+        forced = all_kept or choice == "required"
+        names = {tool.function.name for tool in tools if forced or tool.function.strict}
+    for number, tool in enumerate(request.tools or ()):
+        if tool.function.name in names and tool.function.parameters:
+            check_schema(tool.function.parameters, f"tools[{number}].function.parameters", steps)
 
 
 def _forced(request: ChatCompletionRequest, tools: Sequence[Tool]) -> Format:
