@@ -6,13 +6,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from tests.api.test_videos import video_part
 from tests.media.clips import clip
-from triptych.encode.jobs import TURN_SECONDS, EncodeJob
+from triptych.encode.jobs import EncodeJob
 from triptych.families.base import TowerInput
+from triptych.roles import encode
 from triptych.roles.encode import LONG_ITEMS_AT_A_TIME, EncodeHost
 from triptych.router.encodings import LONG_ITEMS_PER_CALLER
+
+TURN_SECONDS = 0.05
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a video takes several on a fast machine, too."""
+    monkeypatch.setattr(encode, "TURN_SECONDS", TURN_SECONDS)
 
 
 def long_videos(number: int) -> list[bytes]:
