@@ -436,11 +436,11 @@ def test_a_mask_that_is_late_is_not_expected_soon(made: Service) -> None:
     matching.accept(A)
     assert matching.mask(20) is not None
     assert made.wait(matching) is None
-    assert matching.quick
+    assert matching.last_was_quick
     [pid] = made.pids()
     os.kill(pid, signal.SIGSTOP)
     matching.accept(A)
     assert matching.mask(0.01) is None
-    assert not matching.quick
+    assert not matching.last_was_quick
     os.kill(pid, signal.SIGCONT)
     assert made.wait(matching) is None

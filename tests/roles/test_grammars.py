@@ -79,7 +79,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def never_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token waits for its mask."""
-    monkeypatch.setattr(Matching, "quick", property(lambda _: False))
+    monkeypatch.setattr(Matching, "last_was_quick", property(lambda _: False))
 
 
 def late_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,9 @@ from triptych.types import ItemPlan, TransferId
 class EncodeJob:
     """One item to encode, once, for every transfer that wants its rows. ``inputs`` yields its parts, preprocessing each
     when asked; ``names`` are those of the parts it has yielded, and ``rows`` the rows of those that are encoded, by
-    their number. ``caller`` is whose the item is, and ``long`` whether it is encoded by turns, of which the last
-    has taken ``turn_seconds`` of preprocessing. Times in seconds since
-    the epoch, 0 for not yet; ``deadline``, after which none of the transfers has a use for the rows, by
-    ``time.monotonic``."""
+    their number. ``caller`` is whose the item is, and ``long`` whether it is encoded by turns, of which the last has
+    taken ``turn_seconds`` of preprocessing. Times in seconds since the epoch, 0 for not yet; ``deadline``, after which
+    none of the transfers has a use for the rows, by ``time.monotonic``."""
 
     key: str
     plan: ItemPlan

@@ -62,8 +62,7 @@ class Plan:
 
     ``free`` are drawn from the whole vocabulary, ``limited`` from what min-p, top-k and top-p keep of it, the others
     aren't drawn at random. ``asking``, int64 [A], want log probabilities. ``masks`` are grammars' bitmasks, by row;
-    ``postponed_rows`` are those whose mask isn't there in time.
-    What there is none of is None.
+    ``postponed_rows`` are those whose mask isn't there in time. What there is none of is None.
     """
 
     def __init__(self, draws: Rows[Draw], vocabulary: int, device: torch.device) -> None:

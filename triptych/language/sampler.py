@@ -40,8 +40,7 @@ its last token is to be computed again."""
 def sample(logits: Tensor, draws: Rows[Draw]) -> list[Choice]:
     """One token per row, or the error that ends the row's request: NonFiniteLogits where the logits have a NaN or an
     infinity that is not a ban, NoTokenAllowed where every token is ruled out. None where nothing could be drawn yet, as
-    ``Choice`` has it. ``logits`` is float32 of shape (rows,
-    vocabulary), on any device, and isn't changed.
+    ``Choice`` has it. ``logits`` is float32 of shape (rows, vocabulary), on any device, and isn't changed.
 
     On a GPU the host waits once, for the result; twice if a row's top-p, or tokens as likely as the last that its
     limits keep, reach beyond ``NUCLEUS`` tokens.

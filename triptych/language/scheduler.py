@@ -5,7 +5,8 @@ to come. The others are *ready*, and are served in order of arrival. ``max_num_s
 first, one token each, then prompts whose KV is being sent; what is left of the token budget goes to prefill chunks,
 over the longest run of tokens that are ready.
 
-A sequence that waits doesn't run. It keeps what pages it has, but these are the first to be taken when pages run out.
+A sequence that waits doesn't run. An answer under way that had to wait takes the place of one that arrived later
+(``_give_places_back``). A sequence that waits keeps its pages, but these are the first to be taken when pages run out.
 A sequence may take the pages of those that rank after it:
 
 - First rank those that are *wholly* ready, so that they end without waiting again, in order of arrival.

@@ -234,7 +234,12 @@ class LanguageHost:
         ready = self._incoming.ready_tokens(sequence)
         matching = self._matchings.get(sequence.request)
         # what follows the prompt may be drawn elsewhere
-        if matching is None or not (self.prefills or sequence.lacks_newest_only) or matching.quick or matching.ready:
+        if (
+            matching is None
+            or not (self.prefills or sequence.lacks_newest_only)
+            or matching.last_was_quick
+            or matching.ready
+        ):
             return ready
         return min(ready, len(sequence.tokens) - 1)
 

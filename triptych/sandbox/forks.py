@@ -39,7 +39,7 @@ class ForkServer:
 
     def kill(self, number: int) -> None:
         """Ends a process at once; ``ended`` tells when. Does nothing for one that has ended."""
-        with contextlib.suppress(OSError):  # the server is gone, and the process with it; or it obeys no more
+        with contextlib.suppress(OSError):  # the server has ended, and the process with it, or it no longer reads
             send_file(self.control, Kill(number), None)
 
     def ended(self) -> Iterator[Ended]:

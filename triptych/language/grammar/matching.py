@@ -23,8 +23,8 @@ from triptych.sandbox.protocol import BrokenProtocol
 class Matching:
     """One request's. ``changed`` is the service's, with the lock that guards all its matchings.
 
-    For the instance's threads: ``ready``, ``quick``, ``error``, ``mask``, ``accept`` and ``close``. None of them waits
-    for matching, but ``mask`` as long as it is told to.
+    For the instance's threads: ``ready``, ``last_was_quick``, ``error``, ``mask``, ``accept`` and ``close``. None of
+    them waits for matching, but ``mask`` as long as it is told to.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Matching:
             return self._mask is not None
 
     @property
-    def quick(self) -> bool:
+    def last_was_quick(self) -> bool:
         """Whether the next mask can be expected within the time of a step, as the last one came."""
         return self._quick and self._error is None
 
