@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 from bench.language_limits import decoder_config
 from bench.measuring import like_an_instance, medians_in_turns, report
-from triptych.bench.transfer import machine
-from triptych.models.attention.base import AttentionBatch, KVTensors, pages_needed
-from triptych.models.attention.compiled import PagedAttention, paged_attention
-from triptych.models.attention.cpu import CpuAttention
-from triptych.models.config_files import load_config
-from triptych.models.decoder_config import DecoderConfig
+from triptych.checkpoint.config_files import load_config
+from triptych.layers.attention.base import AttentionBatch, KVTensors, pages_needed
+from triptych.layers.attention.compiled import PagedAttention, paged_attention
+from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.decoder_config import DecoderConfig
+from triptych.transfer_bench.measure import machine
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config
 from triptych.demo import MODEL_DIR
 from triptych.encode.workers import PreprocessWorkers
-from triptych.families.base import TowerInput
-from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config, load_preprocessor_config
+from triptych.models.base import TowerInput
+from triptych.models.registry import family_of, resolve
 from triptych.prompt.probe import probe_image
 from triptych.sandbox.protocol import Limits
 from triptych.types import ItemPlan

@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 
+from demo.questions import EVALUATION_SEEDS, Example, make_example
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
 from triptych.demo import MODEL_DIR
-from triptych.demo.questions import EVALUATION_SEEDS, Example, make_example
 from triptych.topology import Topology
 
 AT_A_TIME = 8
@@ -81,7 +81,7 @@ async def answers_over_http(folder: Path, examples: Sequence[Example], topology:
 
 def reference_answers(folder: Path, examples: Sequence[Example]) -> list[str]:
     """transformers' answers. Imported late: only this needs it."""
-    from triptych.demo.evaluate import Reference
+    from demo.evaluate import Reference
 
     reference = Reference(folder)
     return [reference.answer(example.pictures, example.parts) for example in examples]

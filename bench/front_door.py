@@ -27,12 +27,12 @@ import numpy as np
 import psutil
 from PIL import Image
 
+from triptych.checkpoint.fingerprint import fingerprint
 from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR
 from triptych.messages.channel import Channel, endpoint
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Generate, Heartbeat, Register, Stop, Tokens
-from triptych.models.fingerprint import fingerprint
 from triptych.topology import Role
 
 CHAT = "/v1/chat/completions"

@@ -23,10 +23,10 @@ from typing import Any
 import httpx
 
 from bench.serve import Load, Sample, ask, closed_loop, report, request_body
-from triptych.bench.transfer import machine
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
 from triptych.topology import Topology
+from triptych.transfer_bench.measure import machine
 
 SETUPS = ("1EPD:2", "2EPD:1", "1E1PD:1", "1EP1D:1")
 TTFT_TIMES, TPOT_TIMES = 5.0, 2.0

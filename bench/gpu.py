@@ -23,21 +23,21 @@ import torch
 from bench.gpu_models import MODELS, RandomCheckpoint, draws, made_up
 from bench.make_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
+from triptych.engine.buckets import bucket_sizes
+from triptych.engine.decode_graphs import DecodeGraphs, record_graphs
+from triptych.engine.gpu_forward import GpuForward, on_device
+from triptych.engine.gpu_runner import GpuRunner
+from triptych.engine.runner import MediaRows
+from triptych.engine.scheduler import Chunk
 from triptych.errors import StartError
-from triptych.families.base import TowerInput
-from triptych.families.registry import family_of, resolve
-from triptych.families.shared.decoder import decoder_keys
-from triptych.language.buckets import bucket_sizes
-from triptych.language.decode_graphs import DecodeGraphs, record_graphs
-from triptych.language.gpu_forward import GpuForward, on_device
-from triptych.language.gpu_runner import GpuRunner
-from triptych.language.runner import MediaRows
-from triptych.language.scheduler import Chunk
-from triptych.models.attention.base import KVTensors
-from triptych.models.decoder import Decoder, ForwardBatch
-from triptych.models.devices import find_device
-from triptych.models.layers import CUDA_FORMATS, PlainLinear
-from triptych.models.pinned import to_device, to_host
+from triptych.layers.attention.base import KVTensors
+from triptych.layers.decoder import Decoder, ForwardBatch
+from triptych.layers.devices import find_device
+from triptych.layers.linear import CUDA_FORMATS, PlainLinear
+from triptych.layers.pinned import to_device, to_host
+from triptych.models.base import TowerInput
+from triptych.models.registry import family_of, resolve
+from triptych.models.shared.backbone import decoder_keys
 
 PAGE_SIZE = EngineConfig().page_size
 
@@ -54,7 +54,7 @@ class Bench:
         family = resolve(family_of(config).tower)(config)
         backend = None
         if device.type == "cpu":
-            from triptych.models.attention.triton_backend import TritonAttention
+            from triptych.layers.attention.triton_backend import TritonAttention
 
             backend = TritonAttention(num_processors=4)
         weights = CUDA_FORMATS[dtype]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from bench.make_checkpoint import PRESETS, Sizes, model_config, weight_shapes
-from triptych.language.sampler import Draw
-from triptych.language.sequence import Sequence
+from triptych.checkpoint.reader import Checkpoint
+from triptych.checkpoint.safetensors_header import TensorInfo
+from triptych.engine.request import Sequence
+from triptych.engine.sampler import Draw
 from triptych.messages.work import Sampling
-from triptych.models.checkpoint import Checkpoint
-from triptych.models.safetensors_header import TensorInfo
 from triptych.types import RequestId
 
 MODELS = {

@@ -24,14 +24,14 @@ import httpx
 import numpy as np
 
 from bench.serve import Load, Sample, ask, request_body
-from triptych.bench.transfer import machine
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.reader import Checkpoint
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig, TransferConfig
-from triptych.families.registry import family_of, resolve
-from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
-from triptych.roles.build import Model
+from triptych.models.registry import family_of, resolve
+from triptych.server.build import Model
 from triptych.topology import Role
+from triptych.transfer_bench.measure import machine
 
 START_TIMEOUT = 120.0
 MODEL = "m"
@@ -43,8 +43,8 @@ FABRICS = ("shm", "nixl", "mooncake")
 
 def run_instance(config: ServeConfig, role: Role, join: str, at_end: bool) -> None:
     """What runs in an instance's process: the product's own entry point, and the switch before it."""
-    from triptych.roles import main
-    from triptych.roles.outgoing_kv import OutgoingKV
+    from triptych.engine.kv_sink import OutgoingKV
+    from triptych.server import main
 
     if at_end:
         computed, leave = OutgoingKV.computed, OutgoingKV.leave

@@ -30,10 +30,10 @@ from bench.language_limits import linear_ms, read_bandwidth, weight_bytes_read
 from bench.language_steps import overhead
 from bench.serve import Load, ask, request_body, run
 from bench.topologies import memory
-from triptych.bench.transfer import machine
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
 from triptych.topology import Topology
+from triptych.transfer_bench.measure import machine
 
 MODEL = "m"
 START_TIMEOUT = 600.0

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 from bench.measuring import median_seconds
 from bench.serve import Load
-from triptych.families.registry import family_of, resolve
-from triptych.models import native
-from triptych.models.config_files import load_config
-from triptych.models.decoder_config import DecoderConfig
-from triptych.models.safetensors_header import read_folder
-from triptych.models.shortlist import is_faster
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.safetensors_header import read_folder
+from triptych.layers import native
+from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.pruned_head import is_faster
+from triptych.models.registry import family_of, resolve
 
 READ_BYTES = 2**30
 

@@ -24,8 +24,8 @@ MODEL = "m"
 
 def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: Path) -> None:
     """What runs in the instance's process: the product's own entry point, with a stopwatch around the model."""
-    from triptych.language.runner import Runner
-    from triptych.roles import main
+    from triptych.engine.runner import Runner
+    from triptych.server import main
 
     spans: list[tuple[float, float]] = []
     logits: Callable[..., Any] = Runner._logits

@@ -20,13 +20,13 @@ from torch.nn import functional as F
 
 from bench.language_limits import decoder_shapes
 from bench.measuring import like_an_instance, median_seconds, report
-from triptych.bench.transfer import machine
-from triptych.families.base import TowerInput
-from triptych.families.registry import family_of, resolve
-from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
-from triptych.models.layers import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
-from triptych.models.pointwise import likeliest
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
+from triptych.layers.pointwise import likeliest
+from triptych.models.base import TowerInput
+from triptych.models.registry import family_of, resolve
+from triptych.transfer_bench.measure import machine
 
 CPU = torch.device("cpu")
 FORMATS = {"fp16": WEIGHT_FORMATS["auto"], "float32": WEIGHT_FORMATS["float32"], "int8": QUANTIZED_FORMATS["int8"]}

@@ -28,11 +28,11 @@ from rich.console import Console
 
 from bench.preprocess import make_video
 from bench.serve import Load, Sample, ask, request_body
-from triptych.bench.transfer import machine
 from triptych.cli.waterfall import waterfall
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
 from triptych.topology import Role
+from triptych.transfer_bench.measure import machine
 
 START_TIMEOUT = 120.0
 RECEIVE_BLOCKS = 256
@@ -42,8 +42,8 @@ MODEL = "m"
 
 def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> None:
     """What runs in an instance's process: the product's own entry point, and the switch before it."""
-    from triptych.roles import main
-    from triptych.roles.incoming_media import IncomingMedia
+    from triptych.engine.embedding_source import IncomingMedia
+    from triptych.server import main
 
     if waits:
         as_they_land = IncomingMedia.ready_tokens

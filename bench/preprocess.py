@@ -4,7 +4,7 @@
 
 A 2000 × 2000 JPEG, 30 s of 720p video of which two frames a second are seen (H.264, 30 frames a second), 30 s of audio
 (MP3), each from the bytes of its file to what the tower takes; and planning, for a video of hours too. ``--reference``
-names the Python of an environment where torchvision can be imported, as ``tests/families/golden/make_videos.py`` says;
+names the Python of an environment where torchvision can be imported, as ``tests/models/golden/make_videos.py`` says;
 without it, transformers' video processor isn't measured. Both sides run in processes of their own, in turns.
 """
 
@@ -101,10 +101,10 @@ def milliseconds(work: Callable[[], object], repeats: int) -> list[float]:
 
 def ours(folder: Path, repeats: int) -> dict[str, list[float]]:
     """Triptych's times, in ms."""
-    from triptych.families.qwen3_vl.plan import Qwen3VLPlanner
-    from triptych.families.qwen3_vl.preprocess import Qwen3VLPreprocessor
     from triptych.media.audio import decode_audio
     from triptych.media.log_mel import LogMel
+    from triptych.models.qwen3_vl.plan import Qwen3VLPlanner
+    from triptych.models.qwen3_vl.preprocess import Qwen3VLPreprocessor
     from triptych.prompt.probe import probe_image
     from triptych.prompt.probe_audio import probe_audio
     from triptych.prompt.probe_video import probe_video

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from bench.language_limits import decoder_shapes
 from bench.measuring import like_an_instance, median_seconds, medians_in_turns, report
-from triptych.bench.transfer import machine
-from triptych.models import float_product, int8, native
-from triptych.models.float_product import FbgemmProduct
-from triptych.models.products import Product
+from triptych.layers import float_product, int8, native
+from triptych.layers.float_product import FbgemmProduct
+from triptych.layers.products import Product
+from triptych.transfer_bench.measure import machine
 
 READ_BYTES = 2**28
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 345, 1024, 2048)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.measuring import report
-from triptych.bench.transfer import machine
 from triptych.cli.flags import model_folder
 from triptych.cluster.operator import Operator
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig, as_flags
 from triptych.topology import Role, Topology
+from triptych.transfer_bench.measure import machine
 
 CHANGES = [Role.P, Role.D, Role.PD, Role.D, Role.P, Role.PD]
 """Each of the three becomes each other once, beginning with PD."""

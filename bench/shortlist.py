@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from bench.measuring import like_an_instance, medians_in_turns, report
-from triptych.bench.transfer import machine
-from triptych.families.registry import family_of, resolve
-from triptych.models.attention.base import AttentionBatch, KVTensors
-from triptych.models.checkpoint import Checkpoint
-from triptych.models.config_files import load_config
-from triptych.models.decoder import Decoder, ForwardBatch
-from triptych.models.layers import WEIGHT_FORMATS, Head
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers.attention.base import AttentionBatch, KVTensors
+from triptych.layers.decoder import Decoder, ForwardBatch
+from triptych.layers.linear import WEIGHT_FORMATS, Head
+from triptych.models.registry import family_of, resolve
+from triptych.transfer_bench.measure import machine
 
 CPU = torch.device("cpu")
 TOKENS = (1, 2, 4, 8, 16, 32)

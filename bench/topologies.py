@@ -21,11 +21,11 @@ from typing import Any
 import psutil
 
 from bench.serve import Load, run
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
-from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config
-from triptych.models.safetensors_header import read_folder
+from triptych.models.registry import family_of, resolve
 from triptych.topology import Role, Topology
 
 MIB = 2**20

@@ -15,14 +15,14 @@ import torch
 from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 
 from bench.serve import Load, request_body
-from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.models.registry import family_of, resolve
 from triptych.prompt.prompt import PromptBuilder
 
 
 def inputs(folder: Path, builder: PromptBuilder, seed: int) -> dict[str, torch.Tensor]:
     """One request as the model takes it: planned and preprocessed as Triptych would, which is what transformers' own
-    image processor makes of it, too (tests/families)."""
+    image processor makes of it, too (tests/models)."""
     body = request_body("m", Load(), seed)
     (picture, text) = body["messages"][0]["content"]
     data = base64.b64decode(picture["image_url"]["url"].partition(",")[2])

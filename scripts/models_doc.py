@@ -8,20 +8,20 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.families import test_interleaving, test_mrope, test_patches, test_videos
-from tests.families.golden.make_videos import family_of
-from tests.models import test_families as halves
+from tests.layers import test_families as halves
+from tests.models import test_interleaving, test_mrope, test_patches, test_videos
+from tests.models.golden.make_videos import family_of
 from tests.parity import test_families as service
 from tests.parity import test_video_families
 from tests.tiny import TINY
-from triptych.families.registry import FAMILIES, Family, resolve
-from triptych.families.shared.decoder import Backbone
-from triptych.families.shared.tower import TowerSpec
-from triptych.models.decoder_config import RopeConfig
+from triptych.layers.decoder_config import RopeConfig
+from triptych.models.registry import FAMILIES, Family, resolve
+from triptych.models.shared.backbone import Backbone
+from triptych.models.shared.encoder import TowerSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 QWEN3_VL = {"qwen3_vl", "qwen3_vl_moe"}
-"""What tests/parity/conftest.py and tests/models/test_parity.py run: in more topologies, and with more faults, than the
+"""What tests/parity/conftest.py and tests/layers/test_parity.py run: in more topologies, and with more faults, than the
 others."""
 
 
@@ -39,26 +39,26 @@ CHECKS = (
     Check(
         "plans and patches of images",
         "bit for bit those of the Pillow processor, but for 16-bit grey, which it clips",
-        "tests/families",
+        "tests/models",
         {*test_patches.FAMILIES, *QWEN3_VL},
     ),
     Check(
         "plans, placeholders and patches of videos",
         "bit for bit those of transformers' processors, made where torchvision can be imported",
-        "tests/families/test_videos.py",
+        "tests/models/test_videos.py",
         {family_of(case) for case in test_videos.CASES},
     ),
     Check(
         "positions",
         "of 1,000 random mixes of text and the family's media (50 in CI) equal to `get_rope_index`",
-        "tests/families/test_mrope.py",
+        "tests/models/test_mrope.py",
         test_mrope.MODELS,
     ),
-    Check("tower rows", "within 1e-5", "tests/models", {*halves.WITH_IMAGES, *QWEN3_VL}),
+    Check("tower rows", "within 1e-5", "tests/layers", {*halves.WITH_IMAGES, *QWEN3_VL}),
     Check(
         "logits",
         "of whole prompts within 1e-4, from the published layout of keys and from `save_pretrained`'s",
-        "tests/models",
+        "tests/layers",
         {*(name for name, _ in halves.LAYOUTS), *QWEN3_VL, "qwen3_omni_moe_thinker"},
     ),
     Check(
@@ -78,14 +78,14 @@ CHECKS = (
         "audio",
         "tokens, features (within 1e-4) and rows (within 1e-5) as the reference has them; answers as above, to audio "
         "alone and beside images",
-        "tests/families, tests/models, tests/parity",
+        "tests/models, tests/layers, tests/parity",
         {name for name, family in FAMILIES.items() if "audio" in family.modalities and name in TINY},
     ),
     Check(
         "videos that are heard",
         "tokens in the order of transformers' processor, positions (in the mixes above) and answers as with its "
         "`use_audio_in_video`, from MP4, WebM and Matroska",
-        "tests/families, tests/parity/test_heard_videos.py",
+        "tests/models, tests/parity/test_heard_videos.py",
         {test_interleaving.FAMILY},
     ),
     Check("tensor parallelism", "the same answers from two ranks", "tests/parity", {*service.TWO_RANKS, *QWEN3_VL}),

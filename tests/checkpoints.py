@@ -30,9 +30,9 @@ from bench.make_checkpoint import (
     write_tokenizer,
     write_weights,
 )
-from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config
-from triptych.models.towers import TowerFamily
+from triptych.checkpoint.config_files import load_config
+from triptych.layers.encoder import TowerFamily
+from triptych.models.registry import family_of, resolve
 
 Layout = Literal["saved", "published"]
 """``saved``: what ``save_pretrained`` of transformers writes; ``published``: what the Hub folders hold."""

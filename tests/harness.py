@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ObserveConfig, ServeConfig, TransferConfig
-from triptych.language.scheduler import ReadyTokens, Scheduler, Step
+from triptych.engine.loop import LanguageHost
+from triptych.engine.scheduler import ReadyTokens, Scheduler, Step
 from triptych.messages.channel import Channel
 from triptych.messages.work import Sampling
-from triptych.models.checkpoint import Checkpoint
-from triptych.roles.build import Model, build_instance
-from triptych.roles.front_door import FrontDoor
-from triptych.roles.instance import Instance
-from triptych.roles.language import LanguageHost
+from triptych.server.build import Model, build_instance
+from triptych.server.frontend import FrontDoor
+from triptych.server.instance import Instance
 from triptych.topology import Role, Topology
 from triptych.types import Address
 

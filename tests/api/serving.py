@@ -15,10 +15,10 @@ import httpx
 from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import picture, png
 from triptych.config import EngineConfig, FrontDoorConfig, ObserveConfig
+from triptych.encode.loop import EncodeHost
+from triptych.engine.loop import LanguageHost
 from triptych.errors import TriptychError
-from triptych.roles.encode import EncodeHost
-from triptych.roles.instance import Instance
-from triptych.roles.language import LanguageHost
+from triptych.server.instance import Instance
 
 CHAT = "/v1/chat/completions"
 SOON = 1.0

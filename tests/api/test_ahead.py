@@ -4,7 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.api.serving import Served, image, image_part, wait_for
-from triptych.roles.encode import PREPROCESS_AHEAD, EncodeHost
+from triptych.encode.loop import PREPROCESS_AHEAD, EncodeHost
 
 
 def test_images_wait_as_files_not_as_patches(service: Served) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from tests.api.serving import CHAT, Served, image, image_part, served, wait_for
 from tests.api.test_bad_input import the_error
+from triptych.encode.loop import EncodeHost
+from triptych.engine.loop import LanguageHost
 from triptych.messages.work import Leave
-from triptych.roles.encode import EncodeHost
-from triptych.roles.language import LanguageHost
 
 
 @pytest.fixture

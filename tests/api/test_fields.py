@@ -12,8 +12,8 @@ from tests.api.test_completions import answer
 from tests.api.test_videos import frames_part
 from triptych.api.media_parts import LOW_DETAIL_PIXELS, View
 from triptych.api.schemas import ImagePart, ImageURL
+from triptych.encode.loop import EncodeHost
 from triptych.prompt.template import ChatTemplate
-from triptych.roles.encode import EncodeHost
 from triptych.types import PixelBounds
 
 TEMPLATE = """\

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from triptych.api.json_schema import FORMATS, MAY_BE_EMPTY, check_regex, check_schema
+from triptych.engine.grammar.compilation import MAX_WHITESPACE
 from triptych.errors import InvalidRequest
-from triptych.language.grammar.compilation import MAX_WHITESPACE
 
 END = 128
 COMPILER = xgrammar.GrammarCompiler(

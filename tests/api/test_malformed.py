@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.api.serving import Served, image_part, served
 from tests.parity.cases import picture
-from triptych.roles.encode import EncodeHost
+from triptych.encode.loop import EncodeHost
 
 FORMATS = {
     "JPEG": {"quality": 80},

@@ -4,7 +4,7 @@ import pytest
 
 from tests.api.scraping import Scrape, scrape
 from tests.api.serving import CHAT, Served, image, image_part, text_part, wait_for
-from triptych.roles.encode import EncodeHost
+from triptych.encode.loop import EncodeHost
 
 STAGES = {"fetch", "plan", "queue", "preprocess", "encode", "transfer", "prefill", "decode"}
 

@@ -12,7 +12,7 @@ from tests.api.scraping import scrape
 from tests.api.serving import Served, image, image_part, served, wait_for
 from triptych.api import readiness
 from triptych.api.readiness import Readiness
-from triptych.roles.encode import EncodeHost
+from triptych.encode.loop import EncodeHost
 
 
 @pytest.fixture(scope="module")

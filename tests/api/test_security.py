@@ -258,6 +258,6 @@ def test_no_error_tells_of_the_inside(service: Served) -> None:
 
 
 def test_the_look_at_errors_can_find_something() -> None:
-    for text in ("at 0x7f00aabbcc", "in /usr/lib/x", 'File "x.py", line 3', "tcp://127.0.0.1:5", "triptych.roles"):
+    for text in ("at 0x7f00aabbcc", "in /usr/lib/x", 'File "x.py", line 3', "tcp://127.0.0.1:5", "triptych.server"):
         assert INNER.search(text)
     assert not INNER.search("POST /v1/chat/completions took application/json")

@@ -10,13 +10,13 @@ from tests.api.serving import Served, image, image_part, served, text_part
 from tests.api.test_bad_input import the_error
 from tests.harness import FLOAT32
 from tests.tiny import make_tiny
+from triptych.checkpoint.reader import Checkpoint
 from triptych.cli import main
 from triptych.config import LeaseConfig, TransferConfig
 from triptych.errors import InvalidRequest, MediaNotServed, StartError
 from triptych.messages.channel import Channel
-from triptych.models.checkpoint import Checkpoint
 from triptych.prompt.prompt import PromptBuilder
-from triptych.roles.build import Model, build_instance
+from triptych.server.build import Model, build_instance
 from triptych.topology import Role
 
 

@@ -11,11 +11,11 @@ import pytest
 from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from tests.api.test_videos import video_part
 from tests.media.clips import clip
+from triptych.encode import loop as encode
 from triptych.encode.jobs import EncodeJob
-from triptych.families.base import TowerInput
-from triptych.roles import encode
-from triptych.roles.encode import LONG_ITEMS_AT_A_TIME, EncodeHost
-from triptych.router.encodings import LONG_ITEMS_PER_CALLER
+from triptych.encode.loop import LONG_ITEMS_AT_A_TIME, EncodeHost
+from triptych.models.base import TowerInput
+from triptych.router.encode_dispatcher import LONG_ITEMS_PER_CALLER
 
 TURN_SECONDS = 0.05
 

@@ -164,7 +164,7 @@ class Cluster:
         """Rank 1 of an instance, which then ends by itself, with all that it was."""
         command = self.parts.pop(name)
         command.descendants = psutil.Process(command.process.pid).children(recursive=True)
-        next(child for child in command.descendants if "triptych.roles.worker" in child.cmdline()).kill()
+        next(child for child in command.descendants if "triptych.server.rank" in child.cmdline()).kill()
         self.ended.append(command)
         assert command.end(5) == 1
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.tiny import make_tiny
+from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags, main, serve
 from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, as_flags
 from triptych.errors import ConfigError
-from triptych.models.safetensors_header import read_folder
 
 
 @pytest.fixture(scope="module")

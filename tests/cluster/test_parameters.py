@@ -14,11 +14,11 @@ import torch
 
 from tests.checkpoints import DENSE
 from tests.harness import FLOAT32, running
+from triptych.checkpoint.reader import Checkpoint
+from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.config import EngineConfig
-from triptych.models.checkpoint import Checkpoint
-from triptych.models.layers import PackedLinear
-from triptych.models.products import CompiledProduct
-from triptych.models.safetensors_header import TensorInfo
+from triptych.layers.linear import PackedLinear
+from triptych.layers.products import CompiledProduct
 
 _FOREIGN = (type, ModuleType, FunctionType)
 
@@ -115,7 +115,7 @@ def _holds(weights: list[torch.Tensor], checkpoint: Checkpoint, *, tower: bool) 
 
 def test_the_front_door_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, triptych.cli, triptych.roles.front_door, triptych.cluster.service;"
+        "import sys, triptych.cli, triptych.server.frontend, triptych.cluster.service;"
         "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

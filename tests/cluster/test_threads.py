@@ -10,11 +10,11 @@ import torch
 from tests.cluster.processes import ROOT, triptych
 from tests.cluster.test_serve import picture_answer
 from triptych.demo import MODEL_DIR
-from triptych.roles.build import use_threads
+from triptych.server.build import use_threads
 
 COMPUTES = """
 import os, psutil, torch
-from triptych.roles.compute import ComputeThread
+from triptych.compute_thread import ComputeThread
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 compute = ComputeThread(lambda: None)
 compute.submit(lambda: torch.ones(10**6).sum()).result()

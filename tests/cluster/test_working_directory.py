@@ -49,7 +49,7 @@ def test_no_process_of_a_service_runs_what_lies_there(folder: Path, hostile: Pat
         assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60).status_code == 200
         processes = psutil.Process(command.process.pid).children(recursive=True)
         run = {module for process in processes for module in process.cmdline() if module.startswith("triptych")}
-        assert {"triptych", "triptych.roles.worker", "triptych.sandbox.child"} <= run
+        assert {"triptych", "triptych.server.rank", "triptych.sandbox.child"} <= run
         assert {process.cwd() for process in processes} == {children.FOLDER}
     assert untouched(hostile)
     assert len((hostile / "requests.jsonl").read_text().splitlines()) == 2
@@ -66,7 +66,9 @@ def test_nor_do_processes_that_measure(hostile: Path, tmp_path: Path) -> None:
     """Started by a script, as ``triptych bench`` is: its own folder comes first on the path, not the working one."""
     script = tmp_path / "bin" / "script.py"
     script.parent.mkdir()
-    script.write_text("if __name__ == '__main__':\n    from triptych.bench.ends import Pair\n    Pair('shm').close()\n")
+    script.write_text(
+        "if __name__ == '__main__':\n    from triptych.transfer_bench.ends import Pair\n    Pair('shm').close()\n"
+    )
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, script], cwd=hostile, env=environment, check=True, timeout=60)
     assert untouched(hostile)

@@ -8,9 +8,9 @@ from PIL import Image
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from bench.demo_accuracy import Asked, answers_over_http, reference_answers, report
+from demo.evaluate import Reference
+from demo.questions import EVALUATION_SEEDS, make_example
 from triptych.demo import MODEL_DIR, PICTURES_DIR
-from triptych.demo.evaluate import Reference
-from triptych.demo.questions import EVALUATION_SEEDS, make_example
 
 EXACT = 0.97
 """What the bundled weights must keep: they were measured at 0.98 on 500 questions (model card)."""

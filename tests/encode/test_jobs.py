@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue, PreprocessTurns
-from triptych.families.base import TowerInput
+from triptych.models.base import TowerInput
 from triptych.types import ImageHeader, ItemPlan
 
 PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.models.paged_cases import BATCHES, SHAPES, Shape, check, make_case
-from triptych.models.devices import attention_for
+from tests.layers.paged_cases import BATCHES, SHAPES, Shape, check, make_case
+from triptych.layers.devices import attention_for
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LARGE = {

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from tests.checkpoints import load_family
-from tests.models.generating import PAGE_SIZE, Generating, prompts
-from triptych.language.decode_graphs import record_graphs
-from triptych.language.gpu_forward import GpuForward
-from triptych.language.gpu_runner import GpuRunner
-from triptych.language.runner import Runner
+from tests.layers.generating import PAGE_SIZE, Generating, prompts
+from triptych.checkpoint.reader import Checkpoint
+from triptych.engine.decode_graphs import record_graphs
+from triptych.engine.gpu_forward import GpuForward
+from triptych.engine.gpu_runner import GpuRunner
+from triptych.engine.runner import Runner
+from triptych.layers.attention.base import KVTensors
+from triptych.layers.decoder import AfterLayer, Decoder, ForwardBatch
+from triptych.layers.linear import CUDA_FORMATS, WEIGHT_FORMATS, WeightFormat
 from triptych.messages.work import Sampling
-from triptych.models.attention.base import KVTensors
-from triptych.models.checkpoint import Checkpoint
-from triptych.models.decoder import AfterLayer, Decoder, ForwardBatch
-from triptych.models.layers import CUDA_FORMATS, WEIGHT_FORMATS, WeightFormat
 
 CPU = torch.device("cpu")
 POOL = 11

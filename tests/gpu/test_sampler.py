@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from triptych.language import sampler
-from triptych.language.history import History
-from triptych.language.sampler import Draw
+from triptych.engine import sampler
+from triptych.engine.history import History
+from triptych.engine.sampler import Draw
+from triptych.layers.pinned import to_host
 from triptych.messages.work import Sampling
-from triptych.models.pinned import to_host
 
 VOCABULARY = 151_936
 LIMITS = [

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from tests.checkpoints import load_family
-from tests.models.driving import random_input
-from triptych.models.checkpoint import Checkpoint
-from triptych.models.layers import CUDA_FORMATS, WEIGHT_FORMATS
+from tests.layers.driving import random_input
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers.linear import CUDA_FORMATS, WEIGHT_FORMATS
 
 IMAGES = [random_input((1, 4, 6), 1), random_input((1, 2, 2), 2), random_input((1, 8, 4), 3)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float16", 0.1), ("bfloat16", 0.5)])
 def test_rows(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: str, tolerance: float) -> None:
-    build = pytest.importorskip("triptych.roles.build", reason="an instance's libraries aren't all installed")
+    build = pytest.importorskip("triptych.server.build", reason="an instance's libraries aren't all installed")
     folder = checkpoint_folder()
     family, checkpoint = load_family(folder), Checkpoint(folder)
     expected = family.load_tower(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu")).encode(IMAGES)

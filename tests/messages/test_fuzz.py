@@ -25,6 +25,10 @@ import zmq
 from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import Case, picture, png
+from triptych.encode.loop import EncodeHost
+from triptych.engine.embedding_source import IncomingMedia
+from triptych.engine.kv_source import IncomingKV
+from triptych.engine.loop import LanguageHost
 from triptych.errors import InstanceLost, Unavailable
 from triptych.messages.channel import Channel
 from triptych.messages.codec import BadMessage, Message, decode, encode
@@ -45,14 +49,10 @@ from triptych.messages.work import (
     Welcome,
     WorkMessage,
 )
-from triptych.roles.encode import EncodeHost
-from triptych.roles.host import Host
-from triptych.roles.incoming_kv import IncomingKV
-from triptych.roles.incoming_media import IncomingMedia
-from triptych.roles.instance import Instance
-from triptych.roles.language import LanguageHost
-from triptych.roles.sending import SendingHost
 from triptych.router.router import Router
+from triptych.server.instance import Instance
+from triptych.server.sender_loop import SendingHost
+from triptych.stage_loop import Host
 from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 

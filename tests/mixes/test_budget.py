@@ -18,8 +18,8 @@ import pytest
 from tests.api.serving import Served, image, image_part, served, wait_for
 from tests.checkpoints import make_checkpoint
 from tests.mixes.bodies import TOOL
+from triptych.engine.loop import LanguageHost
 from triptych.heap import settled
-from triptych.roles.language import LanguageHost
 
 BUDGET = 0.1
 """Seconds, on a core that needs no longer than ``LOOP_SECONDS`` for ``loop``; more on a slower one."""

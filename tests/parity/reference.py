@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel
 
 from tests.checkpoints import load_reference
-from tests.models.driving import media_types
+from tests.layers.driving import media_types
 from triptych.prompt.prompt import PlannedPrompt
 
 

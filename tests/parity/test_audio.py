@@ -25,7 +25,7 @@ from tests.parity.videos import Model, answered, image_part, user, video_part
 from tests.tiny import make_tiny
 from triptych.media.audio import decode_audio
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
-from triptych.roles.instance import Instance
+from triptych.server.instance import Instance
 from triptych.types import AudioHeader
 
 RATE = 16_000

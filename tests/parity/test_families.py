@@ -14,8 +14,8 @@ from tests.parity.conftest import Model
 from tests.parity.test_tokens import Recording, language_host
 from tests.tiny import TINY, make_tiny
 from triptych.config import EngineConfig
-from triptych.families.registry import FAMILIES
-from triptych.roles.instance import Instance
+from triptych.models.registry import FAMILIES
+from triptych.server.instance import Instance
 
 TEXTS = [
     *[case for case in CASES if not case.images],

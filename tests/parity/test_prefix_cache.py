@@ -8,7 +8,7 @@ import pytest
 from tests.harness import FLOAT32, Messages, Running, running
 from tests.parity.cases import CASES, picture, png
 from tests.parity.conftest import Model
-from triptych.roles.encode import EncodeHost
+from triptych.encode.loop import EncodeHost
 
 REQUESTS = [case.messages for case in CASES]
 PAGE = FLOAT32.page_size

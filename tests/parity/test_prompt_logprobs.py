@@ -13,8 +13,8 @@ from tests.harness import FLOAT32, Messages, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig
+from triptych.engine.split_loops import PrefillHost
 from triptych.messages.work import PromptLogprobs, Sampling, Tokens
-from triptych.roles.split import PrefillHost
 
 REQUESTS = [case.messages for case in CASES]
 TOP = 5

@@ -10,10 +10,10 @@ from tests.harness import FLOAT32, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig, TransferConfig
+from triptych.engine.kv_source import IncomingKV
+from triptych.engine.split_loops import DecodeHost, PrefillHost
 from triptych.errors import MediaNotServed
 from triptych.messages.work import GrammarKind, GrammarSpec, Sampling
-from triptych.roles.incoming_kv import IncomingKV
-from triptych.roles.split import DecodeHost, PrefillHost
 
 REQUESTS = [case.messages for case in CASES]
 TEXTS = [case.messages for case in CASES if not case.images]

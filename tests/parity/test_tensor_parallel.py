@@ -9,8 +9,8 @@ from tests.harness import FLOAT32, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig
-from triptych.language.scheduler import Scheduler
-from triptych.roles.split import DecodeHost
+from triptych.engine.scheduler import Scheduler
+from triptych.engine.split_loops import DecodeHost
 
 REQUESTS = [case.messages for case in CASES]
 TWO_RANKS = replace(FLOAT32, tensor_parallel_size="2")

@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.harness import FLOAT32, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
-from triptych.models.decoder import Decoder, ForwardBatch
-from triptych.roles.instance import Instance
-from triptych.roles.language import LanguageHost
+from triptych.engine.loop import LanguageHost
+from triptych.layers.decoder import Decoder, ForwardBatch
+from triptych.server.instance import Instance
 
 REQUESTS = [case.messages for case in CASES]
 

@@ -15,9 +15,9 @@ from tests.harness import FLOAT32, Messages, Running, running
 from tests.media.clips import clip, turned
 from tests.parity.videos import Model, answered, image_part, listed, user, video_part
 from triptych.encode.cache import Rows
-from triptych.families.base import TowerInput
-from triptych.roles.encode import EncodeHost
-from triptych.roles.instance import Instance
+from triptych.encode.loop import EncodeHost
+from triptych.models.base import TowerInput
+from triptych.server.instance import Instance
 
 CASES: dict[str, Messages] = {
     "mp4": user(video_part(clip("mp4", frames=50)), "What happens?"),

@@ -12,8 +12,8 @@ from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig, TransferConfig
+from triptych.engine.split_loops import DecodeHost
 from triptych.messages.work import GrammarKind, GrammarSpec
-from triptych.roles.split import DecodeHost
 
 SCHEMA = """{"type": "object", "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer"}},
 "required": ["colour", "count"], "additionalProperties": false}"""

@@ -12,16 +12,16 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import load_reference
-from tests.families.test_mrope import seconds_of
 from tests.harness import FLOAT32, Messages, running
 from tests.media.clips import picture
+from tests.models.test_mrope import seconds_of
 from tests.parity.cases import picture as still
 from tests.parity.cases import png
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.config import EngineConfig
-from triptych.families.base import VISION
-from triptych.families.registry import family_of, resolve
 from triptych.media.frames import PackedFrames, pack_frames
-from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.models.base import VISION
+from triptych.models.registry import family_of, resolve
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
 
 
@@ -58,7 +58,7 @@ class Model:
 
     @cached_property
     def answers(self) -> list[list[int]]:
-        """What transformers says to what its own processor would make of the videos (``tests/families``)."""
+        """What transformers says to what its own processor would make of the videos (``tests/models``)."""
         reference = load_reference(self.folder)
         answers = []
         for prompt in self.prompts:

@@ -19,7 +19,7 @@ from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, Neede
 from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.router.admission import FIRST
-from triptych.router.encodings import LONG_ITEMS, LONG_ITEMS_PER_CALLER
+from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CALLER
 from triptych.router.forecast import ENOUGH
 from triptych.router.router import TokenStream
 from triptych.types import Address, RequestId, TransferId

@@ -18,7 +18,6 @@ from triptych.errors import (
     TruncatedMedia,
     Unavailable,
 )
-from triptych.families.base import Positions
 from triptych.messages.codec import Message
 from triptych.messages.rows import Done, End, RowLayout
 from triptych.messages.work import (
@@ -42,6 +41,7 @@ from triptych.messages.work import (
     Tokens,
     Welcome,
 )  # fmt: skip
+from triptych.models.base import Positions
 from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt

@@ -10,9 +10,9 @@ from triptych.api.fields import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from triptych.api.held import Held
 from triptych.api.named_media import NamedMedia
 from triptych.api.observed import Observer
+from triptych.checkpoint.config_files import GENERATION_CONFIG, load_generation_config
 from triptych.config import FrontDoorConfig
 from triptych.errors import CheckpointError
-from triptych.models.config_files import GENERATION_CONFIG, load_generation_config
 from triptych.prompt.media import MediaSource
 from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.tokenizer import Tokenizer

@@ -12,13 +12,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags
 from triptych.config import FrontDoorConfig, ObserveConfig, ServeConfig, is_loopback, parse_cpus, parse_ranks
 from triptych.errors import ConfigError, StartError, TriptychError
-from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config
-from triptych.models.decoder_config import DecoderConfig
-from triptych.models.safetensors_header import read_folder
+from triptych.layers.decoder_config import DecoderConfig
+from triptych.models.registry import family_of, resolve
 from triptych.observe.machine import available_bytes, check_cores
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
@@ -103,7 +103,7 @@ def _memory(config: ServeConfig, stages: dict[str, int]) -> Check:
 def _device(config: ServeConfig) -> str:
     import torch  # here, because the front door's process has this module too, and stays without it
 
-    from triptych.models.devices import find_device, free_bytes
+    from triptych.layers.devices import find_device, free_bytes
 
     device = find_device(config.engine.device)
     memory = f"{free_bytes(device) / 2**30:.1f} GiB free"

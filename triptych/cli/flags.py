@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import sources
 from triptych.config import (
     ClusterConfig,
@@ -24,9 +26,7 @@ from triptych.config import (
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
-from triptych.families.registry import family_of
-from triptych.models.config_files import load_config
-from triptych.models.safetensors_header import read_folder
+from triptych.models.registry import family_of
 from triptych.topology import Topology
 
 TEXT_ALONE = "1PD"

@@ -117,7 +117,7 @@ def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str |
     # before torch is imported, which reads it once
     threads = threads_per_process(config.engine, processes_of(config.engine, role))
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    from triptych.roles.main import run_instance
+    from triptych.server.main import run_instance
 
     run_instance(config, role, join, name, threads)
     return 0

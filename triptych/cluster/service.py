@@ -6,13 +6,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from triptych.checkpoint.config_files import load_config
 from triptych.cluster.local import LocalCluster, Print, wait_until_ready
 from triptych.config import ServeConfig
 from triptych.errors import TopologyError
-from triptych.families.registry import family_of
 from triptych.heap import settled
-from triptych.models.config_files import load_config
-from triptych.roles.front_door import FrontDoor
+from triptych.models.registry import family_of
+from triptych.server.frontend import FrontDoor
 from triptych.topology import Topology
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from triptych.encode.cache import Rows
 from triptych.fair_queue import FairQueue, Ticket
-from triptych.families.base import TowerInput
+from triptych.models.base import TowerInput
 from triptych.types import ItemPlan, TransferId
 
 

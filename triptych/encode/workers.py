@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.errors import DecodeFailed, InternalError
-from triptych.families.base import Preprocessor, TowerInput
-from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.models.base import Preprocessor, TowerInput
+from triptych.models.registry import family_of, resolve
 from triptych.sandbox.child import Handler
 from triptych.sandbox.protocol import Limits, WorkerSpec
 from triptych.sandbox.workers import Workers

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.checkpoint.fingerprint import fingerprint, update_with_length
 from triptych.errors import (
     CheckpointError,
     InternalError,
@@ -19,10 +21,8 @@ from triptych.errors import (
     PromptTooLong,
     UnsupportedMedia,
 )
-from triptych.families.base import Planner, Positions
-from triptych.families.registry import family_of, resolve
-from triptych.models.config_files import load_config, load_preprocessor_config, load_video_config
-from triptych.models.fingerprint import fingerprint, update_with_length
+from triptych.models.base import Planner, Positions
+from triptych.models.registry import family_of, resolve
 from triptych.prompt.caps import Counted, MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio

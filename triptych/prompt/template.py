@@ -12,8 +12,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from triptych.checkpoint.config_files import read_json_object
 from triptych.errors import CheckpointError, InvalidRequest
-from triptych.models.config_files import read_json_object
 from triptych.prompt.bounded_jinja import BoundedEnvironment
 from triptych.prompt.reasoning import THINK
 

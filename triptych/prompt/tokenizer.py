@@ -8,8 +8,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from triptych.checkpoint.config_files import GENERATION_CONFIG, load_config, load_generation_config
 from triptych.errors import CheckpointError
-from triptych.models.config_files import GENERATION_CONFIG, load_config, load_generation_config
 
 _SHRINKING = (normalizers.NFC, normalizers.Lowercase)
 _MANY = 4096

@@ -55,7 +55,7 @@ from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission, Waiting
 from triptych.router.assigned import Assigned, Prefilling
-from triptych.router.encodings import Encodings, Wanted
+from triptych.router.encode_dispatcher import Encodings, Wanted
 from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry, is_same

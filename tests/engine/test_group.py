@@ -1,0 +1,104 @@
+"""The KV cache that ranks share: each has its heads, and together they are the cache of one process."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from triptych.engine.group import GroupCache, make_cache
+from triptych.engine.kv_rows import CacheRows
+from triptych.layers.attention.base import KVTensors
+from triptych.layers.decoder_config import DecoderConfig, RopeConfig
+from triptych.layers.parallel import SINGLE_RANK, Dimension, Group, SingleRank
+
+LAYERS, PAGES, PAGE_SIZE, DIM = 3, 5, 4, 8
+CONFIG = DecoderConfig(
+    vocab_size=8,
+    hidden_size=8,
+    num_layers=LAYERS,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=DIM,
+    intermediate_size=8,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(1e4),
+    tie_embeddings=True,
+    num_deepstack_layers=0,
+)
+
+
+@dataclass(frozen=True)
+class Rank(SingleRank):
+    rank: int
+    size: int
+
+
+@contextmanager
+def file_in_memory() -> Iterator[str]:
+    file = os.memfd_create("cache")
+    try:
+        yield f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        os.close(file)
+
+
+def cache_of(config: DecoderConfig, group: Group, path: str, dtype: torch.dtype) -> GroupCache:
+    return make_cache(
+        config, group, num_pages=PAGES, page_size=PAGE_SIZE, dtype=dtype, device=torch.device("cpu"), path=path
+    )
+
+
+def filled(config: DecoderConfig, dtype: torch.dtype) -> KVTensors:
+    """A cache of one process, every value another."""
+    cache = cache_of(config, SINGLE_RANK, "", dtype).whole
+    for index, tensor in enumerate((*cache.keys, *cache.values)):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)))
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2)])
+def test_what_ranks_write_rank_0_sees_as_rows_of_one_process(dtype: torch.dtype, kv_heads: int, size: int) -> None:
+    """And what it writes as such, they read. With fewer heads than ranks, several write the same."""
+    config, pages = replace(CONFIG, num_kv_heads=kv_heads), [3, 4, 0]
+    one = filled(config, dtype)
+    with file_in_memory() as path:
+        ranks = [cache_of(config, Rank(rank, size), path, dtype) for rank in range(size)]
+        for rank, cache in enumerate(ranks):
+            heads = Dimension(kv_heads).part(Rank(rank, size))
+            for ours, whole in zip(cache.own.keys + cache.own.values, one.keys + one.values, strict=True):
+                assert ours.shape[2] == config.shard(size).num_kv_heads
+                ours.copy_(whole[:, :, heads])
+    rows, expected = CacheRows(ranks[0].whole), CacheRows(one)
+    for layer in range(LAYERS):
+        for part in range(2):
+            found = list(rows.of(layer, part, pages, 1, 10))
+            assert len(found) == 2, "as many views as in one process"
+            for ours, theirs in zip(found, expected.of(layer, part, pages, 1, 10), strict=True):
+                assert ours.flags.c_contiguous
+                assert (ours == theirs).all()
+                ours[:] = 0
+    written = torch.zeros(PAGES * PAGE_SIZE, dtype=torch.bool)
+    written[[13, 14, 15, 16, 17, 18, 19, 0, 1, 2]] = True
+    for cache in ranks:
+        for tensor in cache.own.keys + cache.own.values:
+            assert ((tensor.flatten(0, 1) == 0).all(dim=2).all(dim=1) == written).all()
+
+
+def test_memory_is_given_back_with_the_last_tensor() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:cache")
+
+    with file_in_memory() as path:
+        ranks = [cache_of(CONFIG, Rank(rank, 2), path, torch.float32) for rank in range(2)]
+        assert mapped() == 2
+    kept = ranks[0].own.keys[0]
+    del ranks
+    assert mapped() == 1
+    kept.fill_(1.0)
+    del kept
+    assert mapped() == 0

@@ -1,0 +1,402 @@
+"""Sequences that wait for media, KV or pages beside sequences that are ready: the scheduler without devices."""
+
+import itertools
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triptych.engine.kv_cache import PagePool
+from triptych.engine.request import Sequence
+from triptych.engine.scheduler import MAX_PASSED, Scheduler, Step
+from triptych.messages.work import PlacedItem, Sampling
+from triptych.types import Placement, RequestId, Span
+
+ROLES = {"PD": (True, True), "P": (True, False), "D": (False, True)}
+
+
+def sequence(name: str, prompt: int, max_tokens: int = 1, *, media: int = 0, role: str = "PD") -> Sequence:
+    """A prompt of ``prompt`` tokens of its own, the last ``media`` of them a picture's."""
+    prefilled_here, decoded_here = ROLES[role]
+    placement = Placement((Span(prompt - media, media),)) if media else None
+    return Sequence(
+        request=RequestId(name),
+        tokens=[zlib.crc32(name.encode()) % 1000] + [1] * (prompt - 1),
+        positions=np.zeros((3, prompt), dtype=np.int64),
+        next_position=prompt,
+        items=[PlacedItem(name, placement, media)] if placement else [],
+        sampling=Sampling(max_tokens=max_tokens),
+        eos_token_ids=frozenset(),
+        prefilled_here=prefilled_here,
+        decoded_here=decoded_here,
+    )
+
+
+@dataclass
+class World:
+    """What surrounds a scheduler of one role: an encoder, a receive pool of ``blocks`` media tokens, and, for one that
+    only decodes, instances that prefill."""
+
+    role: str
+    pages: int
+    page_size: int = 1
+    max_num_seqs: int = 4
+    budget: int = 8
+    blocks: int = 10_000
+    reuse: bool = False
+    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    lands: Callable[[Sequence], bool] = lambda _: True
+    """Whether a token of a sequence's media lands now, or its prefill instance has it all."""
+    tokens: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """By sequence in which step which tokens were computed."""
+
+    def __post_init__(self) -> None:
+        pool = PagePool(self.pages, self.page_size)
+        self.scheduler = Scheduler(pool, self.max_num_seqs, self.budget, reuse_prefixes=self.reuse)
+        self.landed: dict[RequestId, int] = {}
+        self.asked: set[RequestId] = set()
+        self.offered: set[RequestId] = set()
+        self.num_steps = 0
+        self.idle_turns = 0
+
+    def add(self, one: Sequence) -> Sequence:
+        self.scheduler.add(one)
+        self.need(one)
+        return one
+
+    def need(self, one: Sequence) -> None:
+        """Its transfers start over."""
+        self.asked.discard(one.request)
+        self.offered.discard(one.request)
+        if one.admitted:
+            self.asked.add(one.request)
+        before_media = one.items[0].placement.start if one.items else len(one.tokens)
+        self.landed[one.request] = max(before_media, one.num_computed)
+
+    def ready(self, one: Sequence) -> int:
+        if self.role == "D":
+            comes = not one.items or one.request in self.offered or (one.admitted and one.request not in self.asked)
+            return len(one.tokens) if comes else one.num_computed
+        landed = self.landed[one.request]
+        return len(one.tokens) if landed >= one.num_prompt else max(landed, one.num_computed)
+
+    def held(self, one: Sequence) -> int:
+        """Media tokens that lie in the receive pool."""
+        if not one.items:
+            return 0
+        start = max(one.num_computed, one.items[0].placement.start)
+        return max(0, min(self.landed[one.request], one.num_prompt) - start)
+
+    def land(self) -> None:
+        """Tokens land in order of arrival, the first in line at the expense of the others."""
+        head = True
+        for one in self.scheduler:
+            if not one.items or self.landed[one.request] >= one.num_prompt:
+                continue
+            used = sum(self.held(other) for other in self.scheduler)
+            if used >= self.blocks and head:
+                later = [o for o in self.scheduler if o.arrival > one.arrival and self.held(o) and not o.sends_pages]
+                if later:
+                    self.landed[later[-1].request] -= self.held(later[-1])
+                    used = sum(self.held(other) for other in self.scheduler)
+            head = False
+            if used < self.blocks and self.lands(one):
+                self.landed[one.request] += 1
+
+    def prefill(self) -> None:
+        """What other instances do for one that only decodes."""
+        for one in list(self.scheduler):
+            if one.request not in self.asked:
+                continue
+            if one.request in self.offered or not one.items:
+                if self.chance.random() < 0.7:
+                    self.asked.discard(one.request)
+                    self.scheduler.arrived(one, len(one.tokens))
+                    self.took_token(one)
+            elif self.lands(one):
+                self.offered.add(one.request)
+
+    def took_token(self, one: Sequence) -> None:
+        one.tokens.append(2)
+        if one.finish_reason() or not one.decoded_here:
+            self.scheduler.remove(one.request)
+
+    def turn(self) -> Step:
+        """One look at what has come, and one step."""
+        self.land()
+        self.prefill()
+        sending = [one for one in self.scheduler if one.sends_pages]
+        step = self.scheduler.schedule(self.ready)
+        self.check(step, sending)
+        for one in [*step.preempted, *step.admitted]:
+            self.need(one)
+        self.scheduler.computed(step)
+        for chunk in step.chunks:
+            self.tokens.setdefault(chunk.sequence.request, []).append((self.num_steps, chunk.length))
+            if chunk.samples:
+                self.took_token(chunk.sequence)
+        self.num_steps += bool(step.chunks)
+        self.idle_turns = 0 if step.chunks or step.admitted else self.idle_turns + 1
+        return step
+
+    def check(self, step: Step, sending: list[Sequence]) -> None:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        assert len({page for one in scheduler for page in one.pages}) == pool.num_held
+        assert len(step.chunks) <= self.max_num_seqs
+        assert sum(one.running for one in scheduler) <= self.max_num_seqs
+        assert step.num_tokens <= self.budget
+        assert not any(one.running and one.waits for one in scheduler)
+        assert all(one.sends_pages for one in sending), "pages that KV is sent from were taken"
+        assert all(one.wholly_ready for one in scheduler if one.sends_pages)
+        for chunk in step.chunks:
+            assert chunk.start + chunk.length <= self.ready(chunk.sequence)
+            assert len(chunk.sequence.pages) * self.page_size >= chunk.start + chunk.length
+        if not step.chunks and not step.admitted:
+            again = scheduler.schedule(self.ready)
+            assert not again.chunks and not again.admitted, "a step was there, but only at the second look"
+            step.preempted += again.preempted
+
+    def finish(self, limit: int) -> None:
+        for _ in range(limit):
+            if not len(self.scheduler):
+                self.scheduler.pool.check_all_free()
+                return
+            self.turn()
+        raise AssertionError(f"after {limit} turns there are {[one.request for one in self.scheduler]}")
+
+
+def computing(step: Step) -> list[str]:
+    return [chunk.sequence.request for chunk in step.chunks]
+
+
+# ── by example ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("role", ["PD", "P"])
+def test_a_prompt_whose_known_prefix_ends_in_its_picture_holds_up_nobody(role: str) -> None:
+    world = World(role, pages=64, page_size=4, reuse=True, budget=64)
+    world.add(sequence("warm", 10, media=8, role=role))
+    world.finish(20)
+    world.lands = lambda _: False
+    asked_again = sequence("warm", 10, media=8, role=role)
+    asked_again.request = RequestId("again")
+    world.add(asked_again)
+    assert asked_again.num_reused == 8
+    for number in range(3):
+        world.add(sequence(f"text {number}", 6, role=role))
+    assert computing(world.turn()) == ["text 0", "text 1", "text 2"]
+
+
+@pytest.mark.parametrize("role", ["PD", "P", "D"])
+def test_prompts_that_wait_have_no_place_among_those_that_run(role: str) -> None:
+    world = World(role, pages=1000, max_num_seqs=2, budget=64, lands=lambda _: False)
+    for number in range(20):
+        world.add(sequence(f"media {number}", 8, media=6, role=role))
+    for _ in range(20):
+        world.turn()
+    for number in range(2):
+        world.add(sequence(f"text {number}", 6, 4, role=role))
+    for _ in range(20):
+        world.turn()
+    assert len(world.scheduler) == 20
+    world.lands = lambda _: True
+    world.finish(200)
+
+
+@pytest.mark.parametrize("role", ["PD", "P", "D"])
+def test_pages_of_prompts_that_wait_are_taken_whatever_came_first(role: str) -> None:
+    world = World(role, pages=12, budget=64, lands=lambda one: role != "D" and world.landed[one.request] < 8)
+    media = [world.add(sequence(f"media {number}", 10, media=8, role=role)) for number in range(3)]
+    for _ in range(30):
+        world.turn()
+    assert world.scheduler.pool.num_free < 12
+    world.add(sequence("text", 12, role=role))
+    for _ in range(20):
+        world.turn()
+    assert world.scheduler.get(RequestId("text")) is None
+    assert any(one.num_passed for one in media)
+    world.lands = lambda _: True
+    world.finish(200)
+
+
+def test_a_prefill_instance_sends_once_all_is_ready_and_can_take_back_what_it_computed_before() -> None:
+    world = World("P", pages=12, budget=4, lands=lambda one: world.landed[one.request] < 6)
+    media = world.add(sequence("media", 10, media=8, role="P"))
+    for _ in range(10):
+        world.turn()
+    assert (media.num_computed, media.sends_pages, len(media.pages)) == (6, False, 6)
+    world.add(sequence("text", 10, role="P"))
+    step = world.turn()
+    assert (computing(step), step.preempted) == (["text"], [media])
+    world.lands = lambda _: True
+    world.landed[media.request] = 10
+    for computed in (0, 0, 0, 4, 8):
+        assert media.num_computed == computed
+        world.turn()
+        assert (len(media.pages) if media.num_computed else 0) in (0, 10), "all of them, once it is its turn"
+    assert not len(world.scheduler)
+
+
+def test_a_large_prompt_whose_rows_come_one_by_one_is_not_passed_for_ever() -> None:
+    """Between two rows it waits, and there is always a text that would take its pages."""
+    for role in ("PD", "P"):
+        world = World(role, pages=12, blocks=1, budget=64)
+        large = world.add(sequence("large", 11, media=10, role=role))
+        numbers = itertools.count()
+        for _ in range(60 * MAX_PASSED):
+            while sum(not one.items for one in world.scheduler) < 3:
+                world.add(sequence(f"text {next(numbers)}", 4, 3, role=role))
+            world.turn()
+            if not world.scheduler.get(large.request):
+                break
+        assert world.scheduler.get(large.request) is None
+        assert large.num_passed <= MAX_PASSED
+
+
+def test_a_decode_instance_asks_for_a_prompt_with_media_though_there_are_always_texts() -> None:
+    world = World("D", pages=12, budget=64, lands=lambda _: world.chance.random() < 0.2)
+    large = world.add(sequence("large", 12, media=10, role="D"))
+    numbers = itertools.count()
+    for _ in range(100 * MAX_PASSED):
+        while sum(not one.items for one in world.scheduler) < 3:
+            world.add(sequence(f"text {next(numbers)}", 4, 3, role="D"))
+        world.turn()
+        if not world.scheduler.get(large.request):
+            break
+    assert world.scheduler.get(large.request) is None
+
+
+def test_two_that_wait_in_turns_do_not_take_each_others_pages_for_ever() -> None:
+    for role in ("PD", "P"):
+        world = World(role, pages=12, blocks=1, budget=64)
+        for number in range(2):
+            world.add(sequence(f"large {number}", 12, media=11, role=role))
+        world.finish(100)
+        assert world.scheduler.num_preemptions < 40
+
+
+def test_one_whose_media_have_landed_gets_its_turn_before_those_that_came_later() -> None:
+    world = World("PD", pages=100, max_num_seqs=1, budget=4, lands=lambda _: False)
+    media = world.add(sequence("media", 4, media=3))
+    texts = [world.add(sequence(f"text {number}", 4, 5)) for number in range(3)]
+    world.turn()
+    world.turn()
+    world.landed[media.request] = 4
+    order: list[str] = []
+    while len(world.scheduler):
+        order += [name for name in computing(world.turn()) if name not in order]
+    assert order == [texts[0].request, media.request, texts[1].request, texts[2].request]
+
+
+# ── by chance ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_whatever_waits_for_whatever_everything_ends(data: st.DataObject) -> None:
+    role = data.draw(st.sampled_from(["PD", "P", "D"]))
+    chance = data.draw(st.randoms(use_true_random=False))
+    shapes = data.draw(
+        st.lists(st.tuples(st.integers(2, 14), st.integers(0, 12), st.integers(1, 6)), min_size=1, max_size=8)
+    )
+    page_size = data.draw(st.integers(1, 4))
+    largest = max(-(-(prompt + new) // page_size) for prompt, _, new in shapes)
+    speed = data.draw(st.sampled_from([0.1, 0.5, 1.0]))
+    world = World(
+        role,
+        pages=largest + data.draw(st.integers(0, 6)),
+        page_size=page_size,
+        max_num_seqs=data.draw(st.integers(1, 4)),
+        budget=data.draw(st.integers(1, 12)),
+        blocks=data.draw(st.sampled_from([1, 2, 5, 100])),
+        reuse=data.draw(st.booleans()),
+        chance=chance,
+        lands=lambda _: chance.random() < speed,
+    )
+    waiting = [
+        sequence(f"{number % 3}" if chance.random() < 0.3 else f"r{number}", prompt, new, media=min(media, prompt - 1))
+        for number, (prompt, media, new) in enumerate(shapes)
+    ]
+    for number, one in enumerate(waiting):
+        one.request = RequestId(f"r{number}")
+        one.prefilled_here, one.decoded_here = ROLES[role]
+    while waiting:
+        if chance.random() < 0.4:
+            world.add(waiting.pop(0))
+        if len(world.scheduler) and chance.random() < 0.05:
+            world.scheduler.remove(chance.choice(list(world.scheduler)).request)
+        world.turn()
+    world.finish(4000)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_texts_beside_prompts_that_never_get_their_media_end_as_if_alone(data: st.DataObject) -> None:
+    role = data.draw(st.sampled_from(["PD", "P", "D"]))
+    texts = data.draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=6))
+    media = data.draw(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8)), min_size=1, max_size=12))
+    order = data.draw(st.permutations([0] * len(texts) + [1] * len(media)))
+    budget, places = data.draw(st.integers(4, 12)), data.draw(st.integers(1, 3))
+    pages = max(prompt + new for prompt, new in texts) + data.draw(st.integers(0, 8))
+    spare = max(before + rows for before, rows in media)  # what one that was passed too often may keep
+
+    def steps_until_texts_end(*, beside_media: bool) -> int:
+        world = World(
+            role, pages + (spare if beside_media else 0), max_num_seqs=places, budget=budget, lands=lambda _: False
+        )
+        world.chance.random = lambda: 0.0  # type: ignore[method-assign]
+        coming_texts, coming_media = iter(texts), iter(media)
+        for number, kind in enumerate(order):
+            if kind == 0:
+                prompt, new = next(coming_texts)
+                world.add(sequence(f"text {number}", prompt, new, role=role))
+            else:
+                before, rows = next(coming_media)
+                if beside_media:
+                    world.add(sequence(f"media {number}", before + rows, media=rows, role=role))
+        for turn in range(2000):
+            if not any(not one.items for one in world.scheduler):
+                return turn
+            world.turn()
+        raise AssertionError("texts wait for prompts that wait")
+
+    beginnings = sum(before for before, _ in media) // budget + len(media)
+    assert steps_until_texts_end(beside_media=True) <= steps_until_texts_end(beside_media=False) + beginnings * 2 + 2
+
+
+@pytest.mark.parametrize("role", ["PD", "D"])
+@pytest.mark.parametrize("places", [1, 4])
+def test_an_answer_that_waits_before_each_token_goes_on_beside_long_ones(role: str, places: int) -> None:
+    """As one does whose grammar takes three steps to judge a token."""
+    scheduler = Scheduler(PagePool(10_000, 4), places, 64, reuse_prefixes=False)
+    slow = sequence("slow", 8, 30, role=role)
+    scheduler.add(slow)
+    judging = steps = 0
+
+    def ready(one: Sequence) -> int:
+        return len(one.tokens) - (one is slow and one.lacks_newest_only and judging > 0)
+
+    while slow.num_generated < 30:
+        steps += 1
+        judging -= 1
+        while len(scheduler) < 2 * places + 1:
+            scheduler.add(sequence(f"other {steps} {len(scheduler)}", 4, 200, role=role))
+        step = scheduler.schedule(ready)
+        for one in step.admitted:
+            scheduler.arrived(one, len(one.tokens))
+            one.tokens.append(1)
+        assert len({chunk.sequence.request for chunk in step.chunks}) <= places
+        scheduler.computed(step)
+        for chunk in step.chunks:
+            if chunk.samples:
+                chunk.sequence.tokens.append(1)
+            if chunk.sequence is slow:
+                judging = 4
+            if chunk.sequence.finish_reason():
+                scheduler.remove(chunk.sequence.request)
+        assert steps < 30 * 8, "each of its tokens waits for another answer's end"

@@ -1,0 +1,65 @@
+"""Compiles the Triton kernels for GPUs that needn't be there, for shapes of real models, and prints what shared memory
+each takes. Not a test: ``test_triton_compiles.py`` runs it in a process in which Triton doesn't interpret."""
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from triptych.layers.attention import triton_kernels
+from triptych.layers.attention.triton_backend import MIN_ROWS, constants, tile_tokens
+
+SHAPES = [(16, 8, 128, 16), (64, 4, 128, 16), (16, 16, 256, 32), (6, 2, 80, 4)]
+"""Heads, kv heads, head_dim, page size."""
+TARGETS = [80, 89, 90]
+POINTERS = {"query", "key", "value", "key_cache", "value_cache", "output"}
+"""In the query's dtype; those of ``partial_…`` are fp32."""
+LIMIT = 99 * 2**10
+"""Bytes of shared memory that a program may have on the smallest of these GPUs."""
+
+
+def compiled(name: str, target: int, dtype: str, **values: int) -> Any:
+    """A kernel for a target, with these constants."""
+    kernel = getattr(triton_kernels, name)
+    names = kernel.arg_names
+    signature = {}
+    for argument in names:
+        if argument in values:
+            signature[argument] = "constexpr"
+        elif argument in POINTERS:
+            signature[argument] = f"*{dtype}"
+        elif argument.startswith("partial"):
+            signature[argument] = "*fp32"
+        elif argument == "scale":
+            signature[argument] = "fp32"
+        else:
+            signature[argument] = "i32" if argument.endswith("stride") else "*i64"
+    aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind[0] in "*i"}
+    source = ASTSource(kernel, signature, {(names.index(key),): value for key, value in values.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 4, "num_stages": 2})
+
+
+def main() -> None:
+    for target in TARGETS:
+        for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
+            for heads, kv_heads, dim, page_size in SHAPES:
+                shape = constants(heads, kv_heads, dim, page_size, itemsize)
+                group = triton.next_power_of_2(heads // kv_heads)
+                tile = tile_tokens(heads, kv_heads, dim, itemsize)
+                reduced = {"HEADS": heads, "DIM": dim, "DIM_BLOCK": shape["DIM_BLOCK"], "SPLITS": 32}
+                written = {"WIDTH": kv_heads * dim, "BLOCK": triton.next_power_of_2(kv_heads * dim)}
+                for name, values in (
+                    ("decode_kernel", shape | {"GROUP_BLOCK": max(MIN_ROWS, group), "SPLITS": 1}),
+                    ("decode_kernel", shape | {"GROUP_BLOCK": max(MIN_ROWS, group), "SPLITS": 32}),
+                    ("prefill_kernel", shape | {"GROUP_BLOCK": group, "TILE": tile}),
+                    ("reduce_kernel", reduced),
+                    ("write_kernel", written),
+                ):
+                    shared = compiled(name, target, dtype, **values).metadata.shared
+                    print(name, target, dtype, heads, kv_heads, dim, shared)
+                    assert shared <= LIMIT, name
+
+
+if __name__ == "__main__":
+    main()

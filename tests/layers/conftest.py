@@ -1,0 +1,55 @@
+"""Fixtures for the tests of ``triptych/layers``."""
+
+import ctypes
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import make_checkpoint
+from triptych.layers import native
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models run faster on one thread, and the machine may be shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``make_checkpoint`` into a folder of its own, made once per set of options. Tests don't write to it."""
+    made: dict[str, Path] = {}
+
+    def make(**options: object) -> Path:
+        name = repr(sorted(options.items()))
+        if name not in made:
+            made[name] = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **options)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session", params=["native", "alderlake", "haswell", "x86-64"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The compiled kernels as this processor gets them, as those with AVX2's 8 floats do, with VNNI and without, and as
+    every x86 does: the machine that tests may have wide vectors."""
+    if request.param != "native" and platform.machine() != "x86_64":
+        pytest.skip("only x86 has vectors of several widths")
+    flag = {"alderlake": "avx_vnni", "haswell": "avx2"}.get(request.param)
+    if flag and flag not in native._processor().split():
+        pytest.skip(f"this processor has no {flag}")
+    if native.library() is None:
+        pytest.skip("there is no C compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kernels")))
+        march = f"-march={request.param}"
+        patch.setattr(native, "COMPILE", [march if word.startswith("-march") else word for word in native.COMPILE])
+        library = native.library.__wrapped__()
+    assert library is not None
+    return library

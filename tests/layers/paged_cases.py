@@ -1,0 +1,112 @@
+"""Cases for a paged attention backend, each against attention written out in full. Not a test: ``test_triton.py`` runs
+them in Triton's interpreter, ``tests/gpu`` on a GPU."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triptych.layers.attention.base import AttentionBackend, AttentionBatch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads, their size and the page size; ``str`` names a test."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page_size: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}q{self.kv_heads}kv-d{self.dim}-p{self.page_size}"
+
+
+SHAPES = [
+    Shape(6, 2, 80, 4),  # a group of three: rows are padded; a head of 80: columns are
+    Shape(4, 4, 64, 16),
+    Shape(8, 1, 128, 16),
+    Shape(4, 2, 96, 5),  # pages that aren't a power of two
+    Shape(2, 1, 8, 1),
+]
+BATCHES = {
+    "whole prompts": ([5, 37, 2], [5, 37, 2]),
+    "chunks of prompts": ([5, 40, 2], [25, 141, 70]),
+    "decodes": ([1, 1, 1, 1], [1, 16, 17, 150]),
+    "one decode": ([1], [67]),
+    "mixed": ([1, 33, 1, 2, 1], [90, 50, 1, 75, 64]),
+}
+"""New tokens and tokens in the cache of each sequence."""
+
+
+@dataclass
+class Case:
+    """A batch, what goes in, and the caches as they must be and the output as it must come close to."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    caches: Tensor
+    batch: AttentionBatch
+    filled: Tensor
+    expected: Tensor
+
+
+def make_case(  # noqa: PLR0917 (a case is what it is made of)
+    shape: Shape, query_lens: list[int], kv_lens: list[int], dtype: torch.dtype, cache_dtype: torch.dtype,
+    device: torch.device, seed: int = 0,
+) -> Case:  # fmt: skip
+    """Random values and page tables. What no sequence has written in the caches is NaN. As in a decoder, query, key and
+    value are views of a wider tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    needed = [math.ceil(kv_len / shape.page_size) for kv_len in kv_lens]
+    num_pages = sum(needed) + 3
+    tables = torch.randperm(num_pages, generator=generator)[: sum(needed)].split(needed)
+    widths = (shape.heads, shape.kv_heads, shape.kv_heads)
+    packed = torch.randn(sum(query_lens), sum(widths), shape.dim, generator=generator)
+    if cache_dtype == torch.bfloat16:
+        packed = packed.to(cache_dtype)  # nothing is left to round: Triton's interpreter rounds to bf16 downwards
+    packed = packed.to(dtype)
+    query, key, value = packed.split(widths, dim=1)
+    filled = torch.full((2, num_pages, shape.page_size, shape.kv_heads, shape.dim), torch.nan, dtype=cache_dtype)
+    slots, expected, new_slots, first = [], [], [], 0
+    for query_len, kv_len, table in zip(query_lens, kv_lens, tables, strict=True):
+        token = torch.arange(kv_len)
+        slots = table[token // shape.page_size] * shape.page_size + token % shape.page_size
+        rows = torch.randn(2, kv_len, shape.kv_heads, shape.dim, generator=generator).to(cache_dtype)
+        new = slice(first, first + query_len)
+        rows[:, kv_len - query_len :] = torch.stack((key[new], value[new])).to(cache_dtype)
+        filled.flatten(1, 2)[:, slots] = rows
+        new_slots.append(slots[kv_len - query_len :])
+        expected.append(written_out(query[new], *rows.to(dtype)))
+        first += query_len
+    caches = filled.clone()
+    caches.flatten(1, 2)[:, torch.cat(new_slots)] = torch.nan
+    batch = AttentionBatch(query_lens, kv_lens, list(tables), torch.cat(new_slots).to(device))
+    on_device = packed.to(device).split(widths, dim=1)
+    return Case(*on_device, caches.to(device), batch, filled, torch.cat(expected))
+
+
+def written_out(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of the last tokens, in fp64: query [q, heads, d], keys and values [kv, kv_heads, d]."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (tensor.double().repeat_interleave(group, dim=1) for tensor in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * query.shape[-1] ** -0.5
+    query_len, kv_len = scores.shape[1:]
+    position = torch.arange(kv_len - query_len, kv_len)
+    scores = scores.masked_fill(torch.arange(kv_len) > position[:, None], -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).float()
+
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""By the query's dtype: weights are rounded to it before they multiply the values."""
+
+
+def check(case: Case, backend: AttentionBackend) -> None:
+    """Fails when the backend writes anything but the new tokens' slots, or attends to anything else than it should."""
+    output = backend(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)
+    torch.testing.assert_close(case.caches.cpu(), case.filled, atol=0, rtol=0, equal_nan=True)
+    assert output.dtype == case.query.dtype
+    tolerance = TOLERANCES[case.query.dtype]
+    torch.testing.assert_close(output.float().cpu(), case.expected, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,232 @@
+"""The CPU attention backend against attention written out in full."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.layers.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
+from triptych.layers import native
+from triptych.layers.attention import compiled
+from triptych.layers.attention.base import AttentionBatch, PageRun, leading_run
+from triptych.layers.attention.cpu import CpuAttention, read_pages
+from triptych.layers.rounding import rounded
+
+PAGE_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("heads", [slice(0, KV_HEADS), slice(KV_HEADS, 2 * KV_HEADS)])
+def test_packed_sequences(cache_dtype: torch.dtype, by_kernel: bool, heads: slice) -> None:
+    """A whole prompt, a chunk in the middle of one, and single tokens; pages consecutive, scattered and reversed. The
+    cache has other heads beside ours."""
+    torch.manual_seed(0)
+    query_lens, kv_lens = [5, 3, 1, 1], [5, 11, 9, 1]
+    tables = [torch.tensor(pages) for pages in ([3, 4], [9, 1, 6], [12, 11, 10], [0, 7, 7])]
+    everybodys = torch.full((2, 14, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM), torch.nan, dtype=cache_dtype)
+    caches = everybodys[..., heads, :]
+    query = torch.randn(sum(query_lens), HEADS, HEAD_DIM)
+    slots, expected, new = [], [], []
+    for q, query_len, kv_len, table in zip(query.split(query_lens), query_lens, kv_lens, tables, strict=True):
+        rows = torch.randn(2, kv_len, KV_HEADS, HEAD_DIM).to(cache_dtype).float()
+        all_slots = table.repeat_interleave(PAGE_SIZE)[:kv_len] * PAGE_SIZE + torch.arange(kv_len) % PAGE_SIZE
+        past = kv_len - query_len
+        caches.flatten(1, 2)[:, all_slots[:past]] = rows[:, :past].to(cache_dtype)
+        slots.append(all_slots[past:])
+        new.append(rows[:, past:])
+        expected.append(written_out(q, *rows))
+    key, value = torch.cat(new, dim=1)
+    batch = AttentionBatch(query_lens, kv_lens, tables, torch.cat(slots))
+    kernel = compiled.paged_attention() if by_kernel else None
+    if by_kernel and kernel is None:
+        pytest.skip("there is no C compiler")
+    output = CpuAttention(kernel)(query, key, value, caches[0], caches[1], batch)
+    torch.testing.assert_close(output, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    caches.fill_(torch.nan)
+    assert everybodys.isnan().all(), "nothing is written to heads that aren't ours"
+
+
+@pytest.fixture
+def kernel(kernels: ctypes.CDLL) -> compiled.PagedAttention:
+    return compiled.PagedAttention(kernels)
+
+
+WIDE = [Shape(16, 8, 128, 16), Shape(16, 1, 256, 40), Shape(16, 1, 256, 16)]
+
+cache_dtypes = pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16], ids=str)
+
+
+@cache_dtypes
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", [*SHAPES, *WIDE], ids=str)
+def test_the_compiled_kernel(
+    kernel: compiled.PagedAttention, shape: Shape, batch: str, cache_dtype: torch.dtype
+) -> None:
+    check(make_case(shape, *BATCHES[batch], torch.float32, cache_dtype, CPU), kernel)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pytorch_over_a_cache_in_fp16(shape: Shape) -> None:
+    for lengths in BATCHES.values():
+        check(make_case(shape, *lengths, torch.float32, torch.float16, CPU), CpuAttention(None))
+
+
+def numbers() -> Tensor:
+    """All that fp16 holds, what lies in the middle between two of them, the float32 next to each, and any float32."""
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
+    middles = (halves + halves.roll(1)) / 2
+    bits = torch.cat([halves, middles]).view(torch.int32)
+    other = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+    found = torch.cat([bits, bits + 1, bits - 1, other.to(torch.int32)]).view(torch.float32)
+    return found[: len(found) // 80 * 80]
+
+
+def test_what_fp16_makes_of_values(kernel: compiled.PagedAttention) -> None:
+    """Rounded to the nearest, and at most 65504; a single key's value is what comes of it."""
+    values = numbers().view(-1, 2, 40)
+    ones, nothing = [1] * len(values), torch.zeros_like(values)
+    batch = AttentionBatch(ones, ones, list(torch.arange(len(values)).split(1)), torch.arange(len(values)))
+    expected = rounded(values, torch.float16)
+    assert not expected.isinf().any()
+    assert torch.equal(expected.isnan(), values.isnan())
+    for attend in (kernel, CpuAttention(None)):
+        caches = torch.empty(2, len(values), 1, 2, 40, dtype=torch.float16)
+        attend(nothing, values, nothing, *caches, batch)
+        torch.testing.assert_close(caches[0, :, 0], expected, atol=0, rtol=0, equal_nan=True)
+        attended = attend(nothing, nothing, values, *caches, batch)
+        torch.testing.assert_close(caches[1, :, 0], expected, atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(attended, expected.float(), atol=0, rtol=0, equal_nan=True)
+
+
+@cache_dtypes
+@pytest.mark.parametrize("window", [1, 16, 70])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_the_compiled_kernel_with_windows(
+    kernel: compiled.PagedAttention, shape: Shape, window: int, cache_dtype: torch.dtype
+) -> None:
+    """As PyTorch's attention has them, which ``tests/layers/test_families.py`` holds against transformers."""
+    for lengths in BATCHES.values():
+        one, same = (make_case(shape, *lengths, torch.float32, cache_dtype, CPU) for _ in range(2))
+        outputs = [
+            attend(case.query, case.key, case.value, *case.caches, case.batch, window)
+            for attend, case in ((kernel, one), (CpuAttention(None), same))
+        ]
+        torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
+
+
+def test_large_scores(kernel: compiled.PagedAttention) -> None:
+    """Their exponentials would overflow, and most of the others' vanish."""
+    for lengths in BATCHES.values():
+        case = make_case(SHAPES[1], *lengths, torch.float32, torch.float32, CPU)
+        case.query.mul_(30)
+        attended = kernel(case.query, case.key, case.value, *case.caches, case.batch)
+        expected = CpuAttention(None)(case.query, case.key, case.value, *case.caches, case.batch)
+        torch.testing.assert_close(attended, expected, atol=1e-4, rtol=1e-4)
+
+
+@cache_dtypes
+def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention, cache_dtype: torch.dtype) -> None:
+    """Bit by bit the same whatever the chunk of several that a token comes in and whatever else is in the step."""
+    shape, length = Shape(16, 8, 128, 16), 90
+    case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU)
+    whole = kernel(case.query, case.key, case.value, *case.caches, case.batch)[:length]
+    for begin, end in ((0, 33), (33, 50), (50, 88), (88, 90)):
+        part = slice(begin, end)
+        batch = AttentionBatch([end - begin], [end], case.batch.page_tables[:1], case.batch.slots[part])
+        chunk = kernel(case.query[part], case.key[part], case.value[part], *case.caches, batch)
+        torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
+
+
+LONG = [1024, 3000, 1, 1025, 3072]
+
+
+@cache_dtypes
+@pytest.mark.parametrize("window", [None, 1500])
+@pytest.mark.parametrize("shape", [Shape(16, 8, 128, 16), Shape(40, 40, 64, 16), Shape(6, 2, 80, 4)], ids=str)
+def test_long_contexts(
+    kernel: compiled.PagedAttention, shape: Shape, window: int | None, cache_dtype: torch.dtype
+) -> None:
+    """A single token's history is gone through in parts, whose bounds depend on nothing else: neither on the other
+    sequences nor on how many threads there are."""
+    case = make_case(shape, [1] * len(LONG), LONG, torch.float32, cache_dtype, CPU)
+    operands = case.query, case.key, case.value
+    together = kernel(*operands, *case.caches, case.batch, window)
+    expected = CpuAttention(None)(*operands, *case.caches, case.batch, window)
+    torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
+    torch.set_num_threads(3)
+    for index, length in enumerate(LONG):
+        part = slice(index, index + 1)
+        batch = AttentionBatch([1], [length], case.batch.page_tables[part], case.batch.slots[part])
+        alone = kernel(*(operand[part] for operand in operands), *case.caches, batch, window)
+        torch.testing.assert_close(alone, together[part], atol=0, rtol=0)
+
+
+@cache_dtypes
+@pytest.mark.parametrize("batch", BATCHES)
+def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str, cache_dtype: torch.dtype) -> None:
+    """In every token that sees it, which are all new ones of the first sequence, and in no other."""
+    case = make_case(SHAPES[1], *BATCHES[batch], torch.float32, cache_dtype, CPU)
+    case.key[:1] = torch.nan
+    attended = kernel(case.query, case.key, case.value, *case.caches, case.batch)
+    first, others = attended.tensor_split([case.batch.query_lens[0]])
+    assert first.isnan().all()
+    assert not others.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("slots", "table"),
+    [([12, 13], [2, 3]), ([-1, 13], [2, 3]), ([10, 11], [2, 5]), ([10, 11], [2, -1]), ([10, 11], [2])],
+)
+def test_pages_that_there_are_not(kernel: compiled.PagedAttention, slots: list[int], table: list[int]) -> None:
+    caches, query = torch.zeros(2, 3, 4, 2, 8), torch.ones(2, 4, 8)
+    batch = AttentionBatch([2], [8], [torch.tensor(table)], torch.tensor(slots))
+    with pytest.raises(IndexError, match="beyond the 3 pages"):
+        kernel(query, query[:, :2], query[:, :2], *caches, batch)
+    assert not caches.any()
+
+
+def test_the_kernel_is_not_asked_for_what_it_has_no_room_for(kernel: compiled.PagedAttention) -> None:
+    query, cache = torch.zeros(1, 34, 8), torch.zeros(1, 4, 2, 8)
+    assert not kernel.suits(query, cache)
+    assert not kernel.suits(torch.zeros(1, 2, 257), torch.zeros(1, 4, 2, 257))
+    assert not kernel.suits(query[:, :4], cache.bfloat16())
+    assert not kernel.suits(query[:, :4].half(), cache.half())
+    assert kernel.suits(query[:, :4], cache.half())
+    assert kernel.suits(query[:, :4], cache)
+
+
+def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for compiler in ("no-such-compiler", "false"):
+        monkeypatch.setenv("CC", compiler)
+        assert native.library.__wrapped__() is None
+
+
+def test_consecutive_pages_are_read_in_place() -> None:
+    cache = torch.randn(8, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    table = torch.tensor([2, 3, 4, 7])
+    run = leading_run(table)
+    assert read_pages(cache, 10, table, run).data_ptr() == cache[2].data_ptr()
+    scattered = read_pages(cache, 13, table, run)
+    assert scattered.untyped_storage().data_ptr() != cache.untyped_storage().data_ptr()
+    torch.testing.assert_close(scattered, cache[[2, 3, 4, 7]].flatten(0, 1)[:13])
+
+
+@pytest.mark.parametrize(
+    ("table", "run"), [([], (0, 0)), ([5], (5, 1)), ([5, 6, 7], (5, 3)), ([5, 6, 9, 10], (5, 2)), ([5, 4], (5, 1))]
+)
+def test_leading_run(table: list[int], run: tuple[int, int]) -> None:
+    assert leading_run(torch.tensor(table, dtype=torch.int64)) == PageRun(*run)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "kv_lens", "num_tables", "num_slots"),
+    [([1], [1, 2], 1, 1), ([1], [1], 2, 1), ([2], [2], 1, 1), ([3], [2], 1, 3)],
+)
+def test_contradictory_batch(query_lens: list[int], kv_lens: list[int], num_tables: int, num_slots: int) -> None:
+    with pytest.raises(ValueError, match="len"):
+        AttentionBatch(query_lens, kv_lens, [torch.zeros(1)] * num_tables, torch.zeros(num_slots))

@@ -1,0 +1,136 @@
+"""A layer in two calls of the compiled kernels against the same layer module by module, which other tests hold against
+transformers."""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import load_family
+from tests.layers.driving import Pool, Prompt, Running, step
+from tests.tiny import TINY, make_tiny
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers import native, pointwise
+from triptych.layers.attention.compiled import PagedAttention
+from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.blocks import GatedMLP, Layer
+from triptych.layers.decoder import Decoder
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
+
+CPU = torch.device("cpu")
+Folders = Callable[[str], Path]
+
+FORMATS = {
+    "float16": WEIGHT_FORMATS["float16"],
+    "float32": WEIGHT_FORMATS["float32"],
+    "int8": QUANTIZED_FORMATS["int8"],
+}
+
+
+@pytest.fixture(autouse=True)
+def backend(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CpuAttention:
+    """Everything by the same kernels."""
+    library = pointwise.declared(kernels)
+    monkeypatch.setattr(native, "library", lambda: kernels)
+    monkeypatch.setattr(pointwise, "_library", lambda: library)
+    return CpuAttention(PagedAttention(kernels))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Of a family's name, and of that of one whose later layers have windows."""
+
+    def make(name: str) -> Path:
+        family, _, window = name.partition(" ")
+        return make_tiny(tmp_path_factory.mktemp("tiny"), family, config={"use_sliding_window": bool(window)})
+
+    return cache(make)
+
+
+def load(folder: Path, weights: WeightFormat, backend: CpuAttention | None = None) -> Decoder:
+    """With ``backend``'s kernels instead of those that the process has built for itself."""
+    decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
+    for layer in decoder.layers:
+        layer.attention.backend = backend or layer.attention.backend
+        layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
+    return decoder
+
+
+def is_compiled(layer: Layer) -> tuple[bool, bool]:
+    return layer.compiled_attend is not None, layer.compiled_finish is not None
+
+
+def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
+    """Logits of a few steps in which chunks of prompts and single tokens of sequences meet; then all that is cached."""
+    generator = torch.Generator().manual_seed(0)
+    nothing = torch.arange(0), torch.zeros(0, decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers))
+    sequences = [
+        Running(
+            Prompt(
+                torch.randint(3, 200, (length,), generator=generator),
+                torch.arange(length, dtype=torch.float64).expand(3, -1),
+                *nothing,
+            )
+        )
+        for length in (60, 45, 20)
+    ]
+    pool = Pool(decoder, dtype=cache_dtype)
+    for tensor in (*pool.cache.keys, *pool.cache.values):
+        tensor.zero_()
+    steps = [(37, 1, 19), (1, 40, 1), (1, 1, 0), (1, 0, 0), (20, 3, 0)]
+    found = [
+        step(pool, [(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count], wanted)
+        for counts, wanted in zip(steps, ("all", "odd", "last", "all", "last"), strict=True)
+    ]
+    assert [sequence.left for sequence in sequences] == [0, 0, 0]
+    return [*found, *pool.cache.keys, *pool.cache.values]
+
+
+@pytest.mark.parametrize("name", [*TINY, "qwen2 window"])
+@pytest.mark.parametrize(
+    ("weights", "cache_dtype"),
+    [("float16", torch.float16), ("float16", torch.float32), ("float32", torch.float32), ("int8", torch.float16)],
+)
+def test_the_same_bits(
+    folders: Folders, name: str, weights: str, cache_dtype: torch.dtype, backend: CpuAttention
+) -> None:
+    """Families differ in biases, norms of heads, windows and experts."""
+    decoder = load(folders(name), FORMATS[weights], backend)
+    assert any(layer.attention.window for layer in decoder.layers) == ("window" in name)
+    for layer in decoder.layers:
+        assert is_compiled(layer) == (True, isinstance(layer.mlp, GatedMLP))
+    found = answers(decoder, cache_dtype)
+    for layer in decoder.layers:
+        layer.compiled_attend = layer.compiled_finish = None
+    assert all(torch.equal(one, other) for one, other in zip(found, answers(decoder, cache_dtype), strict=True))
+    torch.set_num_threads(3)
+    again = answers(load(folders(name), FORMATS[weights], backend), cache_dtype)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+def test_what_the_kernels_are_not_made_for_goes_module_by_module(
+    folders: Folders, backend: CpuAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders("qwen2")
+    decoder = load(folder, WEIGHT_FORMATS["bfloat16"], backend)
+    assert {is_compiled(layer) for layer in decoder.layers} == {(False, False)}
+    decoder = load(folder, FORMATS["float32"], CpuAttention(None))
+    assert {is_compiled(layer) for layer in decoder.layers} == {(False, True)}
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert {is_compiled(layer) for layer in load(folder, FORMATS["float16"], backend).layers} == {(False, False)}
+
+
+def test_pages_that_are_not_there(folders: Folders, backend: CpuAttention) -> None:
+    decoder = load(folders("qwen2"), FORMATS["float32"], backend)
+    pool = Pool(decoder, num_pages=2)
+    prompt = Prompt(
+        torch.arange(5), torch.arange(5, dtype=torch.float64).expand(3, -1), torch.arange(0),
+        torch.zeros(0, decoder.config.hidden_size),
+    )  # fmt: skip
+    pool.free = [0, 2]
+    with pytest.raises(IndexError, match="beyond the 2 pages"):
+        step(pool, [(Running(prompt), 5)])

@@ -1,0 +1,102 @@
+"""Which device, and what it has. GPUs are made up here."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from triptych.checkpoint.safetensors_header import TensorInfo
+from triptych.config import EngineConfig
+from triptych.errors import ConfigError, StartError
+from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.devices import (
+    attention_for,
+    check_ranks,
+    find_device,
+    free_bytes,
+    kv_dtype,
+    stored_dtype,
+    used_bytes,
+    weight_format,
+)
+from triptych.layers.linear import PackedFormat, PlainFormat
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def tensors(**num_bytes: int) -> dict[str, TensorInfo]:
+    return {dtype: TensorInfo(Path(), dtype, (size,), size) for dtype, size in num_bytes.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "device"),
+    [("auto", 0, "cpu"), ("auto", 2, "cuda:0"), ("cpu", 2, "cpu"), ("cuda", 1, "cuda:0"), ("cuda:1", 2, "cuda:1")],
+)
+def test_a_device_is_found(monkeypatch: pytest.MonkeyPatch, name: str, count: int, device: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert find_device(name) == torch.device(device)
+
+
+@pytest.mark.parametrize(("name", "count", "words"), [("cuda", 0, "finds no GPU"), ("cuda:2", 2, "last one is cuda:1")])
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str, count: int, words: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(StartError, match=f"--device {name}: .*{words}"):
+        find_device(name)
+
+
+def test_auto_on_a_gpu_is_what_the_checkpoint_has() -> None:
+    assert weight_format(EngineConfig(), GPU, tensors(BF16=100, F32=10)) == PlainFormat(torch.bfloat16)
+    assert weight_format(EngineConfig(), GPU, tensors(F32=100)) == PlainFormat(torch.float32)
+    assert weight_format(EngineConfig(dtype="float16"), GPU, tensors(BF16=1)) == PlainFormat(torch.float16)
+    with pytest.raises(ConfigError, match="F8_E4M3"):
+        stored_dtype(tensors(F8_E4M3=3, BF16=2))
+
+
+def test_formats_of_cpus() -> None:
+    assert isinstance(weight_format(EngineConfig(), CPU, tensors(BF16=1)), PackedFormat)
+    assert isinstance(weight_format(EngineConfig(quantization="int8"), CPU, tensors(BF16=1)), PackedFormat)
+    with pytest.raises(ConfigError, match="int8 is for CPUs only"):
+        weight_format(EngineConfig(quantization="int8"), GPU, tensors(BF16=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, torch.float16),
+        ({"dtype": "float16"}, torch.float16),
+        ({"quantization": "int8"}, torch.float16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"kv_cache_dtype": "float32"}, torch.float32),
+        ({"dtype": "float32", "kv_cache_dtype": "float16"}, torch.float16),
+        ({"quantization": "int8", "kv_cache_dtype": "bfloat16"}, torch.bfloat16),
+    ],
+)
+def test_the_kv_cache_of_cpus_has_the_dtype_of_weights_unless_told(
+    settings: dict[str, str], dtype: torch.dtype
+) -> None:
+    engine = EngineConfig(**settings)
+    assert kv_dtype(engine, CPU, weight_format(engine, CPU, tensors(BF16=1))) == dtype
+
+
+def test_the_kv_cache_of_gpus_has_the_dtype_of_activations() -> None:
+    weights = weight_format(EngineConfig(), GPU, tensors(BF16=1))
+    for name in ("auto", "bfloat16"):
+        assert kv_dtype(EngineConfig(kv_cache_dtype=name), GPU, weights) == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype float16: on cuda:0 .* of activations, bfloat16"):
+        kv_dtype(EngineConfig(kv_cache_dtype="float16"), GPU, weights)
+
+
+def test_a_cpu_has_attention_and_memory() -> None:
+    assert isinstance(attention_for(CPU), CpuAttention)
+    assert free_bytes(CPU) > 0
+    assert used_bytes(CPU) > 0
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_ranks(CPU, 8)
+    check_ranks(GPU, 4)
+    check_ranks(torch.device("cuda", 2), 2)
+    with pytest.raises(StartError, match="--tensor-parallel-size 3 on cuda:2 takes the GPUs cuda:2 to cuda:4"):
+        check_ranks(torch.device("cuda", 2), 3)

@@ -1,0 +1,128 @@
+"""Products with weights in fp16 and float32: by the compiled kernel, as this processor and narrower ones get it, and by
+FBGEMM and oneDNN."""
+
+import ctypes
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych.layers import native
+from triptych.layers.float_product import float_product, half_product
+from triptych.layers.products import Product, in_panels
+
+SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030), (2000, 700)]
+"""[out, in]; whole panels and parts, of which one thread takes several and several threads some."""
+PACKS = [half_product, float_product]
+
+Pack = Callable[[Tensor, Tensor | None], Product]
+
+
+def whole(*shape: int) -> Tensor:
+    """Small whole numbers: their products add up exactly in any order."""
+    return torch.randint(-60, 61, shape).float()
+
+
+@pytest.mark.parametrize("pack", PACKS)
+class Products:
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("with_bias", [False, True])
+    def test_exact_where_sums_are(self, pack: Pack, shape: tuple[int, int], with_bias: bool) -> None:
+        torch.manual_seed(0)
+        weight, bias = whole(*shape) / 16, whole(shape[0]) / 8 if with_bias else None
+        product = pack(weight, bias)
+        for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 25, 100):
+            activations = whole(tokens, shape[1]) / 4
+            output = product(activations)
+            assert output.dtype == torch.float32
+            assert torch.equal(output, F.linear(activations, weight, bias)), tokens
+
+    def test_as_near_as_float32_gets(self, pack: Pack) -> None:
+        torch.manual_seed(0)
+        weight, activations = torch.randn(70, 3000).half().float(), torch.randn(20, 3000)
+        exact = activations.double() @ weight.double().T
+        error = (pack(weight, None)(activations) - exact).norm() / exact.norm()
+        assert error < 1e-6
+
+    def test_what_is_not_a_number_shows_in_its_own_token(self, pack: Pack) -> None:
+        torch.manual_seed(0)
+        product = pack(torch.randn(41, 37), torch.randn(41))
+        activations = torch.randn(6, 37)
+        expected = product(activations)
+        activations[2, 5] = torch.nan
+        output = product(activations)
+        assert output[2].isnan().all()
+        others = [0, 1, 3, 4, 5]
+        assert torch.equal(output[others], expected[others])
+
+    def test_tokens_that_lie_apart_and_none(self, pack: Pack) -> None:
+        torch.manual_seed(0)
+        product, activations = pack(torch.randn(41, 37), None), torch.randn(7, 80)[:, 3:40]
+        assert torch.equal(product(activations), product(activations.contiguous()))
+        columns = torch.randn(37, 7).T
+        assert torch.equal(product(columns), product(columns.contiguous()))
+        assert product(torch.empty(0, 37)).shape == (0, 41)
+
+    def test_another_width_is_an_error(self, pack: Pack) -> None:
+        product = pack(torch.randn(41, 37), None)
+        with pytest.raises((ValueError, RuntimeError)):
+            product(torch.randn(2, 38))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    def test_weights_in_other_dtypes(self, pack: Pack, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        weight, bias, activations = torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype), torch.randn(3, 32)
+        assert torch.equal(pack(weight, bias)(activations), pack(weight.float(), bias.float())(activations))
+
+    def test_a_weight_of_which_nothing_is_contiguous(self, pack: Pack) -> None:
+        weight, activations = torch.randn(74, 96)[::2, ::3], torch.randn(3, 32)
+        assert torch.equal(pack(weight, None)(activations), pack(weight.contiguous(), None)(activations))
+
+
+class TestCompiled(Products):
+    @pytest.fixture(autouse=True)
+    def _by_these_kernels(self, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "library", lambda: kernels)
+
+    @pytest.mark.parametrize("tokens", [7, 64, 600])
+    @pytest.mark.parametrize("shape", [(70, 130), (3000, 65)])
+    def test_a_token_comes_to_the_same_in_any_batch(self, pack: Pack, tokens: int, shape: tuple[int, int]) -> None:
+        torch.manual_seed(0)
+        product, activations = pack(torch.randn(shape), torch.randn(shape[0])), torch.randn(tokens, shape[1])
+        torch.set_num_threads(3)
+        together = product(activations)
+        torch.set_num_threads(1)
+        assert torch.equal(together, torch.cat([product(row[None]) for row in activations]))
+        assert torch.equal(together.flip(0), product(activations.flip(0)))
+
+    def test_every_half_is_widened_exactly(self, pack: Pack) -> None:
+        """Zeros of both signs, the subnormal, and those that aren't finite."""
+        halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+        found = pack(halves[:, None], None)(torch.ones(1, 1))[0]
+        assert torch.equal(found.isnan(), halves.isnan())
+        assert torch.equal(found[~found.isnan()], halves[~halves.isnan()].float())
+
+    def test_what_fp16_does_not_hold_saturates(self, pack: Pack) -> None:
+        weight = torch.tensor([[1e6], [-1e6], [torch.inf], [1 + 2**-12]])
+        kept = [[65504, -65504, 65504, 1]] if pack is half_product else weight.T.tolist()
+        assert pack(weight, None)(torch.ones(1, 1)).tolist() == kept
+
+
+class TestLibraries(Products):
+    @pytest.fixture(autouse=True)
+    def _without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "library", lambda: None)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (41, 37), (5, 3), (70_000, 20)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 1), (16, 4)])
+def test_in_panels(shape: tuple[int, int], outputs: int, inputs: int) -> None:
+    weight = torch.randn(shape)
+    panels = in_panels(weight, outputs, inputs, torch.float32)
+    assert panels.shape == (math.ceil(shape[0] / outputs), math.ceil(shape[1] / inputs), outputs, inputs)
+    full = panels.transpose(1, 2).flatten(2).flatten(0, 1)
+    assert torch.equal(full[: shape[0], : shape[1]], weight)
+    assert full[shape[0] :].count_nonzero() == full[:, shape[1] :].count_nonzero() == 0

@@ -1,0 +1,202 @@
+"""The runner of GPUs on a CPU: kernels in Triton's interpreter, and graphs that launch their steps again instead of
+replaying them. ``tests/gpu`` does the same for real."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from tests.layers.generating import PAGE_SIZE, Generating, prompts, sequence
+from triptych.engine.buckets import bucket_for, bucket_sizes
+from triptych.engine.padding import only_decodes, padded
+from triptych.engine.runner import MediaRows, Runner
+from triptych.engine.scheduler import Chunk
+from triptych.engine.step_broadcast import send_step
+from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.compiled import paged_attention
+from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.decoder import AfterLayer, Decoder, ForwardBatch
+from triptych.layers.parallel import Group
+from triptych.messages.work import Sampling
+
+pytest.importorskip("triton", reason="Triton isn't installed")
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: tests/gpu runs these on it", allow_module_level=True)
+
+from tests.layers.rehearsal import CPU, NUM_PAGES, Recorder, cache_of, forward_of, join, load, load_for_gpu
+from triptych.engine.decode_graphs import DecodeGraphs
+from triptych.engine.gpu_runner import GpuRunner
+
+POOL = 11
+LENGTHS = [7, 13, 1, 9, 20, 5, 2]
+SAMPLINGS = [Sampling(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint_folder: Callable[..., Path]) -> Decoder:
+    return load(checkpoint_folder(), CpuAttention(paged_attention()))
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Decoder) -> list[list[int]]:
+    generating = Generating(Runner(plain, cache_of(plain), PAGE_SIZE), plain, POOL)
+    return generating.answers(prompts(plain.config.vocab_size, LENGTHS), SAMPLINGS)
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_answers_are_those_of_the_cpu(
+    checkpoint_folder: Callable[..., Path], expected: list[list[int]], with_graphs: bool
+) -> None:
+    """Prompts in chunks beside decodes, media rows, preemptions, more requests than fit; batches of 1 to 5."""
+    decoder, recorder = load_for_gpu(checkpoint_folder()), Recorder()
+    cache = cache_of(decoder)
+    forward = forward_of(decoder, cache, recorder if with_graphs else None)
+    generating = Generating(GpuRunner(forward, cache, PAGE_SIZE, CPU), decoder, POOL)
+    assert generating.answers(prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS) == expected
+    assert generating.num_preemptions > 0
+    assert len(generating.batches) > 2
+    assert recorder.num_recorded == (4 if with_graphs else 0)
+    assert recorder.num_replayed == (sum(generating.batches.values()) if with_graphs else 0)
+
+
+@pytest.mark.parametrize("budget", [5, 12])
+def test_prompt_logprobs_are_those_of_the_cpu(
+    checkpoint_folder: Callable[..., Path], plain: Decoder, budget: int
+) -> None:
+    """In chunks and single tokens, beside decodes that are replayed."""
+    asking = [replace(one, prompt_logprobs=index % 3) for index, one in enumerate(SAMPLINGS)]
+    inputs = prompts(plain.config.vocab_size, LENGTHS), asking
+    decoder, recorder = load_for_gpu(checkpoint_folder()), Recorder()
+    cache = cache_of(decoder)
+    on_gpu = GpuRunner(forward_of(decoder, cache, recorder), cache, PAGE_SIZE, CPU)
+    on_cpu = Runner(plain, cache_of(plain), PAGE_SIZE)
+    one, other = Generating(on_gpu, decoder, POOL, budget=budget), Generating(on_cpu, plain, POOL)
+    assert one.answers(*inputs) == other.answers(*inputs)
+    assert recorder.num_replayed > 0
+    for index, length in enumerate(LENGTHS):
+        mine, expected = one.scored[index], other.scored[index]
+        if length == 1:
+            assert mine is expected is None
+            continue
+        assert mine is not None
+        assert expected is not None
+        assert len(mine.ranks) == 4 * (length - 1)
+        assert mine.tokens == expected.tokens
+        logprobs = [torch.frombuffer(bytearray(scored.logprobs), dtype=torch.float32) for scored in (mine, expected)]
+        torch.testing.assert_close(*logprobs, atol=1e-4, rtol=1e-4)
+
+
+def test_ranks_replay_the_same_steps(checkpoint_folder: Callable[..., Path], plain: Decoder) -> None:
+    """Two of them over gloo, each with its graphs; rank 0 samples."""
+    folder, recorder, few = checkpoint_folder(), Recorder(), 3
+    inputs = prompts(plain.config.vocab_size, LENGTHS[:few]), SAMPLINGS[:few]
+    expected = Generating(Runner(plain, cache_of(plain), PAGE_SIZE), plain, POOL).answers(*inputs)
+    with other_rank(folder) as group:
+        decoder = load_for_gpu(folder, group)
+        cache = cache_of(decoder)
+        forward = forward_of(decoder, cache, recorder)
+
+        def lead(batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None) -> Tensor:
+            send_step(batch, group, decoder.dtype)
+            return forward(batch, cache, after_layer)
+
+        generating = Generating(GpuRunner(lead, cache, PAGE_SIZE, CPU), decoder, POOL)
+        assert generating.answers(*inputs) == expected
+    assert len(generating.batches) > 1
+    assert recorder.num_replayed == sum(generating.batches.values()) > 0
+
+
+@contextmanager
+def other_rank(folder: Path) -> Iterator[Group]:
+    """Rank 0's end of a group of two, of which rank 1 is a process."""
+    path = f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
+    process = subprocess.Popen([sys.executable, "-m", "tests.layers.rehearsal", path, str(folder), "1", "2"])
+    try:
+        yield join(path, 0, 2)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("num_rows", [3, 4, 8])
+def test_padding_harms_nobody(plain: Decoder, num_rows: int) -> None:
+    """On the CPU's backend, too: neither the logits nor any page but the scratch page differ."""
+
+    def decode(rows: int | None) -> tuple[Tensor, KVTensors]:
+        runner, cache, batch = three_decodes(plain)
+        assert only_decodes(batch)
+        batch = batch if rows is None else padded(batch, rows, NUM_PAGES, PAGE_SIZE)
+        assert rows is None or len(batch.tokens) == len(batch.attention.slots) == rows
+        return runner.decoder(batch, cache), cache
+
+    (logits, cache), (padded_logits, padded_cache) = decode(None), decode(num_rows)
+    torch.testing.assert_close(padded_logits, logits, atol=1e-5, rtol=1e-5)
+    for one, other in zip(cache.keys + cache.values, padded_cache.keys + padded_cache.values, strict=True):
+        torch.testing.assert_close(one[:NUM_PAGES], other[:NUM_PAGES], atol=1e-5, rtol=1e-5, equal_nan=True)
+        assert one[NUM_PAGES].isnan().all()
+        assert other[NUM_PAGES].isnan().all() == (num_rows == 3)
+
+
+def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
+    """Three sequences whose prompts are computed, and the step of their last tokens."""
+    cache = cache_of(decoder)
+    runner = Runner(decoder, cache, PAGE_SIZE)
+    sequences = [
+        sequence(str(index), tokens, SAMPLINGS[0])
+        for index, tokens in enumerate(prompts(decoder.config.vocab_size, [6, 3, 9]))
+    ]
+    for one, pages in zip(sequences, ([0, 7], [3], [19, 5, 1]), strict=True):
+        one.pages = pages
+    width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
+    media = MediaRows(torch.empty(0, dtype=torch.int64), torch.empty(0, width))
+    runner.run(runner.batch([Chunk(one, 0, len(one.tokens) - 1) for one in sequences], media), [])
+    return runner, cache, runner.batch([Chunk(one, len(one.tokens) - 1, 1) for one in sequences], media)
+
+
+def test_graphs_only_suit_steps_that_fit(plain: Decoder) -> None:
+    _, cache, batch = three_decodes(plain)
+    with torch.inference_mode():
+        suits = [
+            DecodeGraphs(plain, cache, sizes, max_pages, lambda step: step).suits(batch)
+            for sizes, max_pages in (([1, 4], 6), ([1, 2], 6), ([1, 4], 5))
+        ]
+    assert suits == [True, False, False]
+
+
+def test_what_is_prepared_is_used_while_it_holds(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = GpuRunner(plain, cache_of(plain), PAGE_SIZE, CPU)
+    one = sequence("0", [1, 2, 3, 4, 5], SAMPLINGS[0])
+    one.pages = [3, 7]
+    runner.prepare([Chunk(one, 2, 3)])
+    one.tokens.append(6)
+    prepared = runner._inputs(Chunk(one, 5, 1))
+    expected = Runner._inputs(runner, Chunk(one, 5, 1))
+    assert prepared.positions == expected.positions == [[5]] * 3
+    assert prepared.page_table.tolist() == expected.page_table.tolist() == [3, 7]
+    assert prepared.slots == expected.slots == [7 * 4 + 1]
+    assert runner._inputs(Chunk(one, 5, 1)) is prepared
+    assert runner._inputs(Chunk(one, 4, 1)) is not prepared
+    one.pages = [8, 9]  # preempted, and begun again
+    assert runner._inputs(Chunk(one, 5, 1)).slots == [9 * 4 + 1]
+    one.pages = [3]
+    runner.prepare([Chunk(one, 3, 3)])  # its next token is in the second page, which isn't taken yet
+    assert not runner._prepared
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 24, 32]), (9, [1, 2, 4, 8, 9])],
+)
+def test_buckets(most: int, sizes: list[int]) -> None:
+    assert bucket_sizes(most) == sizes
+    found = [bucket_for(num_rows, sizes) for num_rows in range(1, most + 1)]
+    assert all(size is not None and size >= num_rows for num_rows, size in enumerate(found, 1))
+    assert bucket_for(most + 1, sizes) is None

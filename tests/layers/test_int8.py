@@ -1,0 +1,138 @@
+"""Products with int8 weights: by the compiled kernel, as this processor and narrower ones get it, and by oneDNN."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.errors import ConfigError
+from triptych.layers import native
+from triptych.layers.int8 import int8_product
+
+SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030)]
+"""[out, in]; whole panels and parts, and few enough inputs for float32 to hold their sums."""
+
+
+def whole(rows: int, width: int, largest: int, scale: float) -> Tensor:
+    """Rows that rounding leaves as they are: whole numbers up to ``largest``, times a power of two."""
+    values = torch.randint(-largest, largest + 1, (rows, width))
+    values[:, 0] = largest
+    return values * scale
+
+
+class Product:
+    """``largest`` is what activations are rounded to, at most."""
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 13])
+    @pytest.mark.parametrize("with_bias", [False, True])
+    def test_exactly_the_product_of_what_is_rounded(
+        self, largest: int, shape: tuple[int, int], tokens: int, with_bias: bool
+    ) -> None:
+        torch.manual_seed(0)
+        weight, bias = whole(*shape, 127, 2**-10), torch.randn(shape[0]) if with_bias else None
+        activations = whole(tokens, shape[1], largest, 0.25) * 2.0 ** torch.arange(tokens)[:, None]
+        expected = activations.double() @ weight.double().T + (0 if bias is None else bias)
+        output = int8_product(weight, bias)(activations)
+        assert output.dtype == torch.float32
+        assert torch.equal(output, expected.float())
+
+    @pytest.mark.parametrize("sign", [-1, 1])
+    def test_the_largest_sums(self, largest: int, sign: int) -> None:
+        """Also of neighbours, which some processors add up in 16 bits."""
+        weight, activations = torch.full((40, 1024), 127.0), torch.full((9, 1024), sign * float(largest))
+        assert torch.equal(int8_product(weight, None)(activations), torch.full((9, 40), sign * 1024.0 * 127 * largest))
+
+    def test_rounding_is_to_the_nearest_of_a_scale_of_each_token(self, largest: int) -> None:
+        torch.manual_seed(0)
+        activations = torch.randn(6, 256) * torch.tensor([1e-20, 1e-3, 1, 1e3, 1e20, 1])[:, None]
+        identity = torch.eye(256)
+        error = (int8_product(identity, None)(activations) - activations).abs()
+        scales = activations.abs().amax(dim=1) / largest
+        assert (error <= 0.5001 * scales[:, None]).all()
+        assert (error.amax(dim=1) > 0.4 * scales).all()
+
+    @pytest.mark.parametrize("tokens", [7, 64, 345])
+    def test_a_token_comes_to_the_same_in_any_batch(self, tokens: int) -> None:
+        torch.manual_seed(0)
+        product = int8_product(torch.randn(70, 130), torch.randn(70))
+        activations = torch.randn(tokens, 130) * torch.rand(tokens, 1) * 100
+        torch.set_num_threads(3)
+        together = product(activations)
+        torch.set_num_threads(1)
+        assert torch.equal(together, torch.cat([product(row[None]) for row in activations]))
+        assert torch.equal(together.flip(0), product(activations.flip(0)))
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+    @pytest.mark.parametrize("place", [0, 36])
+    def test_what_is_not_a_number_shows_in_its_own_token(self, value: float, place: int) -> None:
+        torch.manual_seed(0)
+        product = int8_product(torch.randn(41, 37), torch.randn(41))
+        activations = torch.randn(6, 37)
+        expected = product(activations)
+        activations[2, place] = value
+        output = product(activations)
+        assert output[2].isnan().all()
+        others = [0, 1, 3, 4, 5]
+        assert torch.equal(output[others], expected[others])
+
+    def test_zeros_and_all_but_zeros_come_to_the_bias(self) -> None:
+        weight, bias = torch.randn(41, 37), torch.randn(41)
+        weight[3] = 0
+        activations = torch.zeros(3, 37)
+        activations[1] = 1e-42
+        activations[2] = -1e-35
+        assert torch.equal(int8_product(weight, bias)(activations), bias.expand(3, -1))
+        assert torch.equal(int8_product(weight, None)(activations[:1]), torch.zeros(1, 41))
+
+    def test_tokens_that_lie_apart_and_none(self) -> None:
+        torch.manual_seed(0)
+        product, activations = int8_product(torch.randn(41, 37), None), torch.randn(7, 80)[:, 3:40]
+        assert torch.equal(product(activations), product(activations.contiguous()))
+        columns = torch.randn(37, 7).T
+        assert torch.equal(product(columns), product(columns.contiguous()))
+        assert product(torch.empty(0, 37)).shape == (0, 41)
+
+    def test_another_width_is_an_error(self) -> None:
+        product = int8_product(torch.randn(41, 37), None)
+        with pytest.raises((ValueError, RuntimeError)):
+            product(torch.randn(2, 38))
+
+    def test_a_weight_in_bfloat16_and_a_bias(self) -> None:
+        torch.manual_seed(0)
+        weight, bias, activations = torch.randn(48, 32).bfloat16(), torch.randn(48).bfloat16(), torch.randn(3, 32)
+        output = int8_product(weight, bias)(activations)
+        assert torch.equal(output, int8_product(weight.float(), bias.float())(activations))
+
+
+class TestCompiled(Product):
+    @pytest.fixture(autouse=True)
+    def largest(self, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> int:
+        monkeypatch.setattr(native, "library", lambda: kernels)
+        return 127
+
+
+class TestOneDnn(Product):
+    @pytest.fixture(autouse=True)
+    def largest(self, monkeypatch: pytest.MonkeyPatch) -> int:
+        monkeypatch.setattr(native, "library", lambda: None)
+        return 63
+
+    def test_onednn_is_exact_on_processors_without_vnni(self) -> None:
+        code = """
+import torch
+from triptych.layers.int8 import OneDnnProduct
+product = OneDnnProduct(torch.full((40, 1024), 127, dtype=torch.int8), torch.ones(40), torch.zeros(40))
+for sign in (1, -1):
+    assert torch.equal(product(torch.full((9, 1024), sign * 63.0)), torch.full((9, 40), sign * 1024.0 * 127 * 63))
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
+
+
+def test_more_inputs_than_can_be_added_up_are_refused() -> None:
+    with pytest.raises(ConfigError, match="65536 inputs, not 65537"):
+        int8_product(torch.zeros(1, 2**16 + 1), None)

@@ -1,0 +1,54 @@
+"""The variables that say how the compiled kernels are built, and what happens when they make no sense."""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from triptych.layers import native
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """The library is found once for each process; here it is built anew, into a folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("value", "reason"), [("", "it is empty"), ("  ", "it is empty"), ("'gcc", "No closing quot")])
+def test_a_variable_that_names_no_compiler_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str, reason: str
+) -> None:
+    monkeypatch.setenv("CC", value)
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is not None
+    (line,) = caplog.messages
+    assert line.startswith(f"the variable CC={value!r} names no compiler ({reason}")
+
+
+@pytest.mark.parametrize("value", ["no-such-compiler -O2", "/", "false"])
+def test_a_compiler_that_is_none_leaves_the_slower_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str
+) -> None:
+    monkeypatch.setenv("CC", value)
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    (line,) = caplog.messages
+    assert line.startswith("no compiled kernels, so PyTorch's slower ones are used: ")
+
+
+@needs_compiler
+def test_a_cache_folder_that_is_relative_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert native.library() is not None
+    assert list((tmp_path / "home" / ".cache" / "triptych").glob("*.so"))
+    assert not (tmp_path / "relative").exists()

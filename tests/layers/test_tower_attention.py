@@ -1,0 +1,96 @@
+"""Attention in towers: by the compiled kernel and without it, and the module that takes the place of transformers'."""
+
+import ctypes
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding, VisionAttention
+
+from triptych.layers.attention import tower
+from triptych.layers.attention.compiled import PagedAttention
+from triptych.layers.attention.tower import TowerAttention, attend
+
+SEGMENTS = [[1], [2], [64], [150], [64, 32, 32, 16], [3, 1, 70], [1, 1], [4, 0, 4]]
+
+
+def operands(num_tokens: int, heads: int, dim: int) -> list[Tensor]:
+    """Queries, keys and values as they are projected: side by side."""
+    torch.manual_seed(num_tokens)
+    return list(torch.randn(num_tokens, 3, heads, dim).unbind(1))
+
+
+def expected(operands: list[Tensor], lengths: list[int], scale: float) -> Tensor:
+    wide = [tensor.double().transpose(0, 1).split(lengths, dim=1) for tensor in operands]
+    parts = [F.scaled_dot_product_attention(q, k, v, scale=scale) for q, k, v in zip(*wide, strict=True)]
+    return torch.cat(parts, dim=1).transpose(0, 1).float()
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(4, 64), (2, 72), (3, 80), (1, 8)])
+@pytest.mark.parametrize("lengths", SEGMENTS)
+def test_each_token_sees_its_segment(
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lengths: list[int], heads: int, dim: int
+) -> None:
+    monkeypatch.setattr(tower, "paged_attention", lambda: PagedAttention(kernels))
+    query, key, value = operands(sum(lengths), heads, dim)
+    for keys in (key, key.contiguous()):
+        for scale in (dim**-0.5, 0.3):
+            found = attend(query, keys, value, lengths, scale)
+            torch.testing.assert_close(found, expected([query, key, value], lengths, scale), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("lengths", SEGMENTS)
+def test_what_the_kernel_is_not_made_for_goes_through_pytorch(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    tensors = operands(sum(lengths), 4, 64)
+    wanted = expected(tensors, lengths, 0.125)
+    halves = attend(*(tensor.bfloat16() for tensor in tensors), lengths, 0.125)
+    assert halves.dtype == torch.bfloat16
+    torch.testing.assert_close(halves.float(), wanted, atol=0.03, rtol=0.03)
+    monkeypatch.setattr(tower, "paged_attention", lambda: None)
+    torch.testing.assert_close(attend(*tensors, lengths, 0.125), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_segments_of_other_tokens_than_there_are(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = operands(20, 4, 64)
+    for kernel in (PagedAttention(kernels), None):
+        monkeypatch.setattr(tower, "paged_attention", lambda kernel=kernel: kernel)
+        for lengths in ([8, 8], [8, 16]):
+            with pytest.raises((ValueError, RuntimeError)):
+                attend(*tensors, lengths, 0.125)
+
+
+def test_the_kernel_refuses_what_it_has_no_answer_to(kernels: ctypes.CDLL) -> None:
+    kernel = PagedAttention(kernels)
+    assert not kernel.suits(torch.zeros(5, 3, 8), torch.zeros(1, 5, 2, 8))
+    with pytest.raises(ValueError, match="0 keys"):
+        kernel.over_segments(torch.zeros(3, 2, 8), torch.zeros(0, 2, 8), torch.zeros(0, 2, 8), [3])
+    nothing = torch.zeros(0, 2, 8)
+    with pytest.raises(ValueError, match="0 queries"):
+        kernel.over_segments(nothing, nothing, nothing, [0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_in_place_of_transformers_module(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = Qwen2VLVisionConfig(embed_dim=160, num_heads=2)
+    config._attn_implementation = "sdpa"
+    theirs = VisionAttention(config).to(dtype)
+    ours = TowerAttention.in_place_of(theirs)
+    assert ours is not None
+    hidden, lengths = torch.randn(56, 160, dtype=dtype), [24, 32]
+    turns = Qwen2VLVisionRotaryEmbedding(config)(hidden, torch.randint(0, 9, (56, 2)))
+    settings = {"cu_seqlens": torch.tensor([0, *accumulate(lengths)]), "position_embeddings": turns}
+    torch.testing.assert_close(ours(hidden, **settings), theirs(hidden, **settings))
+
+
+def test_other_modules_are_not_taken_for_attention() -> None:
+    linear = nn.Linear(2, 2)
+    assert TowerAttention.in_place_of(linear) is None
+    assert TowerAttention.in_place_of(nn.ModuleDict({"proj": linear})) is None
+    assert TowerAttention.in_place_of(nn.ModuleDict({"qkv": linear, "proj": linear, "q_norm": linear})) is None

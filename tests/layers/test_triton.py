@@ -1,0 +1,61 @@
+"""The Triton kernels in Triton's interpreter, which runs them with numpy on CPU tensors. ``tests/gpu`` runs the same
+cases on a GPU, and those in bf16, whose products the interpreter computes from the bits as if they were integers."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.layers.paged_cases import BATCHES, SHAPES, Shape, check, make_case
+
+pytest.importorskip("triton", reason="Triton isn't installed")
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: tests/gpu runs these on it", allow_module_level=True)
+
+from triptych.layers.attention.triton_backend import TritonAttention, num_splits, tile_tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lens", BATCHES.values(), ids=BATCHES)
+def test_batches(shape: Shape, lens: tuple[list[int], list[int]]) -> None:
+    check(make_case(shape, *lens, torch.float32, torch.float32, CPU), TritonAttention(num_processors=8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [(torch.float16, torch.float16), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_dtypes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    check(make_case(SHAPES[0], *BATCHES["mixed"], dtype, cache_dtype, CPU), TritonAttention(num_processors=8))
+
+
+@pytest.mark.parametrize("num_processors", [1, 4, 132])
+def test_a_context_in_any_number_of_parts(num_processors: int) -> None:
+    """132: 32 parts of contexts that fill one of them, or a few."""
+    check(make_case(SHAPES[1], *BATCHES["decodes"], torch.float32, torch.float32, CPU), TritonAttention(num_processors))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.sampled_from([1, 1, 2, 3, 20]), st.integers(0, 40)), min_size=1, max_size=5),
+    group=st.integers(1, 5),
+    dim=st.sampled_from([8, 24, 32]),
+    page_size=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch(lens: list[tuple[int, int]], group: int, dim: int, page_size: int, seed: int) -> None:
+    query_lens = [new for new, _ in lens]
+    kv_lens = [new + past for new, past in lens]
+    shape = Shape(2 * group, 2, dim, page_size)
+    check(make_case(shape, query_lens, kv_lens, torch.float32, torch.float32, CPU, seed), TritonAttention(4))
+
+
+def test_few_programs_split_contexts_and_many_do_not() -> None:
+    assert [num_splits(programs, 132) for programs in (1, 8, 64, 256, 10_000)] == [32, 32, 16, 4, 1]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(8, 8, 64), (16, 8, 32), (6, 2, 16), (64, 4, 4), (80, 1, 1)])
+def test_a_tile_has_rows_for_its_tokens_query_heads(heads: int, kv_heads: int, tokens: int) -> None:
+    assert tile_tokens(heads, kv_heads, 128, 2) == tokens
+    assert tile_tokens(heads, kv_heads, 128, 4) == max(1, tokens // 2)

@@ -1,0 +1,20 @@
+"""That Triton compiles the kernels for real, which its interpreter doesn't show, and that they fit: without a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton isn't installed")
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_gpus_that_are_not_there() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.layers.compile_kernels"],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 3 * 2 * 4 * 5

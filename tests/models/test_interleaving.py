@@ -1,0 +1,123 @@
+"""The tokens of a video that is heard: in the order in which transformers' processor puts them."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor
+
+from tests.models.test_mrope import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
+from triptych.errors import BadMediaSize, UnsupportedMedia
+from triptych.models.base import Planner
+from triptych.models.qwen3_omni.plan import Qwen3OmniPlanner
+from triptych.types import AudioHeader, FrameSampling, ItemPlan, PartRows, SoundPlan, VideoHeader
+
+FAMILY = "qwen3_omni_moe"
+PLANNER = planner_of(FAMILY)
+SECOND = AudioHeader("MP4", 16_000, 1, 16_000, track=True)
+
+
+def reference(plan: ItemPlan) -> str:
+    """Frames are V, sound is A."""
+    processor = Qwen3OmniMoeProcessor.__new__(Qwen3OmniMoeProcessor)
+    marks = {"audio_bos_token": "<", "audio_eos_token": ">", "audio_token": "A", "video_token": "V"}
+    for name, value in ({"video_processor": SimpleNamespace(merge_size=2)} | marks).items():
+        setattr(processor, name, value)
+    assert plan.sound
+    video = {"video_grid_thw": np.array([plan.grid]), "video_second_per_grid": [seconds_of(FAMILY, plan)]}
+    made: str = processor.replace_video_with_audio_token(
+        video, 0, {"num_audio_tokens": [plan.sound.rows]}, 0, position_id_per_seconds=13.0
+    )
+    return made
+
+
+def spelled(planner: Planner, plan: ItemPlan) -> str:
+    thinker = config_of(FAMILY)["thinker_config"]
+    names = {"audio_start_token_id": "<", "audio_end_token_id": ">", "audio_token_id": "A", "video_token_id": "V"}
+    letters = {thinker[name]: letter for name, letter in names.items()}
+    runs = iter(planner.runs(plan))
+    placeholder = planner.placeholder(plan, letters.__getitem__)
+    return "".join(letter * next(runs) if letter in "AV" else letter for letter in placeholder)
+
+
+def test_tokens_are_in_the_order_of_the_reference() -> None:
+    source = random.Random(7)
+    for _ in range(200):
+        header, sampling = random_video(source)
+        plan = PLANNER.plan(header, BOUNDS, sampling, random_sound(source))
+        tokens = spelled(PLANNER, plan)
+        assert tokens == reference(plan)
+        check_parts(plan, tokens.strip("<>"))
+
+
+def check_parts(plan: ItemPlan, tokens: str) -> None:
+    """Each part's rows are at tokens of its kind, and both kinds go on where they were."""
+    assert plan.sound
+    assert plan.is_whole
+    firsts = [part.runs[0][0] for part in plan.parts]
+    assert firsts == sorted(firsts)
+    for part in plan.parts:
+        for first_row, rows in part.runs:
+            assert set(tokens[first_row : first_row + rows]) == {"A" if part.heard else "V"}
+    for heard, planned in ((False, [plan.rows_per_part] * plan.grid[0]), (True, windows(plan.sound.header))):
+        numbers = [number for number, part in enumerate(plan.parts) if part.heard == heard]
+        assert [plan.rows_of(number) for number in numbers] == planned
+        places = [run for number in numbers for run in plan.runs_of(number)]
+        assert places == sorted(places)
+
+
+def windows(header: AudioHeader) -> list[int]:
+    sound = PLANNER.plan(header)
+    return [sound.rows_of(number) for number in range(sound.num_parts)]
+
+
+def test_a_plan_counts_both() -> None:
+    header = VideoHeader("MP4", 64, 64, 100, 10.0)
+    seen, heard = PLANNER.plan(header, BOUNDS), PLANNER.plan(header, BOUNDS, sound=SECOND)
+    sound = PLANNER.plan(SECOND)
+    assert (heard.rows, heard.cost, heard.patches) == (
+        seen.rows + sound.rows,
+        seen.cost + sound.cost,
+        seen.patches + sound.patches,
+    )
+    assert heard.sound == SoundPlan(SECOND, sound.grid[0], sound.rows)
+    assert heard.num_parts == seen.num_parts + sound.num_parts
+    assert seen.sound is None
+    assert seen.is_whole
+    with pytest.raises(BadMediaSize, match="shorter than 25 ms"):
+        PLANNER.plan(header, BOUNDS, sound=AudioHeader("MP4", 48_000, 1, 100, track=True))
+
+
+def test_plans_that_are_not_whole() -> None:
+    plan = PLANNER.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, sound=SECOND)
+
+    def changed(**fields: Any) -> ItemPlan:
+        return msgspec.structs.replace(plan, **fields)
+
+    first, *others = plan.parts
+    assert not changed(parts=plan.parts[1:]).is_whole
+    assert not changed(parts=(*plan.parts, first)).is_whole
+    assert not changed(parts=(PartRows(((1, 1),)), *others)).is_whole
+    assert not changed(rows=plan.rows + 1).is_whole
+    assert not changed(sound=None).is_whole
+    assert not changed(parts=()).is_whole
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_who_does_not_hear(family: str) -> None:
+    planner = planner_of(family)
+    assert not planner.hears_videos
+    with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
+        planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)
+
+
+def test_a_config_that_does_not_name_the_end_of_audio() -> None:
+    """transformers' own has no setting for it."""
+    thinker = {k: v for k, v in config_of(FAMILY)["thinker_config"].items() if k != "audio_end_token_id"}
+    planner = Qwen3OmniPlanner(config_of(FAMILY) | {"thinker_config": thinker}, {"feature_size": 20})
+    assert not planner.hears_videos
+    with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
+        planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)

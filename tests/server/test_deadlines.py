@@ -1,0 +1,66 @@
+"""What waits for another instance has as long as its request, however long --request-timeout is."""
+
+import numpy as np
+import pytest
+import torch
+
+from triptych.config import FrontDoorConfig
+from triptych.engine.embedding_source import IncomingMedia
+from triptych.engine.request import Sequence
+from triptych.errors import ConfigError
+from triptych.messages.codec import Message
+from triptych.messages.rows import RowLayout
+from triptych.messages.work import NO_TIMEOUT, PlacedItem, Sampling, time_left
+from triptych.transfer.buffers import RowBuffer
+from triptych.transfer.fabrics.local import LocalFabric
+from triptych.transfer.memory import PlainMemory
+from triptych.transfer.receiver import Receiver
+from triptych.transfer.sender import Sender
+from triptych.types import Address, Placement, RequestId, Span, TransferId
+
+LAYOUT = RowLayout("m", "float32", 4, 16)
+
+
+def sequence(timeout: float) -> Sequence:
+    return Sequence(
+        request=RequestId("r"),
+        tokens=[0] * 9,
+        positions=np.zeros((3, 9)),
+        next_position=9,
+        items=[PlacedItem("k", Placement((Span(0, 8),)), 8)],
+        sampling=Sampling(max_tokens=1),
+        eos_token_ids=frozenset(),
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize(("timeout", "last"), [(3600.0, 3600.0), (60.0, 600.0)])
+def test_an_item_waits_for_its_encoder_as_long_as_its_request_may(timeout: float, last: float) -> None:
+    now = [0.0]
+    buffer = RowBuffer(LAYOUT, 4, 4, [LocalFabric()], allocate=PlainMemory)
+    receiver = Receiver(buffer, Address("me"), lambda *_: None, clock=lambda: now[0])
+    incoming = IncomingMedia(receiver, "pd0", Address("me"), torch.float32, 4)
+    assert incoming.need(sequence(timeout))
+    now[0] = last
+    assert not incoming.take_failures()
+    now[0] = last + 1
+    assert [failure.error for _, failure in incoming.take_failures()] == ["DeadlineExceeded"]
+
+
+def test_rows_are_kept_for_their_consumer_as_long_as_its_request_may_take() -> None:
+    now, sent = [0.0], list[Message]()
+    fabric = LocalFabric()
+    sender = Sender({fabric.name: fabric}, Address("e0"), lambda _, message: sent.append(message), clock=lambda: now[0])
+    sender.offer(TransferId("t"), Address("pd0"), 8, LAYOUT, timeout=3600.0)
+    now[0] = 3600.0
+    sender.check_deadlines()
+    assert TransferId("t") in sender
+    now[0] = 3601.0
+    sender.check_deadlines()
+    assert sender.idle
+
+
+def test_a_timeout_that_is_none_is_said_as_the_longest_there_is() -> None:
+    assert time_left(float("inf"), 0.0) == NO_TIMEOUT
+    with pytest.raises(ConfigError, match="--request-timeout nan"):
+        FrontDoorConfig(request_timeout=float("nan"))

@@ -1,0 +1,237 @@
+"""Answers with grammars in whole services: the same tokens however late masks come, and nobody else waits for them."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.checkpoints import make_checkpoint
+from tests.harness import FLOAT32, Running, running
+from tests.parity.cases import CASES
+from tests.processes import is_gone
+from triptych.engine import sampling_batch as draws
+from triptych.engine.grammar import matching
+from triptych.engine.grammar.matching import Matching
+from triptych.engine.grammar.service import Grammars
+from triptych.errors import GrammarTooCostly, InvalidRequest
+from triptych.messages.work import GrammarKind, GrammarSpec
+
+TOPOLOGIES = ["1EPD", "1E1P1D", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1E1PD", "1E1P2D"))]
+WORDS = GrammarSpec(GrammarKind.REGEX, "([a-z]{1,8} )*")
+NUMBERS = GrammarSpec(GrammarKind.REGEX, "[0-9 ]*")
+SLOW = GrammarSpec(GrammarKind.REGEX, "(a*)*(a*)*(a*)*b")
+"""Each "a" takes longer to match than the one before."""
+REQUESTS: list[dict[str, Any]] = [
+    {"grammar": WORDS, "temperature": 1.0, "seed": 1},
+    {"grammar": WORDS, "temperature": 1.0, "seed": 2, "top_k": 20, "logprobs": 2, "prompt_logprobs": 1},
+    {"grammar": NUMBERS, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "seed": 4, "presence_penalty": 0.5},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("grammars") / "tiny", tied=False)
+
+
+@asynccontextmanager
+async def served(folder: Path, topology: str) -> AsyncIterator[Running]:
+    async with asyncio.timeout(120), running(folder, topology) as service:
+        yield service
+
+
+async def answers(service: Running) -> list[list[int]]:
+    asked = [service.answer(CASES[number].messages, **one) for number, one in enumerate(REQUESTS)]
+    return list(await asyncio.gather(*asked))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    async def run() -> list[list[int]]:
+        async with served(folder, "1EPD") as service:
+            return await answers(service)
+
+    found = asyncio.run(run())
+    assert min(len(answer) for answer in found) > 8
+    assert len({tuple(answer) for answer in found}) == len(found)
+    return found
+
+
+def pids_of(service: Running) -> list[int]:
+    """The processes of the grammars that are in use, of all instances."""
+    servers = [host._grammars._server for host in service.language_hosts()]
+    paths = [Path(f"/proc/{one.process.pid}/task/{one.process.pid}/children") for one in servers if one is not None]
+    return [int(pid) for path in paths for pid in path.read_text().split()]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def never_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token waits for its mask."""
+    monkeypatch.setattr(Matching, "last_was_quick", property(lambda _: False))
+
+
+def late_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is computed twice, since its mask isn't there the first time."""
+    mask, asked = Matching.mask, set[tuple[int, int]]()
+
+    def late(self: Matching, seconds: float = 0.0) -> bytes | None:
+        place = id(self), len(self._tokens)
+        if place in asked:
+            return mask(self, 10)
+        asked.add(place)
+        return None
+
+    monkeypatch.setattr(Matching, "mask", late)
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for no mask."""
+    monkeypatch.setattr(draws, "MASK_PATIENCE", 0.0)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("timing", [never_quick, late_at_first, impatient, lambda _: None])
+def test_tokens_are_the_same_whenever_masks_come(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    expected: list[list[int]],
+    topology: str,
+    timing: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    timing(monkeypatch)
+
+    async def run() -> None:
+        async with served(folder, topology) as service:
+            assert await answers(service) == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_nobody_waits_for_anothers_grammar(folder: Path, expected: list[list[int]], topology: str) -> None:
+    """Whose processes stand still; then they go on, and with them the answers that they are for."""
+
+    async def run() -> None:
+        async with served(folder, topology) as service:
+            assert await service.answer(CASES[0].messages, **REQUESTS[0]) == expected[0]
+            stopped = pids_of(service)
+            assert stopped
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                waiting = asyncio.create_task(service.answer(CASES[0].messages, **REQUESTS[0]))
+                others = [service.answer(CASES[n].messages, **REQUESTS[n]) for n in range(2, len(REQUESTS))]
+                assert await asyncio.gather(*others) == expected[2:]
+                assert not waiting.done()
+            finally:
+                for pid in stopped:
+                    os.kill(pid, signal.SIGCONT)
+            assert await waiting == expected[0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_who_loses_a_grammars_process_goes_on(folder: Path, expected: list[list[int]], topology: str) -> None:
+    async def run() -> None:
+        async with served(folder, topology) as service:
+            asked = asyncio.create_task(answers(service))
+            killed = set[int]()
+            for _ in range(2):
+                await until(lambda: bool(set(pids_of(service)) - killed) or asked.done())
+                for pid in set(pids_of(service)) - killed:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+            assert await asked == expected
+            assert killed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", ["1E1PD", "1E1P1D"])
+@pytest.mark.parametrize(("constant", "seconds"), [("TOKEN_SECONDS", 0.02), ("TOTAL_SECONDS", 0.3)])
+def test_a_costly_answer_fails_by_name(  # noqa: PLR0917
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    expected: list[list[int]],
+    topology: str,
+    constant: str,
+    seconds: float,
+) -> None:
+    monkeypatch.setattr(matching, constant, seconds)
+    [letter] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a", add_special_tokens=False).ids
+    slow = {"grammar": SLOW, "logit_bias": {letter: 100.0}, "max_tokens": 1500}
+
+    async def run() -> None:
+        async with served(folder, topology) as service:
+            culprits = [service.answer(CASES[n].messages, seed=n, **slow) for n in range(2)]
+            ended = asyncio.gather(*culprits, return_exceptions=True)
+            others = [await answers(service) for _ in range(2)]
+            assert others == [expected, expected]
+            assert [type(end) for end in await ended] == [GrammarTooCostly] * 2
+            assert await answers(service) == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", ["1E1PD", "1E1P1D"])
+def test_a_bad_grammar_is_refused_at_once(folder: Path, topology: str) -> None:
+    """While others compute; the second time without trying it."""
+    bad = GrammarSpec(GrammarKind.REGEX, "(")
+
+    async def run() -> None:
+        async with served(folder, topology) as service:
+            others = asyncio.create_task(answers(service))
+            for _ in range(3):
+                with pytest.raises(InvalidRequest, match="the regex can't be used"):
+                    await service.answer(CASES[0].messages, grammar=bad)
+            await others
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
+def test_grammars_that_are_being_compiled_take_no_places(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, topology: str
+) -> None:
+    """However many: as many requests as an instance is given at a time, and more."""
+    monkeypatch.setattr(Grammars, "_start_process", lambda *_: None)
+
+    async def run() -> list[int]:
+        engine = replace(FLOAT32, max_num_seqs=2)
+        async with asyncio.timeout(60), running(folder, topology, engine) as service:
+            waiting = [asyncio.create_task(answers(service)) for _ in range(4)]
+            await asyncio.sleep(0.2)
+            answer = await service.answer(CASES[0].messages, max_tokens=4)
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            for entry in list(service.front_door.router._requests):
+                service.front_door.router.cancel(entry)
+            return answer
+
+    assert len(asyncio.run(run())) == 4
+
+
+def test_no_process_is_left(folder: Path) -> None:
+    async def run() -> list[int]:
+        async with served(folder, "1E1P1D") as service:
+            await answers(service)
+            servers = [host._grammars._server for host in service.language_hosts()]
+            return [*pids_of(service), *(server.process.pid for server in servers if server is not None)]
+
+    pids = asyncio.run(run())
+    assert len(pids) == 2 * 3
+    assert all(is_gone(pid) for pid in pids)

@@ -1,0 +1,432 @@
+"""An instance's loop, with a real channel to a front door that is the test's, and a host that records."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from triptych.config import LeaseConfig
+from triptych.errors import BlockError, StartError, TriptychError
+from triptych.messages.channel import Channel
+from triptych.messages.codec import Message
+from triptych.messages.rows import End, RowLayout
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import (
+    Cancel,
+    ChangeRole,
+    Heartbeat,
+    Leave,
+    PeerLost,
+    Register,
+    Rejected,
+    Reregister,
+    RoleKept,
+    Stop,
+    Welcome,
+)
+from triptych.server import instance as instances
+from triptych.server.instance import Composition, Instance
+from triptych.stage_loop import Handlers
+from triptych.topology import Role
+from triptych.types import Address, RequestId, TransferId
+
+LAYOUT = RowLayout("model", "float32", 4, 16)
+OTHER_LAYOUT = RowLayout("model", "float32", 8, 32)
+FAST = LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=30.0)
+
+
+@dataclass
+class Recorder:
+    """Writes down what it is told; ``on_advance`` and ``on_cancel`` may be set to fail or to dawdle."""
+
+    told: list[Any] = field(default_factory=list)
+    on_advance: Callable[[], object] = lambda: None
+    on_cancel: Callable[[], object] = lambda: None
+    on_idle: Callable[[], object] = lambda: None
+    num_advances: int = 0
+    next_advance: float = float("inf")
+    context_length: int = 0
+    idle: bool = True
+
+    @property
+    def handlers(self) -> Handlers:
+        return {Cancel: self._on_cancel}
+
+    def _on_cancel(self, message: Cancel) -> None:
+        self.told.append(message)
+        self.on_cancel()
+
+    def advance(self) -> None:
+        self.num_advances += 1
+        self.on_advance()
+
+    def peer_lost(self, lost: PeerLost) -> None:
+        self.told.append(lost)
+
+    def lapse(self) -> None:
+        self.told.append("lapse")
+
+    def check_idle(self) -> None:
+        self.on_idle()
+
+    def add_stats(self, stats: InstanceStats) -> None:
+        stats.resident_bytes = 1
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+@dataclass
+class Composing:
+    """A composer whose hosts are recorders; ``refusal`` is what it raises, if anything, when it comes to it."""
+
+    refusal: BaseException | None = None
+    composed: list[Recorder] = field(default_factory=list)
+
+    def check(self, role: Role) -> None:
+        if role.encodes:
+            raise StartError("no tower")
+
+    def compose(self, role: Role) -> Composition:
+        if self.refusal is not None:
+            raise self.refusal
+        self.composed.append(Recorder())
+        return Composition([(self.composed[-1], End.CONSUMER)], [OTHER_LAYOUT])
+
+
+class Desk:
+    """A front door's end of the channel, and an instance whose loop runs in a thread."""
+
+    def __init__(self, lease: LeaseConfig, host: Recorder) -> None:
+        self.channel, self.host = Channel(), host
+        self.instance = Instance(
+            name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), front_door=self.channel.address, lease=lease
+        )
+        self.instance.add(host, far_end=End.PRODUCER)
+        self.received: list[Message] = []
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.instance.run()
+        except (TriptychError, RuntimeError) as error:
+            self.error = error
+
+    def send(self, *messages: Message) -> None:
+        for message in messages:
+            self.channel.send(self.instance.channel.address, message)
+
+    def count(self, kind: type, seconds: float = 0.0) -> int:
+        """How many have come, of one kind."""
+        self.received += self.channel.receive(seconds)
+        return sum(isinstance(message, kind) for message in self.received)
+
+    def await_count(self, kind: type, count: int) -> None:
+        _until(lambda: self.count(kind, 0.05) >= count)
+        assert self.count(kind) == count
+
+    def join(self, expiry: float = 30.0) -> None:
+        """Takes the registration and welcomes the instance."""
+        self.await_count(Register, 1)
+        self.send(Welcome(expiry))
+        _until(lambda: self.instance._registered)
+
+    def end(self) -> None:
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "the loop didn't end"
+
+    def close(self) -> None:
+        self.instance.stop()
+        self.end()
+        self.instance.channel.close()
+        self.channel.close(linger=0)
+
+
+def _until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Desk]]:
+    desks: list[Desk] = []
+
+    def start_one(lease: LeaseConfig = FAST, host: Recorder | None = None) -> Desk:
+        desks.append(Desk(lease, host or Recorder()))
+        return desks[-1]
+
+    yield start_one
+    for desk in desks:
+        desk.close()
+
+
+def cancel(name: str) -> Cancel:
+    return Cancel(RequestId(name))
+
+
+def once(work: Callable[[], object]) -> Callable[[], object]:
+    """The work, the first time only."""
+    left = [work]
+    return lambda: left.pop()() if left else None
+
+
+def fail() -> None:
+    raise RuntimeError("a bug")
+
+
+def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., Desk]) -> None:
+    desk = start()
+    desk.join()
+    (register,) = [message for message in desk.received if isinstance(message, Register)]
+    address = desk.instance.channel.address
+    assert (register.name, register.role, register.address, register.layouts) == ("pd0", Role.PD, address, [LAYOUT])
+    _until(lambda: desk.count(Heartbeat, 0.05) >= 3)
+    beat = next(message for message in desk.received if isinstance(message, Heartbeat))
+    assert (beat.address, beat.stats.resident_bytes) == (address, 1), "its hosts have told of themselves"
+    desk.send(Stop())
+    desk.end()
+    desk.await_count(Leave, 1)
+    assert desk.received[-1] == Leave(address)
+    assert desk.error is None
+    assert desk.host.told == ["close"]
+
+
+def test_rejection_ends_it(start: Callable[..., Desk]) -> None:
+    desk = start()
+    desk.await_count(Register, 1)
+    desk.send(Rejected("pd0", os.getpid(), "it serves another model"))
+    desk.end()
+    assert isinstance(desk.error, StartError)
+    assert "it serves another model" in str(desk.error)
+    assert desk.host.told == ["close"]
+
+
+def test_a_front_door_that_does_not_answer_ends_it(start: Callable[..., Desk]) -> None:
+    desk = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.1))
+    desk.end()
+    assert isinstance(desk.error, StartError)
+    assert desk.channel.address in str(desk.error)
+
+
+def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callable[..., Desk]) -> None:
+    desk = start()
+    desk.join()
+    desk.send(Reregister(), Reregister(), Reregister(), cancel("last"))
+    _until(lambda: cancel("last") in desk.host.told)
+    assert desk.host.told == ["lapse", cancel("last")]
+    desk.await_count(Register, 2)
+    desk.send(Welcome(30.0), Reregister(), cancel("very last"))
+    _until(lambda: cancel("very last") in desk.host.told)
+    assert desk.host.told.count("lapse") == 2, "a new lease that is lost is another matter"
+
+
+def test_a_registration_that_a_dying_front_door_took_with_it_is_made_again(start: Callable[..., Desk]) -> None:
+    desk = start()
+    desk.await_count(Register, 1)
+    desk.send(Reregister())  # the answer to a heartbeat that went before the registration
+    time.sleep(5 * FAST.heartbeat)
+    assert sum(isinstance(message, Register) for message in desk.received) == 1
+    desk.send(Reregister())
+    desk.await_count(Register, 2)
+    desk.send(Welcome(30.0), cancel("after"))
+    _until(lambda: cancel("after") in desk.host.told)
+    assert "lapse" not in desk.host.told
+
+
+def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., Desk]) -> None:
+    desk = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.3))
+    desk.join()
+    time.sleep(0.4)
+    desk.send(Reregister())
+    desk.await_count(Register, 2)
+    desk.send(Welcome(30.0), cancel("after"))
+    _until(lambda: cancel("after") in desk.host.told)
+    assert desk.error is None
+
+
+def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Callable[..., Desk]) -> None:
+    desk = start(LeaseConfig(heartbeat=0.05, lease_expiry=0.5))
+    desk.join(expiry=0.5)
+    assert "lapse" not in desk.host.told
+    desk.host.on_advance = once(lambda: time.sleep(0.6))
+    desk.instance.channel.wake()
+    _until(lambda: "lapse" in desk.host.told)
+    desk.await_count(Register, 2)
+    leave, register = (desk.received.index(Leave(desk.instance.channel.address)), _last(desk.received, Register))
+    assert leave < register, "the front door is to fail what was under way, even if it noticed nothing"
+    assert desk.host.told.count("lapse") == 1
+
+
+def test_being_a_little_late_gives_nothing_up(start: Callable[..., Desk]) -> None:
+    desk = start(LeaseConfig(heartbeat=0.05, lease_expiry=30.0))
+    desk.join()
+    desk.host.on_advance = once(lambda: time.sleep(0.3))
+    desk.send(cancel("after"))
+    _until(lambda: cancel("after") in desk.host.told)
+    beats = desk.count(Heartbeat)
+    _until(lambda: desk.count(Heartbeat, 0.05) > beats)
+    assert desk.host.told == [cancel("after")]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), BlockError("freed twice")])
+def test_a_message_that_cannot_be_handled_harms_nothing_else(start: Callable[..., Desk], error: Exception) -> None:
+    def refuse() -> None:
+        raise error
+
+    desk = start(host=Recorder(on_cancel=once(refuse)))
+    desk.join()
+    desk.send(cancel("bad"), Welcome(30.0), Leave(Address("not for an instance")), cancel("good"))
+    _until(lambda: cancel("good") in desk.host.told)
+    assert desk.host.told == [cancel("bad"), cancel("good")]
+    assert desk.error is None
+
+
+def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., Desk]) -> None:
+    desk = start()
+    desk.join()
+    lost = PeerLost(Address("tcp://127.0.0.1:1"), [TransferId("t")])
+    desk.send(lost)
+    _until(lambda: lost in desk.host.told)
+
+
+def test_a_leak_is_logged_and_no_reason_to_end(start: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
+    def leak() -> None:
+        raise BlockError("two pages are missing")
+
+    desk = start(host=Recorder(on_idle=once(leak)))
+    desk.join()
+    _until(lambda: "two pages are missing" in caplog.text)
+    desk.send(cancel("after"))
+    _until(lambda: cancel("after") in desk.host.told)
+
+
+def test_a_host_that_fails_starts_over(start: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
+    desk = start()
+    desk.join()
+    desk.host.on_advance = once(fail)
+    desk.instance.channel.wake()
+    desk.await_count(Register, 2)
+    assert [type(message) for message in desk.received if not isinstance(message, Heartbeat)] == [
+        Register,
+        Leave,
+        Register,
+    ]
+    desk.send(Welcome(30.0), cancel("after"))
+    _until(lambda: cancel("after") in desk.host.told)
+    assert desk.host.told == ["lapse", cancel("after")]
+    assert "RuntimeError: a bug" in caplog.text, "the traceback"
+
+
+def test_a_host_that_keeps_failing_ends_the_instance(
+    start: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = start()
+    desk.join()
+    before = desk.host.num_advances
+    desk.host.on_advance = fail
+    desk.instance.channel.wake()
+    desk.end()
+    assert isinstance(desk.error, RuntimeError)
+    assert desk.host.num_advances - before <= instances.MAX_FAILURES + 1, "it doesn't spin"
+    assert any("ending" in record.message for record in caplog.records if record.levelno == logging.ERROR)
+    _until(lambda: desk.count(Leave, 0.05) == instances.MAX_FAILURES)
+    assert isinstance(desk.received[-1], Leave), "the front door need not wait for the lease"
+
+
+def test_failures_far_apart_end_nothing(start: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "FAILURE_WINDOW", 0.0)
+    desk = start()
+    desk.join()
+    for number in range(instances.MAX_FAILURES + 2):
+        desk.host.on_advance = once(fail)
+        desk.instance.channel.wake()
+        desk.await_count(Register, number + 2)
+        desk.send(Welcome(30.0))
+    assert desk.error is None
+
+
+def test_it_changes_its_role_once_all_is_done(start: Callable[..., Desk]) -> None:
+    desk, composer = start(host=Recorder(idle=False)), Composing()
+    desk.instance.composer = composer
+    desk.join()
+    desk.send(ChangeRole(Role.P, 30.0), cancel("still here"))
+    _until(lambda: cancel("still here") in desk.host.told)
+    assert composer.composed == []
+    desk.host.idle = True
+    desk.instance.channel.wake()
+    desk.await_count(Register, 2)
+    register = desk.received[_last(desk.received, Register)]
+    assert isinstance(register, Register)
+    assert (register.role, register.layouts) == (Role.P, [OTHER_LAYOUT])
+    assert desk.count(Leave) == 0, "the front door tells the others when it hears of the role"
+    assert desk.host.told == [cancel("still here"), "close"]
+    desk.send(Welcome(30.0), cancel("for the new host"))
+    (host,) = composer.composed
+    _until(lambda: host.told == [cancel("for the new host")])
+
+
+@pytest.mark.parametrize(
+    ("role", "refusal", "reason"),
+    [
+        (Role.EP, None, "no tower"),
+        (Role.P, OSError("no memory"), "no memory"),
+        (Role.P, BlockError("a bug"), "a bug"),
+    ],
+)
+def test_a_change_that_cannot_be_leaves_all_as_it_was(
+    start: Callable[..., Desk], role: Role, refusal: BaseException | None, reason: str
+) -> None:
+    desk = start()
+    desk.instance.composer = Composing(refusal)
+    desk.join()
+    desk.send(ChangeRole(role, 30.0))
+    desk.await_count(RoleKept, 1)
+    assert RoleKept(desk.instance.channel.address, reason) in desk.received
+    desk.send(cancel("after"))
+    _until(lambda: desk.host.told == [cancel("after")])
+    assert desk.count(Register) == 1
+
+
+def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., Desk]) -> None:
+    desk = start(host=Recorder(idle=False))
+    desk.instance.composer = Composing()
+    desk.join()
+    desk.send(ChangeRole(Role.P, 0.1))
+    desk.await_count(RoleKept, 1)
+    desk.host.idle = True
+    desk.send(cancel("after"))
+    _until(lambda: desk.host.told == [cancel("after")])
+    assert desk.count(Register) == 1
+
+
+def test_starting_over_forgets_the_change(start: Callable[..., Desk]) -> None:
+    desk, composer = start(host=Recorder(idle=False)), Composing()
+    desk.instance.composer = composer
+    desk.join()
+    desk.send(ChangeRole(Role.P, 30.0), Reregister())
+    desk.await_count(Register, 2)
+    desk.host.idle = True
+    desk.send(Welcome(30.0), cancel("after"))
+    _until(lambda: cancel("after") in desk.host.told)
+    assert composer.composed == []
+    assert desk.instance.role is Role.PD
+
+
+def test_one_without_other_hosts_keeps_its_role(start: Callable[..., Desk]) -> None:
+    desk = start()
+    desk.join()
+    desk.send(ChangeRole(Role.P, 30.0))
+    desk.await_count(RoleKept, 1)
+
+
+def _last(messages: list[Message], kind: type) -> int:
+    return max(index for index, message in enumerate(messages) if isinstance(message, kind))

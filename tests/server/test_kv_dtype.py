@@ -1,0 +1,77 @@
+"""The dtype of the KV cache is an instance's own choice, and all that share KV have made the same one."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import make_checkpoint
+from tests.harness import FLOAT32, make_instance, run_instance, running
+from triptych.checkpoint.reader import Checkpoint
+from triptych.config import EngineConfig, ServeConfig
+from triptych.errors import StartError
+from triptych.layers.parallel import SINGLE_RANK
+from triptych.messages.rows import RowKind
+from triptych.server.build import Model
+from triptych.topology import Role
+
+DEFAULT = replace(FLOAT32, dtype="auto")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("kv") / "tiny")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_cache_and_rows_have_it(folder: Path, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    model = Model(Checkpoint(folder), replace(DEFAULT, kv_cache_dtype=name))
+    cache = model.make_cache(SINGLE_RANK, 3, "").whole
+    assert {tensor.dtype for tensor in cache.keys + cache.values} == {dtype}
+    layout = model.kv_layout
+    assert (layout.dtype, layout.row_bytes) == (name, layout.width * dtype.itemsize)
+    assert model.row_layout.dtype == "float32", "media rows have the dtype of activations"
+
+
+def test_the_same_memory_holds_twice_as_much(folder: Path) -> None:
+    async def pages(engine: EngineConfig) -> int:
+        async with running(folder, "1PD", engine) as service:
+            return service.language_hosts()[0].scheduler.pool.num_pages
+
+    limited = replace(DEFAULT, kv_cache_tokens=0, kv_memory="1MiB")
+    half, single = asyncio.run(pages(limited)), asyncio.run(pages(replace(limited, kv_cache_dtype="float32")))
+    assert half == 2 * single
+
+
+@pytest.mark.parametrize("role", [Role.P, Role.D, Role.PD])
+def test_an_instance_with_another_is_refused(folder: Path, role: Role) -> None:
+    """In every role that has a KV cache: it may change its role later."""
+
+    async def run() -> None:
+        async with running(folder, "1PD", DEFAULT) as service:
+            config = ServeConfig(model=folder, engine=replace(DEFAULT, kv_cache_dtype="float32"))
+            other = make_instance(config, role, "other", service.front_door.control)
+            asyncio.get_running_loop().call_later(30, other.stop)  # if nobody refuses it
+            with pytest.raises(StartError, match="the kv rows of other don't fit those of pd0: dtype float32 here, fl"):
+                await asyncio.to_thread(run_instance, other)
+
+    asyncio.run(run())
+
+
+def test_an_instance_says_how_its_rows_look_in_every_role_that_it_can_have(folder: Path) -> None:
+    async def run() -> None:
+        async with running(folder, "1EPD1E", DEFAULT) as service:
+            whole, encoder = service.instances
+            assert [layout.kind for layout in encoder._layouts] == [RowKind.MEDIA]
+            assert [layout.kind for layout in whole._layouts] == [RowKind.MEDIA, RowKind.KV]
+            assert whole.composer is not None
+            for role in (Role.E, Role.D):
+                composition = whole.composer.compose(role)
+                assert composition.layouts == whole._layouts
+                for host, _ in composition.hosts:
+                    host.close()
+
+    asyncio.run(run())

@@ -1,0 +1,87 @@
+"""Prefill runs over the rows that have landed while later items are still being encoded."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import make_checkpoint
+from tests.harness import FLOAT32, Running, running
+from tests.parity.cases import picture, png
+from triptych.encode.cache import Rows
+from triptych.encode.loop import EncodeHost, RowEncoder
+from triptych.engine.loop import LanguageHost
+from triptych.messages.codec import Send
+from triptych.messages.work import Sampling, Tokens
+from triptych.models.base import TowerInput
+from triptych.observe.timeline import Interval
+from triptych.server.instance import Instance
+from triptych.types import Address
+
+IMAGES = 4
+ONE_AT_A_TIME = replace(FLOAT32, encode_batch_patches=1)
+
+
+class SlowEncoder:
+    def __init__(self, encoder: RowEncoder) -> None:
+        self._encoder = encoder
+
+    def __call__(self, inputs: Sequence[TowerInput]) -> list[Rows]:
+        time.sleep(0.1)
+        return self._encoder(inputs)
+
+
+def slow_down(instance: Instance) -> None:
+    for host in instance.hosts:
+        if isinstance(host, EncodeHost):
+            host._encoder = SlowEncoder(host._encoder)
+
+
+async def timeline(service: Running) -> list[Interval]:
+    """Of one request with several pictures, as its client would be told."""
+    content = [{"type": "image", "data": png(picture(96, 96, seed))} for seed in range(IMAGES)]
+    prompt = service.front_door.service.prompt_builder.build([{"role": "user", "content": content}])
+    stream = service.front_door.service.router.submit(prompt, Sampling(max_tokens=2, ignore_eos=True), [])
+    async for _ in stream:
+        pass
+    return stream.intervals
+
+
+def test_prefill_of_what_has_landed_begins_before_the_next_item_is_encoded(tmp_path: Path) -> None:
+    async def run() -> list[Interval]:
+        async with running(make_checkpoint(tmp_path), "1E1PD", ONE_AT_A_TIME, prepare=slow_down) as service:
+            return await timeline(service)
+
+    intervals = asyncio.run(run())
+    encoded = sorted(interval.end for interval in intervals if interval.stage == "encode")
+    landed = sorted(interval.end for interval in intervals if interval.stage == "transfer")
+    prefills = [interval.start for interval in intervals if interval.stage == "prefill"]
+    assert len(encoded) == len(landed) == IMAGES
+    for here, next_encoded in zip(landed, encoded[1:], strict=False):
+        assert any(here <= start < next_encoded for start in prefills)
+
+
+def test_a_steps_tokens_are_told_while_the_next_step_runs(tmp_path: Path) -> None:
+    told: list[tuple[bool, bool]] = []
+
+    def watch(instance: Instance) -> None:
+        for host in instance.hosts:
+            if isinstance(host, LanguageHost):
+                host._send = watching(host, host._send)
+
+    def watching(host: LanguageHost, send: Send) -> Send:
+        def sending(address: Address, message: Any) -> None:
+            if isinstance(message, Tokens):
+                told.append((message.finish_reason is not None, host._running is not None))
+            send(address, message)
+
+        return sending
+
+    async def run() -> list[int]:
+        async with running(make_checkpoint(tmp_path), "1EPD", prepare=watch) as service:
+            return await service.answer([{"role": "user", "content": "Hello"}], max_tokens=5)
+
+    assert len(asyncio.run(run())) == 5
+    assert told == [(False, True)] * 4 + [(True, False)]

@@ -1,0 +1,63 @@
+"""How requests end that one instance prefills and another decodes, other than by being answered."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.harness import Running, running
+from triptych.engine.split_loops import PrefillHost
+from triptych.errors import InternalError, TransferError
+from triptych.messages.work import Prefill, Sampling
+from triptych.router.router import TokenStream
+
+MESSAGES = [{"role": "user", "content": "one two three " * 20}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("split") / "tiny")
+
+
+def submit(service: Running, salt: str) -> TokenStream:
+    inside = service.front_door.service
+    prompt = inside.prompt_builder.build(MESSAGES)
+    return inside.router.submit(prompt, Sampling(max_tokens=20, ignore_eos=True), [], salt)
+
+
+def test_cancels_are_no_errors_wherever_they_find_a_request(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with running(folder, "1E1P1D") as service:
+            for number in range(60):
+                streams = [submit(service, f"{number}/{one}") for one in range(3)]
+                await asyncio.sleep(0.001 * (number % 12))
+                for stream in streams:
+                    service.front_door.router.cancel(stream.request)
+            assert len(await service.answer(MESSAGES)) == 32
+            async with asyncio.timeout(10):
+                while not all(host.idle for instance in service.instances for host in instance.hosts):
+                    await asyncio.sleep(0.01)
+            assert all(lease.outstanding == 0 for lease in service.front_door.router.registry)
+
+    asyncio.run(run())
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_prefill_that_cannot_be_offered_fails_its_request_at_once(folder: Path) -> None:
+    async def run() -> None:
+        async with running(folder, "1E1P1D") as service:
+            (host,) = [host for host in service.language_hosts() if isinstance(host, PrefillHost)]
+            expect = host._outgoing.expect
+
+            def refuse(prefill: Prefill, num_tokens: int) -> None:
+                host._outgoing.expect = expect  # type: ignore[method-assign]
+                raise TransferError(f"transfer {prefill.transfer} is under way already")
+
+            host._outgoing.expect = refuse  # type: ignore[method-assign]
+            async with asyncio.timeout(20):
+                with pytest.raises(InternalError, match="under way already"):
+                    await service.answer(MESSAGES)
+            assert len(await service.answer(MESSAGES)) == 32
+
+    asyncio.run(run())

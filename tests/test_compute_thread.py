@@ -1,0 +1,39 @@
+"""The compute thread by itself."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from triptych import compute_thread
+from triptych.compute_thread import ComputeThread
+
+
+@pytest.fixture
+def thread() -> Iterator[ComputeThread]:
+    one = ComputeThread(lambda: None)
+    yield one
+    one.close()
+
+
+def test_a_job_that_is_alone_has_begun_when_submit_returns(
+    thread: ComputeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_thread, "PATIENCE", 60.0)
+    for _ in range(50):
+        end = threading.Event()
+        future = thread.submit(end.wait)
+        assert future.running()
+        end.set()
+        assert future.result(10)
+
+
+def test_nobody_waits_for_one_behind_another(thread: ComputeThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_thread, "PATIENCE", 60.0)  # the test's own time runs out before
+    end = threading.Event()
+    first = thread.submit(end.wait)
+    second = thread.submit(end.is_set)
+    assert first.running()
+    assert not second.running()
+    end.set()
+    assert second.result(10)

@@ -1,0 +1,44 @@
+"""Names a model: what every process of a service must agree on, and part of every media item's key."""
+
+from pathlib import Path
+
+from blake3 import blake3
+
+from triptych.checkpoint.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES
+from triptych.errors import CheckpointError
+
+_CONFIG_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+
+
+def fingerprint(folder: Path) -> str:
+    """Hexadecimal 256-bit BLAKE3 digest over config.json, the processors' configurations, and the name, size and
+    header of each safetensors file, every field behind its length; a config file that isn't there counts as empty.
+
+    Takes milliseconds whatever the model's size, because weights aren't read: it tells models and formats apart, not
+    two trainings of one model. Raises CheckpointError, naming the file, for one that can't be read.
+    """
+    folder = Path(folder)
+    digest = blake3()
+    try:
+        fields = [path.read_bytes() if (path := folder / name).is_file() else b"" for name in _CONFIG_FILES]
+        for path in sorted(folder.glob("*.safetensors")):
+            fields += [path.name.encode(), str(path.stat().st_size).encode(), _header(path)]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: can't be read: {error.strerror}") from error
+    for field in fields:
+        update_with_length(digest, field)
+    return digest.hexdigest()
+
+
+def update_with_length(digest: blake3, field: bytes) -> None:
+    """Adds a field behind its length (eight bytes, little-endian), so that no two lists of fields look the same."""
+    digest.update(len(field).to_bytes(8, "little"))
+    digest.update(field)
+
+
+def _header(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path}: a header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")
+        return stream.read(length)

@@ -1,0 +1,116 @@
+"""What tensors a checkpoint folder holds, read from the files' headers alone. No torch, no safetensors package:
+the front door, the supervisor and ``triptych doctor`` size a model in milliseconds and in little memory.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes, the header's length N as a little-endian integer;
+N bytes of JSON, ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}``, offsets counted from the header's end;
+then the data. A folder has either ``model.safetensors`` or several shards and ``model.safetensors.index.json``, whose
+``weight_map`` names each tensor's shard.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from triptych.checkpoint.config_files import parse_json_object, read_json_object
+from triptych.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+LENGTH_BYTES = 8
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is and what it is. ``dtype`` is spelled as in the file: ``F32``, ``BF16``, …"""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def read_folder(folder: Path | str) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint folder, by name. Loads no tensor.
+
+    Raises CheckpointError, naming the file or the tensor, for a folder without safetensors, a damaged header, a
+    missing shard, an index that names a file elsewhere, and an index and shards that disagree.
+    """
+    folder = Path(folder)
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.is_file():  # transformers, too, prefers the single file when both are there
+        return read_header(single)
+    if not index.is_file():
+        raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    weight_map = _read_index(index)
+    shards = {name: read_header(_shard_path(index, name)) for name in sorted(set(weight_map.values()))}
+    for key, name in weight_map.items():
+        if key not in shards[name]:
+            raise CheckpointError(f"{index}: names tensor {key!r} in {name}, which doesn't hold it")
+    return {key: shards[name][key] for key, name in weight_map.items()}
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Every tensor of one safetensors file. Raises CheckpointError, naming the file, for a damaged header."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header, data_start = _parse_header(stream, file, size)
+    except OSError as error:
+        raise CheckpointError(f"{file}: can't be read: {error.strerror}") from error
+    header.pop("__metadata__", None)
+    return {key: _tensor_info(file, key, entry, size - data_start) for key, entry in header.items()}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor name → shard name."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
+    return weight_map
+
+
+def _shard_path(index: Path, name: str) -> Path:
+    """The shard's path, which must be directly in the index's folder: an index may not make us open other files."""
+    if not name.endswith(".safetensors") or any(character in name for character in "/\\\0"):
+        raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+    shard = index.with_name(name)
+    if not shard.is_file():
+        raise CheckpointError(f"{shard}: missing; {index.name} names it")
+    return shard
+
+
+def _parse_header(stream: BinaryIO, file: Path, size: int) -> tuple[dict[str, Any], int]:
+    """The header's JSON object and where the data starts."""
+    length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+    data_start = LENGTH_BYTES + length
+    if size < LENGTH_BYTES or data_start > size:
+        raise CheckpointError(f"{file}: truncated: its header would be {length} bytes long, the file is {size}")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{file}: a header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")
+    return parse_json_object(stream.read(length), file), data_start
+
+
+def _tensor_info(file: Path, key: str, entry: Any, data_bytes: int) -> TensorInfo:
+    """One header entry, checked. ``data_bytes`` is the size of the file's data."""
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if all(
+            type(number) is int and number >= 0 for number in (*shape, begin, end)
+        ):
+            pass
+        case _:
+            raise CheckpointError(f"{file}: the header's entry for {key!r} is malformed")
+    if not begin <= end <= data_bytes:
+        raise CheckpointError(
+            f"{file}: tensor {key!r} lies at bytes {begin} to {end}, but the file holds {data_bytes} bytes of data"
+        )
+    if dtype in ITEM_BYTES and end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise CheckpointError(f"{file}: tensor {key!r} has {end - begin} bytes, which {dtype} {shape} doesn't fill")
+    return TensorInfo(file, dtype, tuple(shape), end - begin)

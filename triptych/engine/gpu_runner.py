@@ -1,0 +1,59 @@
+"""Steps on a GPU: what the next step needs is prepared while one runs."""
+
+from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from triptych.engine.request import Sequence
+from triptych.engine.runner import ChunkInputs, Forward, Runner
+from triptych.engine.scheduler import Chunk
+from triptych.layers.attention.base import KVTensors
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """The inputs of a sequence's next token, as its pages were then."""
+
+    sequence: Sequence
+    start: int
+    pages: list[int]
+    inputs: ChunkInputs
+
+
+class GpuRunner(Runner):
+    """``Runner`` for a decoder on ``device``. ``run`` launches the forward pass without waiting for it and prepares
+    sampling meanwhile; it waits once, for the drawn tokens."""
+
+    def __init__(self, forward: Forward, cache: KVTensors, page_size: int, device: torch.device) -> None:
+        """``forward`` as ``GpuForward``: it takes steps in host memory."""
+        super().__init__(forward, cache, page_size)
+        self._device = device
+        self._prepared: dict[int, _Prepared] = {}
+
+    def prepare(self, chunks: Rows[Chunk]) -> None:
+        """Prepares the inputs of each sampling sequence's next token, which don't depend on which token that is. Those
+        for which a page must be taken first are left."""
+        self._prepared = {}
+        for chunk in chunks:
+            following = Chunk(chunk.sequence, chunk.start + chunk.length, 1)
+            pages = list(chunk.sequence.pages)
+            if chunk.samples and following.start < len(pages) * self._page_size:
+                inputs = super()._inputs(following)
+                self._prepared[id(chunk.sequence)] = _Prepared(chunk.sequence, following.start, pages, inputs)
+
+    def _placed(self) -> AbstractContextManager[object]:
+        # Triton launches on the thread's current device; -1 leaves it as it is
+        return torch.cuda.device(-1 if self._device.index is None else self._device.index)
+
+    def _inputs(self, chunk: Chunk) -> ChunkInputs:
+        sequence, prepared = chunk.sequence, self._prepared.get(id(chunk.sequence))
+        if (
+            prepared is not None
+            and prepared.sequence is sequence
+            and (prepared.start, 1) == (chunk.start, chunk.length)
+            and prepared.pages == sequence.pages  # it may have been preempted, and have begun again, meanwhile
+        ):
+            return prepared.inputs
+        return super()._inputs(chunk)

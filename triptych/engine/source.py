@@ -1,0 +1,111 @@
+"""What sequences need from other instances before they can go on: rows that land in the instance's receive buffer."""
+
+import itertools
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from collections.abc import Sequence as Rows
+
+from triptych.engine.request import Sequence
+from triptych.engine.runner import MediaRows
+from triptych.engine.scheduler import Chunk
+from triptych.messages.codec import Message
+from triptych.messages.rows import Abort, Done, Offer, Wrote
+from triptych.messages.stats import ReceivePool
+from triptych.observe.timeline import Interval
+from triptych.stage_loop import Handlers
+from triptych.transfer.receiver import Failure, Receiver
+from triptych.types import Address, RequestId, TransferId
+
+
+class Incoming(ABC):
+    """The incoming transfers of all sequences of an instance, over its receiver."""
+
+    def __init__(self, receiver: Receiver, name: str, address: Address) -> None:
+        self._receiver = receiver
+        self._address = address
+        # random, because two instances may have been given one name
+        self._prefix = f"{name}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count()
+        self._requests: dict[TransferId, RequestId] = {}
+
+    @property
+    def handlers(self) -> Handlers:
+        return {
+            Offer: self._receiver.on_offer,
+            Wrote: self._on_wrote,
+            Abort: self._receiver.on_abort,
+            Done: self._receiver.on_done,
+        }
+
+    @abstractmethod
+    def need(self, sequence: Sequence) -> Message | None:
+        """Starts over with a sequence. What to ask the front door for, if anything. Called when a sequence has arrived,
+        when it was admitted, and when it has lost its pages."""
+
+    @abstractmethod
+    def release(self, request: RequestId) -> None:
+        """Gives up what a sequence still waits for."""
+
+    @abstractmethod
+    def ready_tokens(self, sequence: Sequence) -> int:
+        """How many tokens, from the first on, can be computed."""
+
+    @abstractmethod
+    def take(self, chunks: Rows[Chunk]) -> MediaRows:
+        """The rows of a step's media tokens."""
+
+    @abstractmethod
+    def intervals(self, request: RequestId) -> list[Interval]:
+        """When the request's rows were on their way."""
+
+    @abstractmethod
+    def _note_landed(self, request: RequestId, wrote: Wrote) -> None:
+        """Rows of one of the request's transfers have landed."""
+
+    def grant(self) -> None:
+        """Hands blocks that are free to the line."""
+        self._receiver.grant()
+
+    def take_failures(self) -> list[tuple[RequestId, Failure]]:
+        """The requests of which a transfer has failed, each once, and why."""
+        self._receiver.check_deadlines()
+        failures = self._receiver.take_failures()
+        return list({self._requests[f.transfer]: f for f in failures if f.transfer in self._requests}.items())
+
+    def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
+        """As ``Receiver.producer_lost``."""
+        self._receiver.producer_lost(producer, offering)
+
+    def check_idle(self) -> None:
+        """As ``Receiver.check_idle``."""
+        self._receiver.check_idle()
+
+    def stats(self) -> ReceivePool:
+        """The blocks that rows land in, and what has landed so far."""
+        buffer = self._receiver.buffer
+        used = buffer.num_blocks - buffer.pool.num_free
+        return ReceivePool(buffer.layout.kind.value, buffer.num_blocks, used, self._receiver.counters)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return self._receiver.idle
+
+    def close(self) -> None:
+        """Takes the receive buffer back from peers."""
+        self._receiver.buffer.close()
+
+    def __str__(self) -> str:
+        return str(self._receiver.counters)
+
+    def _name(self, request: RequestId, number: int) -> TransferId:
+        """A transfer of the request's, by a number that no other has."""
+        transfer = TransferId(f"{self._prefix}/{number}")
+        self._requests[transfer] = request
+        return transfer
+
+    def _on_wrote(self, wrote: Wrote) -> None:
+        self._receiver.on_wrote(wrote)
+        if (request := self._requests.get(wrote.transfer)) is not None:
+            self._note_landed(request, wrote)

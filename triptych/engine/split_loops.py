@@ -1,0 +1,213 @@
+"""The hosts of stage P alone, and of stage D alone: what prefill leaves behind goes from the one to the other."""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from triptych.engine.embedding_source import IncomingMedia
+from triptych.engine.kv_sink import OutgoingKV
+from triptych.engine.kv_source import IncomingKV
+from triptych.engine.loop import Engine, LanguageHost, logprob_of
+from triptych.engine.prompt_logprobs import Asked, joined
+from triptych.engine.request import Sequence
+from triptych.engine.runner import Outcome
+from triptych.engine.sampler import Draw, Drawn
+from triptych.engine.scheduler import Chunk
+from triptych.errors import TransferError
+from triptych.layers.decoder import ForwardBatch
+from triptych.messages.codec import Send
+from triptych.messages.work import Failed, Generate, PeerLost, Prefill, Prefilled
+from triptych.stage_loop import Handlers
+from triptych.transfer.receiver import Failure
+from triptych.types import Address, RequestId
+
+log = logging.getLogger(__name__)
+
+MAX_PREFILLS = 3
+"""How many prefill instances a decode instance may lose, one after the other, before it gives a request up."""
+
+
+class PrefillHost(LanguageHost):
+    """Prefills, and offers each layer's KV to the request's decode instance as soon as it is computed."""
+
+    decodes = False
+
+    def __init__(
+        self,
+        engine: Engine,
+        incoming: IncomingMedia,
+        outgoing: OutgoingKV,
+        *,
+        wake: Callable[[], None],
+        name: str,
+        address: Address,
+        front_door: Address,
+        send: Send,
+    ) -> None:
+        super().__init__(engine, incoming, address=address, front_door=front_door, send=send)
+        self._outgoing = outgoing
+        self._wake = wake
+        self._name = name
+        self._prefills: dict[RequestId, Prefill] = {}
+        self._layers: deque[tuple[int, Rows[Chunk]]] = deque()
+
+    @property
+    def handlers(self) -> Handlers:
+        handlers: dict[type[Any], Callable[[Any], object]] = {**super().handlers, Prefill: self._on_prefill}
+        del handlers[Generate]
+        return handlers
+
+    def advance(self) -> None:
+        for request in self._outgoing.take_unwanted():
+            self._remove(request)
+        super().advance()
+
+    def peer_lost(self, lost: PeerLost) -> None:
+        super().peer_lost(lost)
+        for request in self._outgoing.of_consumer(lost.address):
+            self._remove(request)
+
+    def check_idle(self) -> None:
+        self._outgoing.check_idle()
+        if self._outgoing.idle:
+            super().check_idle()
+
+    @property
+    def idle(self) -> bool:
+        return self._outgoing.idle and super().idle
+
+    def _on_prefill(self, message: Prefill) -> None:
+        request = message.generate.request
+        self._remove(request)  # the decode instance may have lost its pages, or what was sent to it
+        length = len(message.generate.tokens) + len(message.generated)
+        if message.first_token >= length:
+            self._fail(request, "InternalError", f"token {message.first_token} of {length} can't be the first to send")
+            return
+        try:
+            self._outgoing.expect(message, length)
+        except TransferError as error:
+            self._fail(request, "InternalError", str(error))
+            return
+        if self._begin(message.generate, message.generated):
+            self._prefills[request] = message
+        else:
+            self._outgoing.give_up(request, "the request can't be prefilled")
+
+    def _submit(
+        self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw], asked: Rows[Asked]
+    ) -> Future[Outcome]:
+        self._outgoing.started(chunks)
+
+        def after_layer(layer: int) -> None:
+            self._layers.append((layer, chunks))
+            self._wake()
+
+        return self._compute.submit(self.runner.run, batch, draws, asked, after_layer)
+
+    def _collect(self) -> None:
+        over = self._running is not None and self._running.future.done()
+        while self._layers:  # none is left behind by a step that is over
+            self._outgoing.computed(*self._layers.popleft())
+        if over:
+            super()._collect()
+
+    def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
+        request = sequence.request
+        prefill, times = self._prefills[request], self._times[request]
+        times.transfers += self._incoming.intervals(request)
+        intervals = [msgspec.structs.replace(one, engine=self._name) for one in times.until_first_token()]
+        logprob, told = logprob_of(drawn), joined(sequence.prompt_logprobs)
+        self._send(prefill.consumer, Prefilled(prefill.transfer, drawn.token, logprob, times.reused, intervals, told))
+        self._outgoing.leave(request)
+        self._remove(request)
+
+    def _fail(self, request: RequestId, error: str, message: str) -> None:
+        """The transfer is given up when the router's Cancel comes: otherwise the decode instance could say first, of
+        this failure, that the transfer was aborted."""
+        self._send(self._front_door, Failed(request, self._address, error, message))
+        self._prefills.pop(request, None)
+        super()._remove(request)
+
+    def _remove(self, request: RequestId) -> None:
+        self._outgoing.give_up(request, "the request has ended, or starts over")
+        self._prefills.pop(request, None)
+        super()._remove(request)
+
+
+class DecodeHost(LanguageHost):
+    """Has requests prefilled once it has pages for them, and goes on from the token that comes with their KV."""
+
+    prefills = False
+
+    def __init__(
+        self, engine: Engine, incoming: IncomingKV, *, address: Address, front_door: Address, send: Send
+    ) -> None:
+        super().__init__(engine, incoming, address=address, front_door=front_door, send=send)
+        self._incoming_kv = incoming
+        self._first_tokens: dict[RequestId, Prefilled] = {}
+        self._attempts: Counter[RequestId] = Counter()
+
+    @property
+    def handlers(self) -> Handlers:
+        return {**super().handlers, Prefilled: self._on_prefilled}
+
+    def advance(self) -> None:
+        for sequence, num_tokens in self._incoming_kv.arrived():
+            self.scheduler.arrived(sequence, num_tokens)
+            if (times := self._times[sequence.request]).first_token:
+                times.transfers += self._incoming.intervals(sequence.request)
+        self._report_first_tokens()
+        super().advance()
+
+    def _on_prefilled(self, message: Prefilled) -> None:
+        if (sequence := self._incoming_kv.token_came(message.transfer)) is None:
+            return
+        if message.token >= self._vocabulary:
+            reason = f"the prefill instance drew token {message.token} of a vocabulary of {self._vocabulary}"
+            self._fail(sequence.request, "InternalError", reason)
+            return
+        self._first_tokens[sequence.request] = message
+        self._attempts.pop(sequence.request, None)
+
+    def _report_first_tokens(self) -> None:
+        """They go out whether the KV is here or not."""
+        first_tokens, self._first_tokens = self._first_tokens, {}
+        for request, message in first_tokens.items():
+            sequence, times = self.scheduler.get(request), self._times[request]
+            if sequence is None:
+                continue
+            if not sequence.num_generated:  # later, what the prefill instance knows is this request's own
+                times.reused = max(times.reused, message.reused)
+                sequence.prompt_logprobs = [message.prompt_logprobs] if message.prompt_logprobs else []
+            times.transfers += message.intervals
+            logprob = message.logprob
+            self._take_token(
+                sequence,
+                Drawn(message.token, logprob.logprob if logprob else None, tuple(logprob.top) if logprob else ()),
+            )
+
+    def _on_failure(self, request: RequestId, failure: Failure) -> None:
+        """A prefill that is lost with its instance is another's work."""
+        sequence = self.scheduler.get(request)
+        self._attempts[request] += 1
+        if sequence is None or failure.error != "InstanceLost" or self._attempts[request] >= MAX_PREFILLS:
+            super()._on_failure(request, failure)
+            return
+        log.info("request %s is prefilled again: %s", request, failure.reason)
+        self.scheduler.start_over(sequence)
+        self._need(sequence)
+
+    def _need(self, sequence: Sequence) -> None:
+        self._tell()  # or they would be taken for what the new prefill brings
+        self._first_tokens.pop(sequence.request, None)
+        super()._need(sequence)
+
+    def _remove(self, request: RequestId) -> None:
+        self._first_tokens.pop(request, None)
+        self._attempts.pop(request, None)
+        super()._remove(request)

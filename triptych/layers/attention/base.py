@@ -1,0 +1,159 @@
+"""The interface between the decoder and an attention backend, and the paged KV cache they share."""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from triptych.layers.attention.tables import PagedTables
+from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.pinned import to_device
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """The consecutive page ids ``first``, ``first + 1``, … that a page table starts with; ``length`` of them."""
+
+    first: int
+    length: int
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's packed tokens: T in all, of S sequences, each sequence's tokens together and in order.
+
+    Raises ValueError when the fields contradict each other.
+    """
+
+    query_lens: list[int]
+    """New tokens of each sequence; they add up to T."""
+    kv_lens: list[int]
+    """Tokens of each sequence in the cache after this step, so at least its ``query_lens``."""
+    page_tables: list[Tensor]
+    """int64: page ids of each sequence, at least ``ceil(kv_len / page_size)``; more are ignored."""
+    slots: Tensor
+    """int64 [T]: where each new token's K and V go, as ``page * page_size + offset in the page``."""
+    tables: PagedTables | None = None
+    """The same for kernels, where they are on the device already; otherwise ``paged`` uploads them."""
+    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _paged: dict[int, PagedTables] = field(default_factory=dict, init=False, repr=False, compare=False)
+    prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What a backend has made of the batch for all layers."""
+
+    def __post_init__(self) -> None:
+        if not len(self.query_lens) == len(self.kv_lens) == len(self.page_tables):
+            raise ValueError(
+                f"{len(self.query_lens)} query lengths, {len(self.kv_lens)} kv lengths, {len(self.page_tables)} tables"
+            )
+        if sum(self.query_lens) != self.slots.shape[0]:
+            raise ValueError(f"query lengths add up to {sum(self.query_lens)}, but there are {len(self.slots)} slots")
+        if any(query_len > kv_len for query_len, kv_len in zip(self.query_lens, self.kv_lens, strict=True)):
+            raise ValueError(f"query lengths {self.query_lens} exceed kv lengths {self.kv_lens}")
+
+    def first_seen(self, index: int, window: int | None) -> int:
+        """The first of a sequence's tokens that one of its new ones sees."""
+        return 0 if window is None else max(0, self.kv_lens[index] - self.query_lens[index] + 1 - window)
+
+    def mask(self, index: int, dtype: torch.dtype, window: int | None = None) -> Tensor | None:
+        """Which tokens from ``first_seen`` on a sequence's new tokens may see, made once per step rather than once per
+        layer: [q, kv - first], 0 or -inf. None where upper left and lower right are the same, and no window begins in
+        between: for one new token, and for a prompt's first chunk."""
+        query_len, kv_len = self.query_lens[index], self.kv_lens[index]
+        if query_len == 1 or (query_len == kv_len and (window is None or kv_len <= window)):
+            return None
+        if (index, window) not in self._masks:
+            first = self.first_seen(index, window)
+            before = kv_len - query_len - first
+            everything = torch.full((query_len, kv_len - first), -torch.inf, dtype=dtype, device=self.slots.device)
+            # in place: over a long context a mask is most of what a step needs
+            too_early = None if window is None else everything.tril(before - window)
+            mask = self._masks[index, window] = everything.triu_(before + 1)
+            if too_early is not None:
+                mask += too_early
+        return self._masks[index, window]
+
+    def paged(self, tile: int) -> PagedTables:
+        """The lengths and page tables on the device of ``slots``, uploaded once per step rather than once per layer;
+        ``tile`` new tokens of a sequence make a tile."""
+        if self.tables is not None:
+            return self.tables
+        if tile not in self._paged:
+            on_host = PagedTables.on_host(self.query_lens, self.kv_lens, self.page_tables, tile)
+            self._paged[tile] = PagedTables(*to_device(on_host.tensors(), self.slots.device))
+        return self._paged[tile]
+
+    @cached_property
+    def page_runs(self) -> list[PageRun]:
+        """Each sequence's leading run of consecutive pages, found once per step rather than once per layer."""
+        return [leading_run(table) for table in self.page_tables]
+
+
+def leading_run(page_table: Tensor) -> PageRun:
+    """The longest run of consecutive page ids that a page table starts with."""
+    pages = page_table.tolist()
+    if not pages:
+        return PageRun(0, 0)
+    length = next((i for i, page in enumerate(pages) if page != pages[0] + i), len(pages))
+    return PageRun(pages[0], length)
+
+
+@dataclass(frozen=True)
+class KVTensors:
+    """The paged KV cache: one [pages, page_size, kv_heads, head_dim] tensor of keys and one of values per layer. On
+    CPUs a token's heads may lie beside those of other ranks: then each token's are contiguous, but not the tensor."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @classmethod
+    def allocate(
+        cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "KVTensors":
+        """A cache of ``num_pages`` pages in every layer. Uninitialised, since no slot is read before it is written: on
+        CPUs the memory is committed as it fills."""
+        shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+        layers = range(config.num_layers)
+        return cls(
+            keys=[torch.empty(shape, dtype=dtype, device=device) for _ in layers],
+            values=[torch.empty(shape, dtype=dtype, device=device) for _ in layers],
+        )
+
+    @classmethod
+    def within(cls, memory: Tensor, heads: slice) -> "KVTensors":
+        """Those kv heads of a cache [layers, 2, pages, page_size, kv_heads, head_dim]: views."""
+        keys, values = memory[..., heads, :].unbind(1)
+        return cls(list(keys), list(values))
+
+
+class AttentionBackend(Protocol):
+    """Writes a step's new keys and values into a layer's cache, then attends from its new tokens."""
+
+    takes_windows: bool
+    """Whether layers may have a ``window``."""
+
+    def __call__(  # noqa: PLR0917 (a kernel's operands)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        window: int | None = None,
+    ) -> Tensor:
+        """Causal attention of each new token to its own sequence up to itself, scaled by ``head_dim ** -0.5``.
+
+        ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
+        [pages, page_size, kv_heads, head_dim], whose dtype keys and values are rounded to before they are seen. Query
+        head h reads kv head ``h * kv_heads // heads``. With a ``window``, each token sees the last so many alone,
+        itself included.
+        Returns [T, heads, head_dim] in the query's dtype.
+        """
+
+
+def pages_needed(num_tokens: int, page_size: int) -> int:
+    """How many pages hold ``num_tokens`` tokens."""
+    return math.ceil(num_tokens / page_size)

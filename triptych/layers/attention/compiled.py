@@ -1,0 +1,180 @@
+"""The compiled attention kernel."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from triptych.layers import native
+from triptych.layers.attention.base import AttentionBatch
+from triptych.layers.attention.tables import PagedTables
+
+NO_WINDOW = 2**30
+"""More tokens than any context has."""
+
+
+class Step(ctypes.Structure):
+    """The kernel's operands, as ``kernels/attention.h`` says."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "output", "slots")),
+        *((name, ctypes.c_void_p) for name in ("query_starts", "query_lens", "kv_lens", "page_starts")),
+        *((name, ctypes.c_void_p) for name in ("decodes", "tiles", "pages")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_decodes", "num_tiles")),
+        *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "num_pages", "page_size")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
+        *((name, ctypes.c_int64) for name in ("cache_stride", "window", "causal", "is_half")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class PagedAttention:
+    """The kernel in ``kernels/attention.c``."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self._run = library.paged_attention
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], ctypes.c_int
+        self._rows, self._max_group, self._max_dim = (
+            ctypes.c_int.in_dll(library, f"attention_{name}").value for name in ("rows", "group", "dim")
+        )
+
+    def suits(self, query: Tensor, cache: Tensor) -> bool:
+        """Whether the kernel is made for these dtypes and shapes."""
+        _, heads, dim = query.shape
+        on_cpu = query.dtype == torch.float32 and query.device.type == "cpu"
+        return on_cpu and self.takes(cache.dtype) and self.suits_heads(heads, cache.shape[2], dim)
+
+    def suits_heads(self, heads: int, kv_heads: int, dim: int) -> bool:
+        return heads % kv_heads == 0 and heads // kv_heads <= self._max_group and dim <= self._max_dim
+
+    def takes(self, cache: torch.dtype) -> bool:
+        """Whether it reads and writes caches in that dtype."""
+        return cache in {torch.float32, torch.float16}
+
+    def __call__(  # noqa: PLR0917 (a kernel's operands)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        window: int | None = None,
+    ) -> Tensor:
+        """See ``AttentionBackend``. Of caches, a token's heads are contiguous. Raises IndexError for slots and page
+        tables that go beyond them, and MemoryError."""
+        new = _with_dense_heads(key), _with_dense_heads(value), batch.slots
+        tables = batch.paged(self._tile(query.shape[1], key_cache.shape[2]))
+        return self._attend(query, (key_cache, value_cache), new, tables, window=window or NO_WINDOW)
+
+    def over_segments(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float | None = None
+    ) -> Tensor:
+        """Attention of each of ``query`` [T, heads, head_dim] to all of its segment in ``key``, ``value``
+        [T, kv_heads, head_dim], T > 0, by default scaled by ``head_dim ** -0.5``. Segments of ``lengths`` tokens lie
+        one after the other. Returns [T, heads, head_dim]. Raises ValueError if they aren't T tokens, and MemoryError.
+        """
+        if not len(query) == len(key) == len(value) == sum(lengths) > 0:
+            raise ValueError(f"segments of {sum(lengths)} tokens for {len(query)} queries and {len(key)} keys")
+        if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
+            key, value = key.contiguous(), value.contiguous()
+        pages = [tensor.unflatten(0, (-1, gcd(*lengths))) for tensor in (key, value)]
+        tables = _of_segments(tuple(lengths), self._tile(query.shape[1], key.shape[1]))
+        nothing = key[:0], value[:0], tables.pages[:0]
+        return self._attend(query, (pages[0], pages[1]), nothing, tables, causal=False, scale=scale)
+
+    def shared_step(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> Step:
+        """What all layers of a step have in common, of a ``shape`` (heads, kv heads, head_dim), for as long as there
+        is the ``batch``: the caller's own copy."""
+        if (self, shape) not in batch.prepared:
+            tables = batch.paged(self._tile(*shape[:2]))
+            batch.prepared[self, shape] = _step(tables, batch.slots, shape)
+        return Step.from_buffer_copy(batch.prepared[self, shape])
+
+    def _tile(self, heads: int, kv_heads: int) -> int:
+        """Tokens of a tile."""
+        return self._rows // (heads // kv_heads)
+
+    def _attend(
+        self,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        new: tuple[Tensor, Tensor, Tensor],
+        tables: PagedTables,
+        *,
+        window: int = NO_WINDOW,
+        causal: bool = True,
+        scale: float | None = None,
+    ) -> Tensor:
+        """``caches`` are pages of keys and of values; ``new`` are keys and values to be written, and to which slots."""
+        query = _with_dense_heads(query)
+        _, heads, dim = query.shape
+        output = query.new_empty(query.shape)
+        step = _step(tables, new[2], (heads, caches[0].shape[2], dim), causal=causal, scale=scale)
+        set_caches(step, *caches, window)
+        step.query, step.key, step.value, step.output = (tensor.data_ptr() for tensor in (query, *new[:2], output))
+        step.query_stride, step.key_stride, step.value_stride = (tensor.stride(0) for tensor in (query, *new[:2]))
+        raise_failure(self._run(step), step)
+        return output
+
+
+def _step(
+    tables: PagedTables,
+    slots: Tensor,
+    shape: tuple[int, int, int],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+) -> Step:
+    """``shape`` is (heads, kv heads, head_dim)."""
+    step = Step(num_tokens=len(slots), causal=causal, scale=shape[2] ** -0.5 if scale is None else scale)
+    step.slots, step.query_starts, step.query_lens = (
+        tensor.data_ptr() for tensor in (slots, tables.query_starts, tables.query_lens)
+    )
+    step.kv_lens, step.page_starts, step.decodes, step.tiles, step.pages = (
+        tensor.data_ptr() for tensor in (tables.kv_lens, tables.page_starts, tables.decodes, tables.tiles, tables.pages)
+    )
+    step.num_sequences, step.num_decodes = len(tables.kv_lens), len(tables.decodes)
+    step.num_tiles, step.num_entries = len(tables.tiles), len(tables.pages)
+    step.heads, step.kv_heads, step.dim = shape
+    return step
+
+
+def set_caches(step: Step, keys: Tensor, values: Tensor, window: int | None) -> None:
+    """A layer's own operands."""
+    step.keys, step.values = keys.data_ptr(), values.data_ptr()
+    step.num_pages, step.page_size = keys.shape[:2]
+    step.is_half = keys.dtype == torch.float16
+    step.cache_stride = keys.stride(1) if step.page_size > 1 else keys.stride(0)
+    step.window = min(window or NO_WINDOW, NO_WINDOW)
+
+
+def raise_failure(done: int, step: Step) -> None:
+    """Raises IndexError or MemoryError if that is what a kernel with attention returned."""
+    if done < 0:
+        raise MemoryError(f"no memory to attend from {step.num_tokens} tokens")
+    if not done:
+        raise IndexError(f"a slot or page table goes beyond the {step.num_pages} pages of the KV cache")
+
+
+@cache
+def paged_attention() -> PagedAttention | None:
+    """The kernel; None where there are no compiled ones."""
+    return None if (library := native.library()) is None else PagedAttention(library)
+
+
+def _with_dense_heads(tokens: Tensor) -> Tensor:
+    """[T, heads, d] of which each token's values are contiguous; tokens may lie apart."""
+    return tokens if tokens.stride()[1:] == (tokens.shape[2], 1) else tokens.contiguous()
+
+
+@lru_cache(8)
+def _of_segments(lengths: tuple[int, ...], tile: int) -> PagedTables:
+    """For sequences whose keys lie one after the other, on pages that are as large as divides them all. A tower's
+    layers have one or two kinds of segments."""
+    counts = [length // gcd(*lengths) for length in lengths]
+    return PagedTables.on_host(list(lengths), list(lengths), list(torch.arange(sum(counts)).split(counts)), tile)

@@ -1,0 +1,68 @@
+"""A tower's attention: with the compiled kernels where there are any and they are made for what comes, else
+PyTorch's."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych.layers.attention.compiled import paged_attention
+from triptych.layers.pointwise import rotate
+
+PROJECTIONS = ((("qkv",), "proj"), (("q_proj", "k_proj", "v_proj"), "out_proj"))
+"""What transformers' towers call the linear layers of their attention: those to queries, keys and values, in one or
+each by itself, and that of what was attended to."""
+
+
+class TowerAttention(nn.Module):
+    """In place of transformers' module, which takes several passes over queries and keys to turn them, and copies what
+    it has split into segments."""
+
+    def __init__(self, inputs: Sequence[nn.Module], output: nn.Module, num_heads: int, scale: float) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList(inputs)
+        self.output = output
+        self.num_heads = num_heads
+        self.scale = scale
+
+    @classmethod
+    def in_place_of(cls, module: nn.Module) -> "TowerAttention | None":
+        """With the linear layers of transformers' ``module``; None if it isn't a tower's attention."""
+        children, settings = dict(module.named_children()), vars(module)
+        for inputs, output in PROJECTIONS:
+            if children.keys() == {*inputs, output} and not list(module.parameters(recurse=False)):
+                linears = [children[name] for name in inputs], children[output]
+                return cls(*linears, settings["num_heads"], settings["scaling"])
+        return None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """``hidden_states`` [T, hidden] → [T, hidden]. Each token attends to its segment, and those begin, and the last
+        ends, at ``cu_seqlens`` [segments + 1]. Queries and keys are turned by ``position_embeddings``, cos and sin
+        float32 [T, head_dim]; ``max_seqlen`` is for others."""
+        count = 3 // len(self.inputs)
+        projected = [part for linear in self.inputs for part in linear(hidden_states).chunk(count, dim=1)]
+        query, key, value = (part.unflatten(1, (self.num_heads, -1)) for part in projected)
+        if position_embeddings is not None:
+            cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+            query, key = (rotate(part, cos, sin).to(part.dtype) for part in (query, key))
+        attended = attend(query, key, value, cu_seqlens.diff().tolist(), self.scale)
+        output: Tensor = self.output(attended.flatten(1))
+        return output
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Each token's attention to its segment, of which there are ``lengths`` one after the other: three times
+    [T, heads, head_dim] → [T, heads, head_dim]. Raises an error if they aren't T tokens."""
+    kernel = paged_attention() if query.device.type == "cpu" else None
+    if kernel is not None and kernel.suits(query, key[None]):
+        return kernel.over_segments(query, key, value, lengths, scale)
+    by_heads = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (query, key, value))
+    parts = [F.scaled_dot_product_attention(q, k, v, scale=scale) for q, k, v in zip(*by_heads, strict=True)]
+    return torch.cat(parts, dim=2)[0].transpose(0, 1)

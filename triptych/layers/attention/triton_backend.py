@@ -1,0 +1,129 @@
+"""Attention on GPUs: launches the Triton kernels. On CPU tensors they run in Triton's interpreter, for tests."""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from triptych.layers.attention.base import AttentionBatch
+from triptych.layers.attention.tables import PagedTables
+from triptych.layers.attention.triton_kernels import decode_kernel, prefill_kernel, reduce_kernel, write_kernel
+
+BLOCK_BYTES = 16 * 2**10
+"""Of a prefill tile's queries, and at most of a block of keys or of values: so that both, and the next block on its
+way, fit into every GPU's shared memory and registers (``tests/layers/test_triton_compiles.py``)."""
+MIN_ROWS, MAX_ROWS = 16, 64
+"""Rows of the smallest matrix that tensor cores multiply, and of the largest here."""
+MAX_SPLITS = 32
+PROGRAMS_PER_PROCESSOR = 4
+"""Decode programs that are wanted for each multiprocessor, so that all have loads in flight."""
+
+
+class TritonAttention:
+    """``AttentionBackend`` for CUDA devices, and, under TRITON_INTERPRET=1, for CPUs. Dtypes fp16, bf16 and fp32, the
+    cache's may differ from the query's; any head_dim and page_size; caches must be contiguous.
+
+    Sequences with one new token go through the decode kernel, the others through the prefill kernel, each kind in one
+    launch for the whole step.
+    """
+
+    takes_windows = False
+
+    def __init__(self, num_processors: int) -> None:
+        """``num_processors``: the device's multiprocessors, by which decode splits contexts."""
+        self._num_processors = num_processors
+
+    def __call__(  # noqa: PLR0917 (a kernel's operands)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        window: int | None = None,
+    ) -> Tensor:
+        """See ``AttentionBackend``; ``window`` must be None."""
+        num_tokens, heads, dim = query.shape
+        _, page_size, kv_heads, _ = key_cache.shape
+        query, key, value = map(_dense_rows, (query, key, value))
+        write_kernel[(num_tokens,)](
+            key, value, key_cache, value_cache, batch.slots, key.stride(0), value.stride(0),
+            WIDTH=kv_heads * dim, BLOCK=triton.next_power_of_2(kv_heads * dim),
+        )  # fmt: skip
+        shape = constants(heads, kv_heads, dim, page_size, query.itemsize)
+        tile = tile_tokens(heads, kv_heads, dim, query.itemsize)
+        tables = batch.paged(tile)
+        output = torch.empty((num_tokens, heads, dim), dtype=query.dtype, device=query.device)
+        scale = dim**-0.5 * math.log2(math.e)
+        if len(tables.decodes):
+            self._decode(query, key_cache, value_cache, output, tables, scale, shape)
+        if len(tables.tiles):
+            prefill_kernel[(len(tables.tiles), kv_heads)](
+                query, key_cache, value_cache, output, tables.tiles, tables.query_starts, tables.query_lens,
+                tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
+                GROUP_BLOCK=triton.next_power_of_2(heads // kv_heads), TILE=tile,
+                num_warps=4, num_stages=2,
+            )  # fmt: skip
+        return output
+
+    def _decode(  # noqa: PLR0917 (a kernel's operands)
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, tables: PagedTables,
+        scale: float, shape: dict[str, int],
+    ) -> None:  # fmt: skip
+        _, heads, dim = query.shape
+        kv_heads, num_decodes = shape["KV_HEADS"], len(tables.decodes)
+        splits = num_splits(num_decodes * kv_heads, self._num_processors)
+        parts = num_decodes * heads * splits if splits > 1 else 0
+        sums, maxima, totals = (
+            torch.empty(size, dtype=torch.float32, device=query.device) for size in (parts * dim, parts, parts)
+        )
+        decode_kernel[(num_decodes, kv_heads, splits)](
+            query, key_cache, value_cache, output, sums, maxima, totals, tables.decodes, tables.query_starts,
+            tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
+            GROUP_BLOCK=max(MIN_ROWS, triton.next_power_of_2(heads // kv_heads)), SPLITS=splits,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+        if splits > 1:
+            reduce_kernel[(num_decodes, heads)](
+                output, sums, maxima, totals, tables.decodes, tables.query_starts,
+                HEADS=heads, DIM=dim, DIM_BLOCK=shape["DIM_BLOCK"], SPLITS=splits,
+            )  # fmt: skip
+
+
+def constants(heads: int, kv_heads: int, dim: int, page_size: int, itemsize: int) -> dict[str, int]:
+    """What both kernels are compiled for; ``itemsize``: of the query."""
+    keys = _rows(dim, itemsize)
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "PAGE_SIZE": page_size,
+        "DIM": dim,
+        "DIM_BLOCK": _dim_block(dim),
+        "KEYS": keys if itemsize < 4 else max(MIN_ROWS, keys // 2),  # fp32 is kept in parts as well
+    }
+
+
+def tile_tokens(heads: int, kv_heads: int, dim: int, itemsize: int) -> int:
+    """New tokens of a prefill tile, which has a row for each of their query heads that share a kv head."""
+    return max(1, _rows(dim, itemsize) // triton.next_power_of_2(heads // kv_heads))
+
+
+def _dim_block(dim: int) -> int:
+    return max(MIN_ROWS, triton.next_power_of_2(dim))
+
+
+def _rows(dim: int, itemsize: int) -> int:
+    return min(MAX_ROWS, max(MIN_ROWS, BLOCK_BYTES // (_dim_block(dim) * itemsize)))
+
+
+def num_splits(programs: int, num_processors: int) -> int:
+    """Into how many parts decode divides each context: a power of two, by how many programs there are without it."""
+    wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors // programs)
+    return min(MAX_SPLITS, triton.next_power_of_2(wanted))
+
+
+def _dense_rows(heads: Tensor) -> Tensor:
+    """[T, heads, head_dim] with each token's values side by side; copied only if they aren't already."""
+    return heads if heads.stride(2) == 1 and heads.stride(1) == heads.shape[2] else heads.contiguous()

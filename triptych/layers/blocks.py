@@ -1,0 +1,193 @@
+"""The parts of a decoder layer. Each builds itself from a ``WeightReader``; ``prefix`` is its place in the decoder.
+
+The reference is ``Qwen2DecoderLayer``, ``Qwen3DecoderLayer`` and ``Qwen3MoeSparseMoeBlock`` in transformers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from triptych.errors import ConfigError
+from triptych.layers.attention.base import AttentionBackend, AttentionBatch
+from triptych.layers.compiled_layer import AttendLayer, FinishLayer
+from triptych.layers.decoder_config import DecoderConfig, MoEConfig
+from triptych.layers.linear import Linear, PackedLinear, RMSNorm
+from triptych.layers.parallel import Dimension
+from triptych.layers.pointwise import rotate, silu_times
+from triptych.layers.products import CompiledProduct
+from triptych.layers.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What every layer of one forward pass shares: rotary ``cos`` and ``sin`` [T, 1, head_dim], contiguous, and the
+    batch."""
+
+    cos: Tensor
+    sin: Tensor
+    attention: AttentionBatch
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache; what ``forward`` returns, or rows of it, ``output`` projects."""
+
+    def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        prefix = f"layers.{index}.self_attn"
+        shard, head_dim = config.shard(reader.group.size), config.head_dim
+        heads, kv_heads = shard.num_heads, shard.num_kv_heads
+        self.head_counts = [heads, kv_heads, kv_heads]
+        self.head_dim = head_dim
+        self.backend = backend
+        self.window = config.window_of(index)
+        if self.window is not None and not backend.takes_windows:
+            raise ConfigError("layers with sliding windows are served on CPUs only so far")
+        queries, keys = Dimension(config.num_heads, head_dim), Dimension(config.num_kv_heads, head_dim)
+        self.qkv = reader.column_parallel(
+            {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys},
+            config.hidden_size,
+            bias=config.qkv_bias,
+        )
+        self.output = reader.all_reduced(
+            reader.row_parallel(f"{prefix}.o_proj", config.hidden_size, queries, bias=config.output_bias)
+        )
+        self.qk_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            # Queries and keys lie side by side, so one norm, with a weight per head, serves both.
+            q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
+            k_weight = reader.vector(f"{prefix}.k_norm", head_dim).expand(kv_heads, -1)
+            self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
+        """``hidden`` [T, hidden] → what ``output`` takes, [T, heads * head_dim]; writes the new tokens' K and V to the
+        layer's ``keys``, ``values``."""
+        heads, kv_heads, _ = self.head_counts
+        # new memory, in which queries and keys are turned where they are
+        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
+        qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        query, key = rotate(self.qk_norm(qk), context.cos, context.sin).split((heads, kv_heads), dim=1)
+        attended = self.backend(query, key, value, keys, values, context.attention, self.window)  # [T, heads, head_dim]
+        return attended.flatten(1)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``, with gate and up fused."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden]."""
+        return self.down(silu_times(self.gate_up(hidden)))
+
+
+class MixtureOfExperts(nn.Module):
+    """Sends each token through its ``experts_per_token`` best experts and adds up their weighted outputs."""
+
+    def __init__(self, config: MoEConfig, router: Linear, experts: list[GatedMLP]) -> None:
+        super().__init__()
+        self.config = config
+        self.router = router
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden]."""
+        k = self.config.experts_per_token
+        probabilities = self.router(hidden).softmax(dim=-1, dtype=torch.float32)  # [T, experts]
+        scales, chosen = probabilities.topk(k, dim=-1)  # [T, k]
+        if self.config.norm_topk_prob:
+            scales = scales / scales.sum(dim=-1, keepdim=True)
+        # Sorted by expert, the T * k assignments fall into one run per expert, so each expert runs once.
+        assigned = chosen.flatten()
+        order = assigned.argsort(stable=True)
+        counts = assigned.bincount(minlength=self.config.num_experts).tolist()
+        tokens = (order // k).split(counts)
+        scales = scales.to(hidden.dtype).flatten()[order].unsqueeze(-1).split(counts)
+        output = torch.zeros_like(hidden)
+        for expert, count in enumerate(counts):
+            if count:
+                expert_output = self.experts[expert](hidden[tokens[expert]])
+                output.index_add_(0, tokens[expert], expert_output * scales[expert])
+        return output
+
+
+def load_dense_mlp(config: DecoderConfig, reader: WeightReader, prefix: str) -> GatedMLP:
+    """This rank's part of a plain layer's MLP."""
+    hidden, intermediate = config.hidden_size, Dimension(config.intermediate_size)
+    return GatedMLP(
+        gate_up=reader.column_parallel(
+            {f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}, hidden
+        ),
+        down=reader.row_parallel(f"{prefix}.down_proj", hidden, intermediate),
+    )
+
+
+def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, prefix: str) -> MixtureOfExperts:
+    """A routed layer's router, and this rank's part of each expert. The router stays unpacked: rounding it could change
+    which experts run."""
+    hidden, intermediate = config.hidden_size, Dimension(moe.moe_intermediate_size)
+    gate_ups = reader.expert_gate_ups(f"{prefix}.experts", moe.num_experts, intermediate, hidden)
+    downs = reader.expert_downs(f"{prefix}.experts", moe.num_experts, hidden, intermediate)
+    experts = [GatedMLP(gate_up, down) for gate_up, down in zip(gate_ups, downs, strict=True)]
+    return MixtureOfExperts(moe, reader.plain_linear(f"{prefix}.gate", moe.num_experts, hidden), experts)
+
+
+def compiled(linear: nn.Module) -> CompiledProduct | None:
+    """A linear layer's product, if it is by the compiled kernels and not to be added up over ranks."""
+    product = linear.product if isinstance(linear, PackedLinear) else None
+    return product if isinstance(product, CompiledProduct) else None
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        prefix = f"layers.{index}"
+        self.attention_norm = reader.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, reader, index, backend)
+        self.mlp_norm = reader.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        mlp: nn.Module
+        if config.moe is not None and config.is_moe_layer(index):
+            mlp = load_mixture(config, config.moe, reader, f"{prefix}.mlp")
+        else:
+            mlp = load_dense_mlp(config, reader, f"{prefix}.mlp")
+        self.mlp = reader.all_reduced(mlp)
+        self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
+
+    def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
+        """The layer's halves by the compiled kernels, as far as they are made for its parts."""
+        attention, mlp, kernel = self.attention, self.mlp, getattr(self.attention.backend, "kernel", None)
+        heads, kv_heads, _ = attention.head_counts
+        attend, finish = None, None
+        if kernel is not None and kernel.suits_heads(heads, kv_heads, attention.head_dim):
+            shape = heads, kv_heads, attention.head_dim
+            heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
+            if (qkv := compiled(attention.qkv)) is not None and qkv.library is kernel.library:
+                attend = AttendLayer(kernel, self.attention_norm, qkv, heads_norm, shape, attention.window)
+        if isinstance(mlp, GatedMLP):
+            output, gate_up, down = (compiled(linear) for linear in (attention.output, mlp.gate_up, mlp.down))
+            if output is not None and gate_up is not None and down is not None:
+                finish = FinishLayer(self.mlp_norm, output, gate_up, down)
+        return attend, finish
+
+    def forward(
+        self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext, rows: Tensor | None = None
+    ) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden], a new tensor, or with ``rows``, int64 [R], [R, hidden]: of those tokens
+        alone. K and V of all T are written."""
+        if self.compiled_attend is not None and self.compiled_attend.takes(keys.dtype):
+            attended = self.compiled_attend(hidden, keys, values, context.cos, context.sin, context.attention)
+        else:
+            attended = self.attention(self.attention_norm(hidden), keys, values, context)
+        if rows is not None:
+            hidden, attended = hidden[rows], attended[rows]
+            if not len(rows):
+                return hidden
+        if self.compiled_finish is not None:
+            return self.compiled_finish(hidden, attended)
+        hidden = hidden + self.attention.output(attended)
+        return hidden + self.mlp(self.mlp_norm(hidden))

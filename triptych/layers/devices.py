@@ -1,0 +1,119 @@
+"""What differs between CPUs and GPUs: which there are, which weight formats, KV caches and attention they have, their
+memory."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from triptych.checkpoint.safetensors_header import TensorInfo
+from triptych.config import DTYPES, EngineConfig
+from triptych.errors import ConfigError, StartError
+from triptych.layers.attention.base import AttentionBackend
+from triptych.layers.attention.compiled import paged_attention
+from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.linear import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
+from triptych.layers.parallel import rank_device
+from triptych.observe.machine import available_bytes, resident_bytes
+
+_STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_KV_DTYPES = {name: getattr(torch, "float16" if name == "auto" else name) for name in DTYPES}
+
+
+def find_device(name: str) -> torch.device:
+    """The device that ``EngineConfig.device`` means, a GPU always with its index. Raises StartError for one that isn't
+    there."""
+    count = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and not count):
+        return torch.device("cpu")
+    if not count:
+        built = torch.version.cuda or "no CUDA"
+        raise StartError(f"--device {name}: PyTorch {torch.__version__} (built for {built}) finds no GPU")
+    device = torch.device("cuda" if name == "auto" else name)
+    index = device.index or 0
+    if index >= count:
+        raise StartError(f"--device {name}: there are {count} GPUs, so the last one is cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def check_ranks(device: torch.device, size: int) -> None:
+    """Raises StartError when there aren't GPUs for so many ranks, the first of them on ``device``."""
+    if device.type == "cuda" and (last := rank_device(device, size - 1)).index >= (count := torch.cuda.device_count()):
+        raise StartError(
+            f"--tensor-parallel-size {size} on {device} takes the GPUs {device} to {last}, a rank each, but there "
+            f"are {count} GPUs"
+        )
+
+
+def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
+    """The format that the settings mean on a device, for a checkpoint of these tensors. Raises ConfigError for one that
+    the device doesn't have."""
+    if device.type == "cpu":
+        return QUANTIZED_FORMATS.get(engine.quantization) or WEIGHT_FORMATS[engine.dtype]
+    if engine.quantization != "none":
+        raise ConfigError(f"--quantization {engine.quantization} is for CPUs only; this instance runs on {device}")
+    return CUDA_FORMATS[engine.dtype if engine.dtype != "auto" else stored_dtype(tensors)]
+
+
+def kv_dtype(engine: EngineConfig, device: torch.device, weights: WeightFormat) -> torch.dtype:
+    """The dtype of the KV cache that the settings mean on a device: by default that of weights on CPUs, float16 for
+    int8, and that of activations on GPUs. Raises ConfigError for one that the device doesn't have."""
+    if device.type == "cpu":
+        name = engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
+        return _KV_DTYPES[name]
+    named = engine.kv_cache_dtype
+    if named != "auto" and _KV_DTYPES[named] != weights.activations:
+        raise ConfigError(
+            f"--kv-cache-dtype {named}: on {device} the KV cache has the dtype of activations, "
+            f"{dtype_name(weights.activations)}"
+        )
+    return weights.activations
+
+
+def widens_kv(activations: torch.dtype, kv: torch.dtype, device: torch.device) -> bool:
+    """Whether attention first makes a copy of keys and values in the activations' dtype: on CPUs, where they differ and
+    the compiled kernel isn't made for them, or there is none."""
+    if kv == activations or device.type != "cpu":
+        return False
+    kernel = paged_attention()
+    return activations != torch.float32 or kernel is None or not kernel.takes(kv)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:
+    """The dtype in which a checkpoint holds most of its bytes. Raises ConfigError for one that nothing computes in."""
+    num_bytes = Counter[str]()
+    for info in tensors.values():
+        num_bytes[info.dtype] += info.num_bytes
+    [(most, _)] = num_bytes.most_common(1)
+    if most not in _STORED:
+        raise ConfigError(f"the checkpoint holds {most} tensors: --dtype auto knows {', '.join(_STORED)}; give another")
+    return _STORED[most]
+
+
+def attention_for(device: torch.device) -> AttentionBackend:
+    """The attention backend of a device. Raises ConfigError on a GPU without Triton."""
+    if device.type == "cpu":
+        return CpuAttention(paged_attention())
+    try:
+        from triptych.layers.attention.triton_backend import TritonAttention
+    except ImportError as error:
+        raise ConfigError(f"attention on {device} needs Triton: {error}") from None
+    return TritonAttention(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be had on a device."""
+    if device.type == "cpu":
+        return available_bytes()
+    torch.cuda.empty_cache()  # what loading has freed counts
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory of a device that this process uses."""
+    return resident_bytes() if device.type == "cpu" else torch.cuda.memory_reserved(device)

@@ -1,0 +1,58 @@
+"""Products with weights in fp16 or float32, in float32: by the compiled kernel where there is one, else by FBGEMM and
+oneDNN."""
+
+import ctypes
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych.layers import native
+from triptych.layers.products import CompiledProduct, Kind, Product, in_panels
+
+
+class FbgemmProduct:
+    """FBGEMM's kernel for fp16 weights."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        bias = None if bias is None else bias.float()
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), bias)
+
+    def __call__(self, activations: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(activations, self._packed)
+
+
+class OneDnnProduct:
+    """oneDNN's kernels for float32, which read weights in their own layout faster than ``F.linear`` does."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous())
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, activations: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(activations, self._packed, self._bias, "none", [], "")
+
+
+def half_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """``x W^T + b`` by W [out, in] rounded to fp16, which is an error of 2**-11 at most; beyond ±65504 it saturates."""
+    if (library := native.library()) is not None:
+        return _compiled(library, Kind.HALF, weight, bias, torch.float16)
+    return FbgemmProduct(weight, bias)
+
+
+def float_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """``x W^T + b`` by W [out, in] in float32."""
+    if (library := native.library()) is not None:
+        return _compiled(library, Kind.FLOAT, weight, bias, torch.float32)
+    if torch.backends.mkldnn.is_available():
+        return OneDnnProduct(weight, bias)
+    return partial(F.linear, weight=weight.float(), bias=None if bias is None else bias.float())
+
+
+def _compiled(
+    library: ctypes.CDLL, kind: Kind, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> CompiledProduct:
+    """By ``kernels/floats.c``."""
+    panels = in_panels(weight, ctypes.c_int.in_dll(library, "float_outputs").value, 1, dtype)
+    return CompiledProduct(library, kind, weight.shape, panels, None, bias)

@@ -1,0 +1,162 @@
+"""Linear layers in several weight formats, and the norm. Weights come in from a checkpoint; nothing trains here."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych.errors import ConfigError
+from triptych.layers.float_product import float_product, half_product
+from triptych.layers.int8 import int8_product
+from triptych.layers.pointwise import rms_norm
+from triptych.layers.products import Product
+from triptych.layers.pruned_head import Shortlist, shortlist_of
+
+Pack = Callable[[Tensor, Tensor | None], Product]
+"""Packs a weight [out, in] and a bias [out]."""
+
+
+class Linear(nn.Module):
+    """``y = x W^T + b``: activations [T, in] to [T, out]. Subclasses differ in how they keep W."""
+
+    def forward(self, activations: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class PlainLinear(Linear):
+    """W [out, in] and b [out] as ordinary tensors in the activations' dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = frozen(weight)
+        self.bias = None if bias is None else frozen(bias)
+
+    def forward(self, activations: Tensor) -> Tensor:
+        return F.linear(activations, self.weight, self.bias)
+
+
+class PackedLinear(Linear):
+    """W packed for a kernel of its own, and fp32 activations, which may be any [..., in]; only the packed copy is
+    kept."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, activations: Tensor) -> Tensor:
+        if activations.dim() == 2:
+            return self.product(activations)
+        return self.product(activations.flatten(0, -2)).unflatten(0, activations.shape[:-1])
+
+
+class Head(nn.Module):
+    """The projection to the vocabulary: activations [T, in] to logits, float32 [T, out]."""
+
+    def __init__(self, linear: nn.Module, shortlist: Shortlist | None = None) -> None:
+        super().__init__()
+        self.linear = linear
+        self.shortlist = shortlist
+
+    def forward(self, activations: Tensor, num_largest: Sequence[int] = ()) -> Tensor:
+        """``num_largest`` as ``Shortlist`` takes it, or empty where all logits are wanted."""
+        if self.shortlist is None or not num_largest:
+            logits: Tensor = self.linear(activations)
+            return logits.float()
+        return self.shortlist(activations, num_largest)
+
+
+class WeightFormat(Protocol):
+    """How a decoder or a tower keeps the weights of its linear layers, and in which dtype it computes."""
+
+    @property
+    def activations(self) -> torch.dtype:
+        """The dtype of activations and norms."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        """A layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for a device it can't use."""
+
+    def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        """The same for a layer that isn't quantized where others are: the projection to the vocabulary, because tokens
+        are chosen by small differences between its outputs, and a tower's."""
+
+    def head(self, weight: Tensor, device: torch.device) -> Head:
+        """The whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """Weights and activations in one dtype. A weight that has it already stays where it is: memory-mapped."""
+
+    activations: torch.dtype
+
+    def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        bias = None if bias is None else bias.to(device, self.activations)
+        return PlainLinear(weight.to(device, self.activations), bias)
+
+    def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        return self.linear(weight, bias, device)
+
+    def head(self, weight: Tensor, device: torch.device) -> Head:
+        return Head(self.unquantized(weight, None, device))
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """Weights packed for kernels of their own, and fp32 activations; CPUs only. ``fine`` is what isn't quantized."""
+
+    layer: Pack
+    fine: Pack
+    activations: torch.dtype = torch.float32
+
+    def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        _check_cpu(device)
+        return PackedLinear(self.layer(weight, bias))
+
+    def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+        _check_cpu(device)
+        return PackedLinear(self.fine(weight, bias))
+
+    def head(self, weight: Tensor, device: torch.device) -> Head:
+        _check_cpu(device)
+        product = self.fine(weight, None)
+        return Head(PackedLinear(product), shortlist_of(product, weight))
+
+
+def _check_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ConfigError(f"packed weights are for CPUs only, not for {device}")
+
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    "auto": PackedFormat(half_product, half_product),
+    "float32": PackedFormat(float_product, float_product),
+    "float16": PackedFormat(half_product, half_product),
+    "bfloat16": PlainFormat(torch.bfloat16),
+}
+"""What each of ``triptych.config.DTYPES`` means on a CPU."""
+QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(int8_product, half_product)}
+"""The same for ``triptych.config.QUANTIZATIONS``, but for "none"."""
+CUDA_FORMATS: dict[str, WeightFormat] = {
+    name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")
+}
+"""``triptych.config.DTYPES`` on a GPU, but for "auto", which takes the one that the checkpoint has."""
+
+
+class RMSNorm(nn.Module):
+    """``pointwise.rms_norm`` by a ``weight`` [D] or, for heads [T, heads, D], [heads, D]."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = frozen(weight)
+        self.eps = eps
+
+    def forward(self, activations: Tensor) -> Tensor:
+        return rms_norm(activations, self.weight, self.eps)
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """The tensor as a parameter that takes no gradient; shares its memory."""
+    return nn.Parameter(tensor, requires_grad=False)

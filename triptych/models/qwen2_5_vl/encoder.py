@@ -1,0 +1,16 @@
+"""Qwen2.5-VL: a tower with windows, and Qwen2-VL's decoder and names."""
+
+from triptych.models.qwen2_vl.encoder import Qwen2VL
+from triptych.models.shared.encoder import TowerSpec
+
+
+class Qwen25VL(Qwen2VL):
+    """``TowerFamily`` for model type ``qwen2_5_vl``."""
+
+    specs = (
+        TowerSpec(
+            module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
+            config="transformers.models.qwen2_5_vl.configuration_qwen2_5_vl:Qwen2_5_VLVisionConfig",
+            width="out_hidden_size",
+        ),
+    )

@@ -1,0 +1,58 @@
+"""Qwen3-Omni-MoE's thinker: the towers that see and hear, the decoder's parameters, and the names in the checkpoints.
+
+Published files hold the whole model: ``thinker.visual.…``, ``thinker.audio_tower.…``, ``thinker.model.…`` and
+``thinker.lm_head.weight``, and beside them what speaks (``talker.…``, ``code2wav.…``), which isn't loaded. A thinker
+that was saved alone lacks the first part of the names.
+"""
+
+from dataclasses import replace
+
+from triptych.layers.decoder_config import RopeConfig
+from triptych.models.base import AUDIO, VISION, ModelConfig
+from triptych.models.qwen3_omni.audio_tower import AudioTower
+from triptych.models.qwen3_omni.plan import thinker_config
+from triptych.models.shared.backbone import QWEN3
+from triptych.models.shared.encoder import Halves, PatchTowerFamily, TowerSpec
+
+_PACKAGE = "transformers.models.qwen3_omni_moe"
+
+
+class Qwen3Omni(PatchTowerFamily):
+    """``TowerFamily`` for model types ``qwen3_omni_moe`` and ``qwen3_omni_moe_thinker``."""
+
+    specs = (
+        TowerSpec(
+            module=f"{_PACKAGE}.modeling_qwen3_omni_moe:Qwen3OmniMoeVisionEncoder",
+            config=f"{_PACKAGE}.configuration_qwen3_omni_moe:Qwen3OmniMoeVisionEncoderConfig",
+            width="out_hidden_size",
+            deepstack="deepstack_visual_indexes",
+        ),
+        TowerSpec(
+            name=AUDIO,
+            module=f"{_PACKAGE}.modeling_qwen3_omni_moe:Qwen3OmniMoeAudioEncoder",
+            config=f"{_PACKAGE}.configuration_qwen3_omni_moe:Qwen3OmniMoeAudioEncoderConfig",
+            width="output_dim",
+            section="audio_config",
+            tower=AudioTower,
+        ),
+    )
+    backbone = replace(
+        QWEN3,
+        rope=RopeConfig(1_000_000.0, (24, 20, 20), interleaved=True),
+        head_dim=None,
+        experts=True,
+        windows="none",
+    )
+    layouts = (
+        Halves(
+            {VISION: "thinker.visual.", AUDIO: "thinker.audio_tower."},
+            "thinker.model.",
+            "thinker.lm_head.weight",
+            others=("talker.", "code2wav."),
+        ),
+        Halves({VISION: "model.visual.", AUDIO: "model.audio_tower."}, "model.language_model."),
+        Halves({VISION: "visual.", AUDIO: "audio_tower."}, "model."),
+    )
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(thinker_config(config))

@@ -1,0 +1,122 @@
+"""From the text part of a checkpoint's config to the decoder's parameters, and the names of its tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import CheckpointError
+from triptych.layers.decoder_config import DecoderConfig, MoEConfig, RopeConfig
+from triptych.layers.rope import rope_settings
+from triptych.layers.weights import DecoderKeys, ExpertLayout
+from triptych.models.shared.settings import setting
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """What configs of one kind of language model don't say, because its code does; and what that code assumes where a
+    config is silent: ``rope``, ``rms_norm_eps``, ``norm_topk_prob``.
+
+    ``qkv_bias`` of None leaves the biases of all four projections to the config's ``attention_bias``. ``head_dim`` of
+    None is the hidden size by the number of heads. ``experts``: layers are mixtures, but for those that the config
+    makes dense. ``windows`` says which layers have a sliding window where the config asks for one: those from
+    ``max_window_layers`` on (``upper``, unless ``layer_types`` lists them), or all.
+    """
+
+    qkv_bias: bool | None
+    qk_norm: bool
+    rope: RopeConfig
+    rms_norm_eps: float = 1e-6
+    head_dim: int | None = None
+    experts: bool = False
+    norm_topk_prob: bool = True
+    windows: Literal["none", "upper", "all"] = "none"
+
+
+QWEN2 = Backbone(qkv_bias=True, qk_norm=False, rope=RopeConfig(10_000.0), windows="upper")
+QWEN3 = Backbone(qkv_bias=None, qk_norm=True, rope=RopeConfig(10_000.0), head_dim=128, windows="upper")
+
+
+def decoder_config(
+    text: Mapping[str, Any], backbone: Backbone, *, tie_embeddings: bool, num_deepstack_layers: int = 0
+) -> DecoderConfig:
+    """The decoder's parameters. Raises CheckpointError for a setting that is missing, wrong or not served."""
+    if (activation := text.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"config.json: hidden_act {activation!r} is not served; only 'silu' is")
+    num_heads, hidden_size = setting(text, "num_attention_heads", int), setting(text, "hidden_size", int)
+    window, windowed_layers = _windows(text, backbone)
+    has_bias = bool(text.get("attention_bias", False))
+    return DecoderConfig(
+        vocab_size=setting(text, "vocab_size", int),
+        hidden_size=hidden_size,
+        num_layers=setting(text, "num_hidden_layers", int),
+        num_heads=num_heads,
+        num_kv_heads=setting(text, "num_key_value_heads", int, default=num_heads),
+        head_dim=setting(text, "head_dim", int, default=backbone.head_dim or hidden_size // num_heads),
+        intermediate_size=setting(text, "intermediate_size", int),
+        rms_norm_eps=setting(text, "rms_norm_eps", float, default=backbone.rms_norm_eps),
+        rope=rope_settings(text, backbone.rope),
+        tie_embeddings=tie_embeddings,
+        num_deepstack_layers=num_deepstack_layers,
+        qkv_bias=has_bias if backbone.qkv_bias is None else backbone.qkv_bias,
+        output_bias=has_bias and backbone.qkv_bias is None,
+        qk_norm=backbone.qk_norm,
+        moe=_moe_config(text, backbone) if backbone.experts else None,
+        window=window,
+        windowed_layers=windowed_layers,
+    )
+
+
+def _windows(text: Mapping[str, Any], backbone: Backbone) -> tuple[int | None, frozenset[int]]:
+    """The sliding window and the layers that have it."""
+    # saved files say null where there is none
+    if backbone.windows == "none" or not text.get("use_sliding_window") or text.get("sliding_window", 0) is None:
+        return None, frozenset()
+    window, num_layers = setting(text, "sliding_window", int, default=4096), setting(text, "num_hidden_layers", int)
+    types = setting(text, "layer_types", list, default=[])
+    if backbone.windows == "all":
+        return window, frozenset(range(num_layers))
+    if not types:
+        first = text.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise CheckpointError(f"config.json: max_window_layers must be a number of layers, not {first!r}")
+        return window, frozenset(range(first, num_layers))
+    if len(types) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in types):
+        raise CheckpointError(f"config.json: layer_types {types} doesn't say of each layer: full or sliding_attention")
+    return window, frozenset(index for index, kind in enumerate(types) if kind == "sliding_attention")
+
+
+def _moe_config(text: Mapping[str, Any], backbone: Backbone) -> MoEConfig:
+    """The experts' parameters. Files that transformers saved call ``num_experts`` ``num_local_experts``."""
+    layers = range(setting(text, "num_hidden_layers", int))
+    sparse_step = setting(text, "decoder_sparse_step", int, default=1)
+    dense_layers = {index for index in layers if (index + 1) % sparse_step != 0}
+    return MoEConfig(
+        num_experts=setting(text, "num_experts" if "num_experts" in text else "num_local_experts", int),
+        experts_per_token=setting(text, "num_experts_per_tok", int),
+        moe_intermediate_size=setting(text, "moe_intermediate_size", int),
+        norm_topk_prob=bool(text.get("norm_topk_prob", backbone.norm_topk_prob)),
+        dense_layers=frozenset(dense_layers | set(setting(text, "mlp_only_layers", list, default=[]))),
+    )
+
+
+def decoder_keys(config: DecoderConfig, checkpoint: Checkpoint, prefix: str, head: str) -> DecoderKeys:
+    """The names of a decoder's tensors, with the layout of its experts' weights, which is read off the checkpoint.
+
+    Stacks come in two orders. The shape of one of the two tensors always tells them apart: ``gate_up_proj`` is square,
+    hence silent, only if hidden = 2 * intermediate, and ``down_proj`` only if hidden = intermediate.
+    """
+    keys = DecoderKeys(prefix, head)
+    layer = next((index for index in range(config.num_layers) if config.is_moe_layer(index)), None)
+    if config.moe is None or layer is None:
+        return keys
+    experts = f"layers.{layer}.mlp.experts"
+    if keys.key(f"{experts}.0.down_proj.weight") in checkpoint.tensors:
+        return DecoderKeys(prefix, head, ExpertLayout.SEPARATE)
+    hidden, intermediate = config.hidden_size, config.moe.moe_intermediate_size
+    if hidden != intermediate:
+        name, transposed = f"{experts}.down_proj", (intermediate, hidden)
+    else:
+        name, transposed = f"{experts}.gate_up_proj", (hidden, 2 * intermediate)
+    is_transposed = checkpoint.info(keys.key(name)).shape[1:] == transposed
+    return DecoderKeys(prefix, head, ExpertLayout.TRANSPOSED if is_transposed else ExpertLayout.STACKED)

@@ -1,0 +1,139 @@
+"""How towers that take any grid of patches see images: resized to whole patches, within bounds of area.
+
+The arithmetic is that of ``Qwen2VLImageProcessor`` in transformers, which the Qwen-VL families share; tests hold it
+equal.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from triptych.errors import BadMediaSize, CheckpointError
+from triptych.models.base import ModelConfig
+from triptych.models.shared.settings import setting
+from triptych.types import MODEL_BOUNDS, PixelBounds
+
+PREPROCESSOR_FILE = "preprocessor_config.json"
+
+# What the reference processor assumes where preprocessor_config.json says nothing.
+_DEFAULT_MIN_PIXELS = 56 * 56
+_DEFAULT_MAX_PIXELS = 28 * 28 * 1280
+
+
+class Geometry(Protocol):
+    """How something becomes patches, as a frozen dataclass; ``factor`` is a token's side in pixels."""
+
+    @property
+    def factor(self) -> int: ...
+
+    @property
+    def min_pixels(self) -> int: ...
+
+    @property
+    def max_pixels(self) -> int: ...
+
+
+G = TypeVar("G", bound=Geometry)
+
+
+def bounded(own: G, bounds: PixelBounds, what: str) -> G:
+    """The same geometry with a request's bounds. Raises BadMediaSize for bounds that contradict each other, or that
+    allow more than its own ``max_pixels``, which is what the service is prepared for."""
+    if bounds == MODEL_BOUNDS:
+        return own
+    max_pixels = bounds.max_pixels or own.max_pixels
+    min_pixels = bounds.min_pixels or min(own.min_pixels, max_pixels)
+    if max_pixels > own.max_pixels:
+        raise BadMediaSize(f"max_pixels {max_pixels} exceeds the model's own, {own.max_pixels}")
+    if min_pixels > max_pixels or max_pixels < own.factor**2:
+        raise BadMediaSize(f"no {what} has at least {min_pixels} and at most {max_pixels} pixels once it is resized")
+    return replace(own, min_pixels=min_pixels, max_pixels=max_pixels)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class ImageGeometry:
+    """How images become patches. Sides are in pixels; ``min_pixels`` and ``max_pixels`` bound the resized area."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def from_configs(cls, config: ModelConfig, preprocessor_config: dict[str, Any]) -> "ImageGeometry":
+        """Raises CheckpointError for a bad value, and where the processor's patches aren't the tower's."""
+        min_pixels, max_pixels = _pixel_bounds(preprocessor_config)
+        return cls(
+            patch_size=_patch_setting(config, preprocessor_config, "patch_size", "patch_size"),
+            merge_size=_patch_setting(config, preprocessor_config, "merge_size", "spatial_merge_size"),
+            temporal_patch_size=_patch_setting(
+                config, preprocessor_config, "temporal_patch_size", "temporal_patch_size"
+            ),
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+        )
+
+    @property
+    def factor(self) -> int:
+        """The side in pixels of what one token sees."""
+        return self.patch_size * self.merge_size
+
+    def within(self, bounds: PixelBounds) -> "ImageGeometry":
+        """As ``bounded`` does."""
+        return bounded(self, bounds, "image")
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) after resizing: multiples of patch * merge, area within bounds, aspect ratio nearly kept."""
+        return smart_resize(height, width, self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
+
+def smart_resize(
+    height: int,
+    width: int,
+    factor: int,
+    *,
+    min_pixels: int,
+    max_pixels: int,
+    num_frames: int = 1,
+    temporal_patch_size: int = 1,
+) -> tuple[int, int]:
+    """(height, width) as multiples of ``factor``, such that so many frames together have an area within bounds; the
+    reference's function of this name, whose rounding is Python's, half to even."""
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    pixels = round(num_frames / temporal_patch_size) * temporal_patch_size * new_height * new_width
+    if pixels > max_pixels:
+        shrink = math.sqrt(num_frames * height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif pixels < min_pixels:
+        grow = math.sqrt(min_pixels / (num_frames * height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def _pixel_bounds(preprocessor_config: dict[str, Any]) -> tuple[int, int]:
+    size = preprocessor_config.get("size")
+    if size is None:
+        size = {"shortest_edge": _DEFAULT_MIN_PIXELS, "longest_edge": _DEFAULT_MAX_PIXELS}
+    if not isinstance(size, dict):
+        raise CheckpointError(f"{PREPROCESSOR_FILE}: size must be an object, not {size!r}")
+    bounds = []
+    # The older keys come first where a file has both, as in the reference.
+    for older, newer in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if preprocessor_config.get(older) is not None:
+            bounds.append(setting(preprocessor_config, older, int, file=PREPROCESSOR_FILE))
+        else:
+            bounds.append(setting({"size": size}, f"size.{newer}", int, file=PREPROCESSOR_FILE))
+    return bounds[0], bounds[1]
+
+
+def _patch_setting(config: ModelConfig, preprocessor_config: dict[str, Any], key: str, tower_key: str) -> int:
+    of_tower = setting(config, f"vision_config.{tower_key}", int)
+    of_processor = setting(preprocessor_config, key, int, default=of_tower, file=PREPROCESSOR_FILE)
+    if of_processor != of_tower:
+        raise CheckpointError(
+            f"{PREPROCESSOR_FILE}: {key} is {of_processor}, but vision_config.{tower_key} of config.json is {of_tower}"
+        )
+    return of_processor

@@ -1,0 +1,138 @@
+"""Turns an image's bytes into patches for a tower that takes any grid of them, as planned. Encode workers; numpy and
+Pillow only.
+
+Bit-exact with transformers' Pillow processor of the Qwen-VL families (``Qwen2VLImageProcessorPil``); faster by putting
+bytes, not floats, in patch order and by looking up the normalised value of each byte in a table.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from PIL import Image
+
+from triptych.errors import CheckpointError, PlanMismatch
+from triptych.models.base import ModelConfig, TowerInput
+from triptych.models.shared.geometry import ImageGeometry
+from triptych.models.shared.images import decode_image
+from triptych.types import ImageHeader, ItemPlan
+
+CHANNELS = 3
+# Few enough that looked-up values are still in the processor's cache when they are copied to every frame.
+_PATCHES_AT_A_TIME = 64
+
+# What the reference processor assumes where preprocessor_config.json says nothing (CLIP's statistics).
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class PatchPreprocessor:
+    """Satisfies ``families.base.Preprocessor``. Raises CheckpointError for a setting that can't be honoured."""
+
+    def __init__(
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
+    ) -> None:
+        self._geometry = ImageGeometry.from_configs(config, preprocessor_config)
+        self._resample = resampling(preprocessor_config)
+        self._table = _normalised_bytes(preprocessor_config)
+
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+        """Decodes, resizes and cuts one image; ``patches`` is float32 of shape (patches, 3 * temporal * patch²).
+
+        Raises UnsupportedMedia or TruncatedMedia for bytes that can't be decoded, PlanMismatch when the decoded size
+        or the grid isn't the planned one.
+        """
+        assert isinstance(plan.header, ImageHeader)
+        image = decode_image(data, plan.header.format, (plan.header.width, plan.header.height))
+        height, width = self._geometry.within(plan.bounds).resized(image.height, image.width)
+        if (height, width) != (plan.resized_height, plan.resized_width):
+            raise PlanMismatch(
+                f"an image was resized to {width} by {height} pixels; "
+                f"its plan says {plan.resized_width} by {plan.resized_height}"
+            )
+        yield self._input(np.asarray(image.resize((width, height), self._resample))[None], self._table, plan)
+
+    def _input(self, pixels: NDArray[np.uint8], table: NDArray[np.float32], plan: ItemPlan) -> TowerInput:
+        """uint8 (frames, height, width, channel), of one patch in time or of one frame that fills it, to the tower's
+        input. ``table`` says what each byte becomes: float32 (channel, 256)."""
+        _, height, width, _ = pixels.shape
+        patch_size = self._geometry.patch_size
+        grid = 1, height // patch_size, width // patch_size
+        if grid[1:] != plan.grid[1:]:
+            raise PlanMismatch(f"an item became a grid of {grid}; its plan says {plan.grid}")
+        digest = blake3(np.array(pixels.shape).tobytes())
+        digest.update(table.tobytes())
+        digest.update(pixels.data)
+        return TowerInput(patches=self._patches(pixels, table), grid=grid, name=digest.hexdigest())
+
+    def _patches(self, pixels: NDArray[np.uint8], table: NDArray[np.float32]) -> NDArray[np.float32]:
+        """uint8 (frames, height, width, channel) to normalised float32 (patches, channel * temporal * patch²).
+
+        Patches are ordered as the tower's merger wants them: the merge x merge patches of one token are neighbours.
+        """
+        patch, merge, temporal = (
+            self._geometry.patch_size,
+            self._geometry.merge_size,
+            self._geometry.temporal_patch_size,
+        )
+        num_frames, height, width, _ = pixels.shape
+        blocks = pixels.reshape(
+            num_frames, height // (patch * merge), merge, patch, width // (patch * merge), merge, patch, CHANNELS
+        ).transpose(1, 4, 2, 5, 7, 0, 3, 6)
+        ordered = np.ascontiguousarray(blocks).reshape(-1, CHANNELS, num_frames, patch * patch)
+        patches = np.empty((len(ordered), CHANNELS, temporal, patch * patch), dtype=np.float32)
+        for first in range(0, len(ordered), _PATCHES_AT_A_TIME):
+            some = slice(first, first + _PATCHES_AT_A_TIME)
+            for channel in range(CHANNELS):
+                # A still image fills every frame of a temporal patch.
+                patches[some, channel] = np.take(table[channel], ordered[some, channel])
+        return patches.reshape(len(ordered), -1)
+
+
+def resampling(preprocessor_config: dict[str, Any]) -> Image.Resampling:
+    """The filter that a processor resizes with. Raises CheckpointError where it doesn't, or for another value."""
+    if preprocessor_config.get("do_resize", True) is not True:
+        raise CheckpointError("preprocessor_config.json: do_resize must be true; the tower takes whole patches")
+    value = preprocessor_config.get("resample", Image.Resampling.BICUBIC.value)
+    try:
+        return Image.Resampling(value)
+    except ValueError:
+        raise CheckpointError(f"preprocessor_config.json: resample {value!r} is not a Pillow filter") from None
+
+
+def _normalised_bytes(preprocessor_config: dict[str, Any]) -> NDArray[np.float32]:
+    """float32 (channel, 256): what each byte becomes, with the reference's operations in its order and precision."""
+    values = np.arange(256, dtype=np.float32)
+    if preprocessor_config.get("do_rescale", True):
+        values = (values.astype(np.float64) * rescale_factor(preprocessor_config)).astype(np.float32)
+    table = np.tile(values, (CHANNELS, 1))
+    if preprocessor_config.get("do_normalize", True):
+        mean = per_channel(preprocessor_config, "image_mean", CLIP_MEAN)
+        std = per_channel(preprocessor_config, "image_std", CLIP_STD)
+        table = (table - mean) / std
+    return table
+
+
+def rescale_factor(preprocessor_config: dict[str, Any]) -> float:
+    """What bytes are multiplied with. Raises CheckpointError for what isn't a number."""
+    factor = preprocessor_config.get("rescale_factor", 1 / 255)
+    if not isinstance(factor, int | float) or not factor:
+        raise CheckpointError(f"preprocessor_config.json: rescale_factor must be a number, not {factor!r}")
+    return float(factor)
+
+
+def per_channel(
+    preprocessor_config: dict[str, Any], key: str, default: tuple[float, float, float]
+) -> NDArray[np.float32]:
+    """float32 (channel, 1) from a number or a list of one number per channel."""
+    value = preprocessor_config.get(key, default)
+    numbers = [value] * CHANNELS if isinstance(value, int | float) else value
+    if (
+        not isinstance(numbers, list | tuple)
+        or len(numbers) != CHANNELS
+        or not all(isinstance(number, int | float) for number in numbers)
+    ):
+        raise CheckpointError(f"preprocessor_config.json: {key} must be {CHANNELS} numbers, not {value!r}")
+    return np.array(numbers, dtype=np.float32)[:, None]

@@ -1,0 +1,216 @@
+"""Which frames of a video are seen, and how large. Ints and floats only.
+
+There are two ways of either in the reference, ``Qwen2VLVideoProcessor`` and ``Qwen3VLVideoProcessor`` of transformers;
+tests hold the arithmetic equal to both.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
+from triptych.models.shared.geometry import bounded, smart_resize
+from triptych.types import FrameSampling, PixelBounds, VideoHeader
+
+MAX_ASPECT_RATIO = 200
+FILE = "video_preprocessor_config.json"
+
+# What the reference processors assume where their file says nothing.
+_DEFAULT_FRAMES = 4, 768
+
+
+@dataclass(frozen=True)
+class VideoSampling(ABC):
+    """Which frames are seen: ``num_frames``, or else ``fps`` a second between ``min_frames`` and ``max_frames``. All
+    Qwen models are used with two a second where nothing is said."""
+
+    temporal_patch_size: int
+    fps: float
+    num_frames: int | None
+    min_frames: int
+    max_frames: int
+
+    default_fps: ClassVar[float] = 2.0
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], temporal_patch_size: int) -> Self:
+        """Raises CheckpointError for a bad value."""
+        return cls(
+            temporal_patch_size=temporal_patch_size,
+            fps=_rate(config, cls.default_fps),
+            num_frames=None if config.get("num_frames") is None else _integer(config, "num_frames", 1),
+            min_frames=_integer(config, "min_frames", _DEFAULT_FRAMES[0]),
+            max_frames=_integer(config, "max_frames", _DEFAULT_FRAMES[1]),
+        )
+
+    def asked(self, sampling: FrameSampling) -> Self:
+        """The same as a request asks for it. Raises UnsupportedMedia for what excludes each other, or asks for more
+        than ``max_frames``."""
+        if sampling.fps and sampling.num_frames:
+            raise UnsupportedMedia("fps and num_frames exclude each other")
+        if sampling.num_frames > self.max_frames:
+            raise UnsupportedMedia(f"num_frames {sampling.num_frames} is more than the model takes, {self.max_frames}")
+        if sampling.fps:
+            return replace(self, fps=sampling.fps, num_frames=None)
+        return replace(self, num_frames=sampling.num_frames or self.num_frames)
+
+    @abstractmethod
+    def frames(self, header: VideoHeader) -> tuple[int, ...]:
+        """The numbers of the frames that are seen, in order; all of them where the client has chosen them."""
+
+
+class EndToEnd(VideoSampling):
+    """Qwen3-VL's: spread evenly from the first frame to the last."""
+
+    def frames(self, header: VideoHeader) -> tuple[int, ...]:
+        """At least two, the same one twice if there is no other."""
+        wanted, total = self.num_frames, header.frames
+        if header.chosen:
+            wanted = total
+        elif wanted is None:
+            wanted = min(max(int(total / header.rate * self.fps), self.min_frames), self.max_frames, total)
+        numbers = np.linspace(0, total - 1, wanted).round().astype(int)
+        # the reference refuses a video of one frame
+        return tuple(numbers.tolist()) if len(numbers) > 1 else (int(numbers[0]),) * 2
+
+
+class EqualSteps(VideoSampling):
+    """Qwen2-VL's: the video in equal steps, the first frame of each, in whole patches in time."""
+
+    def frames(self, header: VideoHeader) -> tuple[int, ...]:
+        """At least one. The reference refuses ``num_frames`` that the video hasn't got, or less than a patch."""
+        total = header.frames
+        if header.chosen:
+            return tuple(range(total))
+        most = self._whole(total if self.num_frames is not None else min(self.max_frames, total))
+        if self.num_frames is not None:
+            size = self.temporal_patch_size
+            wanted = min(round(self.num_frames / size) * size, most)
+        else:
+            wanted = self._whole(min(max(total / header.rate * self.fps, self.min_frames), most))
+        steps = max(wanted, 1)
+        # exact, while the reference's float32 may be a frame off in videos of more than some thousand
+        return tuple(step * total // steps for step in range(steps))
+
+    def _whole(self, frames: float) -> int:
+        """As many as fill patches in time."""
+        return math.floor(frames / self.temporal_patch_size) * self.temporal_patch_size
+
+
+@dataclass(frozen=True)
+class VideoGeometry(ABC):
+    """How frames become patches. ``factor`` is a token's side in pixels; ``max_tokens`` bounds pixels, too, where the
+    settings say ``cap_pixels_per_frame``."""
+
+    factor: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+    max_tokens: int | None
+
+    default_size: ClassVar[dict[str, int]]
+    default_tokens: ClassVar[int]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], factor: int, temporal_patch_size: int) -> Self:
+        """Raises CheckpointError for a bad value."""
+        size = config.get("size", cls.default_size)
+        if not isinstance(size, dict):
+            raise CheckpointError(f"{FILE}: size must be an object, not {size!r}")
+        capped = bool(config.get("cap_pixels_per_frame"))
+        return cls(
+            factor=factor,
+            temporal_patch_size=temporal_patch_size,
+            min_pixels=_integer(size, "shortest_edge", 0),
+            max_pixels=_integer(size, "longest_edge", 0),
+            max_tokens=_integer(config, "max_video_tokens", cls.default_tokens) if capped else None,
+        )
+
+    def within(self, bounds: PixelBounds) -> Self:
+        """As ``bounded`` does."""
+        return bounded(self, bounds, "video")
+
+    @abstractmethod
+    def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """(height, width) after resizing: multiples of ``factor``, aspect ratio nearly kept, and within bounds. Raises
+        BadMediaSize for an aspect ratio above 200."""
+
+    def _check_aspect_ratio(self, height: int, width: int) -> None:
+        if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+            raise BadMediaSize(
+                f"the video is {width} by {height} pixels; its sides may differ at most {MAX_ASPECT_RATIO}-fold"
+            )
+
+
+class FrameGeometry(VideoGeometry):
+    """Qwen2-VL's: ``min_pixels`` and ``max_pixels`` bound the pixels of each frame by itself, and nine tenths of
+    ``max_tokens`` those of all patches in time together."""
+
+    default_size: ClassVar = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
+    default_tokens = 128_000
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], factor: int, temporal_patch_size: int) -> Self:
+        """As its parent; ``min_pixels`` and ``max_pixels`` of older files go before ``size``."""
+        size = config.get("size") or cls.default_size
+        older = {"shortest_edge": config.get("min_pixels"), "longest_edge": config.get("max_pixels")}
+        if isinstance(size, dict):
+            size = size | {key: value for key, value in older.items() if value is not None}
+        return super().from_config(config | {"size": size}, factor, temporal_patch_size)
+
+    def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        max_pixels = self.max_pixels
+        if self.max_tokens is not None:
+            together = int(self.max_tokens * self.factor**2 * 0.9)
+            of_frame = together * self.temporal_patch_size // num_frames
+            max_pixels = max(min(max_pixels, of_frame), int(self.min_pixels * 1.05))
+        self._check_aspect_ratio(height, width)
+        return smart_resize(height, width, self.factor, min_pixels=self.min_pixels, max_pixels=max_pixels)
+
+
+class ClipGeometry(VideoGeometry):
+    """Qwen3-VL's: ``min_pixels`` and ``max_pixels`` bound the pixels of all frames together; with ``max_tokens``, those
+    of each frame are bounded too."""
+
+    default_size: ClassVar = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
+    default_tokens = 768
+
+    def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        max_pixels = self.max_pixels
+        if self.max_tokens is not None:
+            of_frame = min(self.max_tokens * self.factor**2, max_pixels // num_frames)
+            max_pixels = max(of_frame, int(self.min_pixels * 1.05)) * num_frames
+        if min(height, width) < self.factor:
+            scale = max(self.factor / height, self.factor / width)
+            height, width = int(height * scale), int(width * scale)
+        self._check_aspect_ratio(height, width)
+        return smart_resize(
+            height,
+            width,
+            self.factor,
+            min_pixels=self.min_pixels,
+            max_pixels=max_pixels,
+            num_frames=num_frames,
+            temporal_patch_size=self.temporal_patch_size,
+        )
+
+
+def _integer(config: dict[str, Any], key: str, default: int) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{FILE}: {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def _rate(config: dict[str, Any], default: float) -> float:
+    fps = config.get("fps")
+    if fps is None:
+        fps = default
+    if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < math.inf:
+        raise CheckpointError(f"{FILE}: fps must be a positive number, not {fps!r}")
+    return float(fps)

@@ -1,0 +1,55 @@
+"""Plans prompts of models that take text alone. Front door; numpy only."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from triptych.errors import MediaNotServed
+from triptych.models.base import ModelConfig, Positions
+from triptych.models.shared.mrope import mrope_positions
+from triptych.models.shared.settings import setting
+from triptych.types import (
+    MODEL_BOUNDS,
+    MODEL_SAMPLING,
+    AudioHeader,
+    FrameSampling,
+    ItemPlan,
+    MediaHeader,
+    PixelBounds,
+    Placement,
+)
+
+
+class TextPlanner:
+    """Satisfies ``families.base.Planner``. Raises CheckpointError for a bad context length."""
+
+    placeholder_ids: Mapping[str, int] = {}
+    media_token_ids: frozenset[int] = frozenset()
+    max_image_pixels = 0
+    hears_videos = False
+
+    def __init__(
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
+    ) -> None:
+        self.context_length = setting(config, "max_position_embeddings", int)
+
+    def plan(
+        self,
+        header: MediaHeader,
+        bounds: PixelBounds = MODEL_BOUNDS,
+        sampling: FrameSampling = MODEL_SAMPLING,
+        sound: AudioHeader | None = None,
+    ) -> ItemPlan:
+        """Raises MediaNotServed."""
+        raise MediaNotServed("this model takes text alone")
+
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+        """Raises MediaNotServed."""
+        raise MediaNotServed("this model takes text alone")
+
+    def runs(self, plan: ItemPlan) -> Sequence[int]:
+        """Raises MediaNotServed."""
+        raise MediaNotServed("this model takes text alone")
+
+    def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
+        """0, 1, 2, … on all three axes, of which the decoder looks at one."""
+        return mrope_positions(num_tokens, [], [])

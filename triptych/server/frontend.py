@@ -1,0 +1,233 @@
+"""The front door: HTTP in, work out to the instances, tokens back. No torch, no transformers."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from triptych.api.app import create_app
+from triptych.api.http import BoundedHttp
+from triptych.api.named_media import NamedMedia
+from triptych.api.security import secured
+from triptych.api.service import GenerationDefaults, Service
+from triptych.checkpoint.config_files import load_config
+from triptych.config import FrontDoorConfig, ServeConfig
+from triptych.errors import InstanceLost, StartError, TriptychError
+from triptych.messages.channel import BadAddress, Channel
+from triptych.messages.work import Leave, Stop
+from triptych.models.registry import family_of
+from triptych.observe.request_log import RequestLog
+from triptych.prompt.caps import AudioLimits, MediaCaps, VideoLimits
+from triptych.prompt.hosts import AllowedHosts
+from triptych.prompt.local_files import MediaFolder
+from triptych.prompt.media import MediaLimits, MediaSource
+from triptych.prompt.prompt import PromptBuilder
+from triptych.prompt.web import WebFetcher, WebLimits
+from triptych.router.router import Router
+
+if TYPE_CHECKING:
+    from triptych.observe.traces import Traces
+
+log = logging.getLogger(__name__)
+
+TICK = 0.1
+"""Seconds between looks at leases and deadlines."""
+LAST_ANSWERS = 1
+"""Seconds that answers get to reach their clients once their requests have ended with the service."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers: signals are the command's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class FrontDoor:
+    """Channel, router and HTTP server of one service, on the running event loop. An async context manager: inside,
+    requests are served as soon as instances have joined at ``control``."""
+
+    def __init__(self, config: ServeConfig, *, expects_encoders: bool = True) -> None:
+        """``expects_encoders`` as the router takes it, for a model that takes media. Reads the checkpoint's small files
+        and binds both ports.
+        Raises StartError when that fails."""
+        self._config = config
+        takes_media = family_of(load_config(config.model)).takes_media
+        caps = _media_caps(config.front_door)
+        builder = PromptBuilder(config.model, config.engine.max_model_len or None, caps)
+        secret = config.cluster.secret()
+        config.front_door.check_ssl()
+        self._media = _media_source(config.front_door)
+        self._socket = _listen(config.front_door.host, config.front_door.port)
+        try:
+            self.channel = Channel(config.cluster.cluster_host, config.front_door.control_port, secret)
+        except BadAddress as error:
+            self._socket.close()
+            raise StartError(str(error)) from None
+        self.router = Router(
+            send=self.channel.send,
+            forget=self.channel.forget,
+            fingerprint=builder.fingerprint,
+            front_door=config.front_door,
+            lease=config.lease,
+            engine=config.engine,
+            expects_encoders=expects_encoders and takes_media,
+        )
+        self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
+        self._traces = _open_traces(config.observe.otlp_traces_endpoint)
+        self.service = Service(
+            model_name=config.front_door.served_model_name or config.model.name,
+            router=self.router,
+            prompt_builder=builder,
+            tokenizer=builder.tokenizer,
+            media=self._media,
+            named_media=NamedMedia(config.front_door.named_media_mb * 2**20),
+            generation_defaults=GenerationDefaults.load(config.model),
+            front_door=config.front_door,
+            # traces first: they give a request its trace id
+            observers=tuple(observer for observer in (self._traces, self._log) if observer),
+        )
+        settings = uvicorn.Config(
+            secured(create_app(self.service), config.front_door),
+            ssl_certfile=config.front_door.ssl_certfile or None,
+            ssl_keyfile=config.front_door.ssl_keyfile or None,
+            http=BoundedHttp,
+            ws="none",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=LAST_ANSWERS,
+        )
+        self._server = _Server(settings)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def url(self) -> str:
+        """Where the HTTP server listens."""
+        host, port = self._socket.getsockname()[:2]
+        scheme = "https" if self._config.front_door.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def control(self) -> str:
+        """``HOST:PORT`` where instances join."""
+        return self.channel.address.removeprefix("tcp://")
+
+    async def __aenter__(self) -> "FrontDoor":
+        asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._server.serve([self._socket]))]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ticking, serving = self._tasks
+        self.router.draining = self._server.should_exit = True
+        asyncio.get_running_loop().remove_reader(self.channel.fileno())
+        # whoever still waits for an answer gets an error, not a stream that breaks off
+        self.router.end_all(InstanceLost("the service has ended"))
+        for lease in self.router.registry:
+            with contextlib.suppress(TriptychError):  # one that can't be told must not keep the others running
+                self.channel.send(lease.address, Stop())
+            self.router.handle(Leave(lease.address))
+        ticking.cancel()
+        await asyncio.gather(ticking, serving, return_exceptions=True)
+        # those that the server gave up on still have to let go of their requests
+        await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
+        await self._media.web.aclose()
+        self.service.planning.close()
+        self._socket.close()
+        self.channel.close()
+        if self._traces:
+            await asyncio.to_thread(self._traces.close)
+        if self._log:
+            self._log.close()
+
+    async def drain(self) -> None:
+        """Admits nothing more and waits for what runs, up to the drain timeout."""
+        self.router.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.lease.drain_timeout):
+                # a request may have ended while its answer is still on its way out of the HTTP server
+                while self.router.num_requests or self._server.server_state.tasks:
+                    await asyncio.sleep(TICK / 2)
+
+    def _take_messages(self) -> None:
+        for message in self.channel.drain():
+            try:
+                self.router.handle(message)
+            except Exception:  # a message that the router trips over must not cost the others theirs
+                log.exception("couldn't handle %s", type(message).__name__)
+        if self.channel.pending and not self._server.should_exit:  # the descriptor says nothing of what is left
+            asyncio.get_running_loop().call_soon(self._take_messages)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self._take_messages()
+            try:
+                self.router.tick()
+            except Exception:  # leases and deadlines must go on being looked after
+                log.exception("the router's tick failed")
+
+
+def _media_caps(config: FrontDoorConfig) -> MediaCaps:
+    return MediaCaps(
+        config.max_image_pixels,
+        config.max_request_pixels,
+        config.max_item_tokens,
+        VideoLimits(config.max_video_seconds, config.max_video_gigapixels),
+        AudioLimits(config.max_audio_seconds, config.max_audio_gigasamples),
+    )
+
+
+def _media_source(config: FrontDoorConfig) -> MediaSource:
+    """Raises ConfigError for hosts or a folder that aren't any."""
+    limits = WebLimits(config.media_fetch_timeout, min(config.media_fetch_timeout, WebLimits.idle_seconds))
+    networks = [ipaddress.ip_network(network) for network in config.allowed_media_networks]
+    return MediaSource(
+        web=WebFetcher(AllowedHosts(config.allowed_media_domains), networks, limits),
+        folder=MediaFolder(config.allowed_local_media_path) if config.allowed_local_media_path else None,
+        limits=MediaLimits(
+            max_bytes=config.max_image_mb * 2**20,
+            max_video_bytes=config.max_video_mb * 2**20,
+            max_audio_bytes=config.max_audio_mb * 2**20,
+            max_total_bytes=config.max_media_mb * 2**20,
+        ),
+    )
+
+
+def _open_traces(endpoint: str) -> "Traces | None":
+    """None for no endpoint. Raises StartError when the extra isn't installed."""
+    if not endpoint:
+        return None
+    try:
+        from triptych.observe.traces import Traces
+    except ImportError:
+        raise StartError("--otlp-traces-endpoint needs another package: pip install 'triptych[otel]'") from None
+    return Traces(endpoint)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartError(f"can't listen on {host!r}: {error.strerror}") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        # a port that another process has bound but doesn't yet listen on is only refused here
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
+    return listener

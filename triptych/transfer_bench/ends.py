@@ -1,0 +1,504 @@
+"""The two ends of a measured transfer: processes with a real instance's loop, channel, sender and receiver.
+
+What they lack of an instance is the model: the producer's rows exist from the start, and the consumer computes nothing
+with those that land. A third process, which sleeps while anything is measured, tells both what to do over pipes.
+"""
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from triptych import children
+from triptych.config import LeaseConfig, TransferConfig
+from triptych.errors import StartError
+from triptych.messages.channel import Channel
+from triptych.messages.codec import Message
+from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import PeerLost, Register, Welcome
+from triptych.server.instance import Instance
+from triptych.stage_loop import Handlers
+from triptych.topology import Role
+from triptych.transfer.buffers import RowBuffer
+from triptych.transfer.fabrics.base import Fabric
+from triptych.transfer.fabrics.opening import open_fabrics
+from triptych.transfer.memory import Bytes, SharedMemory
+from triptych.transfer.receiver import Receiver
+from triptych.transfer.sender import Sender
+from triptych.types import Address, TransferId
+
+HOST = "127.0.0.1"
+PLACE = (0,)
+PING = TransferId("ping")
+START_TIMEOUT = 60.0
+ANSWER_TIMEOUT = 60.0
+LEASE = LeaseConfig(heartbeat=60.0, lease_expiry=600.0)
+"""No heartbeat falls into a measurement."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """``rows`` rows of ``width`` bf16 elements."""
+
+    rows: int
+    width: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * 2
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def layout(self) -> RowLayout:
+        return RowLayout("bench", "bfloat16", self.width, self.row_bytes)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The consumer's buffer: ``num_blocks`` free blocks of ``block_rows`` rows, no two of them neighbours when they are
+    ``scattered``."""
+
+    num_blocks: int
+    block_rows: int
+    scattered: bool = False
+
+
+@dataclass(frozen=True)
+class Consuming:
+    """What becomes of rows that have landed. ``step`` 0: they are let go of as soon as they are known to be here, all
+    at once and unread. Otherwise so many are copied out at a time, as a prefill step does."""
+
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """One transfer as the consumer saw it; times in seconds of the monotonic clock."""
+
+    landed: float
+    consumed: float
+    sent: int
+    resumes: int
+
+
+@dataclass(frozen=True)
+class Left:
+    """One transfer as the producer saw it."""
+
+    offered: float
+    sent: int
+
+
+# ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Open:
+    """Prepare for payloads like this one; forget what was there before."""
+
+    payload: Payload
+    pool: Pool
+
+
+@dataclass(frozen=True)
+class Expect:
+    """``checked``: whether each write is checked end to end; None leaves it to the fabric."""
+
+    transfer: TransferId
+    consuming: Consuming
+    checked: bool | None
+
+
+@dataclass(frozen=True)
+class Start:
+    transfer: TransferId
+    consumer: Address
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy the payload once, from touched memory to touched memory of one process; the answer is how long it took."""
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Send the consumer a message that it only answers; the answer is how long one way took, in seconds."""
+
+    consumer: Address
+
+
+# ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _End:
+    """A host that does what it is told over a pipe, besides what messages and time ask of it."""
+
+    context_length = 0
+    idle = True
+
+    def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
+        self.sent = 0
+        self.instance = instance
+        self.fabrics = fabrics
+        self.pipe = pipe
+        self._commands: deque[Any] = deque()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def send(self, to: Address, message: Message) -> None:
+        self.sent += 1
+        self.instance.send(to, message)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._commands.append(self.pipe.recv())
+                self.instance.channel.wake()
+        except (EOFError, OSError):
+            self.instance.stop()  # nobody is there to be measured for
+
+    def obey(self) -> None:
+        while self._commands:
+            self.on_command(self._commands.popleft())
+
+    def on_command(self, command: Any) -> None:
+        raise NotImplementedError
+
+    def peer_lost(self, lost: PeerLost) -> None:
+        """The front door of this bench loses nobody."""
+
+    def lapse(self) -> None:
+        """And its leases are longer than its measurements."""
+
+    def check_idle(self) -> None:
+        """That nothing leaks is for tests to find."""
+
+    def add_stats(self, stats: InstanceStats) -> None:
+        """Nobody asks."""
+
+    def close(self) -> None:
+        """Ends with the process."""
+
+
+class ProducerEnd(_End):
+    """Offers rows that exist."""
+
+    def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
+        super().__init__(instance, fabrics, pipe)
+        self._open(Payload(1, 1))
+
+    def _open(self, payload: Payload) -> None:
+        self._payload = payload
+        self._source = self._reference = _touched(0)  # lets go of the last payload's before the next is made
+        self._source, self._reference = _touched(payload.num_bytes), _touched(payload.num_bytes)
+        fabrics = {fabric.name: fabric for fabric in self.fabrics}
+        self._sender = Sender(fabrics, self.instance.channel.address, self.send)
+        self._offered = self._pinged = 0.0
+
+    @property
+    def handlers(self) -> Handlers:
+        return {
+            Grant: self._on_grant,
+            Done: self._on_done,
+            Abort: self._on_abort,
+        }
+
+    @property
+    def next_advance(self) -> float:
+        return self._sender.next_poll
+
+    def advance(self) -> None:
+        self.obey()
+        self._sender.poll()
+
+    def on_command(self, command: Any) -> None:
+        match command:
+            case Open():
+                self._open(command.payload)
+                self.pipe.send(None)
+            case Copy():
+                began = time.monotonic()
+                self._reference[:] = self._source
+                self.pipe.send(time.monotonic() - began)
+            case Ping():
+                self._pinged = time.monotonic()
+                # nobody knows the transfer, so nothing happens but the Done that every Abort is answered with
+                address = self.instance.channel.address
+                self.send(command.consumer, Abort(PING, End.PRODUCER, address, "a ping"))
+            case Start():
+                self.sent = 0
+                self._offered = time.monotonic()
+                self._sender.offer(command.transfer, command.consumer, self._payload.rows, self._payload.layout)
+                self._sender.provide(
+                    command.transfer, self._source.reshape(self._payload.rows, self._payload.row_bytes)
+                )
+
+    def _on_grant(self, message: Grant) -> None:
+        self._sender.on_grant(message)
+
+    def _on_done(self, message: Done) -> None:
+        if message.transfer == PING:
+            self.pipe.send((time.monotonic() - self._pinged) / 2)
+            return
+        self._sender.on_done(message)
+        self.pipe.send(Left(self._offered, self.sent))
+
+    def _on_abort(self, message: Abort) -> None:
+        self._sender.on_abort(message)
+        self.pipe.send(StartError(f"the consumer gave up: {message.reason}"))
+
+
+class ConsumerEnd(_End):
+    """Grants blocks, takes note of when rows have landed, lets go of them."""
+
+    def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
+        super().__init__(instance, fabrics, pipe)
+        self._buffer: RowBuffer | None = None
+        self._by_default = {fabric.name: fabric.checksums for fabric in fabrics}
+        self._open(Open(Payload(1, 1), Pool(1, 1)))
+
+    def _open(self, command: Open) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+        pool = command.pool
+        num_blocks = 2 * pool.num_blocks if pool.scattered else pool.num_blocks
+        self._buffer = RowBuffer(command.payload.layout, num_blocks, pool.block_rows, self.fabrics, SharedMemory)
+        if pool.scattered:
+            for _ in range(pool.num_blocks):
+                (kept,) = self._buffer.pool.take(2)
+                self._buffer.pool.free([kept._replace(length=1)])
+        self._payload = command.payload
+        self._receiver = Receiver(self._buffer, self.instance.channel.address, self.send)
+        self._transfer: TransferId | None = None
+        self._consuming = Consuming()
+        self._consumed = 0
+        self._landed = 0.0
+        self._resumes_before = 0
+
+    @property
+    def handlers(self) -> Handlers:
+        return {
+            Offer: self._on_offer,
+            Wrote: self._on_wrote,
+            Abort: self._on_abort,
+            Done: self._on_done,
+        }
+
+    @property
+    def next_advance(self) -> float:
+        return 0.0 if self._readable() else float("inf")
+
+    def advance(self) -> None:
+        self.obey()
+        self._consume()
+        self._receiver.grant()
+        for failure in self._receiver.take_failures():
+            self._receiver.close(failure.transfer, failure.reason)
+            self._transfer = None
+            self.pipe.send(StartError(failure.reason))
+
+    def on_command(self, command: Any) -> None:
+        match command:
+            case Open():
+                self._open(command)
+                self.pipe.send(None)
+            case Expect():
+                self.sent = 0
+                for fabric in self.fabrics:
+                    chosen = self._by_default[fabric.name] if command.checked is None else command.checked
+                    fabric.checksums = chosen
+                self._resumes_before = self._receiver.counters.resumes
+                self._receiver.expect(command.transfer, self._payload.rows, PLACE)
+                self._transfer, self._consuming, self._consumed = command.transfer, command.consuming, 0
+                self.pipe.send(None)
+
+    def _on_offer(self, message: Offer) -> None:
+        self._receiver.on_offer(message)
+
+    def _on_abort(self, message: Abort) -> None:
+        self._receiver.on_abort(message)
+
+    def _on_done(self, message: Done) -> None:
+        self._receiver.on_done(message)
+
+    def _on_wrote(self, message: Wrote) -> None:
+        self._receiver.on_wrote(message)
+        if self._transfer is not None and self._receiver.landed(self._transfer) == self._payload.rows:
+            self._landed = time.monotonic()
+
+    def _readable(self) -> int:
+        return 0 if self._transfer is None else self._receiver.landed(self._transfer) - self._consumed
+
+    def _consume(self) -> None:
+        """All that has landed, or one step of it: between two steps the loop looks for messages."""
+        readable = self._readable()
+        if self._transfer is None or not readable:
+            return
+        rows = min(self._consuming.step, readable) or readable
+        if self._consuming.step:
+            views = self._receiver.read(self._transfer, self._consumed, rows)
+            np.concatenate(views)  # as the language host takes a step's rows
+        self._consumed += rows
+        self._receiver.consume(self._transfer, self._consumed)
+        if self._consumed == self._payload.rows:
+            self._transfer = None
+            resumes = self._receiver.counters.resumes - self._resumes_before
+            self.pipe.send(Arrived(self._landed, time.monotonic(), self.sent, resumes))
+
+
+def _touched(num_bytes: int) -> Bytes:
+    """Memory whose pages are all there."""
+    return np.full(num_bytes, 7, dtype=np.uint8)
+
+
+def _run_end(role: Role, fabric: str, front_door: str, pipe: Connection) -> None:
+    """What runs in either process. Errors at start go up the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the bench, and its pipes with it
+    channel = Channel()
+    try:
+        instance = Instance(
+            name=role.value,
+            role=role,
+            layouts=[Payload(1, 1).layout],
+            channel=channel,
+            front_door=Address(front_door),
+            lease=LEASE,
+        )
+        fabrics = [item for item in open_fabrics(TransferConfig(fabric=fabric), HOST) if item.name == fabric]
+        for item in fabrics:
+            instance.at_end(item.close)
+        if role.encodes:
+            instance.add(ProducerEnd(instance, fabrics, pipe), far_end=End.CONSUMER)
+        else:
+            instance.add(ConsumerEnd(instance, fabrics, pipe), far_end=End.PRODUCER)
+        instance.run()
+    except StartError as error:
+        pipe.send(error)
+    finally:
+        channel.close()
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One transfer. Seconds from the offer until all rows had landed, and until they were consumed."""
+
+    landed: float
+    consumed: float
+    messages: int
+    resumes: int
+
+
+class Pair:
+    """Both processes, over one fabric."""
+
+    def __init__(self, fabric: str) -> None:
+        """Starts them. Raises StartError when the fabric can't be opened."""
+        self._channel = Channel()
+        self._number = 0
+        context = multiprocessing.get_context("spawn")
+        self._pipes: dict[Role, Connection] = {}
+        self._processes = []
+        try:
+            for role in (Role.E, Role.PD):
+                self._pipes[role], theirs = context.Pipe()
+                process = context.Process(
+                    target=_run_end, args=(role, fabric, self._channel.address, theirs), daemon=True
+                )
+                with children.inherited():
+                    process.start()
+                theirs.close()
+                self._processes.append(process)
+            self._addresses = self._welcome()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self, payload: Payload, pool: Pool) -> None:
+        """Gets both ends ready for transfers of this payload into this pool."""
+        for role in (Role.PD, Role.E):
+            self._pipes[role].send(Open(payload, pool))
+            self._answer(role)
+
+    def memcpy(self) -> float:
+        """Seconds that one copy of the payload takes, in the producer's process."""
+        self._pipes[Role.E].send(Copy())
+        return float(self._answer(Role.E))
+
+    def ping(self) -> float:
+        """Seconds that one message takes from one end to the other, with nothing to be done about it."""
+        self._pipes[Role.E].send(Ping(self._addresses[Role.PD]))
+        return float(self._answer(Role.E))
+
+    def transfer(self, consuming: Consuming | None = None, checked: bool | None = None) -> Timed:
+        """One transfer of the payload, checked end to end or not; None: as the fabric would have it."""
+        self._number += 1
+        transfer = TransferId(f"bench/{self._number}")
+        self._pipes[Role.PD].send(Expect(transfer, consuming or Consuming(), checked))
+        self._answer(Role.PD)
+        self._pipes[Role.E].send(Start(transfer, self._addresses[Role.PD]))
+        left: Left = self._answer(Role.E)
+        arrived: Arrived = self._answer(Role.PD)
+        return Timed(
+            arrived.landed - left.offered,
+            arrived.consumed - left.offered,
+            arrived.sent + left.sent,
+            arrived.resumes,
+        )
+
+    def close(self) -> None:
+        """Both processes end: what they listen to does."""
+        for pipe in self._pipes.values():
+            pipe.close()
+        for process in self._processes:
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._channel.close()
+
+    def _answer(self, role: Role) -> Any:
+        pipe = self._pipes[role]
+        try:
+            if not pipe.poll(ANSWER_TIMEOUT):
+                raise StartError("a process of the bench stands still")
+            answer = pipe.recv()
+        except EOFError:
+            raise StartError("a process of the bench has ended") from None
+        if isinstance(answer, StartError):
+            raise answer
+        return answer
+
+    def _welcome(self) -> dict[Role, Address]:
+        """Plays the front door until both have joined."""
+        addresses: dict[Role, Address] = {}
+        deadline = time.monotonic() + START_TIMEOUT
+        while len(addresses) < len(self._pipes):
+            for registered in _registrations(self._channel.receive(0.1)):
+                addresses[registered.role] = registered.address
+                self._channel.send(registered.address, Welcome(LEASE.lease_expiry))
+            for role, pipe in self._pipes.items():
+                if pipe.poll():
+                    self._answer(role)
+            if time.monotonic() > deadline:
+                raise StartError(f"the bench's processes weren't ready within {START_TIMEOUT:g} s")
+        return addresses
+
+
+def _registrations(messages: Iterable[Message]) -> list[Register]:
+    return [message for message in messages if isinstance(message, Register)]

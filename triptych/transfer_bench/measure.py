@@ -1,0 +1,297 @@
+"""What moving rows costs: over each fabric, between two processes, beside one memcpy of the same bytes.
+
+Every figure is a median, and what it is compared with is measured in turns with it (A B A B), so that a machine that
+slows down slows both. Nothing is measured before a few transfers have warmed it up, except ``first``.
+"""
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import StartError
+from triptych.observe.machine import available_bytes
+from triptych.transfer.sender import POLL_INTERVAL
+from triptych.transfer_bench.bare import BarePair, has_bare_loop
+from triptych.transfer_bench.ends import Consuming, Pair, Payload, Pool, Timed
+
+FABRICS = ("shm", "nixl", "mooncake")
+WIDTHS = (4096, 4 * 4096)
+"""Of one layer's rows, and of those that carry three deeper layers' as well, in elements."""
+BLOCK_ROWS = 64
+STEP_ROWS = 512
+"""Tokens in a prefill step, unless the flags say otherwise."""
+WARM_UP = 3
+COPIES = 3
+"""How many copies of a payload the two processes hold: source, region, and the target of the memcpy beside them."""
+BARE_COPIES = 2
+PAUSES = {"without pause": 0.0, "every 0.1 ms": POLL_INTERVAL}
+"""How often the bare loops ask whether a write is done; the way that is faster counts."""
+SPARE = 1.25
+"""Memory that must be available for each byte that the bench takes."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, how often. ``seconds`` is how long the measured transfers of one size may take together."""
+
+    tokens: Sequence[int]
+    widths: Sequence[int]
+    resumed: Sequence[int]
+    pool_tokens: int
+    scattered: Sequence[int]
+    small: int
+    repeats: tuple[int, int]
+    rounds: int
+    seconds: float
+
+
+FULL = Plan(
+    tokens=(1024, 4096, 8192, 16384, 32768),
+    widths=WIDTHS,
+    resumed=(10240, 20480, 32768),
+    pool_tokens=8192,
+    scattered=(1024, 8192),
+    small=500,
+    repeats=(7, 40),
+    rounds=5,
+    seconds=3.0,
+)
+QUICK = Plan(
+    tokens=(1024, 4096),
+    widths=WIDTHS[:1],
+    resumed=(2560,),
+    pool_tokens=2048,
+    scattered=(1024,),
+    small=50,
+    repeats=(3, 5),
+    rounds=1,
+    seconds=0.5,
+)
+
+
+def measure(fabrics: Sequence[str], plan: Plan, say: Say) -> dict[str, Any]:
+    """Everything, for each of the fabrics. With none named: for each that is installed. Raises StartError when one that
+    is named can't start."""
+    results = {}
+    for fabric in fabrics or FABRICS:
+        try:
+            with Pair(fabric) as pair:
+                say(f"{fabric}: measuring")
+                results[fabric] = {
+                    "sizes": list(_sizes(fabric, pair, plan, say)),
+                    "small": _small(pair, plan),
+                    "resumes": list(_resumes(pair, plan, say)),
+                    "scattered": list(_scattered(pair, plan, say)),
+                }
+        except StartError as error:
+            if fabrics:
+                raise
+            say(f"{fabric}: left out: {error}")
+    return {"machine": machine(), "fabrics": results}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg(),
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.partition(':')[2].strip()} ({platform.machine()})"
+    return platform.machine()
+
+
+def _fits(payload: Payload, copies: int, say: Say) -> bool:
+    needed, available = int(payload.num_bytes * copies * SPARE), available_bytes()
+    if needed > available:
+        say(
+            f"skipped {payload.rows} tokens of width {payload.width}: they take {needed / 2**30:.1f} GiB, "
+            f"{available / 2**30:.1f} GiB are available"
+        )
+    return needed <= available
+
+
+def _sizes(fabric: str, pair: Pair, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
+    for width in plan.widths:
+        for tokens in plan.tokens:
+            payload = Payload(tokens, width)
+            if _fits(payload, COPIES + BARE_COPIES * has_bare_loop(fabric), say):
+                yield _size(fabric, pair, plan, payload)
+
+
+def _size(fabric: str, pair: Pair, plan: Plan, payload: Payload) -> dict[str, Any]:
+    pair.open(payload, _whole(payload))
+    first = pair.transfer(checked=False)
+    with ExitStack() as stack:
+        bare = stack.enter_context(BarePair(fabric, payload.num_bytes)) if has_bare_loop(fabric) else None
+        for _ in range(WARM_UP):
+            pair.memcpy()
+            pair.transfer(checked=False)
+            warm = pair.transfer(checked=True)
+            if bare is not None:
+                for pause in PAUSES.values():
+                    bare.write(pause)
+        transfers, checked, memcpys = [], [], []
+        bares: dict[str, list[float]] = {way: [] for way in PAUSES} if bare is not None else {}
+        for _ in range(_repeats(plan, warm.consumed)):
+            memcpys.append(pair.memcpy())
+            transfers.append(pair.transfer(checked=False))
+            if bare is not None:
+                for way, seconds in bares.items():
+                    seconds.append(bare.write(PAUSES[way]))
+            checked.append(pair.transfer(checked=True).landed)
+    landed = [timed.landed for timed in transfers]
+    took = statistics.median(landed)
+    return {
+        "tokens": payload.rows,
+        "width": payload.width,
+        "bytes": payload.num_bytes,
+        "landed_ms": _ms(landed),
+        "checked_ms": _ms(checked),
+        "memcpy_ms": _ms(memcpys),
+        "first_ms": round(first.landed * 1e3, 3),
+        "gb_per_s": round(payload.num_bytes / took / 1e9, 3),
+        "of_memcpy": round(statistics.median(memcpys) / took, 3),
+        "checked_of_memcpy": round(statistics.median(memcpys) / statistics.median(checked), 3),
+        **(_beside_bare(bares, took, statistics.median(checked)) if bares else {}),
+        "messages": max(timed.messages for timed in transfers),
+        "raw_ms": {
+            "landed": _raw(landed),
+            "checked": _raw(checked),
+            "memcpy": _raw(memcpys),
+            **{f"bare, {way}": _raw(seconds) for way, seconds in bares.items()},
+        },
+    }
+
+
+def _beside_bare(bares: dict[str, list[float]], took: float, checked: float) -> dict[str, Any]:
+    way, bare = min(((way, statistics.median(seconds)) for way, seconds in bares.items()), key=lambda found: found[1])
+    return {
+        "bare_ms": _ms([bare]),
+        "bare_asks": way,
+        "of_bare": round(bare / took, 3),
+        "checked_of_bare": round(bare / checked, 3),
+    }
+
+
+def _small(pair: Pair, plan: Plan) -> list[dict[str, Any]]:
+    """What a transfer costs besides its bytes."""
+    found = []
+    for rows in (1, BLOCK_ROWS):
+        payload = Payload(rows, WIDTHS[0])
+        pair.open(payload, Pool(1, BLOCK_ROWS))
+        for _ in range(WARM_UP):
+            pair.transfer()
+        transfers, pings = [], []
+        for _ in range(plan.small):
+            pings.append(pair.ping())
+            transfers.append(pair.transfer())
+        ordered = sorted(timed.landed for timed in transfers)
+        found.append(
+            {
+                "rows": rows,
+                "bytes": payload.num_bytes,
+                "landed_us": round(statistics.median(ordered) * 1e6, 1),
+                "p10_us": round(ordered[len(ordered) // 10] * 1e6, 1),
+                "p99_us": round(ordered[int(len(ordered) * 0.99)] * 1e6, 1),
+                "memcpy_us": round(statistics.median(pair.memcpy() for _ in range(plan.small // 10)) * 1e6, 1),
+                "message_us": round(statistics.median(pings) * 1e6, 1),
+                "messages": max(timed.messages for timed in transfers),
+            }
+        )
+    return found
+
+
+def _resumes(pair: Pair, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
+    """Through a pool that holds a part of the rows, against one that holds them all."""
+    pools = {"limited": Pool(plan.pool_tokens // BLOCK_ROWS, BLOCK_ROWS)}
+    for tokens in plan.resumed:
+        payload = Payload(tokens, WIDTHS[0])
+        if not _fits(payload, COPIES, say):
+            continue
+        pools["unlimited"] = _whole(payload)
+        for how, consuming in {"let go": Consuming(), "copied": Consuming(STEP_ROWS)}.items():
+            measured = _in_turns(pair, plan, {name: (payload, pool, consuming) for name, pool in pools.items()})
+            took = {name: [timed.consumed for timed in found] for name, found in measured.items()}
+            yield {
+                "tokens": tokens,
+                "pool_tokens": plan.pool_tokens,
+                "rows_are": how,
+                "resumes": statistics.median(timed.resumes for timed in measured["limited"]),
+                "messages": statistics.median(timed.messages for timed in measured["limited"]),
+                "limited_ms": _ms(took["limited"]),
+                "unlimited_ms": _ms(took["unlimited"]),
+                "ratio": round(statistics.median(took["limited"]) / statistics.median(took["unlimited"]), 3),
+                "raw_ms": {name: _raw(seconds) for name, seconds in took.items()},
+            }
+
+
+def _scattered(pair: Pair, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
+    """Into blocks no two of which are neighbours, against one run of blocks."""
+    for tokens in plan.scattered:
+        payload = Payload(tokens, WIDTHS[0])
+        if not _fits(payload, COPIES + 1, say):
+            continue
+        whole = _whole(payload)
+        apart = Pool(whole.num_blocks, whole.block_rows, scattered=True)
+        measured = _in_turns(
+            pair,
+            plan,
+            {name: (payload, pool, Consuming()) for name, pool in {"run": whole, "apart": apart}.items()},
+        )
+        took = {name: [timed.landed for timed in found] for name, found in measured.items()}
+        yield {
+            "tokens": tokens,
+            "extents": whole.num_blocks,
+            "extent_bytes": BLOCK_ROWS * payload.row_bytes,
+            "one_run_ms": _ms(took["run"]),
+            "scattered_ms": _ms(took["apart"]),
+            "ratio": round(statistics.median(took["apart"]) / statistics.median(took["run"]), 3),
+            "raw_ms": {name: _raw(seconds) for name, seconds in took.items()},
+        }
+
+
+def _in_turns(pair: Pair, plan: Plan, setups: dict[str, tuple[Payload, Pool, Consuming]]) -> dict[str, list[Timed]]:
+    """Some transfers of each setup, round after round."""
+    found: dict[str, list[Timed]] = {name: [] for name in setups}
+    for _ in range(plan.rounds):
+        for name, (payload, pool, consuming) in setups.items():
+            pair.open(payload, pool)
+            for _ in range(WARM_UP):
+                warm = pair.transfer(consuming)
+            repeats = max(plan.repeats[0], _repeats(plan, warm.consumed) // plan.rounds)
+            found[name] += [pair.transfer(consuming) for _ in range(repeats)]
+    return found
+
+
+def _repeats(plan: Plan, seconds: float) -> int:
+    least, most = plan.repeats
+    return max(least, min(most, int(plan.seconds / max(seconds, 1e-6))))
+
+
+def _whole(payload: Payload) -> Pool:
+    """A pool that the payload just fits in."""
+    return Pool(-(-payload.rows // BLOCK_ROWS), BLOCK_ROWS)
+
+
+def _ms(seconds: Sequence[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 4)
+
+
+def _raw(seconds: Sequence[float]) -> list[float]:
+    return [round(value * 1e3, 4) for value in seconds]
