@@ -22,7 +22,7 @@ from PIL import Image
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config
 from triptych.demo import MODEL_DIR
 from triptych.encode.workers import PreprocessWorkers
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
 from triptych.prompt.probe import probe_image
 from triptych.sandbox.protocol import Limits
@@ -38,7 +38,7 @@ def jpeg(width: int, height: int) -> bytes:
     return out.getvalue()
 
 
-def milliseconds(work: Callable[[bytes, ItemPlan], TowerInput], data: bytes, plan: ItemPlan, rounds: int) -> float:
+def milliseconds(work: Callable[[bytes, ItemPlan], EncoderInput], data: bytes, plan: ItemPlan, rounds: int) -> float:
     """Per image, the median; what comes is read, as a tower would."""
     times = []
     for _ in range(rounds):

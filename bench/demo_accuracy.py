@@ -19,7 +19,7 @@ import httpx
 
 from demo.questions import EVALUATION_SEEDS, Example, make_example
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
+from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.demo import MODEL_DIR
 from triptych.topology import Topology
 
@@ -72,7 +72,7 @@ async def answers_over_http(folder: Path, examples: Sequence[Example], topology:
     config = ServeConfig(
         model=folder,
         engine=EngineConfig(dtype=dtype),
-        front_door=FrontDoorConfig(port=0, served_model_name="demo"),
+        frontend=FrontendConfig(port=0, served_model_name="demo"),
     )
     async with LocalService(config, Topology.parse(topology), show=lambda _: None) as service:
         await service.wait_until_ready()

@@ -1,8 +1,8 @@
-"""What the front door costs: CPU per text request and per 1080p image request, and many streams at a time.
+"""What the frontend costs: CPU per text request and per 1080p image request, and many streams at a time.
 
-    python -m bench.front_door --requests 300 --streams 500 --out bench/results/front_door.json
+    python -m bench.frontend --requests 300 --streams 500 --out bench/results/frontend.json
 
-The front door runs in a process of its own and is real but for its instances: a peer in this process takes their place,
+The frontend runs in a process of its own and is real but for its instances: a peer in this process takes their place,
 which answers at once, with messages over the real channel. So what is measured is parsing, fetching, planning,
 templates, tokens, routing, detokenizing and streaming, and no model's work.
 """
@@ -99,7 +99,7 @@ def body(content: Any, tokens: int, stream: bool) -> bytes:
 
 
 async def one_by_one(client: httpx.AsyncClient, door: psutil.Process, bodies: list[bytes]) -> dict[str, float]:
-    """CPU seconds of the front door, and the time, for each request, in ms."""
+    """CPU seconds of the frontend, and the time, for each request, in ms."""
     for request in bodies[: len(bodies) // 10 + 1]:
         (await client.post(CHAT, content=request)).raise_for_status()
     before, took = cpu(door), []
@@ -142,7 +142,7 @@ async def streams(client: httpx.AsyncClient, door: psutil.Process, count: int, t
         "tokens_each": tokens,
         "chunks": chunks,
         "seconds": round(took, 2),
-        "cores_of_front_door": round(used / took, 3),
+        "frontend_cores_of": round(used / took, 3),
         "cpu_us_per_chunk": round(1e6 * used / chunks, 1),
         "gap_ms_p50": round(1000 * gaps[len(gaps) // 2], 1),
         "gap_ms_p99": round(1000 * gaps[int(0.99 * len(gaps))], 1),
@@ -156,8 +156,8 @@ def cpu(process: psutil.Process) -> float:
 
 
 def start_door(max_queue: int) -> tuple[subprocess.Popen[str], str, str]:
-    """A front door as a process; its URL and its control address."""
-    command = [sys.executable, "-m", "triptych", "serve", "demo", "--role", "front-door", "--port", "0"]
+    """A frontend as a process; its URL and its control address."""
+    command = [sys.executable, "-m", "triptych", "serve", "demo", "--role", "frontend", "--port", "0"]
     command += ["--max-queue", str(max_queue), "--max-num-seqs", str(max_queue), "--lease-expiry", "20"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     assert process.stdout is not None

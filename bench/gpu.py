@@ -27,7 +27,7 @@ from triptych.engine.buckets import bucket_sizes
 from triptych.engine.decode_graphs import DecodeGraphs, record_graphs
 from triptych.engine.gpu_forward import GpuForward, on_device
 from triptych.engine.gpu_runner import GpuRunner
-from triptych.engine.runner import MediaRows
+from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
@@ -35,7 +35,7 @@ from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.devices import find_device
 from triptych.layers.linear import CUDA_FORMATS, PlainLinear
 from triptych.layers.pinned import to_device, to_host
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
 from triptych.models.shared.backbone import decoder_keys
 
@@ -60,7 +60,7 @@ class Bench:
         weights = CUDA_FORMATS[dtype]
         keys = decoder_keys(family.decoder_config, checkpoint, "model.language_model.", "lm_head.weight")
         self.decoder = Decoder.load(family.decoder_config, checkpoint, keys, weights, device, backend=backend)
-        self.tower = family.load_tower(checkpoint, weights, device)
+        self.tower = family.load_encoder(checkpoint, weights, device)
         self.budget = budget
         self.linears = [module for module in self.decoder.modules() if isinstance(module, PlainLinear)]
 
@@ -159,9 +159,9 @@ class Bench:
         with torch.inference_mode():
             return DecodeGraphs(self.decoder, cache, bucket_sizes(batch), batch * context, lambda step: step)
 
-    def _no_media(self) -> MediaRows:
+    def _no_media(self) -> MediaEmbeddings:
         width = self.decoder.config.hidden_size * (1 + self.decoder.config.num_deepstack_layers)
-        return MediaRows(torch.empty(0, dtype=torch.int64), torch.empty(0, width, dtype=self.dtype))
+        return MediaEmbeddings(torch.empty(0, dtype=torch.int64), torch.empty(0, width, dtype=self.dtype))
 
     # ── the tower ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -171,7 +171,7 @@ class Bench:
         values = 3 * 2 * self.sizes.patch**2
         random = np.random.default_rng(0)
         inputs = [
-            TowerInput(random.standard_normal((grid * grid, values), dtype=np.float32), (1, grid, grid), str(index))
+            EncoderInput(random.standard_normal((grid * grid, values), dtype=np.float32), (1, grid, grid), str(index))
             for index in range(images)
         ]
         patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])

@@ -11,8 +11,8 @@ from bench.make_checkpoint import PRESETS, Sizes, model_config, weight_shapes
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.engine.request import Sequence
-from triptych.engine.sampler import Draw
-from triptych.messages.work import Sampling
+from triptych.engine.sampler import SamplingInput
+from triptych.messages.work import SamplingParams
 from triptych.types import RequestId
 
 MODELS = {
@@ -60,11 +60,11 @@ def made_up(index: int, num_tokens: int, pages: Iterable[int]) -> Sequence:
     """A sequence of that length in these pages."""
     tokens = [(31 * index + place) % 200 for place in range(num_tokens)]
     positions = np.broadcast_to(np.arange(num_tokens), (3, num_tokens))
-    greedy = Sampling(max_tokens=1, temperature=0)
+    greedy = SamplingParams(max_tokens=1, temperature=0)
     sequence = Sequence(RequestId(str(index)), tokens, positions, num_tokens, [], greedy, frozenset())
     sequence.pages = list(pages)
     return sequence
 
 
-def draws(sequences: Iterable[Sequence]) -> list[Draw]:
-    return [Draw(one.sampling, one.history, frozenset()) for one in sequences]
+def draws(sequences: Iterable[Sequence]) -> list[SamplingInput]:
+    return [SamplingInput(one.sampling, one.history, frozenset()) for one in sequences]

@@ -27,7 +27,7 @@ from bench.serve import Load, Sample, ask, request_body
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig, TransferConfig
+from triptych.config import EngineConfig, FrontendConfig, ServeConfig, TransferConfig
 from triptych.models.registry import family_of, resolve
 from triptych.server.build import Model
 from triptych.topology import Role
@@ -43,23 +43,23 @@ FABRICS = ("shm", "nixl", "mooncake")
 
 def run_instance(config: ServeConfig, role: Role, join: str, at_end: bool) -> None:
     """What runs in an instance's process: the product's own entry point, and the switch before it."""
-    from triptych.engine.kv_sink import OutgoingKV
+    from triptych.engine.kv_sink import KVSink
     from triptych.server import main
 
     if at_end:
-        computed, leave = OutgoingKV.computed, OutgoingKV.leave
+        computed, leave = KVSink.computed, KVSink.leave
         kept: list[tuple[int, Any]] = []
 
-        def keep(_: OutgoingKV, layer: int, chunks: Any) -> None:
+        def keep(_: KVSink, layer: int, chunks: Any) -> None:
             kept.append((layer, chunks))
 
-        def send_and_leave(outgoing: OutgoingKV, request: Any) -> None:
+        def send_and_leave(outgoing: KVSink, request: Any) -> None:
             for layer, chunks in kept:
                 computed(outgoing, layer, chunks)
             kept.clear()
             leave(outgoing, request)
 
-        OutgoingKV.computed, OutgoingKV.leave = keep, send_and_leave  # type: ignore[method-assign]
+        KVSink.computed, KVSink.leave = keep, send_and_leave  # type: ignore[method-assign]
     main.run_instance(config, role, join, role.value.lower(), threads=1)
 
 
@@ -107,7 +107,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
         model=options.model,
         engine=engine,
         transfer=TransferConfig(fabric=fabric),
-        front_door=FrontDoorConfig(port=0, served_model_name=MODEL),
+        frontend=FrontendConfig(port=0, served_model_name=MODEL),
     )
     samples: dict[str, list[Sample]] = {"by layer": [], "at the end": []}
     async with AsyncExitStack() as stack:

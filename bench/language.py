@@ -31,7 +31,7 @@ from bench.language_steps import overhead
 from bench.serve import Load, ask, request_body, run
 from bench.topologies import memory
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
+from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Topology
 from triptych.transfer_bench.measure import machine
 
@@ -52,7 +52,7 @@ def engine_config(name: str, threads: int, **settings: Any) -> EngineConfig:
 @asynccontextmanager
 async def triptych(folder: Path, engine: EngineConfig) -> AsyncIterator[str]:
     """A service in one process; its URL."""
-    config = ServeConfig(model=folder, engine=engine, front_door=FrontDoorConfig(port=0, served_model_name=MODEL))
+    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig(port=0, served_model_name=MODEL))
     async with LocalService(config, Topology.parse("1EPD"), show=lambda _: None) as service:
         await service.wait_until_ready()
         yield service.url

@@ -55,7 +55,7 @@ def request_products(folder: Path, load: Load, prompt_tokens: int) -> Counter[tu
 
 
 def weight_bytes_read(folder: Path) -> int:
-    """Of the weights that a greedy token's step reads in fp16, of the head's in int8 where there is a shortlist."""
+    """Of the weights that a greedy token's step reads in fp16, of the head's in int8 where there is a pruned_head."""
     decoder, library = decoder_config(folder), native.library()
     layer = sum(rows * columns for rows, columns in decoder_shapes(folder).values())
     head = 1 if library is not None and is_faster(library) else 2

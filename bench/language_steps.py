@@ -16,7 +16,7 @@ import httpx
 
 from bench.serve import Load, ask, request_body
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
+from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Role
 
 MODEL = "m"
@@ -44,7 +44,7 @@ def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: 
 
 async def overhead(folder: Path, engine: EngineConfig, batch: int) -> dict[str, float]:
     """Medians in ms over consecutive steps of ``batch`` sequences."""
-    config = ServeConfig(model=folder, engine=engine, front_door=FrontDoorConfig(port=0, served_model_name=MODEL))
+    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig(port=0, served_model_name=MODEL))
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "spans.json")
         async with LocalService(config, None, show=lambda _: None) as service:

@@ -24,7 +24,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
 from triptych.layers.pointwise import likeliest
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
 from triptych.transfer_bench.measure import machine
 
@@ -60,9 +60,9 @@ def encode_ms(folder: Path) -> dict[str, float]:
     grid = (1, SIDE // vision["patch_size"], SIDE // vision["patch_size"])
     values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     patches = np.random.default_rng(0).standard_normal((grid[1] * grid[2], values), dtype=np.float32)
-    image = TowerInput(patches=patches, grid=grid, name="image")
+    image = EncoderInput(patches=patches, grid=grid, name="image")
     formats = {"F.linear": PlainFormat(torch.float32), "fp16": FORMATS["fp16"], "float32": FORMATS["float32"]}
-    towers = {name: family.load_tower(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
+    towers = {name: family.load_encoder(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
     return {name: round(1e3 * median_seconds(partial(tower.encode, [image]), 7), 1) for name, tower in towers.items()}
 
 

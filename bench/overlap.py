@@ -30,7 +30,7 @@ from bench.preprocess import make_video
 from bench.serve import Load, Sample, ask, request_body
 from triptych.cli.waterfall import waterfall
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
+from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Role
 from triptych.transfer_bench.measure import machine
 
@@ -42,17 +42,17 @@ MODEL = "m"
 
 def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> None:
     """What runs in an instance's process: the product's own entry point, and the switch before it."""
-    from triptych.engine.embedding_source import IncomingMedia
+    from triptych.engine.embedding_source import EmbeddingSource
     from triptych.server import main
 
     if waits:
-        as_they_land = IncomingMedia.ready_tokens
+        as_they_land = EmbeddingSource.ready_tokens
 
-        def once_all_have_landed(media: IncomingMedia, sequence: Any) -> int:
+        def once_all_have_landed(media: EmbeddingSource, sequence: Any) -> int:
             ready = as_they_land(media, sequence)
             return ready if ready == len(sequence.tokens) else sequence.num_computed
 
-        IncomingMedia.ready_tokens = once_all_have_landed  # type: ignore[method-assign]
+        EmbeddingSource.ready_tokens = once_all_have_landed  # type: ignore[method-assign]
     main.run_instance(config, role, join, role.value.lower(), threads=1)
 
 
@@ -118,9 +118,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         dtype=options.dtype,
         receive_blocks=RECEIVE_BLOCKS,
     )
-    config = ServeConfig(
-        model=options.model, engine=engine, front_door=FrontDoorConfig(port=0, served_model_name=MODEL)
-    )
+    config = ServeConfig(model=options.model, engine=engine, frontend=FrontendConfig(port=0, served_model_name=MODEL))
     samples: dict[str, list[Sample]] = {"overlap": [], "waits": []}
     async with AsyncExitStack() as stack:
         setups = {name: await start(stack, config, waits=name == "waits") for name in samples}

@@ -5,7 +5,7 @@ service can do. What it can't do it should refuse at once, and do no less of the
 
 Capacity is measured first, closed-loop. Then arrivals are Poisson at shares of it; each request has a deadline of
 ``--deadline`` times what one takes alone under full load, which the service knows as --request-timeout. Requests come
-from a process of its own, which has made them before its clock begins; what it and the front door (this process) use of
+from a process of its own, which has made them before its clock begins; what it and the frontend (this process) use of
 the machine is part of the result, since instances have that much less.
 """
 
@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from bench.serve import Load, request_body
 from triptych.cli import flags
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
+from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Topology
 
 CALLERS = 8
@@ -38,7 +38,7 @@ PATIENCE = 600.0
 
 
 @dataclasses.dataclass
-class Outcome:
+class StepOutput:
     """How one request went: its status, 0 for none, and seconds until its answer was whole."""
 
     status: int
@@ -50,7 +50,7 @@ class Offered:
     """What came of a load, in so many seconds, of which the generator itself computed ``cpu_seconds``. ``lag``: how
     much too late requests were sent, at most."""
 
-    outcomes: list[Outcome]
+    outcomes: list[StepOutput]
     seconds: float
     cpu_seconds: float
     lag: float = 0.0
@@ -60,20 +60,20 @@ class Offered:
 
 
 def prepared(url: str, load: Load, seeds: range) -> list[bytes]:
-    """Whole HTTP requests, callers taking turns."""
+    """Whole HTTP requests, clients taking turns."""
     host = urlsplit(url).netloc
     found = []
     for seed in seeds:
         body = json.dumps(request_body("m", load, seed)).encode()
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer caller-{seed % CALLERS}\r\n"
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer client-{seed % CALLERS}\r\n"
         )
         head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         found.append(head.encode() + body)
     return found
 
 
-async def ask(url: str, request: bytes) -> Outcome:
+async def ask(url: str, request: bytes) -> StepOutput:
     began = time.monotonic()
     status, answer = 0, b""
     try:
@@ -89,7 +89,7 @@ async def ask(url: str, request: bytes) -> Outcome:
         status = status if status in REFUSED else 0
     if status == 200 and (b"[DONE]" not in answer or b'"error"' in answer):
         status = 504  # it had begun, and then its time ran out
-    return Outcome(status, time.monotonic() - began)
+    return StepOutput(status, time.monotonic() - began)
 
 
 def closed_loop(url: str, load: Load, *, concurrency: int, seconds: float) -> Offered:
@@ -97,7 +97,7 @@ def closed_loop(url: str, load: Load, *, concurrency: int, seconds: float) -> Of
 
     async def run() -> Offered:
         requests = iter(prepared(url, load, range(10**6, 10**6 + int(MOST_PER_SECOND * seconds))))
-        outcomes: list[Outcome] = []
+        outcomes: list[StepOutput] = []
         began, used = time.monotonic(), time.process_time()
 
         async def worker() -> None:
@@ -152,7 +152,7 @@ def told(offered: Offered, door_cpu_seconds: float, *, rate: float, seconds: flo
         "refusal_ms_p99": round(1000 * refused[int(0.99 * (len(refused) - 1))], 1) if refused else None,
         "generator_cores": round(offered.cpu_seconds / offered.seconds, 3),
         "generator_lag_ms_max": round(1000 * offered.lag, 1),
-        "front_door_cores": round(door_cpu_seconds / offered.seconds, 3),
+        "frontend_cores": round(door_cpu_seconds / offered.seconds, 3),
     }
 
 
@@ -164,8 +164,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"options": told_options, "rates": []}
 
     def config(timeout: float) -> ServeConfig:
-        door = FrontDoorConfig(port=0, served_model_name="m", request_timeout=timeout, max_queue=options.max_queue)
-        return ServeConfig(model=folder, engine=engine, front_door=door)
+        door = FrontendConfig(port=0, served_model_name="m", request_timeout=timeout, max_queue=options.max_queue)
+        return ServeConfig(model=folder, engine=engine, frontend=door)
 
     topology = Topology.parse(options.topology)
     deadline = PATIENCE

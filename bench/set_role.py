@@ -3,7 +3,7 @@
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.set_role /tmp/mid --out bench/results/set-role-mid.json
 
-A change is measured from the operator's asking until the front door has taken the instance on in its new role; a start
+A change is measured from the operator's asking until the frontend has taken the instance on in its new role; a start
 from the process's beginning until then. A new process of the same model: the files are in the page cache.
 """
 
@@ -22,7 +22,7 @@ from bench.measuring import report
 from triptych.cli.flags import model_folder
 from triptych.cluster.operator import Operator
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig, as_flags
+from triptych.config import EngineConfig, FrontendConfig, ServeConfig, as_flags
 from triptych.topology import Role, Topology
 from triptych.transfer_bench.measure import machine
 
@@ -89,8 +89,8 @@ def _summary(seconds: list[float]) -> dict[str, float]:
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     config = ServeConfig(
         model=model_folder(options.model),
-        engine=EngineConfig(threads=1, kv_memory=options.kv_memory),
-        front_door=FrontDoorConfig(port=0),
+        engine=EngineConfig(threads=1, kv_cache_memory=options.kv_cache_memory),
+        frontend=FrontendConfig(port=0),
     )
     async with LocalService(config, Topology.parse("2PD"), show=lambda line: print(line, file=sys.stderr)) as service:
         await service.wait_until_ready()
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a checkpoint folder, or demo")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kv-memory", default="1GiB")
+    parser.add_argument("--kv-cache-memory", default="1GiB")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
     settings = {name: str(value) for name, value in vars(options).items() if name != "out"}

@@ -1,7 +1,7 @@
 """How long a model's head takes where only the likeliest tokens are wanted, beside the whole of it.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
-    python -m bench.shortlist /tmp/mid --out bench/results/shortlist-mid.json
+    python -m bench.pruned_head /tmp/mid --out bench/results/pruned_head-mid.json
 
 The tokens' hidden states are those that the decoder comes to after a prompt of random tokens. Beside the times, how
 many of the vocabulary's logits are computed for a token at the median: how sharp the bounds are depends on the weights.
@@ -21,7 +21,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.decoder import Decoder, ForwardBatch
-from triptych.layers.linear import WEIGHT_FORMATS, Head
+from triptych.layers.linear import WEIGHT_FORMATS, LMHead
 from triptych.models.registry import family_of, resolve
 from triptych.transfer_bench.measure import machine
 
@@ -51,7 +51,7 @@ def hidden_states(decoder: Decoder, count: int) -> Tensor:
     return given[0]
 
 
-def head_ms(head: Head, hidden: Tensor) -> dict[str, dict[str, float]]:
+def head_ms(head: LMHead, hidden: Tensor) -> dict[str, dict[str, float]]:
     """By way and number of tokens."""
     found: dict[str, dict[str, float]] = {}
     for count in TOKENS:
@@ -82,8 +82,8 @@ def main() -> None:
     with torch.inference_mode():
         for name in options.formats:
             decoder = family.load_decoder(Checkpoint(options.model), WEIGHT_FORMATS[name], CPU)
-            if decoder.head.shortlist is None:
-                parser.error("a shortlist wants a C compiler and a processor with VNNI")
+            if decoder.head.pruned_head is None:
+                parser.error("a pruned_head wants a C compiler and a processor with VNNI")
             hidden = hidden_states(decoder, max(TOKENS))
             computed = {
                 f"{largest} largest": statistics.median(

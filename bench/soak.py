@@ -41,7 +41,7 @@ def jpeg(number: int, side: int) -> str:
 
 def descendants(pid: int) -> dict[int, str]:
     """The process and all that it has started, each with a name."""
-    found = {pid: "front door"}
+    found = {pid: "frontend"}
     for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda one: int(one.name)):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])

@@ -24,7 +24,7 @@ from bench.serve import Load, run
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontDoorConfig, ServeConfig
+from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.models.registry import family_of, resolve
 from triptych.topology import Role, Topology
 
@@ -35,7 +35,7 @@ async def measure(folder: Path, setup: str, options: argparse.Namespace, seed: i
     """Starts one service, loads it, stops it."""
     name, _, threads = setup.partition(":")
     engine = EngineConfig(dtype=options.dtype, threads=int(threads or 1))
-    config = ServeConfig(model=folder, engine=engine, front_door=FrontDoorConfig(port=0, served_model_name="m"))
+    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig(port=0, served_model_name="m"))
     load = Load(options.images, options.size, options.size, options.text_length, options.output_tokens)
     async with LocalService(config, Topology.parse(name), show=lambda _: None) as service:
         await service.wait_until_ready()
@@ -54,7 +54,7 @@ def memory() -> dict[str, float]:
     found = {}
     for process in [psutil.Process(), *psutil.Process().children()]:
         command = process.cmdline()
-        name = command[command.index("--name") + 1] if "--name" in command else "front door"
+        name = command[command.index("--name") + 1] if "--name" in command else "frontend"
         found[name] = round(process.memory_full_info().pss / MIB, 1)
     return found
 
@@ -62,7 +62,7 @@ def memory() -> dict[str, float]:
 def weight_bytes(folder: Path) -> dict[str, float]:
     """What each role loads of the checkpoint, in MiB."""
     config = load_config(folder)
-    stages = resolve(family_of(config).tower)(config).stage_bytes(read_folder(folder))
+    stages = resolve(family_of(config).tower)(config).weight_bytes_by_stage(read_folder(folder))
     return {
         role.value: round((role.encodes * stages["tower"] + role.has_decoder * stages["decoder"]) / MIB, 1)
         for role in Role

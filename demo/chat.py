@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from demo.questions import Parts
+from demo.questions import Components
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -51,7 +51,7 @@ def system_turn(text: str) -> str:
     return f"{TURN_START}system\n{text}{TURN_END}\n"
 
 
-def user_turn(parts: Parts) -> str:
+def user_turn(parts: Components) -> str:
     """A user's message as the chat template writes it, with what opens the answer."""
     content = "".join(part if isinstance(part, str) else f"{VISION_START}{IMAGE}{VISION_END}" for part in parts)
     return f"{TURN_START}user\n{content}{TURN_END}\n{TURN_START}assistant\n"

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from demo.questions import EVALUATION_SEEDS, Parts, make_example
+from demo.questions import EVALUATION_SEEDS, Components, make_example
 from triptych.demo import MODEL_DIR, PICTURES_DIR
 
 LONGEST_ANSWER = 48
@@ -27,7 +27,7 @@ class Reference:
         self._image = self._model.config.image_token_id
 
     @torch.no_grad()
-    def answer(self, pictures: Sequence[Image.Image], parts: Parts) -> str:
+    def answer(self, pictures: Sequence[Image.Image], parts: Components) -> str:
         """The answer to one message of texts and pictures (given by their indices)."""
         content: list[dict[str, str]] = [
             {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts

@@ -20,7 +20,7 @@ EVALUATION_SEEDS = range(10**9, 10**9 + 10**6)
 VALIDATION_SEEDS = range(10**9 + 10**6, 10**9 + 2 * 10**6)
 
 # A user's message in order: texts, and indices of pictures.
-Parts = tuple[str | int, ...]
+Components = tuple[str | int, ...]
 
 _LEADS = (
     "look at this:",
@@ -38,7 +38,7 @@ class Example:
     """One question as a user would send it, with its answer."""
 
     pictures: list[Image.Image]
-    parts: Parts
+    parts: Components
     answer: str
     kind: str
 
@@ -103,7 +103,7 @@ def _ask(scenes: list[Scene], rng: Random) -> Asked:
     return ask(scenes[0], rng.choice(("", "", " in the picture", " in the image", " in this picture")), rng)
 
 
-def arrange(pictures: int, question: str, rng: Random) -> Parts:
+def arrange(pictures: int, question: str, rng: Random) -> Components:
     """The message: the question before, between or after the pictures, perhaps with words that lead to them."""
     every = tuple(range(pictures))
     layout = rng.random()

@@ -16,7 +16,7 @@ from tests.parity import test_video_families
 from tests.tiny import TINY
 from triptych.layers.decoder_config import RopeConfig
 from triptych.models.registry import FAMILIES, Family, resolve
-from triptych.models.shared.backbone import Backbone
+from triptych.models.shared.backbone import BackboneDefaults
 from triptych.models.shared.encoder import TowerSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -130,7 +130,7 @@ def _tower(spec: TowerSpec) -> str:
     return spec.module.rpartition(":")[2] + (" and deepstack features" if spec.deepstack else "")
 
 
-def _backbone(backbone: Backbone) -> str:
+def _backbone(backbone: BackboneDefaults) -> str:
     parts = ["Qwen3 (normalised queries and keys)" if backbone.qk_norm else "Qwen2 (query, key and value biases)"]
     parts += ["mixture of experts"] if backbone.experts else []
     parts += [_rope(backbone.rope)] if backbone.rope.mrope_section else []

@@ -31,7 +31,7 @@ from bench.make_checkpoint import (
     write_weights,
 )
 from triptych.checkpoint.config_files import load_config
-from triptych.layers.encoder import TowerFamily
+from triptych.layers.encoder import ModelAdapter
 from triptych.models.registry import family_of, resolve
 
 Layout = Literal["saved", "published"]
@@ -100,10 +100,10 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
     return model_class.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
 
 
-def load_family(folder: Path) -> TowerFamily:
+def load_family(folder: Path) -> ModelAdapter:
     """The folder's family, as instances find it."""
     config = load_config(folder)
-    family: TowerFamily = resolve(family_of(config).tower)(config)
+    family: ModelAdapter = resolve(family_of(config).tower)(config)
     return family
 
 

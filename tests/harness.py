@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, ObserveConfig, ServeConfig, TransferConfig
-from triptych.engine.loop import LanguageHost
+from triptych.config import EngineConfig, FrontendConfig, LeaseConfig, ObserveConfig, ServeConfig, TransferConfig
+from triptych.engine.loop import EngineLoop
 from triptych.engine.scheduler import ReadyTokens, Scheduler, Step
 from triptych.messages.channel import Channel
-from triptych.messages.work import Sampling
+from triptych.messages.work import SamplingParams
 from triptych.server.build import Model, build_instance
-from triptych.server.frontend import FrontDoor
+from triptych.server.frontend import Frontend
 from triptych.server.instance import Instance
 from triptych.topology import Role, Topology
 from triptych.types import Address
@@ -32,7 +32,7 @@ FLOAT32 = EngineConfig(device="cpu", dtype="float32", threads=1, kv_cache_tokens
 class Running:
     """A service that runs. ``instances`` can be looked into; their loops are in other threads."""
 
-    front_door: FrontDoor
+    frontend: Frontend
     instances: list[Instance] = field(default_factory=list)
     threads: dict[str, threading.Thread] = field(default_factory=dict)
     """The loops that haven't been ended, by their instances' names."""
@@ -46,9 +46,9 @@ class Running:
 
     async def answer(self, messages: Messages, cache_salt: str = "", **sampling: Any) -> list[int]:
         """The tokens of one answer."""
-        service = self.front_door.service
+        service = self.frontend.service
         prompt = service.prompt_builder.build(messages)
-        settings = Sampling(**({"max_tokens": 32, "ignore_eos": True} | sampling))
+        settings = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | sampling))
         stream = service.router.submit(prompt, settings, sorted(service.tokenizer.eos_token_ids), cache_salt)
         return [token async for report in stream for token in report.tokens]
 
@@ -56,8 +56,8 @@ class Running:
         """The tokens of several answers, asked for all at once."""
         return list(await asyncio.gather(*(self.answer(messages, **sampling) for messages in requests)))
 
-    def language_hosts(self) -> list[LanguageHost]:
-        return [host for instance in self.instances for host in instance.hosts if isinstance(host, LanguageHost)]
+    def engine_loops(self) -> list[EngineLoop]:
+        return [host for instance in self.instances for host in instance.hosts if isinstance(host, EngineLoop)]
 
 
 @asynccontextmanager
@@ -66,7 +66,7 @@ async def running(
     topology: str = "1EPD",
     engine: EngineConfig = FLOAT32,
     *,
-    front_door: FrontDoorConfig | None = None,
+    frontend: FrontendConfig | None = None,
     transfer: TransferConfig | None = None,
     observe: ObserveConfig | None = None,
     prepare: Callable[[Instance], None] = lambda _: None,
@@ -77,12 +77,12 @@ async def running(
         model=folder,
         engine=engine,
         transfer=transfer or TransferConfig(),
-        front_door=front_door or FrontDoorConfig(port=0),
+        frontend=frontend or FrontendConfig(port=0),
         lease=LeaseConfig(lease_expiry=60.0),
         observe=observe or ObserveConfig(),
     )
     roles = Topology.parse(topology).roles
-    async with FrontDoor(config, expects_encoders=any(role.encodes for role in roles)) as door:
+    async with Frontend(config, expects_encoders=any(role.encodes for role in roles)) as door:
         service = Running(door)
         for number, role in enumerate(roles):
             instance = make_instance(config, role, f"{role.value.lower()}{number}", door.control)
@@ -107,7 +107,7 @@ def together(number: int) -> Callable[[Instance], None]:
 
     def prepare(instance: Instance) -> None:
         for host in instance.hosts:
-            if isinstance(host, LanguageHost) and host.decodes:
+            if isinstance(host, EngineLoop) and host.decodes:
                 hold(host.scheduler)
 
     def hold(scheduler: Scheduler) -> None:
@@ -125,14 +125,14 @@ def together(number: int) -> Callable[[Instance], None]:
 
 
 def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> Instance:
-    """An instance that joins the front door at ``control`` once it runs."""
+    """An instance that joins the frontend at ``control`` once it runs."""
     torch.set_num_threads(1)
     return build_instance(
         model=Model(Checkpoint(config.model), config.engine),
         name=name,
         role=role,
         channel=Channel(),
-        front_door=Address(f"tcp://{control}"),
+        frontend=Address(f"tcp://{control}"),
         engine=config.engine,
         transfer=config.transfer,
         cluster_host="127.0.0.1",
@@ -141,7 +141,7 @@ def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> I
 
 
 def run_instance(instance: Instance) -> None:
-    """Until it is told to stop, or the front door refuses it: raises StartError."""
+    """Until it is told to stop, or the frontend refuses it: raises StartError."""
     try:
         instance.run()
     finally:

@@ -9,10 +9,10 @@ from triptych.cli.flags import add_settings, settings
 from triptych.config import (
     ClusterConfig,
     EngineConfig,
-    FrontDoorConfig,
+    FrontendConfig,
     LeaseConfig,
     as_flags,
-    kv_memory_per_instance,
+    kv_cache_memory_per_instance,
     parse_cpus,
     parse_memory,
     processes_of,
@@ -33,11 +33,11 @@ from triptych.topology import Role
         (EngineConfig, {"threads": -1}),
         (EngineConfig, {"receive_blocks": 0}),
         (EngineConfig, {"max_model_len": 100, "kv_cache_tokens": 64}),
-        (FrontDoorConfig, {"port": 65536}),
-        (FrontDoorConfig, {"control_port": -1}),
-        (FrontDoorConfig, {"max_queue": 0}),
+        (FrontendConfig, {"port": 65536}),
+        (FrontendConfig, {"control_port": -1}),
+        (FrontendConfig, {"max_queue": 0}),
         *[
-            (FrontDoorConfig, {"limit_mm_per_prompt": text})
+            (FrontendConfig, {"limit_mm_per_prompt": text})
             for text in (
                 "",
                 "image",
@@ -63,8 +63,8 @@ from triptych.topology import Role
                 "image=" + "9" * 7,
             )
         ],
-        (FrontDoorConfig, {"max_image_mb": 256}),
-        (FrontDoorConfig, {"request_timeout": 0.0}),
+        (FrontendConfig, {"max_image_mb": 256}),
+        (FrontendConfig, {"request_timeout": 0.0}),
         (LeaseConfig, {"heartbeat": 10.0, "lease_expiry": 10.0}),
         (LeaseConfig, {"heartbeat": 0.0}),
         (ClusterConfig, {"cluster_host": "0.0.0.0", "cluster_secret_file": "secret"}),
@@ -91,32 +91,32 @@ def test_settings_that_make_no_sense_are_named(config: type, values: dict[str, o
     ],
 )
 def test_limits_of_media_in_both_spellings(text: str, limits: dict[str, int]) -> None:
-    assert FrontDoorConfig(limit_mm_per_prompt=text).media_limits == limits
+    assert FrontendConfig(limit_mm_per_prompt=text).media_limits == limits
     parser = argparse.ArgumentParser()
     add_settings(parser)
     given = parser.parse_args(["--limit-mm-per-prompt", text])
-    assert settings(FrontDoorConfig, given).media_limits == limits
+    assert settings(FrontendConfig, given).media_limits == limits
 
 
-def test_one_request_is_never_more_than_its_caller_may_hold() -> None:
-    FrontDoorConfig(max_body_mb=64, max_held_mb=256)
-    FrontDoorConfig(max_body_mb=64, max_media_mb=16, max_held_mb=160)
+def test_one_request_is_never_more_than_its_client_may_hold() -> None:
+    FrontendConfig(max_body_mb=64, max_inflight_mb=256)
+    FrontendConfig(max_body_mb=64, max_media_mb=16, max_inflight_mb=160)
     elsewhere: list[dict[str, Any]] = [
         {"allowed_media_domains": ("a.example",)},
         {"allowed_local_media_path": "/media"},
     ]
     for allowed in elsewhere:
-        FrontDoorConfig(max_body_mb=64, max_media_mb=256, max_held_mb=640, **allowed)
-        with pytest.raises(ConfigError, match=r"--max-held-mb 639 .* 320 MiB, .* 64 and 256 MiB"):
-            FrontDoorConfig(max_body_mb=64, max_media_mb=256, max_held_mb=639, **allowed)
-    with pytest.raises(ConfigError, match=r"--max-held-mb 255 .* 128 MiB, .* 64 and 64 MiB"):
-        FrontDoorConfig(max_body_mb=64, max_held_mb=255)
+        FrontendConfig(max_body_mb=64, max_media_mb=256, max_inflight_mb=640, **allowed)
+        with pytest.raises(ConfigError, match=r"--max-inflight-mb 639 .* 320 MiB, .* 64 and 256 MiB"):
+            FrontendConfig(max_body_mb=64, max_media_mb=256, max_inflight_mb=639, **allowed)
+    with pytest.raises(ConfigError, match=r"--max-inflight-mb 255 .* 128 MiB, .* 64 and 64 MiB"):
+        FrontendConfig(max_body_mb=64, max_inflight_mb=255)
 
 
 def test_images_are_no_larger_than_messages() -> None:
-    FrontDoorConfig(max_image_mb=255)
+    FrontendConfig(max_image_mb=255)
     with pytest.raises(ConfigError, match=r"--max-image-mb 4000 is too large: .* at most 255 MiB"):
-        FrontDoorConfig(max_image_mb=4000)
+        FrontendConfig(max_image_mb=4000)
 
 
 def test_zero_means_unlimited_where_help_says_so() -> None:
@@ -127,15 +127,15 @@ def test_zero_means_unlimited_where_help_says_so() -> None:
     ("text", "amount"), [("8GiB", 8 * 2**30), ("1.5 gb", 1_500_000_000), ("25%", 0.25), ("100%", 1.0), ("2kib", 2048)]
 )
 def test_memory_is_an_amount_or_a_share(text: str, amount: float) -> None:
-    found = parse_memory(text, "--kv-memory")
+    found = parse_memory(text, "--kv-cache-memory")
     assert found == amount
     assert type(found) is type(amount)
 
 
 @pytest.mark.parametrize("text", ["", "8", "8G", "-1GiB", "0%", "0MiB", "101%", "lots", "1e9MB", "nan%", "٣GiB"])
 def test_memory_that_is_neither_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--kv-memory"):
-        EngineConfig(kv_memory=text)
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        EngineConfig(kv_cache_memory=text)
 
 
 @pytest.mark.parametrize(("text", "cores"), [("", set()), ("0", {0}), ("0-2, 5", {0, 1, 2, 5}), ("7-7", {7})])
@@ -150,16 +150,16 @@ def test_cores_that_are_none_are_refused(text: str) -> None:
 
 
 def test_language_instances_divide_a_share_but_not_an_amount() -> None:
-    assert kv_memory_per_instance(EngineConfig(kv_memory="30%"), 3) == "10%"
-    assert kv_memory_per_instance(EngineConfig(kv_memory="1GiB"), 3) == "1GiB"
+    assert kv_cache_memory_per_instance(EngineConfig(kv_cache_memory="30%"), 3) == "10%"
+    assert kv_cache_memory_per_instance(EngineConfig(kv_cache_memory="1GiB"), 3) == "1GiB"
 
 
 @pytest.mark.parametrize(
     "config",
     [
         EngineConfig(dtype="bfloat16", page_size=8, tensor_parallel_size="P=2,D=1"),
-        FrontDoorConfig(host="::1", allowed_media_domains=("a.example", "b.example"), request_timeout=1.5),
-        FrontDoorConfig(),
+        FrontendConfig(host="::1", allowed_media_domains=("a.example", "b.example"), request_timeout=1.5),
+        FrontendConfig(),
         LeaseConfig(heartbeat=0.25),
         ClusterConfig(cluster_host="fd00::1", cluster_secret_file="/run/secrets/cluster"),
     ],
@@ -249,6 +249,6 @@ def test_what_kubernetes_says_of_a_service_of_that_name_is_no_setting(
         monkeypatch.setenv(f"TRIPTYCH_{name}", value)
     parser = argparse.ArgumentParser()
     add_settings(parser)
-    assert settings(FrontDoorConfig, parser.parse_args([])) == FrontDoorConfig(max_queue=7)
+    assert settings(FrontendConfig, parser.parse_args([])) == FrontendConfig(max_queue=7)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "TRIPTYCH_PORT=tcp://10.96.0.7:8000" in caplog.text

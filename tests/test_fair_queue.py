@@ -1,4 +1,4 @@
-"""Whose turn it is: properties of the queue over random callers, costs and cancellations."""
+"""Whose turn it is: properties of the queue over random clients, costs and cancellations."""
 
 from collections import Counter, defaultdict
 
@@ -22,7 +22,7 @@ def drained(queue: FairQueue[int]) -> list[Ticket[int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(WORK, st.sampled_from(["pop", "remove"])), max_size=80), st.randoms())
-def test_everything_comes_out_once_in_its_callers_order_unless_it_was_taken_out(steps: list, chance: object) -> None:
+def test_everything_comes_out_once_in_its_clients_order_unless_it_was_taken_out(steps: list, chance: object) -> None:
     queue: FairQueue[int] = FairQueue()
     waiting: list[Ticket[int]] = []
     out: list[Ticket[int]] = []
@@ -40,33 +40,33 @@ def test_everything_comes_out_once_in_its_callers_order_unless_it_was_taken_out(
                 ticket = waiting.pop(chance.randrange(len(waiting)))  # type: ignore[attr-defined]
                 queue.remove(ticket)
         else:
-            caller, cost, priority, kind = step
-            waiting.append(queue.add(number, caller, cost, priority, kind))
+            client, cost, priority, kind = step
+            waiting.append(queue.add(number, client, cost, priority, kind))
         assert len(queue) == len(waiting)
         assert {one.number for one in queue} == {one.number for one in waiting}
     rest = drained(queue)
     assert {one.number for one in rest} == {one.number for one in waiting}
     orders = defaultdict(list)
     for one in rest:
-        orders[one.priority, one.caller, one.kind].append(one.number)
+        orders[one.priority, one.client, one.kind].append(one.number)
     assert all(numbers == sorted(numbers) for numbers in orders.values())
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=30, max_size=60), st.lists(st.integers(1, 20), min_size=30, max_size=60))
-def test_while_two_callers_have_work_neither_gets_ahead_by_more_than_a_piece(one: list[int], other: list[int]) -> None:
+def test_while_two_clients_have_work_neither_gets_ahead_by_more_than_a_piece(one: list[int], other: list[int]) -> None:
     """The bound of the paper: two times the largest cost."""
     queue: FairQueue[int] = FairQueue()
-    for caller, costs in (("a", one), ("b", other)):
+    for client, costs in (("a", one), ("b", other)):
         for cost in costs:
-            queue.add(cost, caller, cost)
+            queue.add(cost, client, cost)
     had = Counter({"a": 0.0, "b": 0.0})
     left = {"a": len(one), "b": len(other)}
     while all(left.values()):
         ticket = queue.pop()
         assert ticket is not None
-        had[ticket.caller] += ticket.cost
-        left[ticket.caller] -= 1
+        had[ticket.client] += ticket.cost
+        left[ticket.client] -= 1
         assert abs(had["a"] - had["b"]) <= 2 * 20
 
 
@@ -80,7 +80,7 @@ def test_who_comes_late_neither_waits_for_the_crowd_nor_is_owed_anything(crowd: 
         queue.pop()
     for number in range(10):
         queue.add(number, "b", 5.0)
-    first = [ticket.caller for ticket in drained(queue)[: min(20, 2 * crowd)]]
+    first = [ticket.client for ticket in drained(queue)[: min(20, 2 * crowd)]]
     assert abs(first.count("a") - first.count("b")) <= 1 or crowd < 10
 
 
@@ -88,11 +88,11 @@ def test_who_comes_late_neither_waits_for_the_crowd_nor_is_owed_anything(crowd: 
 @given(st.lists(WORK, max_size=60), WORK, st.booleans())
 def test_no_more_is_started_before_new_work_than_was_foretold(before: list, new: tuple, of_its_kind: bool) -> None:
     queue: FairQueue[int] = FairQueue()
-    for number, (caller, cost, priority, kind) in enumerate(before):
-        queue.add(number, caller, cost, priority, kind)
-    caller, cost, priority, kind = new
-    foretold = queue.ahead(caller, cost, priority, kind if of_its_kind else None)
-    mine = queue.add(-1, caller, cost, priority, kind)
+    for number, (client, cost, priority, kind) in enumerate(before):
+        queue.add(number, client, cost, priority, kind)
+    client, cost, priority, kind = new
+    foretold = queue.ahead(client, cost, priority, kind if of_its_kind else None)
+    mine = queue.add(-1, client, cost, priority, kind)
     started = 0.0
     may_start = {number for number, one in enumerate([*before, new]) if not of_its_kind or one[3] == kind}
     while (ticket := queue.pop(lambda number: number % (len(before) + 1) in may_start)) is not mine:
@@ -102,10 +102,10 @@ def test_no_more_is_started_before_new_work_than_was_foretold(before: list, new:
     assert started <= foretold + len(CALLERS) * max(largest, cost)
 
 
-def test_work_that_may_not_start_is_passed_by_also_by_its_own_callers_other_work() -> None:
+def test_work_that_may_not_start_is_passed_by_also_by_its_own_clients_other_work() -> None:
     queue: FairQueue[str] = FairQueue()
-    for work, caller, kind in (("a's picture", "a", "media"), ("a's text", "a", ""), ("b's text", "b", "")):
-        queue.add(work, caller, 1.0, kind=kind)
+    for work, client, kind in (("a's picture", "a", "media"), ("a's text", "a", ""), ("b's text", "b", "")):
+        queue.add(work, client, 1.0, kind=kind)
     order = []
     while ticket := queue.pop(lambda work: "picture" not in work):
         order.append(ticket.work)
@@ -118,20 +118,20 @@ def test_work_that_may_not_start_is_passed_by_also_by_its_own_callers_other_work
 
 def test_what_cost_more_than_was_thought_is_charged_for() -> None:
     queue: FairQueue[int] = FairQueue()
-    for caller in "ab":
+    for client in "ab":
         for number in range(4):
-            queue.add(number, caller, 1.0)
+            queue.add(number, client, 1.0)
     first = queue.pop()
     assert first is not None
-    queue.charge(first.caller, 2.0)
-    other = "b" if first.caller == "a" else "a"
-    assert [ticket.caller for ticket in drained(queue)[:3]] == [other] * 3
+    queue.charge(first.client, 2.0)
+    other = "b" if first.client == "a" else "a"
+    assert [ticket.client for ticket in drained(queue)[:3]] == [other] * 3
 
 
-def test_callers_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "MAX_IDLE_COUNTERS", 16)
     queue: FairQueue[int] = FairQueue()
     for number in range(1000):
-        queue.add(number, f"caller {number}", 1.0)
+        queue.add(number, f"client {number}", 1.0)
         queue.pop()
     assert len(queue._counters) <= 17

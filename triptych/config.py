@@ -84,13 +84,13 @@ class EngineConfig:
     cuda_graphs: bool = setting(True, "on GPUs, run steps that only decode as CUDA graphs, recorded at the start")
     max_model_len: int = setting(0, "longest sequence in tokens; 0 takes what model and KV cache allow")
     page_size: int = setting(16, "tokens in a page of the KV cache", also=("block_size",))
-    kv_memory: str = setting(
+    kv_cache_memory: str = setting(
         "25%",
         "memory for the KV cache: an amount for each language instance (8GiB, 500MB), or the share of the memory that "
         "is free once the weights are loaded (25%), divided among the instances of one command",
     )
     kv_cache_tokens: int = setting(
-        0, "tokens that the KV cache of one language instance holds; 0 takes as many as --kv-memory has room for"
+        0, "tokens that the KV cache of one language instance holds; 0 takes as many as --kv-cache-memory has room for"
     )
     kv_cache_dtype: str = setting(
         "auto",
@@ -124,7 +124,7 @@ class EngineConfig:
             raise ConfigError(f"--quantization {self.quantization} and --dtype {self.dtype} exclude each other")
         parse_ranks(self.tensor_parallel_size)
         parse_cpus(self.cpus)
-        parse_memory(self.kv_memory, flag("kv_memory"))
+        parse_memory(self.kv_cache_memory, flag("kv_cache_memory"))
         may_be_zero = ("threads", "max_model_len", "kv_cache_tokens", "encode_cache_mb", "decode_workers")
         for name, value in vars(self).items():
             if type(value) is int and value < (0 if name in may_be_zero else 1):
@@ -161,15 +161,15 @@ class TransferConfig:
 
 
 @dataclass(frozen=True)
-class FrontDoorConfig:
-    """What the front door accepts."""
+class FrontendConfig:
+    """What the frontend accepts."""
 
     host: str = setting("127.0.0.1", "address that the HTTP server listens on")
     port: int = setting(8000, "port that the HTTP server listens on; 0 takes any free one")
     control_port: int = setting(0, "port at which instances join the frontend; 0 takes any free one")
     served_model_name: str = setting("", "the name that requests give as model; without it, the name of the folder")
     max_queue: int = setting(256, "requests waiting or running at a time; more are rejected with 503")
-    max_queue_per_caller: int = setting(
+    max_queue_per_client: int = setting(
         0, "of these, requests of one client (an API key, or an address); more are rejected with 429; 0 for no limit"
     )
     max_body_mb: int = setting(64, "largest request body, in MiB")
@@ -189,12 +189,12 @@ class FrontDoorConfig:
     max_audio_gigasamples: float = setting(
         1.0, "samples (10^9) of all of an audio clip's channels: what decoding it may take"
     )
-    named_media_mb: int = setting(256, "cache for media that clients gave a uuid, in MiB")
+    mm_uuid_cache_mb: int = setting(256, "cache for media that clients gave a uuid, in MiB")
     max_image_pixels: int = setting(MAX_IMAGE_PIXELS, "pixels of one image, as stored")
     max_request_pixels: int = setting(500_000_000, "pixels of all images of one request together")
     max_item_tokens: int = setting(16_384, "tokens that one image, video or audio clip may become")
     max_media_mb: int = setting(256, "media files of one request together, in MiB")
-    max_held_mb: int = setting(
+    max_inflight_mb: int = setting(
         2048,
         "bodies and media files of all requests at a time, in MiB; what exceeds it is rejected with 503. One client "
         "may use half of it, and is rejected with 429 beyond",
@@ -241,7 +241,7 @@ class FrontDoorConfig:
             "max_audio_seconds",
             "max_audio_gigasamples",
             "max_media_mb",
-            "max_held_mb",
+            "max_inflight_mb",
             "max_image_pixels",
             "max_request_pixels",
         )
@@ -254,12 +254,12 @@ class FrontDoorConfig:
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("--allow-credentials and --allowed-origins * exclude each other")
-        for name in ("named_media_mb", "max_queue_per_caller"):
+        for name in ("mm_uuid_cache_mb", "max_queue_per_client"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is too small")
-        if self.max_queue_per_caller > self.max_queue:
+        if self.max_queue_per_client > self.max_queue:
             raise ConfigError(
-                f"--max-queue-per-caller {self.max_queue_per_caller} exceeds --max-queue {self.max_queue}"
+                f"--max-queue-per-client {self.max_queue_per_client} exceeds --max-queue {self.max_queue}"
             )
         self._check_held()
         self._check_media()
@@ -271,14 +271,14 @@ class FrontDoorConfig:
         return parse_media_limits(default) | parse_media_limits(self.limit_mm_per_prompt)
 
     def _check_held(self) -> None:
-        """Whether one caller may hold what one request may have: its body, and the media that come in it or, where they
+        """Whether one client may hold what one request may have: its body, and the media that come in it or, where they
         may be fetched, from elsewhere."""
         fetches = self.allowed_media_domains or self.allowed_local_media_path
         media = self.max_media_mb if fetches else min(self.max_media_mb, self.max_body_mb)
-        if self.max_held_mb < 2 * (self.max_body_mb + media):
+        if self.max_inflight_mb < 2 * (self.max_body_mb + media):
             raise ConfigError(
-                f"--max-held-mb {self.max_held_mb} is too small: one caller may hold half of it, and one request may "
-                f"have {self.max_body_mb + media} MiB, a body of --max-body-mb {self.max_body_mb} and {media} MiB of "
+                f"--max-inflight-mb {self.max_inflight_mb} is too small: one client may hold half of it, and one request "
+                f"may have {self.max_body_mb + media} MiB, a body of --max-body-mb {self.max_body_mb} and {media} MiB of "
                 "media"
             )
 
@@ -430,7 +430,7 @@ class ServeConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    front_door: FrontDoorConfig = field(default_factory=FrontDoorConfig)
+    frontend: FrontendConfig = field(default_factory=FrontendConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
@@ -567,10 +567,10 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-def kv_memory_per_instance(engine: EngineConfig, num_decoders: int) -> str:
-    """``--kv-memory`` for one of that many instances with a decoder on this machine: of a share, an even part of it."""
-    memory = parse_memory(engine.kv_memory, flag("kv_memory"))
-    return f"{100 * memory / num_decoders:.4g}%" if isinstance(memory, float) else engine.kv_memory
+def kv_cache_memory_per_instance(engine: EngineConfig, num_decoders: int) -> str:
+    """``--kv-cache-memory`` for one of ``num_decoders`` instances on this machine; a share is divided evenly."""
+    memory = parse_memory(engine.kv_cache_memory, flag("kv_cache_memory"))
+    return f"{100 * memory / num_decoders:.4g}%" if isinstance(memory, float) else engine.kv_cache_memory
 
 
 def parse_memory(text: str, source: str) -> int | float:

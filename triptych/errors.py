@@ -24,7 +24,7 @@
     │       └── UnknownMedia        a uuid that nothing is remembered by
     ├── ServiceError                our side's fault or state
     │   ├── Overloaded              the queue is full, or too long for the deadline; carries retry_after
-    │   │   └── RateLimited         one caller's share of it is full
+    │   │   └── RateLimited         one client's share of it is full
     │   ├── Unavailable             no instance can do this (now, or in this topology)
     │   ├── InstanceLost            the instance that held the request is gone
     │   ├── DeadlineExceeded
@@ -144,7 +144,7 @@ class Overloaded(ServiceError):
 
 
 class RateLimited(Overloaded):
-    """This caller has as many requests waiting or running as it may, or they hold as much memory as they may."""
+    """This client has as many requests waiting or running as it may, or they hold as much memory as they may."""
 
 
 class Unavailable(ServiceError):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def settled() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """For as long as a process has what it works with. A full collection walks through all that is there, which takes
     tens of milliseconds, with PyTorch more, and nobody is answered meanwhile: within this it finds only what comes."""
     gc.collect()

@@ -10,7 +10,7 @@ Handlers = Mapping[type[Any], Callable[[Any], object]]
 """Message type → what to do with it."""
 
 
-class Host(Protocol):
+class StageLoop(Protocol):
     """One stage (encode, or prefill and decode) wired to transfer and to the router."""
 
     context_length: int
@@ -29,8 +29,8 @@ class Host(Protocol):
     def peer_lost(self, lost: PeerLost) -> None:
         """Nothing more will come from this address."""
 
-    def lapse(self) -> None:
-        """Gives up everything: this instance was stopped for longer than its lease, or has failed. The front door fails
+    def on_lease_lost(self) -> None:
+        """Gives up everything: this instance was stopped for longer than its lease, or has failed. The frontend fails
         the requests, and everybody else lets go of what it held."""
 
     def check_idle(self) -> None:

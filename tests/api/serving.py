@@ -14,9 +14,9 @@ import httpx
 
 from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import picture, png
-from triptych.config import EngineConfig, FrontDoorConfig, ObserveConfig
-from triptych.encode.loop import EncodeHost
-from triptych.engine.loop import LanguageHost
+from triptych.config import EngineConfig, FrontendConfig, ObserveConfig
+from triptych.encode.loop import EncodeLoop
+from triptych.engine.loop import EngineLoop
 from triptych.errors import TriptychError
 from triptych.server.instance import Instance
 
@@ -68,7 +68,7 @@ class Served:
 
     @property
     def url(self) -> str:
-        return self.running.front_door.url
+        return self.running.frontend.url
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, trust_env=False, timeout=20)
@@ -89,12 +89,12 @@ class Served:
 
     def everything_is_back(self) -> bool:
         """No request in the router, no page and no block taken, no item left to encode."""
-        if self.running.front_door.router.num_requests:
+        if self.running.frontend.router.num_requests:
             return False
         for host in (host for instance in self.running.instances for host in instance.hosts):
-            if isinstance(host, EncodeHost) and host._jobs:
+            if isinstance(host, EncodeLoop) and host._jobs:
                 return False
-            if isinstance(host, LanguageHost):
+            if isinstance(host, EngineLoop):
                 try:
                     host.scheduler.pool.check_all_free()
                     host._incoming._receiver.buffer.pool.check_all_free()  # type: ignore[attr-defined]
@@ -110,30 +110,30 @@ def served(
     observe: ObserveConfig | None = None,
     *,
     engine: EngineConfig = FLOAT32,
-    **front_door: Any,
+    **frontend: Any,
 ) -> Iterator[Served]:
     steps, encoder, preprocessor = Gate(), Gate(), Gate()
 
     def prepare(instance: Instance) -> None:
         for host in instance.hosts:
-            if isinstance(host, LanguageHost):
+            if isinstance(host, EngineLoop):
                 host.runner.run = steps.guard(host.runner.run)  # type: ignore[method-assign]
-            if isinstance(host, EncodeHost):
+            if isinstance(host, EncodeLoop):
                 host._encoder = encoder.guard(host._encoder)
                 host._next_parts = preprocessor.guard(host._next_parts)  # type: ignore[method-assign]
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    config = FrontDoorConfig(port=0, **front_door)
-    service = running(folder, topology, engine, front_door=config, observe=observe, prepare=prepare)
+    config = FrontendConfig(port=0, **frontend)
+    service = running(folder, topology, engine, frontend=config, observe=observe, prepare=prepare)
 
     def on_loop(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     try:
         inside = on_loop(service.__aenter__())
-        yield Served(inside, loop, steps, encoder, preprocessor, inside.front_door.service.model_name)
+        yield Served(inside, loop, steps, encoder, preprocessor, inside.frontend.service.model_name)
         for gate in (steps, encoder, preprocessor):
             gate.opened.set()
         on_loop(service.__aexit__(None, None, None))

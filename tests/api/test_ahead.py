@@ -4,13 +4,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.api.serving import Served, image, image_part, wait_for
-from triptych.encode.loop import PREPROCESS_AHEAD, EncodeHost
+from triptych.encode.loop import PREPROCESS_AHEAD, EncodeLoop
 
 
 def test_images_wait_as_files_not_as_patches(service: Served) -> None:
     """Requests, with the tower held up: few images are preprocessed, and all are answered in the end."""
     (host,) = [
-        host for instance in service.running.instances for host in instance.hosts if isinstance(host, EncodeHost)
+        host for instance in service.running.instances for host in instance.hosts if isinstance(host, EncodeLoop)
     ]
     service.encoder.close()
     with ThreadPoolExecutor(32) as clients:

@@ -198,7 +198,7 @@ def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Served, monkeypat
     monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.5)
     with connected(service) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-        for _ in range(service.running.front_door.service.front_door.max_body_mb + 8):
+        for _ in range(service.running.frontend.service.frontend.max_body_mb + 8):
             connection.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
         head = connection.recv(4096)
         assert head.startswith(b"HTTP/1.1 413")
@@ -302,7 +302,7 @@ def test_a_body_that_comes_too_slowly(
         if idle > total:
             assert drip(connection, b" " * 50) < 3
         assert answer_to(connection) == (408, "body_too_slow")
-    assert service.running.front_door.router.num_requests == 0
+    assert service.running.frontend.router.num_requests == 0
 
 
 def test_pipelined_requests_are_answered_in_turn(service: Served) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.router.test_router import PD0, Desk, prompt
+from tests.router.test_router import PD0, RouterHarness, prompt
 from triptych.api.completion_schemas import CompletionRequest
-from triptych.api.generation import Caller, Generation, _Text
+from triptych.api.generation import Generation, RequestContext, _Text
 from triptych.api.observed import Observed
-from triptych.messages.work import Sampling, TokenLogprob, Tokens
+from triptych.messages.work import SamplingParams, TokenLogprob, Tokens
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.router.stream import MAX_JOINED
@@ -27,12 +27,14 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 def test_tokens_that_came_and_nobody_took_are_told_as_they_are_recorded(tokenizer: Tokenizer) -> None:
     """A choice that has all that it needs (one call, where calls aren't to be parallel) is ended by who reads it."""
-    desk = Desk(PD0)
+    desk = RouterHarness(PD0)
     stream = desk.submit()
     fields = CompletionRequest(model="tiny", prompt="x")
     service: Any = SimpleNamespace(router=desk.router, tokenizer=tokenizer)
-    caller = Caller("", math.inf, SimpleNamespace())  # type: ignore[arg-type]
-    generation = Generation(service, [prompt()], [Sampling(max_tokens=4)], fields, caller, "id", _streams=[stream])
+    client = RequestContext("", math.inf, SimpleNamespace())  # type: ignore[arg-type]
+    generation = Generation(
+        service, [prompt()], [SamplingParams(max_tokens=4)], fields, client, "id", _streams=[stream]
+    )
     (token,) = tokenizer.encode("a")
     for _ in range(MAX_JOINED + 3):
         desk.router.handle(Tokens(stream.request, [token, token]))

@@ -13,9 +13,9 @@ import pytest
 
 from tests.api.serving import CHAT, Served, image, image_part, served, wait_for
 from tests.api.test_bad_input import the_error
-from triptych.encode.loop import EncodeHost
-from triptych.engine.loop import LanguageHost
-from triptych.messages.work import Leave
+from triptych.encode.loop import EncodeLoop
+from triptych.engine.loop import EngineLoop
+from triptych.messages.work import Deregister
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
     small: Served, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     encode, language = (instance.hosts[0] for instance in small.running.instances)
-    assert isinstance(encode, EncodeHost)
-    assert isinstance(language, LanguageHost)
+    assert isinstance(encode, EncodeLoop)
+    assert isinstance(language, EngineLoop)
 
     def fail() -> None:
         if encode._jobs if stage == "encode" else len(language.scheduler):
@@ -85,7 +85,7 @@ def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
     monkeypatch.setattr(*((encode, "_start_batch") if stage == "encode" else (language, "_start")), fail)
     message = the_error(small.post([image_part(image(seed=400))]), 503, None, "instance_lost")
     assert "secret" not in message
-    wait_for(lambda: len(small.running.front_door.router.registry) == 2)
+    wait_for(lambda: len(small.running.frontend.router.registry) == 2)
     wait_for(small.everything_is_back, 1.0)
     assert small.text([image_part(image(seed=400))])
 
@@ -123,7 +123,7 @@ def test_a_length_that_is_declared_is_refused_before_the_body_comes(small: Serve
 
 
 def test_without_an_encoder_text_is_served_and_images_are_not(small: Served) -> None:
-    door, (encoder, language) = small.running.front_door, small.running.instances
+    door, (encoder, language) = small.running.frontend, small.running.instances
     _leave(small, encoder.channel.address)
     response = small.post([image_part()])
     the_error(response, 503, None, "unavailable")
@@ -154,7 +154,7 @@ def test_an_instance_that_is_lost_in_the_middle_is_an_error_event(small: Served)
 
 
 def test_draining_admits_nothing_new_and_finishes_what_runs(small: Served) -> None:
-    router = small.running.front_door.router
+    router = small.running.frontend.router
     body = small.body(max_tokens=300, stream=True)
     with small.client() as client, client.stream("POST", CHAT, json=body) as response:
         lines = response.iter_lines()
@@ -200,7 +200,7 @@ def test_ending_the_service_ends_streams_with_an_error_event(folder: Path) -> No
 
 
 def _leave(service: Served, address: Any) -> None:
-    """Makes the front door believe that an instance says good-bye."""
-    door = service.running.front_door
-    door._server.servers[0].get_loop().call_soon_threadsafe(door.router.handle, Leave(address))
+    """Makes the frontend believe that an instance says good-bye."""
+    door = service.running.frontend
+    door._server.servers[0].get_loop().call_soon_threadsafe(door.router.handle, Deregister(address))
     wait_for(lambda: len(door.router.registry) == 1)

@@ -6,14 +6,14 @@ from typing import TypeVar
 
 import pytest
 
-from triptych.api.fair_threads import FairThreads
+from triptych.api.fair_threads import FairExecutor
 
 T = TypeVar("T")
 
 
-def run(work: Callable[[FairThreads], Awaitable[T]]) -> T:
+def run(work: Callable[[FairExecutor], Awaitable[T]]) -> T:
     async def with_threads() -> T:
-        threads = FairThreads(3)
+        threads = FairExecutor(3)
         try:
             async with asyncio.timeout(20):
                 return await work(threads)
@@ -24,7 +24,7 @@ def run(work: Callable[[FairThreads], Awaitable[T]]) -> T:
 
 
 def test_results_and_errors_come_back() -> None:
-    async def work(threads: FairThreads) -> None:
+    async def work(threads: FairExecutor) -> None:
         assert await asyncio.gather(*(threads.run(str(n % 3), partial(pow, n, 2)) for n in range(50))) == [
             n * n for n in range(50)
         ]
@@ -36,8 +36,8 @@ def test_results_and_errors_come_back() -> None:
     run(work)
 
 
-def test_one_caller_never_has_all_threads() -> None:
-    async def work(threads: FairThreads) -> None:
+def test_one_client_never_has_all_threads() -> None:
+    async def work(threads: FairExecutor) -> None:
         opened, begun = threading.Event(), []
         waiting = [
             asyncio.create_task(threads.run("a", lambda n=n: (begun.append(n), opened.wait(20))))
@@ -55,12 +55,12 @@ def test_one_caller_never_has_all_threads() -> None:
 
 
 def test_who_had_least_goes_first() -> None:
-    async def work(threads: FairThreads) -> None:
+    async def work(threads: FairExecutor) -> None:
         opened, order = threading.Event(), []
         blocking = [asyncio.create_task(threads.run(name, lambda: opened.wait(20))) for name in "aab"]
         await asyncio.sleep(0.2)  # of which a has had twice as much as b
         queued = [
-            asyncio.create_task(threads.run(caller, partial(order.append, caller))) for caller in ["a"] * 4 + ["c"] * 2
+            asyncio.create_task(threads.run(client, partial(order.append, client))) for client in ["a"] * 4 + ["c"] * 2
         ]
         await asyncio.sleep(0)
         assert len(threads._line) == 6
@@ -72,7 +72,7 @@ def test_who_had_least_goes_first() -> None:
 
 
 def test_work_that_nobody_waits_for_is_not_begun() -> None:
-    async def work(threads: FairThreads) -> None:
+    async def work(threads: FairExecutor) -> None:
         opened, done = threading.Event(), []
         running = [asyncio.create_task(threads.run(name, lambda: opened.wait(20))) for name in "abc"]
         waiting = asyncio.create_task(threads.run("d", lambda: done.append("never")))

@@ -12,7 +12,7 @@ from tests.api.test_completions import answer
 from tests.api.test_videos import frames_part
 from triptych.api.media_parts import LOW_DETAIL_PIXELS, View
 from triptych.api.schemas import ImagePart, ImageURL
-from triptych.encode.loop import EncodeHost
+from triptych.encode.loop import EncodeLoop
 from triptych.prompt.template import ChatTemplate
 from triptych.types import PixelBounds
 
@@ -83,7 +83,7 @@ def test_continuing_is_as_in_transformers(moody: Served, folder: Path, last: str
     expected = reference.apply_chat_template(
         messages, chat_template=TEMPLATE, continue_final_message=True, tokenize=False, add_generation_prompt=False
     )
-    made = ChatTemplate(Path(moody.running.front_door._config.model)).render(messages, continue_final_message=True)
+    made = ChatTemplate(Path(moody.running.frontend._config.model)).render(messages, continue_final_message=True)
     assert made == expected
 
 
@@ -195,7 +195,7 @@ def test_nobody_can_refer_to_what_another_sent(service: Served) -> None:
 
 def test_a_salt_keeps_media_apart_from_those_of_others(service: Served) -> None:
     """Whether another sent the same picture, or a clip with the same frames, can't be told from how long it takes."""
-    hosts = [host for one in service.running.instances for host in one.hosts if isinstance(host, EncodeHost)]
+    hosts = [host for one in service.running.instances for host in one.hosts if isinstance(host, EncodeLoop)]
 
     def encoded() -> int:
         return sum(host.num_encoded for host in hosts)
@@ -273,9 +273,9 @@ def test_a_stream_that_runs_out_of_time_says_so(service: Served) -> None:
 
 
 def test_an_instance_ends_what_is_late_by_itself(service: Served) -> None:
-    """Even if the front door's word doesn't come."""
-    host = service.running.language_hosts()[0]
-    door = service.running.front_door
+    """Even if the frontend's word doesn't come."""
+    host = service.running.engine_loops()[0]
+    door = service.running.frontend
     service.steps.delay = 0.02
     tick, door.router.tick = door.router.tick, lambda: None  # type: ignore[method-assign]
     try:

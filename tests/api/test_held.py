@@ -4,14 +4,14 @@ from unittest.mock import patch
 
 import pytest
 
-from triptych.api.held import SMALL, Held
+from triptych.api.held import SMALL, MemoryBudget
 from triptych.errors import Overloaded, RateLimited
 from triptych.observe.requests import CURRENT, RequestRecord
 
 
 @contextmanager
-def request_of(caller: str) -> Iterator[RequestRecord]:
-    token = CURRENT.set(record := RequestRecord("r", "POST", caller=caller))
+def request_of(client: str) -> Iterator[RequestRecord]:
+    token = CURRENT.set(record := RequestRecord("r", "POST", client=client))
     try:
         with record.ending:
             yield record
@@ -20,7 +20,7 @@ def request_of(caller: str) -> Iterator[RequestRecord]:
 
 
 def test_pieces_add_up_and_all_is_given_back_at_once() -> None:
-    held = Held(8 * SMALL)
+    held = MemoryBudget(8 * SMALL)
     with (
         request_of("a") as record,
         patch.object(record.ending, "callback", wraps=record.ending.callback) as to_be_called,
@@ -36,7 +36,7 @@ def test_pieces_add_up_and_all_is_given_back_at_once() -> None:
 
 
 def test_what_is_refused_is_not_held() -> None:
-    held = Held(8 * SMALL)
+    held = MemoryBudget(8 * SMALL)
     with request_of("a"):
         first = held.for_request()
         first(4 * SMALL)

@@ -1,4 +1,4 @@
-"""Requests that are made to cost the front door time or memory, and what others notice of them."""
+"""Requests that are made to cost the frontend time or memory, and what others notice of them."""
 
 import json
 import socket
@@ -133,23 +133,23 @@ def test_only_the_service_packs_frames(service: Served) -> None:
 
 
 @contextmanager
-def uploading(service: Served, caller: str, num_bytes: int) -> Iterator[socket.socket]:
+def uploading(service: Served, client: str, num_bytes: int) -> Iterator[socket.socket]:
     """A request whose body doesn't come to its end."""
     with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=10) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {caller}\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client}\r\n"
         head += f"Content-Length: {num_bytes + 1}\r\n\r\n"
         connection.sendall(head.encode() + b" " * num_bytes)
         yield connection
 
 
-def test_bodies_of_all_requests_are_bounded_together_and_each_callers_share(folder: Path) -> None:
-    with served(folder, topology="1EPD", max_body_mb=1, max_held_mb=4) as service:
-        held = service.running.front_door.service.held
+def test_bodies_of_all_requests_are_bounded_together_and_each_clients_share(folder: Path) -> None:
+    with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service:
+        held = service.running.frontend.service.held
 
-        def ask(caller: str, num_bytes: int = 0) -> httpx.Response:
+        def ask(key: str, num_bytes: int = 0) -> httpx.Response:
             body = json.dumps(service.body()).encode() + b" " * num_bytes
             with service.client() as client:
-                return client.post(CHAT, content=body, headers={"authorization": f"Bearer {caller}"})
+                return client.post(CHAT, content=body, headers={"authorization": f"Bearer {key}"})
 
         large = 900_000
         with uploading(service, "a", 1_000_000), uploading(service, "a", 1_000_000):
@@ -171,8 +171,8 @@ def test_media_are_held_until_the_answer_is_there(folder: Path) -> None:
     noise = np.random.default_rng(7).integers(0, 256, (256, 256, 3), dtype=np.uint8)
     data = png(Image.fromarray(noise))
     assert len(data) > 3 * SMALL
-    with served(folder, topology="1EPD", max_body_mb=1, max_held_mb=4) as service, ThreadPoolExecutor(1) as pool:
-        held = service.running.front_door.service.held
+    with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service, ThreadPoolExecutor(1) as pool:
+        held = service.running.frontend.service.held
         service.steps.close()
         asked = pool.submit(service.post, [image_part(data), text_part("?")])
         assert service.steps.entered.wait(10)
@@ -188,7 +188,7 @@ def test_media_are_held_until_the_answer_is_there(folder: Path) -> None:
 @pytest.fixture
 def slow(service: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Prompts that have the word in them take until the event is set."""
-    builder, done = service.running.front_door.service.prompt_builder, threading.Event()
+    builder, done = service.running.frontend.service.prompt_builder, threading.Event()
 
     def slowed(build: Callable[..., Any]) -> Callable[..., Any]:
         def built(prompt: Any, *args: Any, **settings: Any) -> Any:
@@ -204,14 +204,14 @@ def slow(service: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading
 
 
 def test_prompts_that_take_long_to_make_hold_up_nobody_else(service: Served, slow: threading.Event) -> None:
-    def ask(caller: str, content: str) -> httpx.Response:
+    def ask(key: str, content: str) -> httpx.Response:
         with service.client() as client:
-            headers = {"authorization": f"Bearer {caller}"}
+            headers = {"authorization": f"Bearer {key}"}
             return client.post(CHAT, json=service.body(content), headers=headers)
 
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(ask, "slow one", f"slow {number}") for number in range(12)]
-        admission = service.running.front_door.router._admission
+        admission = service.running.frontend.router._admission
         wait_for(lambda: admission._preparing.total() == 12)
         for _ in range(3):
             assert ask("another", "Hello").status_code == 200
@@ -227,7 +227,7 @@ def test_prompts_that_take_long_to_make_hold_up_nobody_else(service: Served, slo
 
 
 def test_nobody_waits_longer_than_it_wants_for_its_texts_to_be_read(service: Served, slow: threading.Event) -> None:
-    """Three that take long, by one caller, whose fourth waits for one of them to end."""
+    """Three that take long, by one client, whose fourth waits for one of them to end."""
     headers = {"authorization": "Bearer slow one", "x-request-timeout": "0.3"}
     asked: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"model": service.model, "prompt": "slow"}),
@@ -246,19 +246,19 @@ def test_nobody_waits_longer_than_it_wants_for_its_texts_to_be_read(service: Ser
 def test_who_makes_a_prompt_has_a_place_in_the_house(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise any number could be fetched and planned side by side."""
     done = threading.Event()
-    with served(folder, topology="1EPD", max_queue=3, max_queue_per_caller=2) as service, ThreadPoolExecutor(3) as pool:
-        builder = service.running.front_door.service.prompt_builder
+    with served(folder, topology="1EPD", max_queue=3, max_queue_per_client=2) as service, ThreadPoolExecutor(3) as pool:
+        builder = service.running.frontend.service.prompt_builder
         build = builder.build
         monkeypatch.setattr(builder, "build", lambda *args, **more: (done.wait(30), build(*args, **more))[1])
-        admission = service.running.front_door.router._admission
+        admission = service.running.frontend.router._admission
 
-        def ask(caller: str) -> httpx.Response:
+        def ask(key: str) -> httpx.Response:
             with service.client() as client:
-                return client.post(CHAT, json=service.body(), headers={"authorization": f"Bearer {caller}"})
+                return client.post(CHAT, json=service.body(), headers={"authorization": f"Bearer {key}"})
 
         asked = []
-        for number, caller in enumerate(("a", "a", "b"), start=1):
-            asked.append(pool.submit(ask, caller))
+        for number, client in enumerate(("a", "a", "b"), start=1):
+            asked.append(pool.submit(ask, client))
             wait_for(lambda number=number: admission._preparing.total() == number)  # type: ignore[misc]
             if number == 2:
                 assert_refused(ask("a"), 429, "rate_limited")

@@ -68,8 +68,8 @@ def test_leaving_while_waiting_in_line_gives_all_back(service: Served) -> None:
     with asking(service, service.body("x" * 3000, stream=True, max_tokens=1000)) as first:
         assert first.recv(10)
         with asking(service, service.body("y" * 3000, max_tokens=1000)):
-            wait_for(lambda: service.running.front_door.router.num_requests == 2)
-        wait_for(lambda: service.running.front_door.router.num_requests == 1, SOON)
+            wait_for(lambda: service.running.frontend.router.num_requests == 2)
+        wait_for(lambda: service.running.frontend.router.num_requests == 1, SOON)
     wait_for(service.everything_is_back, SOON)
 
 
@@ -78,7 +78,7 @@ def test_leaving_half_way_through_the_body(service: Served) -> None:
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
     assert service.text()
-    assert service.running.front_door.router.num_requests == 0
+    assert service.running.frontend.router.num_requests == 0
 
 
 def test_many_that_leave_at_once(service: Served) -> None:
@@ -108,7 +108,7 @@ def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
     """It reads nothing while its answer, larger than all buffers, is made and others are served; then it gets all
     of it, what had to wait in fewer and longer pieces."""
     with served(folder) as service:
-        door = service.running.front_door
+        door = service.running.frontend
         door._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
         body = service.body(stream=True, max_tokens=800)
         with asking(service, body) as slow:
@@ -129,7 +129,7 @@ def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
 
 def test_a_reader_who_takes_nothing_is_given_up(folder: Path) -> None:
     with served(folder, client_timeout=0.5) as service:
-        door = service.running.front_door
+        door = service.running.frontend
         door._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with asking(service, service.body(stream=True, max_tokens=3900)):
             wait_for(lambda: door.router.num_requests == 1)
@@ -215,4 +215,4 @@ def _delta(line: str) -> str:
 
 
 def _times(service: Served) -> list[Any]:
-    return [times for host in service.running.language_hosts() for times in list(host._times.values())]
+    return [times for host in service.running.engine_loops() for times in list(host._times.values())]

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.api.serving import Served, image_part, served
 from tests.parity.cases import picture
-from triptych.encode.loop import EncodeHost
+from triptych.encode.loop import EncodeLoop
 
 FORMATS = {
     "JPEG": {"quality": 80},
@@ -85,7 +85,7 @@ def decoding(folder: Path) -> Iterator[Served]:
 
 def workers(service: Served) -> list[int]:
     hosts = [host for instance in service.running.instances for host in instance.hosts]
-    (host,) = [host for host in hosts if isinstance(host, EncodeHost)]
+    (host,) = [host for host in hosts if isinstance(host, EncodeLoop)]
     return host.preprocessors.pids
 
 

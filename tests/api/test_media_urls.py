@@ -113,7 +113,7 @@ def test_without_leave_nothing_is_fetched(service: Served, pictures: int, url: s
 
 
 def test_a_client_that_leaves_ends_its_fetches(fetching: Served, pictures: int) -> None:
-    slots = fetching.running.front_door._media.web._slots
+    slots = fetching.running.frontend._media.web._slots
     free = slots._value
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=fetching.url, timeout=0.3, trust_env=False) as client:
         part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{pictures}/waits"}}

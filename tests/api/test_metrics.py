@@ -4,7 +4,7 @@ import pytest
 
 from tests.api.scraping import Scrape, scrape
 from tests.api.serving import CHAT, Served, image, image_part, text_part, wait_for
-from triptych.encode.loop import EncodeHost
+from triptych.encode.loop import EncodeLoop
 
 STAGES = {"fetch", "plan", "queue", "preprocess", "encode", "transfer", "prefill", "decode"}
 
@@ -40,10 +40,10 @@ def test_a_request_with_an_image_is_counted_once_in_every_metric_it_belongs_to(s
 
 def test_instances_report_pools_caches_transfers_and_what_they_are_busy_with(service: Served) -> None:
     encoder = next(host for instance in service.running.instances for host in instance.hosts)
-    assert isinstance(encoder, EncodeHost)
+    assert isinstance(encoder, EncodeLoop)
     with service.client() as client:
         wait_for(lambda: scrape(client).total("mm_items_encoded_total") == encoder.num_encoded)
-        (language,) = service.running.language_hosts()
+        (language,) = service.running.engine_loops()
         wait_for(lambda: scrape(client).total("engine_steps_total", engine="pd1") == language.num_steps)
         before = scrape(client)
         service.steps.close()

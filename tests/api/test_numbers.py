@@ -14,7 +14,7 @@ from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.errors import InvalidRequest
 from triptych.messages.codec import BadMessage, decode, encode
-from triptych.messages.work import Generate, Sampling
+from triptych.messages.work import Generate, SamplingParams
 from triptych.types import RequestId
 
 BODIES: dict[type[Strict], dict[str, Any]] = {
@@ -113,7 +113,7 @@ def test_biases_are_bounded(bias: float) -> None:
 
 def generate(**sampling: Any) -> bytes:
     """As an instance would get it from somebody who keeps to no bounds."""
-    message = Generate(RequestId("r"), [1], b"", 0.0, [], Sampling(max_tokens=1), [])
+    message = Generate(RequestId("r"), [1], b"", 0.0, [], SamplingParams(max_tokens=1), [])
     fields = msgspec.msgpack.decode(encode(message))
     fields["sampling"] |= sampling
     return msgspec.msgpack.encode(fields)

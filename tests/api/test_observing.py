@@ -102,9 +102,9 @@ def test_a_line_says_how_a_request_ended_and_where_its_time_went_but_not_what_wa
     assert (said["path"], said["status"], said["error"]) == (CHAT, 200, None)
     assert (said["finish_reasons"], said["generation_tokens"], said["mm_items"]) == (["length"], 8, 1)
     assert 0 < said["ttft_ms"] < said["e2e_ms"]
-    engines = {row["stage"]: row.get("engine", "front door") for row in said["timeline"]}
+    engines = {row["stage"]: row.get("engine", "frontend") for row in said["timeline"]}
     assert engines == {
-        "fetch": "front door", "plan": "front door", "queue": engines["queue"], "preprocess": "e0", "encode": "e0",
+        "fetch": "frontend", "plan": "frontend", "queue": engines["queue"], "preprocess": "e0", "encode": "e0",
         "transfer": engines["transfer"], "prefill": "p1", "decode": "d2",
     }  # fmt: skip
     assert {row.get("engine") for row in said["timeline"] if row["stage"] == "queue"} >= {"e0", "p1", "d2"}
@@ -176,7 +176,7 @@ def test_a_trace_has_a_span_for_what_each_process_did_and_goes_on_from_the_clien
     assert attributes["gen_ai.latency.time_to_first_token"].double_value > 0
     children = [(engine, span) for engine, span in spans() if span is not root]
     assert all(span.parent_span_id == root.span_id for _, span in children)
-    assert {engine for engine, _ in children} == {"front door", "e0", "p1", "d2"}
+    assert {engine for engine, _ in children} == {"frontend", "e0", "p1", "d2"}
     assert {("e0", "encode"), ("p1", "prefill"), ("d2", "decode")} <= {(engine, span.name) for engine, span in children}
     slack = 2_000_000  # ns: an instance's last word comes a moment after its token
     for _, span in children:
@@ -208,7 +208,7 @@ def test_a_request_or_a_window_of_the_log_becomes_a_file_for_perfetto(
     assert {event["args"]["request_id"] for event in spans} == {"first"}
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {(names[event["pid"]], event["name"]) for event in spans} >= {
-        ("front door", "plan"), ("e0", "encode"), ("p1", "prefill"), ("d2", "decode"),
+        ("frontend", "plan"), ("e0", "encode"), ("p1", "prefill"), ("d2", "decode"),
     }  # fmt: skip
     assert all(event["dur"] >= 0 and event["ts"] > 1.7e15 for event in spans), "microseconds since the epoch"
     later = {event["args"]["request_id"] for event in traced("--since", second["time"]) if event["ph"] == "X"}

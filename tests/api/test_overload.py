@@ -12,8 +12,8 @@ from tests.api.serving import CHAT, Served, image, image_part, served, text_part
 from tests.harness import FLOAT32
 
 
-def test_a_caller_with_its_share_is_told_to_slow_down_and_others_are_served(folder: Path) -> None:
-    with served(folder, topology="1EPD", max_queue_per_caller=1) as service, ThreadPoolExecutor(2) as pool:
+def test_a_client_with_its_share_is_told_to_slow_down_and_others_are_served(folder: Path) -> None:
+    with served(folder, topology="1EPD", max_queue_per_client=1) as service, ThreadPoolExecutor(2) as pool:
         service.steps.close()
         first = pool.submit(service.post)
         assert service.steps.entered.wait(10)
@@ -24,7 +24,7 @@ def test_a_caller_with_its_share_is_told_to_slow_down_and_others_are_served(fold
         with service.client() as client:
             headers = {"authorization": "Bearer another"}
             other = pool.submit(client.post, CHAT, json=service.body(), headers=headers)
-            wait_for(lambda: service.running.front_door.router.num_requests == 2)
+            wait_for(lambda: service.running.frontend.router.num_requests == 2)
             service.steps.opened.set()
             assert (first.result(20).status_code, other.result(20).status_code) == (200, 200)
 
@@ -33,7 +33,7 @@ def test_refusals_of_a_full_house_come_at_once(folder: Path) -> None:
     with served(folder, topology="1EPD", max_queue=8) as service, ThreadPoolExecutor(8) as pool:
         service.steps.close()
         waiting = [pool.submit(service.post) for _ in range(8)]
-        wait_for(lambda: service.running.front_door.router.num_requests == 8)
+        wait_for(lambda: service.running.frontend.router.num_requests == 8)
         took = []
         with service.client() as client:
             for _ in range(20):
@@ -88,8 +88,8 @@ def test_a_later_request_of_better_priority_starts_first(folder: Path) -> None:
     engine = replace(FLOAT32, max_num_seqs=1)
     order: list[str] = []
 
-    def ask(service: Served, name: str, priority: int, caller: str) -> None:
-        headers = {"authorization": f"Bearer {caller}"}
+    def ask(service: Served, name: str, priority: int, key: str) -> None:
+        headers = {"authorization": f"Bearer {key}"}
         body = service.body(name, priority=priority, stream=True)
         with service.client() as client, client.stream("POST", CHAT, json=body, headers=headers) as response:
             for _ in response.iter_lines():
@@ -97,13 +97,13 @@ def test_a_later_request_of_better_priority_starts_first(folder: Path) -> None:
                     order.append(name)
 
     with served(folder, topology="1EPD", engine=engine) as service, ThreadPoolExecutor(7) as pool:
-        router = service.running.front_door.router
+        router = service.running.frontend.router
         service.steps.close()
         asked = []
         wanted = [("first", 9, "a"), ("second", 9, "a"), ("third", 9, "a")]  # at the instance, all of them
         wanted += [("later", 2, "a"), ("latest", 2, "b"), ("plain", 0, "a"), ("urgent", 0, "b")]
-        for number, (name, priority, caller) in enumerate(wanted, start=1):
-            asked.append(pool.submit(ask, service, name, priority, caller))
+        for number, (name, priority, client) in enumerate(wanted, start=1):
+            asked.append(pool.submit(ask, service, name, priority, client))
             wait_for(lambda number=number: router.num_requests == number)  # type: ignore[misc]
         assert len(router._admission) == 4
         service.steps.opened.set()
@@ -118,7 +118,7 @@ def test_a_burst_of_long_and_short_answers_keeps_nobody_out_afterwards(folder: P
     """Short ones that waited inside the instance for a slot say nothing of how long a long one takes."""
     engine = replace(FLOAT32, max_num_seqs=8)
     with served(folder, engine=engine, request_timeout=60.0) as service, ThreadPoolExecutor(32) as pool:
-        router = service.running.front_door.router
+        router = service.running.frontend.router
         service.steps.close()
         long = [pool.submit(service.post, max_tokens=200) for _ in range(8)]
         wait_for(lambda: router.num_requests == 8)

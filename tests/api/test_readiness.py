@@ -12,7 +12,7 @@ from tests.api.scraping import scrape
 from tests.api.serving import Served, image, image_part, served, wait_for
 from triptych.api import readiness
 from triptych.api.readiness import Readiness
-from triptych.encode.loop import EncodeHost
+from triptych.encode.loop import EncodeLoop
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def ready(service: Served) -> httpx.Response:
 
 def encoded(service: Served) -> int:
     hosts = [host for instance in service.running.instances for host in instance.hosts]
-    return sum(host.num_encoded for host in hosts if isinstance(host, EncodeHost))
+    return sum(host.num_encoded for host in hosts if isinstance(host, EncodeLoop))
 
 
 def test_one_token_goes_through_all_stages_and_the_answer_is_kept_for_a_while(
@@ -85,9 +85,9 @@ def test_what_clients_requests_have_just_shown_is_not_asked_again(
 
 
 def test_a_crowd_that_asks_at_once_costs_one_request(alone: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    front_door = alone.running.front_door
-    loop = front_door._server.servers[0].get_loop()
-    service = front_door.service
+    frontend = alone.running.frontend
+    loop = frontend._server.servers[0].get_loop()
+    service = frontend.service
     monkeypatch.setattr(Readiness, "_shown_by_clients", lambda _: False)
 
     async def crowd() -> tuple[int, set[str]]:

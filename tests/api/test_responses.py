@@ -246,14 +246,14 @@ def test_thoughts_are_streamed_as_items(thinker: Served) -> None:
     """Through a chat's own fields, which this API lacks, the model can't be made to think; so its items are tested."""
     from triptych.api.chat import Delta
     from triptych.api.response_items import OutputItems
-    from triptych.prompt.tool_calls import Argued, Called, Said
+    from triptych.prompt.tool_calls import TextDelta, ToolCallArguments, ToolCallStart
 
     output = OutputItems()
     deltas = [
         Delta(0, "Hm", [], [], None),
-        Delta(0, ".", [Said("Yes")], [], None),
-        Delta(0, "", [Called(0, "weather"), Argued(0, "{")], [], None),
-        Delta(0, "", [Argued(0, "}"), Said("Done.")], [], "stop"),
+        Delta(0, ".", [TextDelta("Yes")], [], None),
+        Delta(0, "", [ToolCallStart(0, "weather"), ToolCallArguments(0, "{")], [], None),
+        Delta(0, "", [ToolCallArguments(0, "}"), TextDelta("Done.")], [], "stop"),
     ]
     changes = [change for delta in deltas for change in output.add(delta)] + list(output.finish("completed"))
     assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call", "message"]

@@ -34,7 +34,7 @@ def counted(service: Served) -> Scrape:
     """What metrics say once instances have reported that nothing runs."""
     wait_for(service.everything_is_back)
     with service.client() as client:
-        hosts = service.running.language_hosts()
+        hosts = service.running.engine_loops()
         wait_for(lambda: scrape(client).total("engine_steps_total") == sum(host.num_steps for host in hosts))
         return scrape(client)
 

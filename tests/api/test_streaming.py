@@ -49,7 +49,7 @@ def test_characters_of_several_tokens_are_whole(service: Served) -> None:
     deltas = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
     assert "".join(deltas) == wanted
     assert "\ufffd" not in "".join(deltas)
-    assert sum(map(bool, deltas)) > 1, "as they come, several at a time where the front door is late"
+    assert sum(map(bool, deltas)) > 1, "as they come, several at a time where the frontend is late"
     for stop, kept in (("–🙂", "é"), ("🙂é🙂", "é–"), ("é🙂", "é–🙂")):
         assert streamed_text(events(service, service.body(**settings, stop=stop))) == kept
         assert service.text(**settings, stop=stop) == kept

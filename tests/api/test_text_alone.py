@@ -79,7 +79,7 @@ def test_topologies_that_encode_are_refused_at_start(
 
 
 def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
-    """One that joins a front door by itself."""
+    """One that joins a frontend by itself."""
 
     channel = Channel()
     try:
@@ -89,7 +89,7 @@ def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
                 name="e0",
                 role=Role.E,
                 channel=channel,
-                front_door=channel.address,
+                frontend=channel.address,
                 engine=FLOAT32,
                 transfer=TransferConfig(),
                 cluster_host="127.0.0.1",

@@ -17,7 +17,7 @@ from triptych.api.forms import answer_form
 from triptych.api.parsing import parse
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.errors import InvalidRequest
-from triptych.prompt.reasoning import Thought
+from triptych.prompt.reasoning import Reasoning
 
 CITY = {
     "type": "object",
@@ -202,7 +202,7 @@ def test_a_form_has_its_limit() -> None:
     big = tool("x", {"type": "object", "properties": {"a": {"enum": ["y" * 2**18]}}})
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [big], "tool_choice": "required"}
     with pytest.raises(InvalidRequest, match="262144"):
-        answer_form(parse(ChatCompletionRequest, json.dumps(body).encode()), Thought.NONE)
+        answer_form(parse(ChatCompletionRequest, json.dumps(body).encode()), Reasoning.NONE)
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -230,10 +230,10 @@ def test_only_tools_that_the_form_has_are_checked(tool_choice: Any, param: str |
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [strict, BAD]}
     request = parse(ChatCompletionRequest, json.dumps(body | {"tool_choice": tool_choice}).encode())
     if param is None:
-        assert answer_form(request, Thought.NONE) is not None
+        assert answer_form(request, Reasoning.NONE) is not None
         return
     with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
-        answer_form(request, Thought.NONE)
+        answer_form(request, Reasoning.NONE)
     assert caught.value.param == param
 
 

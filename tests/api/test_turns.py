@@ -1,4 +1,4 @@
-"""Long videos take turns on an encoder: with each other, with other callers' and with pictures."""
+"""Long videos take turns on an encoder: with each other, with other clients' and with pictures."""
 
 import struct
 import time
@@ -13,9 +13,9 @@ from tests.api.test_videos import video_part
 from tests.media.clips import clip
 from triptych.encode import loop as encode
 from triptych.encode.jobs import EncodeJob
-from triptych.encode.loop import LONG_ITEMS_AT_A_TIME, EncodeHost
-from triptych.models.base import TowerInput
-from triptych.router.encode_dispatcher import LONG_ITEMS_PER_CALLER
+from triptych.encode.loop import LONG_ITEMS_AT_A_TIME, EncodeLoop
+from triptych.models.base import EncoderInput
+from triptych.router.encode_dispatcher import LONG_ITEMS_PER_CLIENT
 
 TURN_SECONDS = 0.05
 
@@ -37,13 +37,13 @@ class Turns:
 
     def __init__(self, service: Served) -> None:
         hosts = [host for instance in service.running.instances for host in instance.hosts]
-        (self.host,) = [host for host in hosts if isinstance(host, EncodeHost)]
+        (self.host,) = [host for host in hosts if isinstance(host, EncodeLoop)]
         self.log: list[tuple[str, bool, float]] = []
         """Of each turn that is over whose item it was, whether that is long, and how many seconds it took."""
         self._next_parts = self.host._next_parts
         self.host._next_parts = self._noted  # type: ignore[method-assign]
 
-    def _noted(self, job: EncodeJob) -> list[TowerInput]:
+    def _noted(self, job: EncodeJob) -> list[EncoderInput]:
         began = time.monotonic()
         parts = self._next_parts(job)
         self.log.append((job.key, job.long, time.monotonic() - began))
@@ -58,7 +58,7 @@ def test_a_picture_beside_five_long_videos_waits_for_one_turn_at_most(folder: Pa
     with served(folder) as service, ThreadPoolExecutor(8) as pool:
         turns = Turns(service)
         videos = [pool.submit(service.post, [video_part(data), text_part("x")]) for data in long_videos(5)]
-        wait_for(lambda: len(turns.host._jobs) >= LONG_ITEMS_PER_CALLER and len(turns.log) > 3)
+        wait_for(lambda: len(turns.host._jobs) >= LONG_ITEMS_PER_CLIENT and len(turns.log) > 3)
         asked = turns.host.num_asked
         picture = pool.submit(service.post, [image_part(image(seed=77)), text_part("x")])
         wait_for(lambda: turns.host.num_asked > asked)
@@ -77,19 +77,19 @@ def test_anothers_long_video_does_not_wait_for_the_end_of_one_callers(folder: Pa
         turns = Turns(service)
         *crowd, single = long_videos(LONG_ITEMS_AT_A_TIME + 2)
 
-        def ask(data: bytes, caller: str) -> int:
+        def ask(data: bytes, key: str) -> int:
             body: dict[str, Any] = service.body([video_part(data), text_part("x")])
             with service.client() as client:
-                return client.post(CHAT, json=body, headers={"authorization": f"Bearer {caller}"}).status_code
+                return client.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"}).status_code
 
         service.encoder.close()
         answers = [pool.submit(ask, data, "one") for data in crowd]
-        wait_for(lambda: service.running.front_door.router.num_requests == len(crowd))
-        wait_for(lambda: len(turns.host._jobs) == LONG_ITEMS_PER_CALLER)
-        (one,) = {job.caller for job in turns.host._jobs.values()}
+        wait_for(lambda: service.running.frontend.router.num_requests == len(crowd))
+        wait_for(lambda: len(turns.host._jobs) == LONG_ITEMS_PER_CLIENT)
+        (one,) = {job.client for job in turns.host._jobs.values()}
         answers.append(pool.submit(ask, single, "another"))
-        wait_for(lambda: len(turns.host._jobs) == LONG_ITEMS_PER_CALLER + 1)
-        (other,) = [job for job in turns.host._jobs.values() if job.caller != one]
+        wait_for(lambda: len(turns.host._jobs) == LONG_ITEMS_PER_CLIENT + 1)
+        (other,) = [job for job in turns.host._jobs.values() if job.client != one]
         wait_for(lambda: any(key == other.key for key, _, _ in turns.log))
         service.encoder.opened.set()
         assert [answer.result(60) for answer in answers] == [200] * len(answers)

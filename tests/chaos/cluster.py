@@ -1,4 +1,4 @@
-"""A front door and instances, each a process of its own, that tests kill, stop and start again. Not a test."""
+"""A frontend and instances, each a process of its own, that tests kill, stop and start again. Not a test."""
 
 import json
 import os
@@ -145,7 +145,7 @@ class Cluster:
     baseline: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def start(self, name: str) -> Command:
-        arguments: tuple[str, ...] = ("--role", self.roles.get(name, "front-door"), *SETTINGS)
+        arguments: tuple[str, ...] = ("--role", self.roles.get(name, "frontend"), *SETTINGS)
         if name == "door":
             arguments += ("--port", "0", "--control-port", str(self.control), "--request-timeout", str(TIMEOUT))
         else:

@@ -1,4 +1,4 @@
-"""Instances and the front door are killed and stopped while requests are under way: what is asked ends, in the right
+"""Instances and the frontend are killed and stopped while requests are under way: what is asked ends, in the right
 answer or an error with a name; what is left goes on, and holds nothing more than before."""
 
 import os
@@ -119,7 +119,7 @@ def test_standing_still_for_less_than_the_lease_costs_nothing(whole: Cluster) ->
     assert all(whole.is_right(asking) for asking in asked)
 
 
-def test_a_front_door_that_stands_still_loses_nobody(whole: Cluster) -> None:
+def test_a_frontend_that_stands_still_loses_nobody(whole: Cluster) -> None:
     asked = [*reach(whole, "transferring"), whole.ask()]
     whole.parts["door"].send(signal.SIGSTOP)
     time.sleep(1.5 * LEASE)
@@ -134,14 +134,14 @@ def test_a_full_pool_makes_requests_wait_and_nothing_else(whole: Cluster) -> Non
     assert all(whole.is_right(asking) for asking in asked)
 
 
-def test_a_front_door_that_is_killed_and_comes_back_finds_everybody(whole: Cluster) -> None:
+def test_a_frontend_that_is_killed_and_comes_back_finds_everybody(whole: Cluster) -> None:
     asked = reach(whole, "transferring")
     whole.kill("door")
     assert asked[0].result().status == 0
     began = time.monotonic()
     whole.start("door")
     whole.restore()
-    print(f"a front door was whole again after {time.monotonic() - began:.2f} s")
+    print(f"a frontend was whole again after {time.monotonic() - began:.2f} s")
 
 
 @slow

@@ -11,7 +11,7 @@ from tests.checkpoints import make_checkpoint
 from tests.tiny import make_tiny
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags, main, serve
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig, as_flags
+from triptych.config import EngineConfig, FrontendConfig, LeaseConfig, as_flags
 from triptych.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for config in (EngineConfig, FrontDoorConfig, LeaseConfig):
+    for config in (EngineConfig, FrontendConfig, LeaseConfig):
         for item in fields(config):
             monkeypatch.delenv(f"TRIPTYCH_{item.name.upper()}", raising=False)
 
@@ -46,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 def test_defaults(folder: Path) -> None:
     config = flags.serve_config(parsed(folder))
-    assert (config.engine, config.front_door, config.lease) == (EngineConfig(), FrontDoorConfig(), LeaseConfig())
+    assert (config.engine, config.frontend, config.lease) == (EngineConfig(), FrontendConfig(), LeaseConfig())
     assert config.model == folder
     assert flags.model_name(parsed(folder), config) == "tiny"
 
@@ -60,7 +60,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "quantization": "none",
         "kv_cache_dtype": "bfloat16",
         "tensor_parallel_size": "P=2,D=1",
-        "kv_memory": "1GiB",
+        "kv_cache_memory": "1GiB",
         "limit_mm_per_prompt": "image=3",
         "cpus": "0-1",
         "host": "::1",
@@ -75,7 +75,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "allowed_headers": "a, b",
         "allowed_local_media_path": "/srv/media",
     }
-    for config in (EngineConfig, FrontDoorConfig, LeaseConfig):
+    for config in (EngineConfig, FrontendConfig, LeaseConfig):
         for item in fields(config):
             if item.name in ("lease_expiry", "ssl_certfile", "ssl_keyfile"):
                 continue  # no shorter than the heartbeat: below; and not one without the other
@@ -126,14 +126,14 @@ def test_settings_survive_the_way_to_a_child(folder: Path) -> None:
         (["--dtype", "int3"], "--dtype int3 is not one of auto, float32"),
         (["--heartbeat", "20"], "--heartbeat 20.0 must be shorter"),
         (["--max-model-len", "999", "--kv-cache-tokens", "99"], "doesn't fit in --kv-cache-tokens 99"),
-        (["--kv-memory", "lots"], "--kv-memory 'lots' is neither"),
+        (["--kv-cache-memory", "lots"], "--kv-cache-memory 'lots' is neither"),
         (["--topology", "1E"], "no instance that decodes"),
         (["--topology", "1E1D"], "no instance that prefills"),
         (["--topology", "1E1X"], "not a row of counts and roles"),
         (["--topology", "0E1PD"], "zero instances"),
         (["--topology", "99E1PD"], "more than"),
         (["--topology", "1E1DP"], "'DP' is not a role"),
-        (["--role", "X"], "--role X is not one of E, P, D, EP, PD, EPD, front-door"),
+        (["--role", "X"], "--role X is not one of E, P, D, EP, PD, EPD, frontend"),
         (["--role", "E"], "--role E needs --join HOST:PORT"),
         (["--role", "E", "--join", "nowhere"], "--join 'nowhere' is not HOST:PORT"),
         (["--role", "E", "--join", "tcp://127.0.0.1:1"], "is not HOST:PORT"),
@@ -214,10 +214,10 @@ class TestFile:
         monkeypatch.setenv("TRIPTYCH_MAX_QUEUE", "20")
         monkeypatch.setenv("TRIPTYCH_REQUEST_TIMEOUT", "30")
         config = flags.serve_config(parsed(folder, "--config", path, "--request-timeout", "300"))
-        assert (config.engine.max_num_seqs, config.front_door.max_queue) == (1, 20)
-        assert (config.front_door.request_timeout, config.engine.kv_memory) == (300.0, "4GiB")
+        assert (config.engine.max_num_seqs, config.frontend.max_queue) == (1, 20)
+        assert (config.frontend.request_timeout, config.engine.kv_cache_memory) == (300.0, "4GiB")
         assert config.engine.enable_prefix_caching is False
-        assert config.front_door.allowed_media_domains == ("a.org", "b.org")
+        assert config.frontend.allowed_media_domains == ("a.org", "b.org")
         assert config.lease.drain_timeout == 5.5
         assert config.engine.page_size == EngineConfig().page_size
 

@@ -45,7 +45,7 @@ def answer(message: Message) -> Message:
 
 
 @contextmanager
-def front_door(secret: bytes | None = None) -> Iterator[tuple[str, list[Message]]]:
+def frontend(secret: bytes | None = None) -> Iterator[tuple[str, list[Message]]]:
     """Its control address, and what it has been asked; the answers are above."""
     channel, asked, over = Channel(secret=secret), list[Message](), threading.Event()
 
@@ -104,7 +104,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_it_shows_who_is_there(status: Callable[..., tuple[int, str, str]]) -> None:
-    with front_door() as (control, _):
+    with frontend() as (control, _):
         code, text, _ = status("--control", control)
         assert code == 0
         assert text.startswith("ready, 3 requests")
@@ -117,7 +117,7 @@ def test_it_shows_who_is_there(status: Callable[..., tuple[int, str, str]]) -> N
 
 def test_changes_are_asked_for_one_by_one_until_one_is_refused(status: Callable[..., tuple[int, str, str]]) -> None:
     changes = ("--set-role", "pd0=p", "--set-role", "a=b=D", "--drain-timeout", "7")
-    with front_door() as (control, asked):
+    with frontend() as (control, asked):
         code, text, errors = status("--control", control, *changes)
         assert (code, text) == (1, "")
         assert errors == "triptych: pd0 does not become P: it would hurt\n"
@@ -136,11 +136,11 @@ def test_only_who_has_the_secret_is_heard(
         files[name].write_bytes(secret)
         files[name].chmod(0o600)
     change = ("--set-role", "pd0=P", "--force", "--drain-timeout", "0.1")
-    with front_door(SECRET) as (control, asked):
+    with frontend(SECRET) as (control, asked):
         for trust in ([], ["--cluster-secret-file", str(files["wrong"])]):
             code, _, errors = status("--control", control, *change, *trust)
             assert code == 1
-            assert "no answer from the front door" in errors
+            assert "no answer from the frontend" in errors
         assert asked == []
         monkeypatch.undo()
         assert status("--control", control, *change, "--cluster-secret-file", str(files["right"]))[0] == 0

@@ -16,7 +16,7 @@ CABLE = "cable0"
 
 
 @dataclass(frozen=True)
-class Host:
+class StageLoop:
     """A namespace and the address that the other one reaches it at."""
 
     namespace: str
@@ -39,10 +39,10 @@ class Host:
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
+def two_hosts() -> Iterator[tuple[StageLoop, StageLoop]]:
     """Skips the test where namespaces can't be made."""
     run = secrets.token_hex(4)
-    one, other = (Host(f"triptych-{run}-{number}", address) for number, address in enumerate(ADDRESSES))
+    one, other = (StageLoop(f"triptych-{run}-{number}", address) for number, address in enumerate(ADDRESSES))
     with ExitStack() as stack:
         try:
             for host in (one, other):

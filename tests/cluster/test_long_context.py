@@ -11,7 +11,7 @@ from tests.checkpoints import DENSE, make_checkpoint
 from tests.cluster.processes import Command, triptych
 
 CONTEXT = 32768
-SMALL = ("--port", "0", "--kv-memory", "1MiB")
+SMALL = ("--port", "0", "--kv-cache-memory", "1MiB")
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 
 
@@ -53,9 +53,12 @@ def test_a_prompt_of_32k_tokens_takes_the_memory_that_was_foretold(tmp_path: Pat
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (["--max-model-len", "4096", "--kv-memory", "1MiB"], ["--max-model-len 4096", "--kv-memory 1MiB", "2,048"]),
-        (["--kv-memory", "900TiB", "--max-num-seqs", "1000000000"], ["--kv-memory 900TiB", "are free"]),
-        (["--kv-memory", "1KB"], ["--kv-memory 1KB", "a page of 16"]),
+        (
+            ["--max-model-len", "4096", "--kv-cache-memory", "1MiB"],
+            ["--max-model-len 4096", "--kv-cache-memory 1MiB", "2,048"],
+        ),
+        (["--kv-cache-memory", "900TiB", "--max-num-seqs", "1000000000"], ["--kv-cache-memory 900TiB", "are free"]),
+        (["--kv-cache-memory", "1KB"], ["--kv-cache-memory 1KB", "a page of 16"]),
     ],
 )
 def test_a_kv_cache_that_does_not_fit_is_refused_at_start(folder: Path, settings: list[str], named: list[str]) -> None:

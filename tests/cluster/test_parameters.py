@@ -1,4 +1,4 @@
-"""What each role holds in memory, from the running instances' own objects; and what the front door imports."""
+"""What each role holds in memory, from the running instances' own objects; and what the frontend imports."""
 
 import asyncio
 import gc
@@ -113,7 +113,7 @@ def _holds(weights: list[torch.Tensor], checkpoint: Checkpoint, *, tower: bool) 
     return any(tuple(w.flatten()[:8].half().tolist()) in known for w in weights if w.dim() > 1)
 
 
-def test_the_front_door_imports_neither_torch_nor_transformers() -> None:
+def test_the_frontend_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, triptych.cli, triptych.server.frontend, triptych.cluster.service;"
         "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"

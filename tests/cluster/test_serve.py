@@ -42,7 +42,7 @@ def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
         assert command.wait_for_line(r"^\[e0\] .*loaded the towers")
         assert command.wait_for_line(r"^\[pd0\] .*loaded the decoder")
         assert picture_answer(url, "tiny")
-        assert "libtorch" not in Path(f"/proc/{command.process.pid}/maps").read_text(), "the front door has no torch"
+        assert "libtorch" not in Path(f"/proc/{command.process.pid}/maps").read_text(), "the frontend has no torch"
         assert "libtorch" in Path(f"/proc/{command.child('e0').pid}/maps").read_text()
         with httpx.Client(base_url=url, trust_env=False) as idle, stream_of(url, "tiny", 1000) as lines:
             wait_for(lambda: idle.get("/ready").status_code == 200, 10, command)
@@ -91,7 +91,7 @@ def test_children_end_with_a_supervisor_that_is_killed(folder: Path) -> None:
 
 def test_instances_join_one_by_one(folder: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", tied=False)
-    with triptych("serve", folder, *FAST, "--role", "front-door") as door:
+    with triptych("serve", folder, *FAST, "--role", "frontend") as door:
         url = door.wait_until_ready()
         assert door.descendants == []
         assert httpx.get(f"{url}/ready", trust_env=False).status_code == 503

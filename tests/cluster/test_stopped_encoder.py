@@ -42,7 +42,7 @@ class Service:
         return Asking(self.url, [text_part("Look."), image_part(image(128, 96, picture)), text_part(question)])
 
     def have_come(self) -> bool:
-        """Whether the front door has taken all requests with pictures."""
+        """Whether the frontend has taken all requests with pictures."""
         with httpx.Client(base_url=self.url, trust_env=False) as client:
             return scrape(client).total("mm_items_total") == self.pictures
 

@@ -1,4 +1,4 @@
-"""An encode instance on one host, front door and language instance on another: real processes in network namespaces."""
+"""An encode instance on one host, frontend and language instance on another: real processes in network namespaces."""
 
 import json
 import secrets
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.serving import image, image_part, served, text_part
-from tests.cluster.namespaces import Host, two_hosts
+from tests.cluster.namespaces import StageLoop, two_hosts
 from tests.cluster.processes import Command, triptych
 from triptych.transfer.fabrics.opening import _installed
 
@@ -28,7 +28,7 @@ ROW_BYTES = 64 * (64 + 2 * 64) * 4
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
+def hosts() -> Iterator[tuple[StageLoop, StageLoop]]:
     with two_hosts() as both:
         yield both
 
@@ -46,23 +46,23 @@ def secret_in(path: Path) -> str:
     return str(path)
 
 
-def ask(host: Host, url: str) -> str:
+def ask(host: StageLoop, url: str) -> str:
     reply = json.loads(host.run([sys.executable, "-c", ASK, url], stdin=json.dumps(BODY)))
     return str(reply["choices"][0]["message"]["content"])
 
 
 @pytest.mark.parametrize("fabric", ["nixl", "mooncake", "auto"])
 def test_rows_travel_from_host_to_host(
-    fabric: str, hosts: tuple[Host, Host], folder: Path, tmp_path: Path, answer: str
+    fabric: str, hosts: tuple[StageLoop, StageLoop], folder: Path, tmp_path: Path, answer: str
 ) -> None:
     if not any(map(_installed, [fabric] if fabric != "auto" else ["nixl", "mooncake"])):
         pytest.skip(f"nothing for --fabric {fabric} is installed: pip install 'triptych[nixl,mooncake]'")
     here, there = hosts
     secret = ("--cluster-secret-file", secret_in(tmp_path / "secret"))
-    door_flags = ("--role", "front-door", "--port", "0", "--control-port", "8001", *secret)
+    door_flags = ("--role", "frontend", "--port", "0", "--control-port", "8001", *secret)
     join = (*FAST, *secret, "--fabric", fabric, "--join", f"{here.address}:8001")
 
-    def serve(host: Host, *flags: str) -> AbstractContextManager[Command]:
+    def serve(host: StageLoop, *flags: str) -> AbstractContextManager[Command]:
         return triptych("serve", folder, *flags, "--cluster-host", host.address, prefix=host.prefix)
 
     with (
@@ -80,7 +80,7 @@ def test_rows_travel_from_host_to_host(
 
 def test_who_has_not_the_secret_is_not_let_in_and_says_what_may_be_wrong(folder: Path, tmp_path: Path) -> None:
     ours, theirs = (("--cluster-secret-file", secret_in(tmp_path / name)) for name in ("ours", "theirs"))
-    with triptych("serve", folder, "--role", "front-door", "--port", "0", *ours) as door:
+    with triptych("serve", folder, "--role", "frontend", "--port", "0", *ours) as door:
         door.wait_until_ready()
         address = door.wait_for_line(r"--join (\S+)")[1]
         join = ("serve", folder, *FAST, "--role", "E", "--join", address, "--start-timeout", "1")
@@ -88,7 +88,7 @@ def test_who_has_not_the_secret_is_not_let_in_and_says_what_may_be_wrong(folder:
             for command in (stranger, innocent):
                 assert command.end(60) == 1, command.text
                 assert command.errors[-1] == (
-                    f"triptych: no answer from the front door at tcp://{address}: is it there, and has it the same "
+                    f"triptych: no answer from the frontend at tcp://{address}: is it there, and has it the same "
                     "--cluster-secret-file?"
                 )
                 assert "Traceback" not in command.text

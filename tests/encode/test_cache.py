@@ -1,6 +1,6 @@
 import numpy as np
 
-from triptych.encode.cache import RowCache, Rows
+from triptych.encode.cache import EncoderCache, Rows
 
 
 def rows(size: int) -> Rows:
@@ -8,7 +8,7 @@ def rows(size: int) -> Rows:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    cache = RowCache(30)
+    cache = EncoderCache(30)
     for key in "abc":
         cache.put(key, rows(1))
     assert cache.get("a") is not None
@@ -18,7 +18,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_a_big_entry_pushes_out_as_many_as_it_needs() -> None:
-    cache = RowCache(30)
+    cache = EncoderCache(30)
     for key in "abc":
         cache.put(key, rows(1))
     cache.put("big", rows(2))
@@ -27,7 +27,7 @@ def test_a_big_entry_pushes_out_as_many_as_it_needs() -> None:
 
 
 def test_one_that_exceeds_the_limit_alone_pushes_out_nothing() -> None:
-    cache = RowCache(30)
+    cache = EncoderCache(30)
     cache.put("a", rows(1))
     cache.put("huge", rows(4))
     assert cache.get("huge") is None
@@ -35,7 +35,7 @@ def test_one_that_exceeds_the_limit_alone_pushes_out_nothing() -> None:
 
 
 def test_putting_again_counts_once() -> None:
-    cache = RowCache(30)
+    cache = EncoderCache(30)
     first = rows(1)
     cache.put("a", first)
     cache.put("a", rows(1))
@@ -44,14 +44,14 @@ def test_putting_again_counts_once() -> None:
 
 
 def test_a_limit_of_zero_keeps_nothing() -> None:
-    cache = RowCache(0)
+    cache = EncoderCache(0)
     cache.put("a", rows(1))
     assert cache.get("a") is None
     assert cache.num_bytes == 0
 
 
 def test_an_item_is_here_while_all_its_parts_are() -> None:
-    cache = RowCache(30)
+    cache = EncoderCache(30)
     parts = {name: rows(1) for name in "abc"}
     for name, one in parts.items():
         cache.put(name, one)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue, PreprocessTurns
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 from triptych.types import ImageHeader, ItemPlan
 
 PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)
@@ -14,7 +14,7 @@ def job() -> EncodeJob:
 
 
 def part(patches: int, *jobs: EncodeJob) -> EncodePart:
-    made = TowerInput(np.zeros((patches, 1), dtype=np.float32), (1, 1, patches), "name")
+    made = EncoderInput(np.zeros((patches, 1), dtype=np.float32), (1, 1, patches), "name")
     return EncodePart(made, [(one, 0) for one in jobs or (job(),)])
 
 
@@ -50,8 +50,8 @@ def test_a_discarded_job_is_in_no_batch() -> None:
     assert len(queue) == 0
 
 
-def long_job(caller: str = "") -> EncodeJob:
-    return EncodeJob("long", PLAN, iter(()), received=0.0, caller=caller, long=True)
+def long_job(client: str = "") -> EncodeJob:
+    return EncodeJob("long", PLAN, iter(()), received=0.0, client=client, long=True)
 
 
 def test_a_short_items_part_goes_before_those_of_long_ones_that_wait() -> None:
@@ -141,8 +141,8 @@ def test_whatever_comes_and_goes_every_item_has_its_turns(data: st.DataObject) -
     for _ in range(data.draw(st.integers(1, 60))):
         step = data.draw(st.sampled_from(["long", "short", "next", "next", "end", "remove"]))
         if step in ("long", "short"):
-            caller = data.draw(st.sampled_from("abc"))
-            new = EncodeJob("key", PLAN, iter(()), received=0.0, caller=caller, long=step == "long")
+            client = data.draw(st.sampled_from("abc"))
+            new = EncodeJob("key", PLAN, iter(()), received=0.0, client=client, long=step == "long")
             left[new] = data.draw(st.integers(1, 4)) if new.long else 1
             turns.add(new)
         elif step == "next":

@@ -7,12 +7,12 @@ import torch
 
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_rows import CacheRows
-from triptych.engine.kv_sink import OutgoingKV
+from triptych.engine.kv_sink import KVSink
 from triptych.errors import BlockError, TransferError
 from triptych.layers.attention.base import KVTensors
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, End, Offer, RowKind, RowLayout
-from triptych.messages.work import Generate, Prefill, Sampling
+from triptych.messages.work import Generate, Prefill, SamplingParams
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.sender import Sender
 from triptych.types import Address, RequestId, TransferId
@@ -38,16 +38,16 @@ class Chunk:
     length: int
 
 
-class Desk:
+class RouterHarness:
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.sender = Sender({"local": LocalFabric()}, P, lambda _, message: self.sent.append(message))
         self.pool = PagePool(8, 4)
         cache = KVTensors.within(torch.zeros(2, 2, 8, 4, 1, 8), slice(None))
-        self.outgoing = OutgoingKV(self.sender, CacheRows(cache), self.pool, LAYOUT)
+        self.outgoing = KVSink(self.sender, CacheRows(cache), self.pool, LAYOUT)
 
     def expect(self, transfer: str) -> None:
-        generate = Generate(REQUEST, [1] * 8, b"", 0, [], Sampling(max_tokens=4), [])
+        generate = Generate(REQUEST, [1] * 8, b"", 0, [], SamplingParams(max_tokens=4), [])
         self.outgoing.expect(Prefill(generate, [], D, TransferId(transfer), 0), 8)
 
     def start(self) -> None:
@@ -58,12 +58,12 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def desk() -> RouterHarness:
+    return RouterHarness()
 
 
 def test_a_prefill_that_is_asked_for_anew_is_wanted_though_the_former_was_given_up_in_the_same_moment(
-    desk: Desk,
+    desk: RouterHarness,
 ) -> None:
     desk.expect("t1")
     desk.start()
@@ -75,7 +75,7 @@ def test_a_prefill_that_is_asked_for_anew_is_wanted_though_the_former_was_given_
     assert [message.transfer for message in desk.sent if isinstance(message, Offer)] == ["t1", "t2"]
 
 
-def test_kv_that_its_consumer_gives_up_is_unwanted(desk: Desk) -> None:
+def test_kv_that_its_consumer_gives_up_is_unwanted(desk: RouterHarness) -> None:
     desk.expect("t1")
     desk.start()
     desk.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
@@ -84,7 +84,7 @@ def test_kv_that_its_consumer_gives_up_is_unwanted(desk: Desk) -> None:
     desk.pool.check_all_free()
 
 
-def test_a_name_that_is_taken_ends_its_request_and_nothing_else(desk: Desk) -> None:
+def test_a_name_that_is_taken_ends_its_request_and_nothing_else(desk: RouterHarness) -> None:
     desk.expect("t1")
     desk.sender.offer(TransferId("t1"), D, 3, LAYOUT)
     desk.start()
@@ -93,19 +93,19 @@ def test_a_name_that_is_taken_ends_its_request_and_nothing_else(desk: Desk) -> N
     desk.pool.check_all_free()
 
 
-def test_a_transfer_is_expected_once(desk: Desk) -> None:
+def test_a_transfer_is_expected_once(desk: RouterHarness) -> None:
     desk.expect("t1")
     with pytest.raises(TransferError, match="under way already"):
         desk.expect("t1")
 
 
-def test_what_was_to_go_to_an_instance_is_known(desk: Desk) -> None:
+def test_what_was_to_go_to_an_instance_is_known(desk: RouterHarness) -> None:
     desk.expect("t1")
     assert desk.outgoing.of_consumer(D) == [REQUEST]
     assert desk.outgoing.of_consumer(P) == []
 
 
-def test_pages_that_nothing_is_sent_from_are_missed(desk: Desk) -> None:
+def test_pages_that_nothing_is_sent_from_are_missed(desk: RouterHarness) -> None:
     desk.expect("t1")
     desk.start()
     desk.outgoing.check_idle()

@@ -7,14 +7,14 @@ from triptych.engine.prompt_logprobs import asked_of, joined, score
 from triptych.engine.runner import num_largest
 from triptych.engine.scheduler import Chunk
 from triptych.errors import NonFiniteLogits
-from triptych.messages.work import Sampling
+from triptych.messages.work import SamplingParams
 
 VOCABULARY = 11
 
 
 def test_rows_are_those_of_the_chunks_that_ask() -> None:
     """Beside others that sample, or neither ask nor sample."""
-    plain, asking = Sampling(max_tokens=4), Sampling(max_tokens=4, prompt_logprobs=2)
+    plain, asking = SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, prompt_logprobs=2)
     chunks = [
         Chunk(sequence("0", [1, 2, 3], plain), 0, 3),  # samples
         Chunk(sequence("1", [4, 5, 6, 7], asking), 0, 2),  # tells of 5 and 6
@@ -35,8 +35,8 @@ def test_scores_by_definition() -> None:
     logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(1))
     logits[4, 3:6] = logits[4].max() + 1  # three that are equally likely
     chunks = [
-        Chunk(sequence("0", [4, 5, 6, 7, 8], Sampling(max_tokens=1, prompt_logprobs=3)), 1, 3),
-        Chunk(sequence("1", [1, 4, 9], Sampling(max_tokens=1, prompt_logprobs=0)), 0, 2),
+        Chunk(sequence("0", [4, 5, 6, 7, 8], SamplingParams(max_tokens=1, prompt_logprobs=3)), 1, 3),
+        Chunk(sequence("1", [1, 4, 9], SamplingParams(max_tokens=1, prompt_logprobs=0)), 0, 2),
     ]
     asked = asked_of(chunks)
     parts = score(logits, asked)
@@ -56,7 +56,7 @@ def test_scores_by_definition() -> None:
 
 def test_the_parts_of_a_prompt_are_joined_in_order() -> None:
     logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(2))
-    whole = sequence("0", [1, 2, 3, 4, 5], Sampling(max_tokens=1, prompt_logprobs=2))
+    whole = sequence("0", [1, 2, 3, 4, 5], SamplingParams(max_tokens=1, prompt_logprobs=2))
     first, second = Chunk(whole, 0, 3), Chunk(whole, 3, 2)
     parts = [*score(logits[:3], asked_of([first])), *score(logits[3:], asked_of([second]))]
     assert joined(parts) == score(logits, asked_of([Chunk(whole, 0, 5)]))[0]
@@ -67,7 +67,8 @@ def test_the_parts_of_a_prompt_are_joined_in_order() -> None:
 def test_logits_that_are_not_finite_fail_their_prompt_alone(value: float) -> None:
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
     chunks = [
-        Chunk(sequence(str(n), [1, 4, 9], Sampling(max_tokens=1, prompt_logprobs=2)), 0, 2 + (n == 1)) for n in range(2)
+        Chunk(sequence(str(n), [1, 4, 9], SamplingParams(max_tokens=1, prompt_logprobs=2)), 0, 2 + (n == 1))
+        for n in range(2)
     ]
     expected = score(logits, asked_of(chunks))
     logits[1, 2] = value

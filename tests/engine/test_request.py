@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from triptych.engine.request import Sequence
-from triptych.messages.work import Sampling
+from triptych.messages.work import SamplingParams
 from triptych.types import RequestId
 
 
@@ -13,7 +13,7 @@ def sequence(**sampling: object) -> Sequence:
         positions=np.array([[0, 1, 1], [0, 1, 2], [0, 1, 3]]),
         next_position=4,
         items=[],
-        sampling=Sampling(**({"max_tokens": 3} | sampling)),
+        sampling=SamplingParams(**({"max_tokens": 3} | sampling)),
         eos_token_ids=frozenset({99}),
     )
 

@@ -10,37 +10,39 @@ from hypothesis import strategies as st
 from triptych.engine import sampler
 from triptych.engine import sampling_batch as draws_module
 from triptych.engine.history import History
-from triptych.engine.sampler import Draw, Drawn, uniform
+from triptych.engine.sampler import SampledToken, SamplingInput, uniform
 from triptych.engine.sampling_batch import Plan, num_candidates
 from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
-from triptych.messages.work import GrammarSpec, Sampling
+from triptych.messages.work import GrammarSpec, SamplingParams
 
 
-def sampling(**settings: Any) -> Sampling:
-    return Sampling(**({"max_tokens": 9, "temperature": 1.0} | settings))
+def sampling(**settings: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 9, "temperature": 1.0} | settings))
 
 
-def draw(one: Sampling, index: int, prompt: tuple[int, ...] = (), output: tuple[int, ...] | None = None) -> Draw:
+def draw(
+    one: SamplingParams, index: int, prompt: tuple[int, ...] = (), output: tuple[int, ...] | None = None
+) -> SamplingInput:
     """The draw of a request that has generated ``output``, or ``index`` tokens whatever they are."""
     generated = (0,) * index if output is None else output
-    return Draw(one, History([*prompt, *generated], len(prompt)), frozenset({0}))
+    return SamplingInput(one, History([*prompt, *generated], len(prompt)), frozenset({0}))
 
 
-def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
+def sample(logits: torch.Tensor, draws: list[SamplingInput]) -> list[int]:
     return [drawn.token for drawn in good(sampler.sample(logits, draws))]
 
 
-def good(rows: list[Drawn | TriptychError]) -> list[Drawn]:
-    drawn = [row for row in rows if isinstance(row, Drawn)]
+def good(rows: list[SampledToken | TriptychError]) -> list[SampledToken]:
+    drawn = [row for row in rows if isinstance(row, SampledToken)]
     assert drawn == rows
     return drawn
 
 
-def adjust(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+def adjust(logits: torch.Tensor, draws: list[SamplingInput]) -> torch.Tensor:
     return sampler._adjusted(logits, Plan(draws, logits.shape[1], logits.device))
 
 
-def kept_by_definition(logits: np.ndarray, one: Sampling) -> dict[int, float]:
+def kept_by_definition(logits: np.ndarray, one: SamplingParams) -> dict[int, float]:
     """Token → probability, after temperature, min-p, top-k and top-p, written the long way."""
     scaled = logits.astype(np.float64) / one.temperature
     if not one.top_k and one.top_p == 1 and not one.min_p:
@@ -229,7 +231,7 @@ def test_logprobs_are_the_models_own() -> None:
     assert biased.logprob == pytest.approx(expected[0, 7].item(), abs=1e-5)
     assert [token for token, _ in biased.top] == expected[0].topk(3).indices.tolist()
     assert [value for _, value in biased.top] == pytest.approx(expected[0].topk(3).values.tolist(), abs=1e-5)
-    assert silent == Drawn(silent.token)
+    assert silent == SampledToken(silent.token)
     assert (greedy.logprob, greedy.top) == (pytest.approx(expected[2].max().item(), abs=1e-5), ())
 
 
@@ -311,7 +313,7 @@ def test_a_row_whose_tokens_are_all_banned_fails_alone(way: dict[str, Any]) -> N
     torch.manual_seed(0)
     logits = 3 * torch.randn(2, 5)
     banned = draw(sampling(**way, min_tokens=2), 1)
-    banned = Draw(banned.sampling, banned.history, frozenset(range(5)))
+    banned = SamplingInput(banned.sampling, banned.history, frozenset(range(5)))
     free = draw(sampling(**way), 1)
     undrawn, drawn = sampler.sample(logits, [banned, free])
     assert isinstance(undrawn, NoTokenAllowed)
@@ -323,5 +325,5 @@ def test_a_mask_does_not_hide_what_log_probabilities_would_tell(hidden: float) -
     logits = torch.randn(1, 5)
     logits[0, 3] = hidden
     banned = draw(sampling(temperature=0.0, min_tokens=2, logprobs=1), 1)
-    [undrawn] = sampler.sample(logits, [Draw(banned.sampling, banned.history, frozenset({3}))])
+    [undrawn] = sampler.sample(logits, [SamplingInput(banned.sampling, banned.history, frozenset({3}))])
     assert isinstance(undrawn, NonFiniteLogits)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Sequence
 from triptych.engine.scheduler import MAX_SCORED, Scheduler, Step
-from triptych.messages.work import PlacedItem, Sampling
+from triptych.messages.work import PlacedItem, SamplingParams
 from triptych.types import Placement, RequestId, Span
 
 
@@ -18,7 +18,7 @@ def sequence(name: str, prompt: int, max_tokens: int, first_token: int = 1) -> S
         positions=np.zeros((3, prompt), dtype=np.int64),
         next_position=prompt,
         items=[],
-        sampling=Sampling(max_tokens=max_tokens),
+        sampling=SamplingParams(max_tokens=max_tokens),
         eos_token_ids=frozenset(),
     )
 
@@ -251,7 +251,7 @@ def test_one_that_waits_with_its_prefix_gives_it_up_to_those_before_it() -> None
 
 def scoring(name: str, prompt: int) -> Sequence:
     one = sequence(name, prompt, 1)
-    one.sampling = Sampling(max_tokens=1, prompt_logprobs=0)
+    one.sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
     return one
 
 

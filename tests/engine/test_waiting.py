@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Sequence
 from triptych.engine.scheduler import MAX_PASSED, Scheduler, Step
-from triptych.messages.work import PlacedItem, Sampling
+from triptych.messages.work import PlacedItem, SamplingParams
 from triptych.types import Placement, RequestId, Span
 
 ROLES = {"PD": (True, True), "P": (True, False), "D": (False, True)}
@@ -30,7 +30,7 @@ def sequence(name: str, prompt: int, max_tokens: int = 1, *, media: int = 0, rol
         positions=np.zeros((3, prompt), dtype=np.int64),
         next_position=prompt,
         items=[PlacedItem(name, placement, media)] if placement else [],
-        sampling=Sampling(max_tokens=max_tokens),
+        sampling=SamplingParams(max_tokens=max_tokens),
         eos_token_ids=frozenset(),
         prefilled_here=prefilled_here,
         decoded_here=decoded_here,

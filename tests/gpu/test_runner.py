@@ -17,12 +17,14 @@ from triptych.engine.runner import Runner
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import AfterLayer, Decoder, ForwardBatch
 from triptych.layers.linear import CUDA_FORMATS, WEIGHT_FORMATS, WeightFormat
-from triptych.messages.work import Sampling
+from triptych.messages.work import SamplingParams
 
 CPU = torch.device("cpu")
 POOL = 11
 LENGTHS = [7, 13, 1, 9, 20, 5, 2]
-SAMPLINGS = [Sampling(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))]
+SAMPLINGS = [
+    SamplingParams(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))
+]
 
 
 def load(folder: Path, weights: WeightFormat, device: torch.device) -> Decoder:
@@ -78,7 +80,7 @@ def test_a_replayed_step_has_the_logits_of_a_launched_one(
         graphs = record_graphs(decoder, cache, 5, 64) if with_graphs else None
         runner = _Keeping(GpuForward(decoder, gpu, graphs), cache, PAGE_SIZE, gpu)
         # greedy and of one length, so that both make the same steps as long as their logits are about the same
-        greedy = [Sampling(max_tokens=4, temperature=0, logit_bias={3: 1000.0})] * 3
+        greedy = [SamplingParams(max_tokens=4, temperature=0, logit_bias={3: 1000.0})] * 3
         Generating(runner, decoder, POOL).answers(prompts(decoder.config.vocab_size, [5, 3, 4]), greedy)
         logits[with_graphs] = runner.kept
     assert len(logits[True]) == len(logits[False])

@@ -5,9 +5,9 @@ import torch
 
 from triptych.engine import sampler
 from triptych.engine.history import History
-from triptych.engine.sampler import Draw
+from triptych.engine.sampler import SamplingInput
 from triptych.layers.pinned import to_host
-from triptych.messages.work import Sampling
+from triptych.messages.work import SamplingParams
 
 VOCABULARY = 151_936
 LIMITS = [
@@ -22,10 +22,10 @@ LIMITS = [
 ]
 
 
-def draws() -> list[Draw]:
+def draws() -> list[SamplingInput]:
     return [
-        Draw(
-            Sampling(**({"max_tokens": 9, "temperature": 1.0, "seed": row} | LIMITS[row % 8])),
+        SamplingInput(
+            SamplingParams(**({"max_tokens": 9, "temperature": 1.0, "seed": row} | LIMITS[row % 8])),
             History([5, 6, 7], 1),
             frozenset(),
         )

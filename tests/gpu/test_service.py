@@ -30,7 +30,7 @@ def test_tokens(checkpoint_folder: Callable[..., Path], topology: str, cuda_grap
 
 
 def test_a_cache_from_the_gpus_memory(checkpoint_folder: Callable[..., Path]) -> None:
-    engine = EngineConfig(device="cuda", dtype="bfloat16", kv_memory="64MiB")
+    engine = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_memory="64MiB")
 
     async def answers() -> list[list[int]]:
         async with running(checkpoint_folder(), "1E1PD", engine) as service:

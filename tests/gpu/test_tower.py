@@ -20,9 +20,9 @@ def test_rows(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: 
     build = pytest.importorskip("triptych.server.build", reason="an instance's libraries aren't all installed")
     folder = checkpoint_folder()
     family, checkpoint = load_family(folder), Checkpoint(folder)
-    expected = family.load_tower(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu")).encode(IMAGES)
+    expected = family.load_encoder(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu")).encode(IMAGES)
     activations = CUDA_FORMATS[dtype].activations
-    encoder = build.TowerEncoder(family.load_tower(checkpoint, CUDA_FORMATS[dtype], gpu), activations)
+    encoder = build.EncoderRunner(family.load_encoder(checkpoint, CUDA_FORMATS[dtype], gpu), activations)
     for found, rows in zip(encoder(IMAGES), expected, strict=True):
         assert found.dtype == np.uint8
         values = torch.from_numpy(found).view(activations).float()

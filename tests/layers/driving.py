@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.decoder import Decoder, ForwardBatch
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 
 PAGE_SIZE = 4
 
 
-def random_input(grid: tuple[int, int, int], seed: int = 0, patch_values: int = 1536) -> TowerInput:
+def random_input(grid: tuple[int, int, int], seed: int = 0, patch_values: int = 1536) -> EncoderInput:
     """An item of random patches of the given grid."""
     patches = np.random.default_rng(seed).standard_normal((int(np.prod(grid)), patch_values), dtype=np.float32)
-    return TowerInput(patches, grid, name=f"{seed} {grid}")
+    return EncoderInput(patches, grid, name=f"{seed} {grid}")
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Prompt:
 
 
 def make_prompt(
-    reference: PreTrainedModel, text: Sequence[int], inputs: Sequence[TowerInput], rows: Sequence[Tensor], width: int
+    reference: PreTrainedModel, text: Sequence[int], inputs: Sequence[EncoderInput], rows: Sequence[Tensor], width: int
 ) -> Prompt:
     """``text`` with the items' placeholders spread through it. Positions are transformers'."""
     config = reference.config
@@ -58,7 +58,7 @@ def make_prompt(
 
 
 @torch.inference_mode()
-def reference_logits(reference: PreTrainedModel, prompt: Prompt, inputs: Sequence[TowerInput]) -> Tensor:
+def reference_logits(reference: PreTrainedModel, prompt: Prompt, inputs: Sequence[EncoderInput]) -> Tensor:
     """Logits [T, vocab] of transformers' whole model, tower and all."""
     media = {}
     if inputs:

@@ -10,11 +10,11 @@ from triptych.engine.kv_cache import PagePool
 from triptych.engine.padding import only_decodes
 from triptych.engine.prompt_logprobs import asked_of, joined
 from triptych.engine.request import Sequence
-from triptych.engine.runner import MediaRows, Runner
-from triptych.engine.sampler import Draw
+from triptych.engine.runner import MediaEmbeddings, Runner
+from triptych.engine.sampler import SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler
 from triptych.layers.decoder import Decoder
-from triptych.messages.work import PromptLogprobs, Sampling
+from triptych.messages.work import PromptLogprobs, SamplingParams
 from triptych.types import RequestId
 
 PAGE_SIZE = 4
@@ -35,7 +35,7 @@ class Generating:
     scored: dict[int, PromptLogprobs | None] = field(default_factory=dict)
     """What the prompts' log probabilities are, by the prompts' numbers."""
 
-    def answers(self, prompts: Rows[list[int]], samplings: Rows[Sampling]) -> list[list[int]]:
+    def answers(self, prompts: Rows[list[int]], samplings: Rows[SamplingParams]) -> list[list[int]]:
         """The generated tokens of each prompt."""
         pool = PagePool(self.num_pages, PAGE_SIZE)
         scheduler = Scheduler(pool, self.max_num_seqs, self.budget, reuse_prefixes=False)
@@ -55,7 +55,7 @@ class Generating:
         step = scheduler.schedule(lambda one: len(one.tokens))
         batch = self.runner.batch(step.chunks, self._media(step.chunks))
         sampling = [c.sequence for c in step.chunks if c.samples]
-        draws = [Draw(s.sampling, s.history, s.end_token_ids) for s in sampling]
+        draws = [SamplingInput(s.sampling, s.history, s.end_token_ids) for s in sampling]
         self.runner.prepare(step.chunks)
         outcome = self.runner.run(batch, draws, asked_of(step.chunks))
         for one, scored in zip([c.sequence for c in step.chunks if c.num_scored], outcome.scored, strict=True):
@@ -69,7 +69,7 @@ class Generating:
             if one.finish_reason():
                 scheduler.remove(one.request)
 
-    def _media(self, chunks: Rows[Chunk]) -> MediaRows:
+    def _media(self, chunks: Rows[Chunk]) -> MediaEmbeddings:
         config, index, rows, first = self.decoder.config, [], [], 0
         width = config.hidden_size * (1 + config.num_deepstack_layers)
         for chunk in chunks:
@@ -79,10 +79,10 @@ class Generating:
                 rows.append(0.5 * torch.randn(width, generator=generator))
             first += chunk.length
         stacked = torch.stack(rows) if rows else torch.empty(0, width)
-        return MediaRows(torch.tensor(index, dtype=torch.int64), stacked.to(self.decoder.dtype))
+        return MediaEmbeddings(torch.tensor(index, dtype=torch.int64), stacked.to(self.decoder.dtype))
 
 
-def sequence(name: str, tokens: list[int], sampling: Sampling) -> Sequence:
+def sequence(name: str, tokens: list[int], sampling: SamplingParams) -> Sequence:
     """A prompt whose positions are those of text."""
     positions = np.broadcast_to(np.arange(len(tokens)), (3, len(tokens)))
     return Sequence(RequestId(name), list(tokens), positions, len(tokens), [], sampling, frozenset())

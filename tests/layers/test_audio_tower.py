@@ -14,9 +14,9 @@ from tests.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers.linear import WEIGHT_FORMATS
-from triptych.models.base import AUDIO, TowerInput
+from triptych.models.base import AUDIO, EncoderInput
 from triptych.models.qwen3_omni.audio import Hearing
-from triptych.models.shared.encoder import Towers
+from triptych.models.shared.encoder import Encoders
 
 CPU, FP32 = torch.device("cpu"), WEIGHT_FORMATS["float32"]
 BANDS = 20
@@ -33,9 +33,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def towers(folder: Path) -> Towers:
-    loaded = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
-    assert isinstance(loaded, Towers)
+def towers(folder: Path) -> Encoders:
+    loaded = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    assert isinstance(loaded, Encoders)
     return loaded
 
 
@@ -44,18 +44,18 @@ def reference(folder: Path) -> PreTrainedModel:
     return load_reference(folder)
 
 
-def heard(frames: int) -> list[TowerInput]:
+def heard(frames: int) -> list[EncoderInput]:
     """The parts of an item of random features."""
     features = np.random.default_rng(frames).standard_normal((frames, BANDS)).astype(np.float32)
     parts = []
     for first, length, filled in HEARING.parts(frames):
         patches = np.pad(features[first : first + length], ((0, filled - length), (0, 0)))
-        parts.append(TowerInput(patches, (length, 1, 1), f"{frames} {first}", AUDIO))
+        parts.append(EncoderInput(patches, (length, 1, 1), f"{frames} {first}", AUDIO))
     return parts
 
 
 @torch.inference_mode()
-def alone(reference: PreTrainedModel, parts: list[TowerInput]) -> Tensor:
+def alone(reference: PreTrainedModel, parts: list[EncoderInput]) -> Tensor:
     """What transformers makes of the item by itself."""
     features = torch.from_numpy(np.concatenate([part.patches[: part.grid[0]] for part in parts]))
     rows = reference.model.audio_tower(features.T, feature_lens=torch.tensor([len(features)])).last_hidden_state
@@ -64,16 +64,16 @@ def alone(reference: PreTrainedModel, parts: list[TowerInput]) -> Tensor:
 
 
 @pytest.mark.parametrize("frames", LENGTHS)
-def test_rows_are_the_references(towers: Towers, reference: PreTrainedModel, frames: int) -> None:
+def test_rows_are_the_references(towers: Encoders, reference: PreTrainedModel, frames: int) -> None:
     parts = heard(frames)
     rows = towers.encode(parts)
     assert [len(one) for one in rows] == [HEARING.rows(part.grid[0]) for part in parts]
     assert_close(torch.cat(rows)[:, :64], alone(reference, parts), 1e-5)
-    assert torch.cat(rows).shape[1] == towers.row_width == 3 * 64
+    assert torch.cat(rows).shape[1] == towers.embedding_width == 3 * 64
     assert not torch.cat(rows)[:, 64:].any()
 
 
-def test_a_batch_of_everything(towers: Towers, reference: PreTrainedModel) -> None:
+def test_a_batch_of_everything(towers: Encoders, reference: PreTrainedModel) -> None:
     """Whatever goes through the towers together, in any order: images, parts of several clips, short ones."""
     images = [random_input(grid, seed, 3 * 2 * 14 * 14) for seed, grid in enumerate([(1, 4, 6), (1, 2, 2)])]
     clips = [heard(frames) for frames in LENGTHS]
@@ -90,21 +90,21 @@ def test_a_batch_of_everything(towers: Towers, reference: PreTrainedModel) -> No
         assert_close(together[:, :64], alone(reference, parts), 1e-5)
 
 
-def test_nothing_is_left_unset(towers: Towers) -> None:
+def test_nothing_is_left_unset(towers: Encoders) -> None:
     for tower in towers.towers.values():
         module = tower.module  # type: ignore[attr-defined]
         assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def test_packed_linear_layers(folder: Path, towers: Towers) -> None:
-    packed = load_family(folder).load_tower(Checkpoint(folder), WEIGHT_FORMATS["auto"], CPU)
+def test_packed_linear_layers(folder: Path, towers: Encoders) -> None:
+    packed = load_family(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["auto"], CPU)
     parts = heard(555)
     error = (torch.cat(packed.encode(parts)) - torch.cat(towers.encode(parts)))[:, :64].abs().median()
     assert 0 < error < 0.05
 
 
 @pytest.mark.parametrize(("patches", "grid"), [(150, 150), (200, 90), (200, 201)])
-def test_frames_that_do_not_fit_their_grid(towers: Towers, patches: int, grid: int) -> None:
+def test_frames_that_do_not_fit_their_grid(towers: Encoders, patches: int, grid: int) -> None:
     features = np.zeros((patches, BANDS), dtype=np.float32)
     with pytest.raises(PlanMismatch, match="aren't chunks of 100"):
-        towers.encode([TowerInput(features, (grid, 1, 1), "x", AUDIO)])
+        towers.encode([EncoderInput(features, (grid, 1, 1), "x", AUDIO)])

@@ -31,9 +31,9 @@ from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.layers.weights import DecoderKeys
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 from triptych.models.registry import FAMILIES
-from triptych.models.shared.encoder import Towers
+from triptych.models.shared.encoder import Encoders
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -61,11 +61,11 @@ def test_logits(tiny: Tiny, name: str, layout: str) -> None:
     if name in TEXT_ALONE:
         tokens = torch.arange(3, 43)
         expected = reference(tokens[None]).logits[0]
-        images, prompt = [], make_prompt_of_text(tokens, family.row_width)
+        images, prompt = [], make_prompt_of_text(tokens, family.embedding_width)
     else:
         images = IMAGES
-        rows = family.load_tower(checkpoint, FP32, CPU).encode(images)
-        prompt = make_prompt(reference, list(b"hello"), images, rows, family.row_width)
+        rows = family.load_encoder(checkpoint, FP32, CPU).encode(images)
+        prompt = make_prompt(reference, list(b"hello"), images, rows, family.embedding_width)
         expected = reference_logits(reference, prompt, images)
     assert_close(step(pool, [(Running(prompt), len(prompt.tokens))]), expected, 2e-4)
     assert len(set(expected.argmax(-1).tolist())) > 10
@@ -79,8 +79,8 @@ def make_prompt_of_text(tokens: torch.Tensor, width: int) -> Prompt:
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_tower_rows(tiny: Tiny, name: str) -> None:
     folder = tiny(name, "published")
-    tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
-    for module in (one.module for one in (tower.towers.values() if isinstance(tower, Towers) else [tower])):
+    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    for module in (one.module for one in (tower.towers.values() if isinstance(tower, Encoders) else [tower])):
         assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         assert {type(one) for one in module.modules() if type(one).__name__.endswith("Attention")} == {TowerAttention}
     rows = tower.encode(IMAGES)
@@ -92,9 +92,9 @@ def test_tower_rows(tiny: Tiny, name: str) -> None:
 
 @torch.inference_mode()
 def reference_rows(
-    folder: Path, inputs: list[TowerInput], grids: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32
+    folder: Path, inputs: list[EncoderInput], grids: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Rows [rows, row_width] of transformers' tower for patches of these grids."""
+    """Rows [rows, embedding_width] of transformers' tower for patches of these grids."""
     patches = torch.cat([torch.from_numpy(part.patches) for part in inputs]).to(dtype)
     output = load_reference(folder, dtype).model.visual(patches, grid_thw=torch.tensor(grids))
     features = getattr(output, "deepstack_features", None) or []
@@ -113,7 +113,7 @@ def test_tower_rows_are_as_exact_as_transformers(
             monkeypatch.setattr(f"triptych.layers.{found}", lambda: None)
     weights = WEIGHT_FORMATS["bfloat16"] if how == "in bfloat16" else FP32
     folder, grids = tiny(name, "published"), [item.grid for item in IMAGES]
-    ours = torch.cat(load_family(folder).load_tower(Checkpoint(folder), weights, CPU).encode(IMAGES))
+    ours = torch.cat(load_family(folder).load_encoder(Checkpoint(folder), weights, CPU).encode(IMAGES))
     theirs = reference_rows(folder, IMAGES, grids, weights.activations)
     assert ours.dtype == theirs.dtype
     exact = reference_rows(folder, IMAGES, grids, torch.float64)
@@ -125,7 +125,7 @@ def test_tower_rows_are_as_exact_as_transformers(
 def test_rows_of_videos(tiny: Tiny, name: str) -> None:
     """Patches in time don't see each other: encoded by themselves, they get the rows of the whole."""
     folder = tiny(name, "published")
-    tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
+    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     parts = [random_input((1, *size), seed, PATCH_VALUES) for size in ((4, 6), (18, 10)) for seed in range(3)]
     whole = reference_rows(folder, parts, [(3, 4, 6), (3, 18, 10)])
     assert_close(torch.cat(tower.encode(parts)), whole, TOWER_TOLERANCE)
@@ -146,7 +146,7 @@ def test_keys_as_the_newer_families_have_them(tiny: Tiny, name: str, tmp_path: P
     decoder = load_family(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
     for ours, other in zip(decoder.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, other)
-    rows = [load_family(p).load_tower(Checkpoint(p), FP32, CPU).encode(IMAGES)[2] for p in (folder, tmp_path)]
+    rows = [load_family(p).load_encoder(Checkpoint(p), FP32, CPU).encode(IMAGES)[2] for p in (folder, tmp_path)]
     assert torch.equal(*rows)
 
 
@@ -179,7 +179,7 @@ def test_what_speaks_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     spoken = {"talker.model.norm.weight": torch.zeros(3), "code2wav.decoder.0.weight": torch.zeros(3)}
     save_file(weights | spoken, tmp_path / "model.safetensors")
-    sizes = load_family(tmp_path).stage_bytes(Checkpoint(tmp_path).tensors)
+    sizes = load_family(tmp_path).weight_bytes_by_stage(Checkpoint(tmp_path).tensors)
     assert sum(sizes.values()) == sum(weight.nbytes for weight in weights.values())
     of_towers = [
         weight.nbytes for key, weight in weights.items() if key.startswith(("thinker.visual", "thinker.audio"))
@@ -213,16 +213,16 @@ def test_a_convolution_over_more_than_single_patches(
     monkeypatch.setattr(modeling_qwen2_vl, "PatchEmbed", Convolution)
     folder = tiny("qwen2_vl", "published")
     with pytest.raises(CheckpointError, match=r"patch_embed\.proj is not a projection of patches"):
-        load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
+        load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
 
 
 def test_models_of_text_alone_have_one_half(tiny: Tiny) -> None:
     folder = tiny("qwen3", "published")
     family, checkpoint = load_family(folder), Checkpoint(folder)
     assert family.tower_keys(checkpoint.tensors) == []
-    assert family.stage_bytes(checkpoint.tensors)["tower"] == 0
+    assert family.weight_bytes_by_stage(checkpoint.tensors)["tower"] == 0
     with pytest.raises(CheckpointError, match="has no tower"):
-        family.load_tower(checkpoint, FP32, CPU)
+        family.load_encoder(checkpoint, FP32, CPU)
     with pytest.raises(CheckpointError, match=r"'visual\.x' belongs to no part"):
         family.decoder_keys([*checkpoint.tensors, "visual.x"])
 

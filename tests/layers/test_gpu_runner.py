@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.layers.generating import PAGE_SIZE, Generating, prompts, sequence
 from triptych.engine.buckets import bucket_for, bucket_sizes
 from triptych.engine.padding import only_decodes, padded
-from triptych.engine.runner import MediaRows, Runner
+from triptych.engine.runner import MediaEmbeddings, Runner
 from triptych.engine.scheduler import Chunk
 from triptych.engine.step_broadcast import send_step
 from triptych.layers.attention.base import KVTensors
@@ -24,7 +24,7 @@ from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.decoder import AfterLayer, Decoder, ForwardBatch
 from triptych.layers.parallel import Group
-from triptych.messages.work import Sampling
+from triptych.messages.work import SamplingParams
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 if torch.cuda.is_available():
@@ -36,7 +36,9 @@ from triptych.engine.gpu_runner import GpuRunner
 
 POOL = 11
 LENGTHS = [7, 13, 1, 9, 20, 5, 2]
-SAMPLINGS = [Sampling(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))]
+SAMPLINGS = [
+    SamplingParams(max_tokens=5 + index, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))
+]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +158,7 @@ def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
     for one, pages in zip(sequences, ([0, 7], [3], [19, 5, 1]), strict=True):
         one.pages = pages
     width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
-    media = MediaRows(torch.empty(0, dtype=torch.int64), torch.empty(0, width))
+    media = MediaEmbeddings(torch.empty(0, dtype=torch.int64), torch.empty(0, width))
     runner.run(runner.batch([Chunk(one, 0, len(one.tokens) - 1) for one in sequences], media), [])
     return runner, cache, runner.batch([Chunk(one, len(one.tokens) - 1, 1) for one in sequences], media)
 

@@ -37,16 +37,16 @@ DEEPSTACK_TO_THE_END = replace(DENSE, layers=2)
 """Whose last layer is one that features are added after."""
 
 Folder = Callable[..., Path]
-Wanted = Literal["all", "last", "none", "odd"]
+EncodeTask = Literal["all", "last", "none", "odd"]
 
 
 def prompts_of(folder: Path) -> tuple[list[Prompt], list[Tensor]]:
     """A prompt with images and one without, and the logits of all their tokens as transformers has them."""
     family, reference = load_family(folder), load_reference(folder)
-    rows = family.load_tower(Checkpoint(folder), FP32, CPU).encode(IMAGES)
+    rows = family.load_encoder(Checkpoint(folder), FP32, CPU).encode(IMAGES)
     prompts = [
-        make_prompt(reference, list(b"look here"), IMAGES, rows, family.row_width),
-        make_prompt(reference, list(b"words, and nothing but words"), [], [], family.row_width),
+        make_prompt(reference, list(b"look here"), IMAGES, rows, family.embedding_width),
+        make_prompt(reference, list(b"words, and nothing but words"), [], [], family.embedding_width),
     ]
     return prompts, [reference_logits(reference, prompts[0], IMAGES), reference_logits(reference, prompts[1], [])]
 
@@ -59,7 +59,7 @@ def pool_of(decoder: Decoder) -> Pool:
     return pool
 
 
-class Counted:
+class MediaBudget:
     """Notes over how many rows each layer's parts after its attention run."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -87,13 +87,13 @@ class Counted:
 
 @pytest.mark.parametrize("options", [{}, {"moe": True}, {"sizes": DEEPSTACK_TO_THE_END}], ids=repr)
 @pytest.mark.parametrize("wanted", ["last", "none", "odd"])
-def test_only_what_is_wanted_goes_on(checkpoint_folder: Folder, options: dict[str, Any], wanted: Wanted) -> None:
+def test_only_what_is_wanted_goes_on(checkpoint_folder: Folder, options: dict[str, Any], wanted: EncodeTask) -> None:
     """Two prompts share steps: their first chunks, in which images begin, and then what is left."""
     folder = checkpoint_folder(**options)
     prompts, expected = prompts_of(folder)
     whole = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
     decoder = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
-    counted, pool, reference = Counted(decoder), pool_of(decoder), pool_of(whole)
+    counted, pool, reference = MediaBudget(decoder), pool_of(decoder), pool_of(whole)
     sequences, others = ([Running(prompt) for prompt in prompts] for _ in range(2))
     counts = [(7, 3), tuple(sequence.left - count for sequence, count in zip(sequences, (7, 3), strict=True))]
     for chunks in counts:
@@ -168,7 +168,7 @@ def test_all_ranks_have_written_a_layer_when_it_is_told(checkpoint_folder: Folde
         tokens=torch.arange(8),
         positions=torch.arange(8, dtype=torch.float64).expand(3, -1),
         media_index=torch.arange(0),
-        media_rows=torch.zeros(0, family.row_width),
+        media_rows=torch.zeros(0, family.embedding_width),
         logits_index=torch.tensor(wanted, dtype=torch.int64),
         attention=AttentionBatch([8], [8], [torch.tensor([0, 1])], torch.arange(8)),
     )

@@ -61,7 +61,7 @@ def test_int8_weights_are_close_and_a_quarter_of_the_bytes() -> None:
     error = (linear(activations) - expected).norm() / expected.norm()
     assert 1e-4 < error < 0.03
     assert not list(linear.parameters())
-    fine = QUANTIZED_FORMATS["int8"].unquantized(weight, None, CPU)
+    fine = QUANTIZED_FORMATS["int8"].high_precision(weight, None, CPU)
     assert torch.equal(fine(activations), WEIGHT_FORMATS["float16"].linear(weight, None, CPU)(activations))
 
 

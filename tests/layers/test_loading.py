@@ -19,7 +19,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import WEIGHT_FORMATS, PackedLinear, PlainFormat, WeightFormat
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def load_decoder(folder: Path, weights: WeightFormat = FP32) -> Decoder:
 
 
 def load_both(folder: Path) -> None:
-    load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
+    load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     load_decoder(folder)
 
 
@@ -70,7 +70,7 @@ def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, l
     assert all(key.startswith("model.visual.") for key in tower_keys)
 
     reference = load_reference(folder)
-    tower = model.load_tower(checkpoint, FP32, CPU)
+    tower = model.load_encoder(checkpoint, FP32, CPU)
     assert num_parameters(tower.module) == num_parameters(reference.model.visual)
     assert all(not tensor.is_meta for tensor in (*tower.module.parameters(), *tower.module.buffers()))
     # The fused query-key norm repeats its weight per head: 6 heads instead of 2 weights, in each layer.
@@ -79,7 +79,7 @@ def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, l
     decoder = model.load_decoder(checkpoint, FP32, CPU)
     assert num_parameters(decoder) == num_parameters(reference.model.language_model) + head + repeated
 
-    sizes = model.stage_bytes(checkpoint.tensors)
+    sizes = model.weight_bytes_by_stage(checkpoint.tensors)
     assert sizes["tower"] == 4 * num_parameters(reference.model.visual)
     assert sizes["decoder"] == 4 * (num_parameters(reference.model.language_model) + (0 if tied else head))
 
@@ -103,7 +103,7 @@ def test_weights_that_need_no_change_stay_in_the_file(checkpoint_folder: Callabl
     assert is_mapped(decoder.head.linear.weight, file)
     assert is_mapped(decoder.layers[0].mlp.experts[3].gate_up.weight, file)
     assert not is_mapped(decoder.layers[0].attention.qkv.weight, file)
-    tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
+    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     assert all(is_mapped(parameter, file) for parameter in tower.module.parameters() if parameter.numel())
 
 
@@ -270,9 +270,9 @@ def test_a_config_of_another_size(tmp_path: Path) -> None:
 
 def test_patches_that_do_not_fill_their_grid(checkpoint_folder: Callable[..., Path]) -> None:
     folder = checkpoint_folder()
-    tower = load_family(folder).load_tower(Checkpoint(folder), FP32, CPU)
+    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     with pytest.raises(PlanMismatch, match="7 patches"):
-        tower.encode([TowerInput(torch.zeros(7, 1536).numpy(), (1, 2, 4), "name")])
+        tower.encode([EncoderInput(torch.zeros(7, 1536).numpy(), (1, 2, 4), "name")])
 
 
 def test_the_rest_of_a_made_folder(checkpoint_folder: Callable[..., Path]) -> None:

@@ -25,7 +25,7 @@ from tests.layers.driving import (
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import WEIGHT_FORMATS, PackedLinear
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
@@ -40,16 +40,16 @@ class Model:
         self.family = load_family(folder)
         self.checkpoint = Checkpoint(folder)
         self.reference: PreTrainedModel = load_reference(folder)
-        self.tower = self.family.load_tower(self.checkpoint, WEIGHT_FORMATS["float32"], CPU)
+        self.tower = self.family.load_encoder(self.checkpoint, WEIGHT_FORMATS["float32"], CPU)
 
     @cache  # noqa: B019 (lives as long as the module's fixture)
     def decoder(self, weights: str = "float32") -> Decoder:
         return self.family.load_decoder(self.checkpoint, WEIGHT_FORMATS[weights], CPU)
 
-    def prompt(self, images: list[TowerInput], text: bytes = TEXT) -> Prompt:
-        return make_prompt(self.reference, list(text), images, self.tower.encode(images), self.family.row_width)
+    def prompt(self, images: list[EncoderInput], text: bytes = TEXT) -> Prompt:
+        return make_prompt(self.reference, list(text), images, self.tower.encode(images), self.family.embedding_width)
 
-    def expected(self, images: list[TowerInput], text: bytes = TEXT) -> Tensor:
+    def expected(self, images: list[EncoderInput], text: bytes = TEXT) -> Tensor:
         return reference_logits(self.reference, self.prompt(images, text), images)
 
 
@@ -183,7 +183,7 @@ def test_tower_rows_do_not_depend_on_the_batch(models: Callable[..., Model]) -> 
 
 def test_tower_in_bf16(models: Callable[..., Model]) -> None:
     model = models()
-    tower = model.family.load_tower(model.checkpoint, WEIGHT_FORMATS["bfloat16"], CPU)
+    tower = model.family.load_encoder(model.checkpoint, WEIGHT_FORMATS["bfloat16"], CPU)
     rows = torch.cat(tower.encode(IMAGES))
     assert rows.dtype == torch.bfloat16
     assert_close(rows.float(), torch.cat(model.tower.encode(IMAGES)), 0.3)
@@ -192,7 +192,7 @@ def test_tower_in_bf16(models: Callable[..., Model]) -> None:
 def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
     """Rounded to fp16 where a linear layer is, and nothing of its fp32 weights kept."""
     model = models()
-    tower = model.family.load_tower(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
+    tower = model.family.load_encoder(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
     assert any(isinstance(module, PackedLinear) for module in tower.module.modules())
     assert not any(isinstance(module, nn.Linear) for module in tower.module.modules())
     rows = torch.cat(tower.encode(IMAGES))

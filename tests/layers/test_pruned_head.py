@@ -20,8 +20,8 @@ from triptych.layers.attention.base import KVTensors
 from triptych.layers.float_product import FbgemmProduct, float_product, half_product
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.layers.products import CompiledProduct, Product
-from triptych.layers.pruned_head import Shortlist, is_faster, shortlist_of
-from triptych.messages.work import Sampling
+from triptych.layers.pruned_head import PrunedHead, is_faster, pruned_head_of
+from triptych.messages.work import SamplingParams
 
 Pack = Callable[[Tensor, Tensor | None], Product]
 
@@ -32,15 +32,15 @@ def _by_these_kernels(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(native, "library", lambda: kernels)
 
 
-def made(weight: Tensor, pack: Pack = half_product) -> tuple[CompiledProduct, Shortlist]:
+def made(weight: Tensor, pack: Pack = half_product) -> tuple[CompiledProduct, PrunedHead]:
     product = pack(weight, None)
     assert isinstance(product, CompiledProduct)
-    return product, Shortlist(product, weight)
+    return product, PrunedHead(product, weight)
 
 
-def check(product: CompiledProduct, shortlist: Shortlist, tokens: Tensor, counts: list[int]) -> list[int]:
+def check(product: CompiledProduct, pruned_head: PrunedHead, tokens: Tensor, counts: list[int]) -> list[int]:
     """Of each token how many outputs were computed."""
-    whole, found = product(tokens), shortlist(tokens, counts)
+    whole, found = product(tokens), pruned_head(tokens, counts)
     for row, count in enumerate(counts):
         wanted = whole[row] >= whole[row].sort(descending=True).values[min(count, whole.shape[1]) - 1] if count else ...
         assert torch.equal(found[row][wanted], whole[row][wanted])
@@ -61,31 +61,31 @@ def like_a_vocabulary(weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("pack", [half_product, float_product])
 @pytest.mark.parametrize(("outputs", "inputs"), [(5000, 128), (3001, 77), (700, 1030), (31, 5), (1, 1)])
 def test_the_largest_have_the_bits_of_the_whole_product(pack: Pack, outputs: int, inputs: int) -> None:
-    product, shortlist = made(like_a_vocabulary(torch.randn(outputs, inputs)), pack)
+    product, pruned_head = made(like_a_vocabulary(torch.randn(outputs, inputs)), pack)
     tokens = torch.randn(40, inputs) * torch.rand(40, 1).mul(12).sub(6).exp()
     tokens[:, ::13] *= 30
     for counts in ([1] * 40, [20] * 40, [64, 1, 7, 3] * 10, [0, 1] * 20, [0] * 40, [65, 1] * 20):
-        check(product, shortlist, tokens, counts)
-    assert check(product, shortlist, tokens, [1] * 39 + [0]) == [outputs] * 40  # one token's need is all tokens'
-    assert shortlist(tokens[:0], []).shape == (0, outputs)
+        check(product, pruned_head, tokens, counts)
+    assert check(product, pruned_head, tokens, [1] * 39 + [0]) == [outputs] * 40  # one token's need is all tokens'
+    assert pruned_head(tokens[:0], []).shape == (0, outputs)
 
 
 def test_few_are_computed() -> None:
-    product, shortlist = made(torch.randn(20_000, 512) / 20)
-    computed = check(product, shortlist, torch.randn(20, 512), [1] * 20)
+    product, pruned_head = made(torch.randn(20_000, 512) / 20)
+    computed = check(product, pruned_head, torch.randn(20, 512), [1] * 20)
     assert max(computed) < 200
     tokens = torch.randn(20, 512)
     tokens[:, 7] = 100.0
-    assert max(check(product, shortlist, tokens, [1] * 20)) < 2000
+    assert max(check(product, pruned_head, tokens, [1] * 20)) < 2000
 
 
 def test_outputs_that_int8_cannot_tell_apart() -> None:
     """More than a few of them, and the product is computed in full."""
     weight = torch.randn(1, 256).expand(4000, -1).clone()
     weight[:, 0] += torch.randn(4000) * 1e-3
-    product, shortlist = made(weight, float_product)
+    product, pruned_head = made(weight, float_product)
     tokens = torch.randn(3, 256)
-    assert check(product, shortlist, tokens, [1, 1, 20]) == [4000] * 3
+    assert check(product, pruned_head, tokens, [1, 1, 20]) == [4000] * 3
 
 
 def test_weights_that_rounding_changes_as_much_as_it_can() -> None:
@@ -97,9 +97,9 @@ def test_weights_that_rounding_changes_as_much_as_it_can() -> None:
     unchanged = signs * (torch.arange(65) <= 31)
     weight = torch.cat([changed, unchanged, torch.randn(3000, 65) / 100])
     weight[:, 0] = 127  # a step is 1, and half of one is rounded to the next even number, which is 0
-    product, shortlist = made(weight)
+    product, pruned_head = made(weight)
     assert product(signs).argmax(dim=1).tolist() == list(range(50))  # 32 for 31
-    check(product, shortlist, signs, [1] * 50)
+    check(product, pruned_head, signs, [1] * 50)
 
 
 def test_tokens_that_rounding_changes_as_much_as_it_can() -> None:
@@ -113,9 +113,9 @@ def test_tokens_that_rounding_changes_as_much_as_it_can() -> None:
     unchanged = torch.zeros(2, 66)
     unchanged[:, 0] = (64 * step * 20.5 - step * 2) / 127
     weight = torch.cat([changed, unchanged, torch.randn(3000, 66) / 10_000])
-    product, shortlist = made(weight, float_product)
+    product, pruned_head = made(weight, float_product)
     assert product(tokens).argmax(dim=1).tolist() == [0, 1]
-    check(product, shortlist, tokens, [1] * 2)
+    check(product, pruned_head, tokens, [1] * 2)
 
 
 def test_sums_that_floats_round_otherwise() -> None:
@@ -125,42 +125,42 @@ def test_sums_that_floats_round_otherwise() -> None:
     permuted = torch.stack([numbers[torch.randperm(len(numbers))] for _ in range(500)])
     weight = torch.cat([torch.tensor([126.0, 127.0]).expand(500, -1), permuted], dim=1)
     weight[7, 0] = 127
-    product, shortlist = made(weight)
+    product, pruned_head = made(weight)
     tokens = torch.full((1, weight.shape[1]), 127.0)
     assert (weight.double() @ tokens[0].double()).argmax() == 7
     assert product(tokens).argmax() != 7
-    check(product, shortlist, tokens, [1])
+    check(product, pruned_head, tokens, [1])
 
 
 def test_the_last_output_may_be_the_largest() -> None:
     weight = torch.randn(1001, 64)
     weight[-1] *= 9
-    product, shortlist = made(weight)
+    product, pruned_head = made(weight)
     tokens = weight[-1:] * torch.tensor([[1.0], [2.0]])
     assert product(tokens).argmax(dim=1).tolist() == [1000, 1000]
-    check(product, shortlist, tokens, [1, 3])
+    check(product, pruned_head, tokens, [1, 3])
 
 
 def test_what_a_token_comes_to_depends_on_it_alone() -> None:
-    _, shortlist = made(torch.randn(3000, 100))
+    _, pruned_head = made(torch.randn(3000, 100))
     tokens = torch.randn(37, 100)
     counts = [(1, 20, 7, 64)[row % 4] for row in range(37)]
-    together = shortlist(tokens, counts)
+    together = pruned_head(tokens, counts)
     torch.set_num_threads(3)
-    again = shortlist(tokens, counts)
-    alone = torch.cat([shortlist(tokens[row : row + 1], counts[row : row + 1]) for row in range(37)])
+    again = pruned_head(tokens, counts)
+    alone = torch.cat([pruned_head(tokens[row : row + 1], counts[row : row + 1]) for row in range(37)])
     assert torch.equal(together, again)
     assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e25, 1e-25, 1e-42, 0.0])
 def test_values_that_no_bounds_hold_for(value: float) -> None:
-    product, shortlist = made(torch.randn(2000, 50), float_product)
+    product, pruned_head = made(torch.randn(2000, 50), float_product)
     tokens = torch.randn(5, 50)
-    expected = shortlist(tokens, [1] * 5)
+    expected = pruned_head(tokens, [1] * 5)
     tokens[2] = 0
     tokens[2, ::7] = value
-    found = shortlist(tokens, [1] * 5)
+    found = pruned_head(tokens, [1] * 5)
     assert torch.equal(found[2].nan_to_num(-7), product(tokens[2:3])[0].nan_to_num(-7))
     others = [0, 1, 3, 4]
     assert torch.equal(found[others], expected[others])
@@ -170,24 +170,24 @@ def test_values_that_no_bounds_hold_for(value: float) -> None:
 @pytest.mark.parametrize("size", [1.0, 1e5])
 def test_weights_that_fp16_rounds(dtype: torch.dtype, size: float) -> None:
     """To the largest that it has, if they are larger."""
-    product, shortlist = made((torch.randn(3000, 100) * size).to(dtype))
-    check(product, shortlist, torch.randn(40, 100), [1, 2, 3, 4] * 10)
+    product, pruned_head = made((torch.randn(3000, 100) * size).to(dtype))
+    check(product, pruned_head, torch.randn(40, 100), [1, 2, 3, 4] * 10)
 
 
 def test_tokens_that_lie_apart_and_what_does_not_fit() -> None:
-    product, shortlist = made(torch.randn(300, 100))
-    check(product, shortlist, torch.randn(4, 230)[:, 5:105], [1] * 4)
-    check(product, shortlist, torch.randn(100, 4).T, [1] * 4)
+    product, pruned_head = made(torch.randn(300, 100))
+    check(product, pruned_head, torch.randn(4, 230)[:, 5:105], [1] * 4)
+    check(product, pruned_head, torch.randn(100, 4).T, [1] * 4)
     with pytest.raises(ValueError, match="101 inputs for a layer of 100"):
-        shortlist(torch.randn(4, 101), [1] * 4)
+        pruned_head(torch.randn(4, 101), [1] * 4)
     with pytest.raises(ValueError, match="3 numbers for 4 tokens"):
-        shortlist(torch.randn(4, 100), [1] * 3)
+        pruned_head(torch.randn(4, 100), [1] * 3)
 
 
 def test_where_it_is_of_use(kernels: ctypes.CDLL) -> None:
     weight = torch.randn(300, 100)
-    assert (shortlist_of(half_product(weight, None), weight) is not None) == is_faster(kernels)
-    assert shortlist_of(FbgemmProduct(weight, None), weight) is None
+    assert (pruned_head_of(half_product(weight, None), weight) is not None) == is_faster(kernels)
+    assert pruned_head_of(FbgemmProduct(weight, None), weight) is None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e20])
@@ -196,11 +196,11 @@ def test_weights_that_no_bounds_hold_for(value: float) -> None:
     weight[7, 3] = value
     product = float_product(weight, None)
     with pytest.raises(ValueError, match="whose sums are finite"):
-        Shortlist(product, weight)
-    assert shortlist_of(product, weight) is None
+        PrunedHead(product, weight)
+    assert pruned_head_of(product, weight) is None
     wide = torch.ones(1, 2**16 + 1)
     with pytest.raises(ValueError, match="at most 65536 inputs"):
-        Shortlist(float_product(wide, None), wide)
+        PrunedHead(float_product(wide, None), wide)
 
 
 FEW = [{}, {"temperature": 1.0, "top_k": 9}]
@@ -216,18 +216,18 @@ def test_answers_are_the_same(
     weights = (WEIGHT_FORMATS | QUANTIZED_FORMATS)[name]
     decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, torch.device("cpu"))
     lengths = [7, 13, 1, 9, 20, 5, 2, 9]
-    samplings = [Sampling(max_tokens=8, seed=row, **settings[row % len(settings)]) for row in range(len(lengths))]
+    samplings = [SamplingParams(max_tokens=8, seed=row, **settings[row % len(settings)]) for row in range(len(lengths))]
 
-    def answers(shortlist: Shortlist | None) -> list[list[int]]:
-        decoder.head.shortlist = shortlist
+    def answers(pruned_head: PrunedHead | None) -> list[list[int]]:
+        decoder.head.pruned_head = pruned_head
         cache = KVTensors.allocate(decoder.config, 40, PAGE_SIZE, torch.float32, torch.device("cpu"))
         generating = Generating(Runner(decoder, cache, PAGE_SIZE), decoder, 40)
         return generating.answers(prompts(decoder.config.vocab_size, lengths), samplings)
 
     asked: list[int] = []
-    shortlist = Shortlist(decoder.head.linear.product, decoder.embedding)
+    pruned_head = PrunedHead(decoder.head.linear.product, decoder.embedding)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Shortlist, "__call__", lambda *a, call=Shortlist.__call__: asked.extend(a[2]) or call(*a))
-        found = answers(shortlist)
+        patch.setattr(PrunedHead, "__call__", lambda *a, call=PrunedHead.__call__: asked.extend(a[2]) or call(*a))
+        found = answers(pruned_head)
     assert set(asked) == ({1, 9} if settings == FEW else {0, 1, 9})
     assert found == answers(None)

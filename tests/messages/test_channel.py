@@ -270,8 +270,8 @@ def test_the_right_key_of_the_server_alone_lets_nobody_in(knows_server_key: bool
 
 def test_without_the_doorkeeper_nobody_new_gets_in() -> None:
     with channel(secret=SECRET) as inbox, channel(secret=SECRET) as friend:
-        assert inbox._doorkeeper
-        inbox._doorkeeper.stop()
+        assert inbox._zap_authenticator
+        inbox._zap_authenticator.stop()
         friend.send(inbox.address, beat(1))
         silence(inbox)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from triptych.messages.codec import BadMessage, Message, decode, encode
 from triptych.messages.rows import RowMessage
-from triptych.messages.work import Heartbeat, Sampling, WorkMessage
+from triptych.messages.work import Heartbeat, SamplingParams, WorkMessage
 from triptych.types import Address
 
 KINDS = [*get_args(RowMessage), *get_args(WorkMessage)]
@@ -103,7 +103,7 @@ def test_more_than_one_message_is_a_bad_message() -> None:
     "bad", [{"max_tokens": 0}, {"top_p": 0.0}, {"top_p": 1.1}, {"temperature": -1.0}, {"seed": -1}]
 )
 def test_values_out_of_range_do_not_get_through(bad: dict[str, float]) -> None:
-    fields = msgspec.structs.asdict(Sampling(max_tokens=1)) | bad
+    fields = msgspec.structs.asdict(SamplingParams(max_tokens=1)) | bad
     generate = {
         "type": "Generate", "request": "r", "tokens": [1], "positions": b"", "next_position": 1, "items": [],
         "sampling": fields, "eos_token_ids": [],

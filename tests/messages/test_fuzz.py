@@ -25,10 +25,10 @@ import zmq
 from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import Case, picture, png
-from triptych.encode.loop import EncodeHost
-from triptych.engine.embedding_source import IncomingMedia
-from triptych.engine.kv_source import IncomingKV
-from triptych.engine.loop import LanguageHost
+from triptych.encode.loop import EncodeLoop
+from triptych.engine.embedding_source import EmbeddingSource
+from triptych.engine.kv_source import KVSource
+from triptych.engine.loop import EngineLoop
 from triptych.errors import InstanceLost, Unavailable
 from triptych.messages.channel import Channel
 from triptych.messages.codec import BadMessage, Message, decode, encode
@@ -37,30 +37,30 @@ from triptych.messages.work import (
     Cancel,
     ChangeRole,
     Encode,
+    EncodeNeeded,
     Generate,
     Heartbeat,
-    Need,
     Prefill,
     Register,
-    Reregister,
+    RegisterAgain,
+    Registered,
     SetRole,
     Stop,
     Tokens,
-    Welcome,
     WorkMessage,
 )
 from triptych.router.router import Router
 from triptych.server.instance import Instance
-from triptych.server.sender_loop import SendingHost
-from triptych.stage_loop import Host
+from triptych.server.sender_loop import SenderLoop
+from triptych.stage_loop import StageLoop
 from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 
 KINDS: list[type[Any]] = [*get_args(RowMessage), *get_args(WorkMessage)]
 ENDING: list[type[Any]] = [Stop, ChangeRole, SetRole]
-RESETTING: list[type[Any]] = [Welcome, Reregister]
-"""After these an instance may begin anew (``Welcome`` says how long a lease is). They are rare, so that other messages
-find something to disturb."""
+RESETTING: list[type[Any]] = [Registered, RegisterAgain]
+"""After these an instance may begin again (``Registered`` carries the length of a lease). They are rare, so that other
+messages find something to disturb."""
 
 WARM_UP = 500
 """Frames after which what is loaded on first use (grammars, image formats) is there."""
@@ -271,7 +271,7 @@ ROLES = {"encode": Role.E, "language": Role.PD, "prefill": Role.P, "decode": Rol
 
 
 @pytest.mark.parametrize("num_frames", NUM_FRAMES)
-@pytest.mark.parametrize("target", ["front door", *ROLES])
+@pytest.mark.parametrize("target", ["frontend", *ROLES])
 def test_a_service_answers_as_before(target: str, num_frames: int, folder: Path) -> None:
     asyncio.run(_flooded(target, num_frames, folder))
 
@@ -292,11 +292,13 @@ async def _flooded(target: str, num_frames: int, folder: Path) -> None:
     engine = replace(FLOAT32, encode_cache_mb=0, enable_prefix_caching=False)  # each answer takes the whole way
     topology = "1E1P1D" if target in {"prefill", "decode"} else "1E1PD"
     async with running(folder, topology, engine, prepare=record) as service:
-        router = service.front_door.router
+        router = service.frontend.router
         record(router)
         expected = await service.answer(QUESTION)
         samples = list(seen)
-        assert {Generate, Need, Encode, Offer, Grant, Wrote, Done, Tokens} <= {type(message) for message in samples}
+        assert {Generate, EncodeNeeded, Encode, Offer, Grant, Wrote, Done, Tokens} <= {
+            type(message) for message in samples
+        }
         address, nonsense = nonsense_for(target, service, samples)
         with quiet(), Attacker(address, nonsense) as attacker:
             for count, bounds in ((WARM_UP, nullcontext()), (num_frames, no_growth())):
@@ -357,8 +359,8 @@ class Attacker:
 
 def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tuple[Address, Nonsense]:
     """The target's address, and what to send there."""
-    door = service.front_door
-    if target == "front door":
+    door = service.frontend
+    if target == "frontend":
         # of an instance's address, Leave and Register say what it means them to say
         address, kinds = door.channel.address, set(door.router._handlers)
         return address, Nonsense(2, addresses=[address], seen=seen, meant=kinds)
@@ -373,19 +375,19 @@ def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tupl
     return instance.channel.address, nonsense
 
 
-def transfers_of(host: Host) -> Mapping[TransferId, object]:
+def transfers_of(host: StageLoop) -> Mapping[TransferId, object]:
     """Those that are under way now."""
-    if isinstance(host, EncodeHost | SendingHost):
+    if isinstance(host, EncodeLoop | SenderLoop):
         return host._sender._transfers
-    assert isinstance(host, LanguageHost)
-    assert isinstance(host._incoming, IncomingMedia | IncomingKV)
+    assert isinstance(host, EngineLoop)
+    assert isinstance(host._incoming, EmbeddingSource | KVSource)
     return host._incoming._receiver._transfers
 
 
 def is_idle(service: Running) -> bool:
     """Nothing to encode and nothing to generate: what an attacker had encoded may go wherever he said."""
-    encoders = [h for instance in service.instances for h in instance.hosts if isinstance(h, EncodeHost)]
-    return not any(host._jobs for host in encoders) and not any(host.scheduler for host in service.language_hosts())
+    encoders = [h for instance in service.instances for h in instance.hosts if isinstance(h, EncodeLoop)]
+    return not any(host._jobs for host in encoders) and not any(host.scheduler for host in service.engine_loops())
 
 
 async def settled_answer(service: Running) -> list[int]:

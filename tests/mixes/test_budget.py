@@ -18,8 +18,8 @@ import pytest
 from tests.api.serving import Served, image, image_part, served, wait_for
 from tests.checkpoints import make_checkpoint
 from tests.mixes.bodies import TOOL
-from triptych.engine.loop import LanguageHost
-from triptych.heap import settled
+from triptych.engine.loop import EngineLoop
+from triptych.heap import gc_frozen
 
 BUDGET = 0.1
 """Seconds, on a core that needs no longer than ``LOOP_SECONDS`` for ``loop``; more on a slower one."""
@@ -181,14 +181,14 @@ def watched(folder: Path) -> Iterator[tuple[Served, Longest]]:
             channel: Any = instance.channel
             channel.receive = longest.between(f"the loop of {instance.name}", channel.receive)
             for host in instance.hosts:
-                if isinstance(host, LanguageHost):
+                if isinstance(host, EngineLoop):
                     step: list[float] = []
                     runner: Any = host.runner
                     runner._logits = timed(runner._logits, step)
                     runner.run = longest.beyond("the compute thread", runner.run, step)
         loop: Any = service.loop
         loop._selector.select = longest.between("the loop of the frontend", loop._selector.select)
-        with settled():  # as each process is once it serves
+        with gc_frozen():  # as each process is once it serves
             yield service, longest
         wait_for(service.everything_is_back)
 

@@ -109,7 +109,7 @@ def test_plans_that_are_not_whole() -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_who_does_not_hear(family: str) -> None:
     planner = planner_of(family)
-    assert not planner.hears_videos
+    assert not planner.audio_in_video
     with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
         planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)
 
@@ -118,6 +118,6 @@ def test_a_config_that_does_not_name_the_end_of_audio() -> None:
     """transformers' own has no setting for it."""
     thinker = {k: v for k, v in config_of(FAMILY)["thinker_config"].items() if k != "audio_end_token_id"}
     planner = Qwen3OmniPlanner(config_of(FAMILY) | {"thinker_config": thinker}, {"feature_size": 20})
-    assert not planner.hears_videos
+    assert not planner.audio_in_video
     with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
         planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)

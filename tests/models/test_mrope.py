@@ -134,7 +134,7 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
     config = config_of(family)
     config = config.get("thinker_config", config)
     seen = config["vision_start_token_id"], config["vision_end_token_id"]
-    mix = Mix(heard=planner.hears_videos and source.random() < 0.5)
+    mix = Mix(heard=planner.audio_in_video and source.random() < 0.5)
     mix.add_text(source.choice([0, 1, 20]))
     for _ in range(source.randrange(6)):
         marks = None if family != "qwen3_omni_moe" and source.random() < 0.3 else seen

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from triptych.errors import CheckpointError, MediaError, PlanMismatch, TruncatedMedia, UnsupportedMedia
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 from triptych.models.qwen3_vl.plan import Qwen3VLPlanner
 from triptych.models.qwen3_vl.preprocess import Qwen3VLPreprocessor
 from triptych.models.shared.images import decode_image
@@ -90,17 +90,17 @@ def plan_of(data: bytes, processor: dict[str, Any] = SMALL) -> ItemPlan:
     return Qwen3VLPlanner(CONFIG, processor).plan(probe_image(data))
 
 
-def preprocessed(data: bytes, processor: dict[str, Any] = SMALL) -> TowerInput:
+def preprocessed(data: bytes, processor: dict[str, Any] = SMALL) -> EncoderInput:
     return made(Qwen3VLPreprocessor(CONFIG, processor), data, plan_of(data, processor))
 
 
-def made(preprocessor: Qwen3VLPreprocessor, data: bytes, plan: ItemPlan) -> TowerInput:
+def made(preprocessor: Qwen3VLPreprocessor, data: bytes, plan: ItemPlan) -> EncoderInput:
     """An image's only part."""
     (part,) = preprocessor(data, plan)
     return part
 
 
-def assert_as_reference(data: bytes, result: TowerInput, processor: Qwen2VLImageProcessorPil) -> None:
+def assert_as_reference(data: bytes, result: EncoderInput, processor: Qwen2VLImageProcessorPil) -> None:
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     if image.mode == "I;16":  # which the reference clips
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -17,7 +17,7 @@ from tests.models.test_qwen3_vl_preprocess import CONFIG
 from tests.tiny import IDS, PREPROCESSOR, TINY
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
 from triptych.media import frames
-from triptych.models.base import Planner, TowerInput
+from triptych.models.base import EncoderInput, Planner
 from triptych.models.qwen2_vl.plan import Qwen2VLPlanner
 from triptych.models.qwen3_vl.plan import Qwen3VLPlanner
 from triptych.models.qwen3_vl.preprocess import Qwen3VLPreprocessor
@@ -92,7 +92,7 @@ def test_patches_in_time_are_as_far_apart_as_the_references(number: int) -> None
         np.testing.assert_allclose(times[:, 0], expected * 13, rtol=1e-6)  # its position_id_per_seconds
 
 
-def parts_of(pixels: np.ndarray[Any, Any]) -> list[TowerInput]:
+def parts_of(pixels: np.ndarray[Any, Any]) -> list[EncoderInput]:
     data = packed(pixels)
     header = VideoHeader(frames.FORMAT, pixels.shape[2], pixels.shape[1], len(pixels), 2.0, chosen=True)
     plan = Qwen3VLPlanner(CONFIG, IMAGES, {"size": SIZE}).plan(header)

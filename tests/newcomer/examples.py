@@ -137,7 +137,7 @@ class Reader:
                     self._ask(block)
             else:
                 url = service.wait_until_ready()
-                if "front-door" not in words:
+                if "frontend" not in words:
                     self._ask(block, url)
             if stays:
                 self._services.push(starting.pop_all())

@@ -18,7 +18,7 @@ from tests.checkpoints import load_reference
 from tests.harness import FLOAT32, Messages, running
 from tests.media.clips import clip
 from tests.media.sounds import sound, tone
-from tests.parity.test_tokens import Recording, language_host
+from tests.parity.test_tokens import Recording, engine_loop
 from tests.parity.test_video import count_parts
 from tests.parity.test_video_families import SMALL
 from tests.parity.videos import Model, answered, image_part, user, video_part
@@ -145,7 +145,7 @@ def test_first_token_logits(model: Hears) -> None:
 
     def record(instance: Instance) -> None:
         if instance.role.has_decoder:
-            runner = language_host(instance).runner
+            runner = engine_loop(instance).runner
             runner.decoder = Recording(runner.decoder, recorded)
 
     async def run() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.harness import FLOAT32, running
 from tests.parity.cases import CASES, Case
 from tests.parity.conftest import Model
-from tests.parity.test_tokens import Recording, language_host
+from tests.parity.test_tokens import Recording, engine_loop
 from tests.tiny import TINY, make_tiny
 from triptych.config import EngineConfig
 from triptych.models.registry import FAMILIES
@@ -92,7 +92,7 @@ def test_first_token_logits(models: dict[str, Model], family: str) -> None:
 
     def record(instance: Instance) -> None:
         if instance.role.has_decoder:
-            runner = language_host(instance).runner
+            runner = engine_loop(instance).runner
             runner.decoder = Recording(runner.decoder, recorded)
 
     async def run() -> None:

@@ -37,7 +37,7 @@ def test_chunks_transfers_and_what_is_cached(
 
     async def run() -> None:
         async with running(model.folder, topology, replace(DEFAULT, max_num_batched_tokens=chunk)) as service:
-            for host in service.language_hosts():
+            for host in service.engine_loops():
                 assert host.runner._cache.keys[0].dtype == torch.float16
             assert await service.answers(REQUESTS) == answers
             assert await service.answers(REQUESTS) == answers
@@ -56,7 +56,7 @@ def test_preemption(model: Model, answers: Sequence[list[int]], topology: str) -
         engine = replace(DEFAULT, kv_cache_tokens=pages * DEFAULT.page_size)
         async with running(model.folder, topology, engine, prepare=together(len(REQUESTS))) as service:
             assert await service.answers(REQUESTS) == answers
-            [last] = decode_hosts(service) or service.language_hosts()
+            [last] = decode_hosts(service) or service.engine_loops()
             return last.scheduler.num_preemptions
 
     assert asyncio.run(run()) > 0

@@ -9,7 +9,7 @@ from tests.harness import Running, running
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.errors import InstanceLost
-from triptych.messages.work import GrammarKind, GrammarSpec, Sampling
+from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
 
 REQUESTS = [case.messages for case in CASES]
 REGEX = GrammarSpec(GrammarKind.REGEX, "[a-z]{3,9}( [a-z]{3,9}){2,40}")
@@ -22,7 +22,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 def at_stake(service: Running, victim: str) -> int:
     """How many answers the instance is in the middle of."""
-    requests = service.front_door.router._requests.values()
+    requests = service.frontend.router._requests.values()
     return sum(entry.generator.name == victim and len(entry.generated) > 2 for entry in requests)
 
 
@@ -30,9 +30,9 @@ async def answer_and_lose(
     service: Running, victim: str, messages: Any, settings: dict[str, Any], lose: asyncio.Event
 ) -> list[int]:
     """The tokens of an answer; sets the event once the victim is in the middle of one."""
-    front = service.front_door.service
+    front = service.frontend.service
     prompt = front.prompt_builder.build(messages)
-    sampling = Sampling(**({"max_tokens": 32, "ignore_eos": True} | settings))
+    sampling = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | settings))
     stream = front.router.submit(prompt, sampling, sorted(front.tokenizer.eos_token_ids))
     tokens = []
     async for report in stream:
@@ -49,7 +49,7 @@ async def answers_with_a_loss(service: Running, victim: str, settings: dict[str,
     assert at_stake(service, victim), "it is in the middle of answers"
     await service.end(victim)
     found = await asyncio.gather(*asked)
-    assert victim not in {lease.name for lease in service.front_door.router.registry}
+    assert victim not in {lease.name for lease in service.frontend.router.registry}
     return found
 
 
@@ -96,8 +96,8 @@ def test_without_another_there_is_an_error_with_a_name_and_every_page_is_back(mo
             with pytest.raises(InstanceLost):
                 await answers_with_a_loss(service, "d2", {"max_tokens": 64})
             async with asyncio.timeout(5):
-                while not service.language_hosts()[0].idle:
+                while not service.engine_loops()[0].idle:
                     await asyncio.sleep(0.01)
-            service.language_hosts()[0].scheduler.pool.check_all_free()
+            service.engine_loops()[0].scheduler.pool.check_all_free()
 
     asyncio.run(run())

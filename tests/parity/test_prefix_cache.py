@@ -8,7 +8,7 @@ import pytest
 from tests.harness import FLOAT32, Messages, Running, running
 from tests.parity.cases import CASES, picture, png
 from tests.parity.conftest import Model
-from triptych.encode.loop import EncodeHost
+from triptych.encode.loop import EncodeLoop
 
 REQUESTS = [case.messages for case in CASES]
 PAGE = FLOAT32.page_size
@@ -16,12 +16,12 @@ PAGE = FLOAT32.page_size
 
 def computed(service: Running) -> int:
     """Tokens that went through the decoder so far."""
-    return sum(host.num_computed_tokens for host in service.language_hosts())
+    return sum(host.num_computed_tokens for host in service.engine_loops())
 
 
 def encodings(service: Running) -> int:
     """Transfers that encoders were asked for so far."""
-    hosts = [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeHost)]
+    hosts = [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeLoop)]
     return sum(host.num_asked for host in hosts)
 
 
@@ -44,7 +44,7 @@ def test_the_second_time_the_answer_is_the_same_and_little_is_computed(model: Mo
                 before = computed(service), encodings(service)
                 assert await service.answer(messages) == answer
                 assert await service.answer(messages) == answer
-                prompt = len(service.front_door.service.prompt_builder.build(messages).tokens)
+                prompt = len(service.frontend.service.prompt_builder.build(messages).tokens)
                 # the second time: what is left of the prompt's last page, and the answer but for its last token
                 again = prompt - (prompt - 1) // PAGE * PAGE + len(answer) - 1
                 assert computed(service) - before[0] <= prompt + len(answer) - 1 + again
@@ -71,7 +71,7 @@ def test_a_chat_goes_on_without_encoding_its_pictures_again(model: Model) -> Non
             second = chat("What differs?", "The colours do.", "And what else?")
             warm = await service.answer(second)
             assert encodings(service) == 2, "the pictures are in the KV cache"
-            prompt = len(service.front_door.service.prompt_builder.build(second).tokens)
+            prompt = len(service.frontend.service.prompt_builder.build(second).tokens)
             assert computed(service) - before < prompt / 2 + 32
             async with running(model.folder, "1E1PD") as fresh:
                 assert await fresh.answer(second) == warm
@@ -104,7 +104,7 @@ def test_shared_prefixes_on_a_cache_that_is_too_small(model: Model) -> None:
         async with running(model.folder, "1E1PD", engine) as service:
             await service.answers(REQUESTS[:4])
             answers = await service.answers([*REQUESTS, *REQUESTS])
-            return answers, service.language_hosts()[0].scheduler.num_preemptions
+            return answers, service.engine_loops()[0].scheduler.num_preemptions
 
     answers, preemptions = asyncio.run(run())
     assert preemptions > 0

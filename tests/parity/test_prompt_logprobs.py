@@ -13,8 +13,8 @@ from tests.harness import FLOAT32, Messages, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig
-from triptych.engine.split_loops import PrefillHost
-from triptych.messages.work import PromptLogprobs, Sampling, Tokens
+from triptych.engine.split_loops import PrefillLoop
+from triptych.messages.work import PromptLogprobs, SamplingParams, Tokens
 
 REQUESTS = [case.messages for case in CASES]
 TOP = 5
@@ -22,9 +22,9 @@ CLOSE = 1e-4
 
 
 async def reports(service: Running, messages: Messages, **sampling: Any) -> list[Tokens]:
-    front = service.front_door.service
+    front = service.frontend.service
     prompt = front.prompt_builder.build(messages)
-    settings = Sampling(**({"max_tokens": 8, "ignore_eos": True, "prompt_logprobs": TOP} | sampling))
+    settings = SamplingParams(**({"max_tokens": 8, "ignore_eos": True, "prompt_logprobs": TOP} | sampling))
     stream = front.router.submit(prompt, settings, sorted(front.tokenizer.eos_token_ids))
     return [report async for report in stream]
 
@@ -89,8 +89,8 @@ def test_what_is_known_of_a_prompt_is_computed_all_the_same(model: Model, topolo
 
     async def run() -> None:
         async with running(model.folder, topology) as service:
-            computing = next(host for host in service.language_hosts() if host.prefills)
-            assert isinstance(computing, PrefillHost) == (topology == "1E1P1D")
+            computing = next(host for host in service.engine_loops() if host.prefills)
+            assert isinstance(computing, PrefillLoop) == (topology == "1E1P1D")
             for case in (6, 1):
                 length = len(model.prompts[case].tokens)
                 await service.answer(REQUESTS[case], max_tokens=1)
@@ -118,7 +118,7 @@ def test_preempted_prompts_are_told_once_and_whole(model: Model) -> None:
     async def run() -> tuple[list[tuple[PromptLogprobs, list[int]]], int]:
         async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
             found = await asyncio.gather(*(told(service, messages, max_tokens=32) for messages in REQUESTS))
-            return list(found), service.language_hosts()[0].scheduler.num_preemptions
+            return list(found), service.engine_loops()[0].scheduler.num_preemptions
 
     found, preemptions = asyncio.run(run())
     assert preemptions > 0

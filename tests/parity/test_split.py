@@ -10,17 +10,17 @@ from tests.harness import FLOAT32, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig, TransferConfig
-from triptych.engine.kv_source import IncomingKV
-from triptych.engine.split_loops import DecodeHost, PrefillHost
+from triptych.engine.kv_source import KVSource
+from triptych.engine.split_loops import DecodeLoop, PrefillLoop
 from triptych.errors import MediaNotServed
-from triptych.messages.work import GrammarKind, GrammarSpec, Sampling
+from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
 
 REQUESTS = [case.messages for case in CASES]
 TEXTS = [case.messages for case in CASES if not case.images]
 
 
-def decode_hosts(service: Running) -> list[DecodeHost]:
-    return [host for host in service.language_hosts() if isinstance(host, DecodeHost)]
+def decode_hosts(service: Running) -> list[DecodeLoop]:
+    return [host for host in service.engine_loops() if isinstance(host, DecodeLoop)]
 
 
 def kv_rows(service: Running) -> int:
@@ -28,7 +28,7 @@ def kv_rows(service: Running) -> int:
     hosts = decode_hosts(service)
     assert hosts
     arriving = [host._incoming for host in hosts]
-    return sum(one._receiver.counters.rows for one in arriving if isinstance(one, IncomingKV))
+    return sum(one._receiver.counters.rows for one in arriving if isinstance(one, KVSource))
 
 
 def answered(
@@ -163,9 +163,9 @@ def test_sampling_goes_on_where_prefill_began(model: Model) -> None:
 
 async def reports(service: Running, messages: Any, **sampling: Any) -> list[tuple[int, list[int], str | None]]:
     """Every token of an answer, with its likeliest alternatives, and why it ended."""
-    front = service.front_door.service
+    front = service.frontend.service
     prompt = front.prompt_builder.build(messages)
-    settings = Sampling(**({"max_tokens": 12, "ignore_eos": True} | sampling))
+    settings = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | sampling))
     stream = front.router.submit(prompt, settings, sorted(front.tokenizer.eos_token_ids))
     told = [report async for report in stream]
     tokens = [token for report in told for token in report.tokens]
@@ -178,7 +178,7 @@ def test_what_the_decode_instance_knows_is_not_sent_again(model: Model) -> None:
     async def run() -> None:
         async with running(model.folder, "1E1P1D") as service:
             for messages, answer in zip(REQUESTS, model.answers, strict=True):
-                prompt = service.front_door.service.prompt_builder.build(messages)
+                prompt = service.frontend.service.prompt_builder.build(messages)
                 layers = decode_hosts(service)[0].runner.decoder.config.num_layers
                 before = kv_rows(service)
                 assert await service.answer(messages) == answer
@@ -204,7 +204,7 @@ def test_text_needs_no_encoder(model: Model) -> None:
 def test_without_an_encoder_pictures_are_refused_and_said_to_be(model: Model) -> None:
     async def run() -> None:
         async with running(model.folder, "1P1D") as service:
-            router = service.front_door.router
+            router = service.frontend.router
             assert router.can_serve
             assert not router.takes_media
             with pytest.raises(MediaNotServed):
@@ -217,7 +217,7 @@ def test_neither_instance_computes_what_is_the_others(model: Model) -> None:
     async def run() -> tuple[int, int]:
         async with running(model.folder, "1E1P1D") as service:
             await service.answers(REQUESTS)
-            prefill = [host for host in service.language_hosts() if isinstance(host, PrefillHost)]
+            prefill = [host for host in service.engine_loops() if isinstance(host, PrefillLoop)]
             return prefill[0].num_computed_tokens, decode_hosts(service)[0].num_computed_tokens
 
     prefilled, decoded = asyncio.run(run())

@@ -10,7 +10,7 @@ from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig
 from triptych.engine.scheduler import Scheduler
-from triptych.engine.split_loops import DecodeHost
+from triptych.engine.split_loops import DecodeLoop
 
 REQUESTS = [case.messages for case in CASES]
 TWO_RANKS = replace(FLOAT32, tensor_parallel_size="2")
@@ -26,7 +26,7 @@ def test_greedy_cached_and_sampled_answers(model: Model) -> None:
     async def run() -> None:
         async with running(model.folder, "1EPD", TWO_RANKS) as service:
             assert await service.answers(REQUESTS) == model.answers
-            (host,) = service.language_hosts()
+            (host,) = service.engine_loops()
             computed = host.num_computed_tokens
             assert await service.answers(REQUESTS) == model.answers
             assert host.num_computed_tokens - computed < computed, "the KV cache of every rank knows the prompts"
@@ -49,7 +49,7 @@ def test_preemption_and_rows_from_another_instance(model: Model) -> None:
         )
         async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
             assert await service.answers(REQUESTS) == model.answers
-            assert service.language_hosts()[0].scheduler.num_preemptions > 0
+            assert service.engine_loops()[0].scheduler.num_preemptions > 0
 
     asyncio.run(run())
 
@@ -77,7 +77,7 @@ def test_prefill_and_decode_of_different_sizes(model: Model, topology: str, size
 
     async def run(engine: EngineConfig) -> tuple[list[list[list[int]]], Scheduler]:
         async with running(model.folder, topology, engine, prepare=together(len(REQUESTS))) as service:
-            (decoding,) = [host for host in service.language_hosts() if isinstance(host, DecodeHost)]
+            (decoding,) = [host for host in service.engine_loops() if isinstance(host, DecodeLoop)]
             first, again = [await service.answers(REQUESTS) for _ in range(2)]
             return [first, again, await service.answers(REQUESTS, **SAMPLING)], decoding.scheduler
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from tests.harness import FLOAT32, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
-from triptych.engine.loop import LanguageHost
+from triptych.engine.loop import EngineLoop
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.server.instance import Instance
 
 REQUESTS = [case.messages for case in CASES]
 
 
-def language_host(instance: Instance) -> LanguageHost:
-    return next(host for host in instance.hosts if isinstance(host, LanguageHost))
+def engine_loop(instance: Instance) -> EngineLoop:
+    return next(host for host in instance.hosts if isinstance(host, EngineLoop))
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "2E1PD", "1E2PD", "1E1P1D", "1EP1D", "2E1P2D", "1E2P1D1PD"])
@@ -68,7 +68,7 @@ def test_preemption(model: Model) -> None:
         engine = replace(FLOAT32, kv_cache_tokens=pages * FLOAT32.page_size, receive_blocks=2, receive_block_rows=8)
         async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
             tokens = await service.answers(REQUESTS)
-            return tokens, service.language_hosts()[0].scheduler.num_preemptions
+            return tokens, service.engine_loops()[0].scheduler.num_preemptions
 
     tokens, preemptions = asyncio.run(answers())
     assert preemptions > 0
@@ -92,7 +92,7 @@ def test_first_token_logits(model: Model) -> None:
 
     def record(instance: Instance) -> None:
         if instance.role.has_decoder:
-            runner = language_host(instance).runner
+            runner = engine_loop(instance).runner
             runner.decoder = Recording(runner.decoder, recorded)
 
     async def ask(service: Running) -> None:

@@ -15,8 +15,8 @@ from tests.harness import FLOAT32, Messages, Running, running
 from tests.media.clips import clip, turned
 from tests.parity.videos import Model, answered, image_part, listed, user, video_part
 from triptych.encode.cache import Rows
-from triptych.encode.loop import EncodeHost
-from triptych.models.base import TowerInput
+from triptych.encode.loop import EncodeLoop
+from triptych.models.base import EncoderInput
 from triptych.server.instance import Instance
 
 CASES: dict[str, Messages] = {
@@ -38,8 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     asyncio.set_event_loop(None)
 
 
-def encode_hosts(service: Running) -> list[EncodeHost]:
-    return [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeHost)]
+def encode_hosts(service: Running) -> list[EncodeLoop]:
+    return [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeLoop)]
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D", "2E2PD"])
@@ -85,10 +85,10 @@ def test_a_chat_goes_on_without_encoding_its_video_again(model: Model) -> None:
 def count_parts(instance: Instance, seen: list[int]) -> None:
     """Notes how many parts go through the tower."""
     for host in instance.hosts:
-        if isinstance(host, EncodeHost):
+        if isinstance(host, EncodeLoop):
             encoder = host._encoder
 
-            def counted(inputs: Sequence[TowerInput], encoder: Any = encoder) -> list[Rows]:
+            def counted(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[Rows]:
                 seen.append(len(inputs))
                 rows: list[Rows] = encoder(inputs)
                 return rows
@@ -122,10 +122,10 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
 
     def stop_midway(instance: Instance) -> None:
         for host in instance.hosts:
-            if isinstance(host, EncodeHost):
+            if isinstance(host, EncodeLoop):
                 encoder = host._encoder
 
-                def slow(inputs: Sequence[TowerInput], encoder: Any = encoder) -> list[Rows]:
+                def slow(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[Rows]:
                     nonlocal parts
                     parts += len(inputs)
                     if parts > 4:
@@ -141,7 +141,7 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
         engine = replace(FLOAT32, encode_batch_patches=1, receive_block_rows=4)
         async with running(model.folder, "1E1PD", engine, prepare=stop_midway) as service:
             asking = asyncio.create_task(service.answer(CASES["mp4"]))
-            (host,) = service.language_hosts()
+            (host,) = service.engine_loops()
             spans = prompt.items[0].placement.spans
             assert len(spans) == 5
             async with asyncio.timeout(20):
@@ -163,8 +163,8 @@ def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
                 await asyncio.sleep(delay)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-                for request in list(service.front_door.router._requests):
-                    service.front_door.router.cancel(request)
+                for request in list(service.frontend.router._requests):
+                    service.frontend.router.cancel(request)
             assert await service.answer(CASES["mp4"]) == model.answers[0]
             (host,) = encode_hosts(service)
             async with asyncio.timeout(20):

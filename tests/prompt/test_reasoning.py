@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.prompt.reasoning import Thought, ThoughtSplitter, thought_at_end
-from triptych.prompt.tool_calls import Argued, Called, Event, Said, ToolCallParser
+from triptych.prompt.reasoning import Reasoning, ReasoningParser, reasoning_at_end
+from triptych.prompt.tool_calls import Event, TextDelta, ToolCallArguments, ToolCallParser, ToolCallStart
 
 NAMES = ("weather", "time")
 
 
-def split(text: str, thought: Thought, cuts: list[int]) -> tuple[str, str]:
-    splitter = ThoughtSplitter(thought)
+def split(text: str, reasoning: Reasoning, cuts: list[int]) -> tuple[str, str]:
+    splitter = ReasoningParser(reasoning)
     parts = [splitter.push(piece) for piece in pieces(text, cuts)] + [splitter.finish()]
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
@@ -33,10 +33,10 @@ def parsed(text: str, cuts: list[int]) -> list[Event]:
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, Said) and isinstance(last, Said):
-            joined[-1] = Said(last.text + event.text)
-        elif isinstance(event, Argued) and isinstance(last, Argued) and last.index == event.index:
-            joined[-1] = Argued(last.index, last.text + event.text)
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            joined[-1] = TextDelta(last.text + event.text)
+        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == event.index:
+            joined[-1] = ToolCallArguments(last.index, last.text + event.text)
         else:
             joined.append(event)
     return joined
@@ -45,39 +45,39 @@ def parsed(text: str, cuts: list[int]) -> list[Event]:
 @pytest.mark.parametrize(
     ("text", "thought", "expected"),
     [
-        ("Hm.\n</think>\n\nYes.", Thought.OPEN, ("Hm.", "Yes.")),
-        ("\nHm", Thought.OPEN, ("Hm", "")),
-        ("Hm </thin", Thought.OPEN, ("Hm </thin", "")),
-        ("</think>Yes.", Thought.OPEN, ("", "Yes.")),
-        ("\n<think>\nHm.</think>\nYes.", Thought.POSSIBLE, ("Hm.", "Yes.")),
-        ("<thi", Thought.POSSIBLE, ("", "<thi")),
-        (" Yes. <think>no</think>", Thought.POSSIBLE, ("", " Yes. <think>no</think>")),
-        ("<think>x</think>", Thought.NONE, ("", "<think>x</think>")),
+        ("Hm.\n</think>\n\nYes.", Reasoning.OPEN, ("Hm.", "Yes.")),
+        ("\nHm", Reasoning.OPEN, ("Hm", "")),
+        ("Hm </thin", Reasoning.OPEN, ("Hm </thin", "")),
+        ("</think>Yes.", Reasoning.OPEN, ("", "Yes.")),
+        ("\n<think>\nHm.</think>\nYes.", Reasoning.POSSIBLE, ("Hm.", "Yes.")),
+        ("<thi", Reasoning.POSSIBLE, ("", "<thi")),
+        (" Yes. <think>no</think>", Reasoning.POSSIBLE, ("", " Yes. <think>no</think>")),
+        ("<think>x</think>", Reasoning.NONE, ("", "<think>x</think>")),
     ],
 )
-def test_thoughts_are_split_from_the_rest(text: str, thought: Thought, expected: tuple[str, str]) -> None:
-    assert split(text, thought, []) == expected
-    assert split(text, thought, list(range(len(text)))) == expected
+def test_thoughts_are_split_from_the_rest(text: str, reasoning: Reasoning, expected: tuple[str, str]) -> None:
+    assert split(text, reasoning, []) == expected
+    assert split(text, reasoning, list(range(len(text)))) == expected
 
 
 THOUGHT_PIECES = st.sampled_from(["<think>", "</think>", "<", "thi", "</", "nk>", " ", "\n", "x", "é"])
 
 
-@given(st.lists(THOUGHT_PIECES).map("".join), st.sampled_from(Thought), st.lists(st.integers(0, 99)))
-def test_thoughts_are_the_same_for_any_split(text: str, thought: Thought, cuts: list[int]) -> None:
-    assert split(text, thought, cuts) == split(text, thought, [])
+@given(st.lists(THOUGHT_PIECES).map("".join), st.sampled_from(Reasoning), st.lists(st.integers(0, 99)))
+def test_thoughts_are_the_same_for_any_split(text: str, reasoning: Reasoning, cuts: list[int]) -> None:
+    assert split(text, reasoning, cuts) == split(text, reasoning, [])
 
 
 @pytest.mark.parametrize(
     ("prompt", "thought"),
     [
-        ("<|im_start|>assistant\n<think>\n", Thought.OPEN),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Thought.NONE),
-        ("see <think>\n<|im_start|>assistant\n", Thought.POSSIBLE),
+        ("<|im_start|>assistant\n<think>\n", Reasoning.OPEN),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Reasoning.NONE),
+        ("see <think>\n<|im_start|>assistant\n", Reasoning.POSSIBLE),
     ],
 )
-def test_what_a_prompt_says_about_thoughts(prompt: str, thought: Thought) -> None:
-    assert thought_at_end(prompt) is thought
+def test_what_a_prompt_says_about_thoughts(prompt: str, reasoning: Reasoning) -> None:
+    assert reasoning_at_end(prompt) is reasoning
 
 
 def call(arguments: Any, name: str = "weather") -> str:
@@ -90,21 +90,30 @@ ROME = {"city": 'Ro"m}e </tool_call> \\'}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("no call ", [Said("no call ")]),
-        (call(ROME), [Called(0, "weather"), Argued(0, json.dumps(ROME))]),
+        ("no call ", [TextDelta("no call ")]),
+        (call(ROME), [ToolCallStart(0, "weather"), ToolCallArguments(0, json.dumps(ROME))]),
         (
             f"Let me see.\n\n{call({})}\n{call({'a': [{}]}, 'time')}\n",
-            [Said("Let me see."), Called(0, "weather"), Argued(0, "{}"), Called(1, "time"), Argued(1, '{"a": [{}]}')],
+            [
+                TextDelta("Let me see."),
+                ToolCallStart(0, "weather"),
+                ToolCallArguments(0, "{}"),
+                ToolCallStart(1, "time"),
+                ToolCallArguments(1, '{"a": [{}]}'),
+            ],
         ),
-        (f"{call({})}\nDone. ", [Called(0, "weather"), Argued(0, "{}"), Said("Done. ")]),
-        ('<tool_call>{"arguments": {"x":1}, "name": "time"}</tool_call>', [Called(0, "time"), Argued(0, '{"x": 1}')]),
-        ('<tool_call>{"name": "time"}</tool_call>', [Called(0, "time"), Argued(0, "{}")]),
-        ('<tool_call>{"name": "time", "arguments": {}', [Called(0, "time"), Argued(0, "{}")]),
-        ('<tool_call>{"name": "time", "arguments": "{}"}', [Called(0, "time"), Argued(0, "{}")]),
-        ('<tool_call>{"name": "time", "arguments": {"a', [Called(0, "time"), Argued(0, '{"a')]),
-        (f"x {call({}, 'rm')} y", [Said(f"x {call({}, 'rm')} y")]),
-        ("x <tool_call>no JSON</tool_call>", [Said("x <tool_call>no JSON</tool_call>")]),
-        ("x\n<tool_call>[" + "[" * 99_999, [Said("x\n<tool_call>[" + "[" * 99_999)]),
+        (f"{call({})}\nDone. ", [ToolCallStart(0, "weather"), ToolCallArguments(0, "{}"), TextDelta("Done. ")]),
+        (
+            '<tool_call>{"arguments": {"x":1}, "name": "time"}</tool_call>',
+            [ToolCallStart(0, "time"), ToolCallArguments(0, '{"x": 1}')],
+        ),
+        ('<tool_call>{"name": "time"}</tool_call>', [ToolCallStart(0, "time"), ToolCallArguments(0, "{}")]),
+        ('<tool_call>{"name": "time", "arguments": {}', [ToolCallStart(0, "time"), ToolCallArguments(0, "{}")]),
+        ('<tool_call>{"name": "time", "arguments": "{}"}', [ToolCallStart(0, "time"), ToolCallArguments(0, "{}")]),
+        ('<tool_call>{"name": "time", "arguments": {"a', [ToolCallStart(0, "time"), ToolCallArguments(0, '{"a')]),
+        (f"x {call({}, 'rm')} y", [TextDelta(f"x {call({}, 'rm')} y")]),
+        ("x <tool_call>no JSON</tool_call>", [TextDelta("x <tool_call>no JSON</tool_call>")]),
+        ("x\n<tool_call>[" + "[" * 99_999, [TextDelta("x\n<tool_call>[" + "[" * 99_999)]),
     ],
     ids=range(12),
 )
@@ -146,6 +155,6 @@ def test_a_long_call_costs_no_more_than_its_length() -> None:
     parser = ToolCallParser(NAMES)
     parser.push("<tool_call>")
     letters = random.Random(0).choices("abc{}", k=100_000)
-    said = "".join(event.text for letter in letters for event in parser.push(letter) if isinstance(event, Said))
-    said += "".join(event.text for event in parser.finish() if isinstance(event, Said))
+    said = "".join(event.text for letter in letters for event in parser.push(letter) if isinstance(event, TextDelta))
+    said += "".join(event.text for event in parser.finish() if isinstance(event, TextDelta))
     assert said == "<tool_call>" + "".join(letters)

@@ -12,14 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.router.test_router import D0, D1, D2, E0, E1, P0, PD0, PD1, Desk, prompt, tokens_of
+from tests.router.test_router import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.codec import Message
-from triptych.messages.work import Encode, Encoded, Generate, Leave, Need, NeededItem, Sampling, Tokens
+from triptych.messages.work import (
+    Deregister,
+    Encode,
+    Encoded,
+    EncodeNeeded,
+    Generate,
+    MissingItem,
+    SamplingParams,
+    Tokens,
+)
 from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.router.admission import FIRST
-from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CALLER
+from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CLIENT
 from triptych.router.forecast import ENOUGH
 from triptych.router.router import TokenStream
 from triptych.types import Address, RequestId, TransferId
@@ -28,24 +37,24 @@ ROOM = 4 + 2
 """What an instance with --max-num-seqs 4 is given at a time."""
 
 
-def desk_of(*addresses: Any, **settings: Any) -> Desk:
-    return Desk(*(addresses or (E0, PD0)), **{"max_queue": 1000, "max_num_seqs": 4} | settings)
+def desk_of(*addresses: Any, **settings: Any) -> RouterHarness:
+    return RouterHarness(*(addresses or (E0, PD0)), **{"max_queue": 1000, "max_num_seqs": 4} | settings)
 
 
-def placed(desk: Desk) -> list[str]:
+def placed(desk: RouterHarness) -> list[str]:
     return [message.request for _, message in desk.of(Generate)]
 
 
-def name(desk: Desk, stream: TokenStream) -> RequestId:
+def name(desk: RouterHarness, stream: TokenStream) -> RequestId:
     """What the instance that generates for a request calls it."""
     return desk.router._requests[stream.request].generate.request
 
 
-def begin(desk: Desk, stream: TokenStream) -> None:
+def begin(desk: RouterHarness, stream: TokenStream) -> None:
     desk.router.handle(Tokens(name(desk, stream), [1]))
 
 
-def finish(desk: Desk, stream: TokenStream) -> None:
+def finish(desk: RouterHarness, stream: TokenStream) -> None:
     """The instance has worked on it all the time since it was given it."""
     worked = [Interval("decode", desk.router._requests[stream.request].began, desk.now)]
     desk.router.handle(Tokens(name(desk, stream), [1], finish_reason="length", intervals=worked))
@@ -60,22 +69,22 @@ def test_who_could_not_be_sent_anywhere_has_had_nothing() -> None:
 
     desk.router._send = fails
     with pytest.raises(Unavailable):
-        tokens_of(desk.submit(*[1.0] * 200, caller="unlucky"))
+        tokens_of(desk.submit(*[1.0] * 200, client="unlucky"))
     desk.router._send = sent
-    crowd = [desk.submit(caller="other") for _ in range(ROOM + 20)]
-    late = desk.submit(caller="unlucky")
+    crowd = [desk.submit(client="other") for _ in range(ROOM + 20)]
+    late = desk.submit(client="unlucky")
     for stream in crowd[:2]:
         finish(desk, stream)
     assert late.request in placed(desk)
 
 
-def test_rows_that_were_known_cost_their_caller_nothing() -> None:
+def test_rows_that_were_known_cost_their_client_nothing() -> None:
     desk = desk_of(E0, PD0, encode_batch_patches=1, max_num_seqs=32)
-    known = need(desk, desk.submit(*[100.0] * 4, caller="a"), 4)
+    known = need(desk, desk.submit(*[100.0] * 4, client="a"), 4)
     for transfer in known:
         desk.router.handle(Encoded(transfer, True, []))
-    crowd = need(desk, desk.submit(*[1.0] * 20, caller="b"), 20)
-    (late,) = need(desk, desk.submit(1.0, caller="a"), 1)
+    crowd = need(desk, desk.submit(*[1.0] * 20, client="b"), 20)
+    (late,) = need(desk, desk.submit(1.0, client="a"), 1)
     for transfer in crowd[:2]:
         desk.router.handle(Encoded(transfer, False, []))
     assert late in encodes(desk)
@@ -94,12 +103,12 @@ def test_an_instance_is_given_what_it_has_room_for_and_the_rest_keeps_its_order(
     assert streams[2 * ROOM].record.finish_reason == "abort"
 
 
-def test_one_callers_backlog_is_not_anothers_wait_and_priorities_go_first() -> None:
+def test_one_clients_backlog_is_not_anothers_wait_and_priorities_go_first() -> None:
     desk = desk_of(PD0)
-    crowd = [desk.submit(caller="a") for _ in range(ROOM + 20)]
-    others = [desk.submit(caller="b") for _ in range(2)]
-    urgent = desk.submit(caller="a", priority=-1)
-    later = desk.submit(caller="c", priority=1)
+    crowd = [desk.submit(client="a") for _ in range(ROOM + 20)]
+    others = [desk.submit(client="b") for _ in range(2)]
+    urgent = desk.submit(client="a", priority=-1)
+    later = desk.submit(client="c", priority=1)
     for stream in crowd[:6]:
         finish(desk, stream)
     started = placed(desk)[ROOM:]
@@ -138,21 +147,21 @@ def test_one_that_has_waited_for_its_media_makes_room_for_the_next_and_runs_with
     assert {*placed(desk)[2 * ROOM :]} == {texts[-1].request, pictures[-1].request}
 
 
-def need(desk: Desk, stream: TokenStream, count: int) -> list[TransferId]:
+def need(desk: RouterHarness, stream: TokenStream, count: int) -> list[TransferId]:
     transfers = [TransferId(f"{stream.request}/{item}") for item in range(count)]
-    needed = [NeededItem(item, transfer) for item, transfer in enumerate(transfers)]
-    desk.router.handle(Need(name(desk, stream), PD0, needed))
+    needed = [MissingItem(item, transfer) for item, transfer in enumerate(transfers)]
+    desk.router.handle(EncodeNeeded(name(desk, stream), PD0, needed))
     return transfers
 
 
-def encodes(desk: Desk) -> list[TransferId]:
+def encodes(desk: RouterHarness) -> list[TransferId]:
     return [message.transfer for _, message in desk.of(Encode)]
 
 
 def test_a_request_of_two_hundred_images_does_not_hold_up_anothers_one() -> None:
     """Items have a patch each here: an encoder has four batches of two at a time."""
     desk = desk_of(E0, PD0, encode_batch_patches=2)
-    album, photo = desk.submit(*[1.0] * 200, caller="a"), desk.submit(1.0, caller="b")
+    album, photo = desk.submit(*[1.0] * 200, client="a"), desk.submit(1.0, client="b")
     pages = need(desk, album, 200)
     assert encodes(desk) == pages[:8]
     (single,) = need(desk, photo, 1)
@@ -169,26 +178,26 @@ def test_a_request_of_two_hundred_images_does_not_hold_up_anothers_one() -> None
     assert desk.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
 
 
-def submit_long(desk: Desk, caller: str) -> TokenStream:
+def submit_long(desk: RouterHarness, client: str) -> TokenStream:
     """A request with an item of ten parts of a patch each."""
     made = prompt(10.0)
     plan = msgspec.structs.replace(made.items[0].plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
     items = (replace(made.items[0], plan=plan),)
-    context = CURRENT.set(RequestRecord("id", "POST", caller=caller))
+    context = CURRENT.set(RequestRecord("id", "POST", client=client))
     try:
-        return desk.router.submit(replace(made, items=items), Sampling(max_tokens=4), [])
+        return desk.router.submit(replace(made, items=items), SamplingParams(max_tokens=4), [])
     finally:
         CURRENT.reset(context)
 
 
-def test_long_items_take_no_place_of_others_and_one_callers_leave_one_to_the_next() -> None:
+def test_long_items_take_no_place_of_others_and_one_clients_leave_one_to_the_next() -> None:
     desk = desk_of(E0, PD0, encode_batch_patches=2, max_num_seqs=32)
     crowd = [need(desk, submit_long(desk, "a"), 1)[0] for _ in range(LONG_ITEMS + 1)]
-    assert encodes(desk) == crowd[:LONG_ITEMS_PER_CALLER]
-    photos = [need(desk, desk.submit(1.0, caller="a"), 1)[0] for _ in range(2)]
-    assert encodes(desk)[LONG_ITEMS_PER_CALLER:] == photos, "nor of those of the same caller"
+    assert encodes(desk) == crowd[:LONG_ITEMS_PER_CLIENT]
+    photos = [need(desk, desk.submit(1.0, client="a"), 1)[0] for _ in range(2)]
+    assert encodes(desk)[LONG_ITEMS_PER_CLIENT:] == photos, "nor of those of the same client"
     others = [need(desk, submit_long(desk, "b"), 1)[0] for _ in range(2)]
-    assert encodes(desk)[LONG_ITEMS_PER_CALLER + 2 :] == others[:1]
+    assert encodes(desk)[LONG_ITEMS_PER_CLIENT + 2 :] == others[:1]
     for _ in range(10):
         for transfer in list(desk.router._encodings._in_hand):
             desk.router.handle(Encoded(transfer, False, []))
@@ -200,8 +209,8 @@ def test_items_in_line_leave_it_with_their_request_and_are_asked_for_anew_once()
     desk = desk_of(E0, PD0, encode_batch_patches=1)
     stream, other = desk.submit(*[1.0] * 8), desk.submit(1.0)
     first = need(desk, stream, 8)
-    again = [NeededItem(item, TransferId(f"again/{item}")) for item in range(8)]
-    desk.router.handle(Need(stream.request, PD0, again))
+    again = [MissingItem(item, TransferId(f"again/{item}")) for item in range(8)]
+    desk.router.handle(EncodeNeeded(stream.request, PD0, again))
     assert encodes(desk)[:4] == first[:4]
     for _ in range(20):
         waiting = [transfer for transfer in encodes(desk) if transfer in desk.router._encodings._in_hand]
@@ -224,7 +233,7 @@ def test_who_waits_too_long_in_line_or_for_an_instance_that_is_gone_is_told() ->
     desk.wait(6, E0, PD0)
     with pytest.raises(DeadlineExceeded):
         tokens_of(late)
-    desk.router.handle(Leave(PD0))
+    desk.router.handle(Deregister(PD0))
     with pytest.raises(Unavailable):
         tokens_of(patient)
     assert desk.router.num_requests == 0
@@ -234,16 +243,16 @@ def test_who_waits_too_long_in_line_or_for_an_instance_that_is_gone_is_told() ->
 def test_nothing_is_encoded_for_a_language_instance_that_is_gone() -> None:
     """Rows that were offered to it after the encoder was told that it is gone would be kept for ever."""
     desk = desk_of(E0, PD0, PD1, encode_batch_patches=1)
-    streams = [desk.submit(*[1.0] * 9, caller=caller) for caller in "abc"]
+    streams = [desk.submit(*[1.0] * 9, client=client) for client in "abc"]
     assert [to for to, _ in desk.of(Generate)] == [PD0, PD1, PD0]
     first = need(desk, streams[0], 9)
     need(desk, streams[2], 9)
     for transfer in first[:2]:
         desk.router.handle(Encoded(transfer, False, []))
-    elsewhere = [NeededItem(item, TransferId(f"elsewhere/{item}")) for item in range(9)]
-    desk.router.handle(Need(streams[1].request, PD1, elsewhere))
+    elsewhere = [MissingItem(item, TransferId(f"elsewhere/{item}")) for item in range(9)]
+    desk.router.handle(EncodeNeeded(streams[1].request, PD1, elsewhere))
     before = len(encodes(desk))  # the encoder has two items of each of the two that are about to be lost
-    desk.router.handle(Leave(PD0))
+    desk.router.handle(Deregister(PD0))
     assert encodes(desk)[before:] == [needed.transfer for needed in elsewhere[:4]]
 
 
@@ -255,22 +264,22 @@ def test_items_that_wait_for_an_encoder_that_is_gone_fail_their_requests() -> No
         desk.router.handle(Encoded(transfer, False, []))
     for transfer in transfers[4:8]:
         desk.router.handle(Encoded(transfer, False, []))
-    desk.router.handle(Leave(E0))
+    desk.router.handle(Deregister(E0))
     assert stream.record.finish_reason == "error"
     assert desk.outstanding() == 0
 
 
-def test_a_caller_with_its_share_is_refused_and_nobody_else() -> None:
-    desk = desk_of(PD0, max_queue_per_caller=2)
-    streams = [desk.submit(caller="a") for _ in range(2)]
+def test_a_client_with_its_share_is_refused_and_nobody_else() -> None:
+    desk = desk_of(PD0, max_queue_per_client=2)
+    streams = [desk.submit(client="a") for _ in range(2)]
     with pytest.raises(RateLimited):
-        desk.submit(caller="a")
-    desk.submit(caller="b")
+        desk.submit(client="a")
+    desk.submit(client="b")
     desk.router.cancel(streams[0].request)
-    desk.submit(caller="a")
+    desk.submit(client="a")
 
 
-def busy_desk(seconds_each: float, **settings: Any) -> Desk:
+def busy_desk(seconds_each: float, **settings: Any) -> RouterHarness:
     """One that has seen sixteen requests, two at a time, each of which took so long."""
     desk = desk_of(PD0, **settings)
     for _ in range(8):
@@ -287,15 +296,15 @@ def test_who_cannot_be_answered_in_time_is_refused_at_once_and_told_when_to_come
     began = time.monotonic()
     with pytest.raises(Overloaded, match="would take about") as caught:
         for _ in range(200):
-            admitted.append(desk.submit(caller="a"))
+            admitted.append(desk.submit(client="a"))
     assert time.monotonic() - began < 5
     # one a second: those in hand count half
     assert 15 <= len(admitted) <= 25
     assert 1 <= caught.value.retry_after <= 60
     assert not isinstance(caught.value, RateLimited)
-    light = desk.submit(caller="b")
+    light = desk.submit(client="b")
     with pytest.raises(Overloaded):
-        desk.submit(caller="a")
+        desk.submit(client="a")
     for stream in (*admitted, light):
         desk.router.cancel(stream.request)
     assert desk.router.num_requests == 0
@@ -314,7 +323,7 @@ def test_nobody_is_refused_for_what_was_measured_while_little_was_or_nobody_wait
     assert idle.submit()
 
 
-def admitted_by(desk: Desk) -> int:
+def admitted_by(desk: RouterHarness) -> int:
     """How many requests are let in before one is refused."""
     for number in range(200):
         try:
@@ -325,13 +334,13 @@ def admitted_by(desk: Desk) -> int:
 
 
 def test_fewer_are_let_in_where_requests_took_longer_than_forecast() -> None:
-    as_thought, longer = (busy_desk(2.0, request_timeout=20.0) for _ in range(2))
+    as_reasoning, longer = (busy_desk(2.0, request_timeout=20.0) for _ in range(2))
     for _ in range(ENOUGH):
         longer.router._admission.forecast.margin.add(1.0, 2.0, longer.now)
-    assert 2 <= admitted_by(longer) <= 0.7 * admitted_by(as_thought)
+    assert 2 <= admitted_by(longer) <= 0.7 * admitted_by(as_reasoning)
 
 
-def lessons(desk: Desk) -> list[float]:
+def lessons(desk: RouterHarness) -> list[float]:
     """How long each request took, from now on, that the margin is told of."""
     told: list[float] = []
     margin = desk.router._admission.forecast.margin
@@ -355,7 +364,7 @@ def test_those_who_were_too_late_tell_too_in_line_and_at_work() -> None:
     assert margin.times(desk.now) > 1.5
 
 
-def pictures_ahead(desk: Desk, cost: float) -> list[TokenStream]:
+def pictures_ahead(desk: RouterHarness, cost: float) -> list[TokenStream]:
     """As many requests with a picture as an instance is given, which wait for it there, and ten in line."""
     pictures = []
     for _ in range(ROOM):
@@ -456,7 +465,7 @@ def test_who_hangs_up_early_tells_nothing_and_late_how_long_it_took_at_least() -
     assert len(told) == 1
 
 
-STEPS: dict[str, Callable[[Desk, TokenStream], object]] = {
+STEPS: dict[str, Callable[[RouterHarness, TokenStream], object]] = {
     "need": lambda desk, stream: need(desk, stream, len(desk.router._requests[stream.request].waiting.prompt.items)),
     "token": begin,
     "finish": finish,
@@ -475,7 +484,7 @@ def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(da
         if step == "submit":
             costs = data.draw(st.lists(st.just(1.0), max_size=6))
             try:
-                streams.append(desk.submit(*costs, caller=data.draw(st.sampled_from("abc"))))
+                streams.append(desk.submit(*costs, client=data.draw(st.sampled_from("abc"))))
             except (Overloaded, Unavailable):
                 continue
         elif step == "encoded" and desk.router._encodings._in_hand:
@@ -483,7 +492,7 @@ def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(da
             desk.router.handle(Encoded(transfers[data.draw(st.integers(0, len(transfers) - 1))], False, []))
         elif step == "leave":
             address = data.draw(st.sampled_from([E0, E1, PD0, PD1]))
-            desk.router.handle(Leave(address))
+            desk.router.handle(Deregister(address))
             desk.register(address)
         elif alive and step in STEPS:
             stream = alive[data.draw(st.integers(0, len(alive) - 1))]

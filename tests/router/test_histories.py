@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from tests.router.test_router import D0, E0, E1, P0, P1, PD0, PD1, Desk, prompt
+from tests.router.test_router import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt
 from triptych.errors import TriptychError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
+    Deregister,
     Encode,
     Encoded,
     EncodeFailed,
+    EncodeNeeded,
     Failed,
     Generate,
-    Leave,
-    Need,
-    NeededItem,
-    NeedPrefill,
+    MissingItem,
     Prefill,
+    PrefillNeeded,
     Register,
     RoleKept,
-    Sampling,
+    SamplingParams,
     SetRole,
     Tokens,
 )
@@ -52,7 +52,7 @@ class History:
     def __post_init__(self) -> None:
         rng = self.rng
         self.addresses = rng.choice(SERVICES)
-        self.desk = Desk(
+        self.desk = RouterHarness(
             *self.addresses,
             max_queue=40,
             max_num_seqs=rng.choice([1, 2, 4]),
@@ -98,8 +98,8 @@ class History:
                 plan = msgspec.structs.replace(item.plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
                 items[index] = type(item)(item.key, item.data, plan, item.placement, item.param)
         made = type(made)(made.tokens, made.positions, tuple(items))
-        sampling, timeout = Sampling(max_tokens=rng.choice([1, 4, 1000])), rng.choice([math.inf, 1.0, 5.0])
-        context = CURRENT.set(RequestRecord("id", "POST", caller=rng.choice("abc")))
+        sampling, timeout = SamplingParams(max_tokens=rng.choice([1, 4, 1000])), rng.choice([math.inf, 1.0, 5.0])
+        context = CURRENT.set(RequestRecord("id", "POST", client=rng.choice("abc")))
         try:
             priority, read = rng.choice([0, 0, 1]), rng.choice([None, self.read])
             stream = self.router.submit(made, sampling, [], timeout=timeout, priority=priority, read=read)
@@ -134,10 +134,12 @@ class History:
         generate = message if isinstance(message, Generate) else message.generate
         self.number += 1
         if isinstance(message, Generate) and to == D0:
-            self.router.handle(NeedPrefill(generate.request, to, TransferId(f"kv{self.number}"), 0, []))
+            self.router.handle(PrefillNeeded(generate.request, to, TransferId(f"kv{self.number}"), 0, []))
         elif generate.items:
             names = [TransferId(f"t{self.number}/{item}") for item in range(len(generate.items))]
-            self.router.handle(Need(generate.request, to, [NeededItem(item, name) for item, name in enumerate(names)]))
+            self.router.handle(
+                EncodeNeeded(generate.request, to, [MissingItem(item, name) for item, name in enumerate(names)])
+            )
 
     def encoded(self) -> None:
         if encodes := [message for _, message in self.desk.of(Encode) if isinstance(message, Encode)]:
@@ -162,7 +164,7 @@ class History:
     def membership(self) -> None:
         address = self.rng.choice(self.addresses)
         if self.rng.random() < 0.4:
-            self.router.handle(Leave(address))
+            self.router.handle(Deregister(address))
         else:
             self.desk.register(address, pid=self.rng.choice([1, 1, 2]))
 
@@ -221,7 +223,7 @@ class History:
         assert all(stream.record.finish_reason for stream in self.streams)
         self.lost = 0.0
         for address in self.addresses:
-            router.handle(Leave(address))
+            router.handle(Deregister(address))
             self.desk.register(address, pid=3)
         self.router.cancel(self.desk.submit(timeout=0.01).request)
 

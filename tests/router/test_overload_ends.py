@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.router.test_router import E0, PD0, Desk, prompt
+from tests.router.test_router import E0, PD0, RouterHarness, prompt
 from triptych.errors import Overloaded
-from triptych.messages.work import Encode, Encoded, Generate, Heartbeat, Need, NeededItem, Sampling, Tokens
+from triptych.messages.work import (
+    Encode,
+    Encoded,
+    EncodeNeeded,
+    Generate,
+    Heartbeat,
+    MissingItem,
+    SamplingParams,
+    Tokens,
+)
 from triptych.observe.timeline import Interval
 from triptych.router.forecast import LAST, MEMORY
 from triptych.router.router import TokenStream
@@ -30,12 +39,14 @@ class _Sequence:
 class Service:
     """A router, and an instance with so many slots that gives each sequence in one a token a step."""
 
-    desk: Desk = field(default_factory=lambda: Desk(PD0, max_queue=1000, max_num_seqs=SLOTS, request_timeout=600.0))
+    desk: RouterHarness = field(
+        default_factory=lambda: RouterHarness(PD0, max_queue=1000, max_num_seqs=SLOTS, request_timeout=600.0)
+    )
     here: list[_Sequence] = field(default_factory=list)
     seen: int = 0
 
     def submit(self, max_tokens: int, timeout: float = 600.0) -> TokenStream:
-        return self.desk.router.submit(prompt(), Sampling(max_tokens=max_tokens), [], timeout=timeout)
+        return self.desk.router.submit(prompt(), SamplingParams(max_tokens=max_tokens), [], timeout=timeout)
 
     def run(self, most: float = 1e6) -> None:
         """Until all is answered, or for so many seconds."""
@@ -141,7 +152,7 @@ def test_a_rate_is_what_is_done_not_what_has_ended() -> None:
 
 
 def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None:
-    desk = Desk(E0, PD0, max_queue=1000, max_num_seqs=64, request_timeout=600.0)
+    desk = RouterHarness(E0, PD0, max_queue=1000, max_num_seqs=64, request_timeout=600.0)
     forecast = desk.router._admission.forecast
 
     def text() -> None:
@@ -154,7 +165,7 @@ def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None
     before = forecast.rate.per_second(desk.now)
     pictures = [desk.submit(1.0) for _ in range(30)]
     for stream in pictures:
-        desk.router.handle(Need(stream.request, PD0, [NeededItem(0, TransferId(f"{stream.request}/0"))]))
+        desk.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, TransferId(f"{stream.request}/0"))]))
     desk.wait(20, PD0, E0)
     for _ in range(16):
         text()

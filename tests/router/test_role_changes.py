@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.router.test_router import prompt, tokens_of
-from triptych.config import FrontDoorConfig, LeaseConfig
+from triptych.config import FrontendConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
@@ -13,22 +13,22 @@ from triptych.messages.stats import InstanceStats, LanguageStats, Load, Pool
 from triptych.messages.work import (
     AskStatus,
     ChangeRole,
+    Deregister,
     Generate,
     Heartbeat,
     InstanceStatus,
-    Leave,
-    NeedPrefill,
     PeerLost,
     Prefill,
+    PrefillNeeded,
     Register,
+    Registered,
     RoleKept,
     RoleRefused,
     RoleSet,
-    Sampling,
+    SamplingParams,
     SetRole,
     Status,
     Tokens,
-    Welcome,
 )
 from triptych.router.role_changes import harm
 from triptych.router.router import Router, TokenStream
@@ -39,7 +39,7 @@ ME = Address("operator")
 LAYOUT = RowLayout("model", "float32", 4, 16)
 
 
-class Desk:
+class RouterHarness:
     """A router and instances that are named by their roles: ``p0``, ``d0``."""
 
     def __init__(self, *names: str) -> None:
@@ -49,7 +49,7 @@ class Desk:
             send=lambda to, message: self.sent.append((to, message)),
             forget=lambda _: None,
             fingerprint="model",
-            front_door=FrontDoorConfig(request_timeout=60.0),
+            frontend=FrontendConfig(request_timeout=60.0),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             expects_encoders=any(name.startswith("e") for name in names),
             clock=lambda: self.now,
@@ -73,32 +73,32 @@ class Desk:
         return [(to, message) for to, message in self.sent if isinstance(message, kind)]
 
     def submit(self) -> TokenStream:
-        return self.router.submit(prompt(), Sampling(max_tokens=4), [])
+        return self.router.submit(prompt(), SamplingParams(max_tokens=4), [])
 
     def need_prefill(self, stream: TokenStream, name: str = "d0", generated: tuple[int, ...] = ()) -> None:
         transfer = TransferId(f"{stream.request}/{len(self.sent)}")
-        self.router.handle(NeedPrefill(stream.request, Address(name), transfer, 0, list(generated)))
+        self.router.handle(PrefillNeeded(stream.request, Address(name), transfer, 0, list(generated)))
 
 
 def test_an_idle_instance_is_told_and_its_operator_hears_when_it_has_changed() -> None:
-    desk = Desk("p0", "p1", "d0")
+    desk = RouterHarness("p0", "p1", "d0")
     assert desk.set_role("p0", Role.D) == [ChangeRole(Role.D, 30.0)]
     assert desk.answers() == []
     desk.register("p0", Role.D)
     assert desk.answers() == [RoleSet("p0", Role.D)]
     assert {to for to, message in desk.of(PeerLost) if message == PeerLost(Address("p0"), [])} == {"p1", "d0"}
-    assert desk.of(Welcome)[-1][0] == "p0"
+    assert desk.of(Registered)[-1][0] == "p0"
     assert {lease.name for lease in desk.router.registry.generators()} == {"p0", "d0"}
     assert [lease.name for lease in desk.router.registry.prefillers()] == ["p1"]
 
 
 def test_what_has_the_role_already_is_not_asked() -> None:
-    desk = Desk("pd0")
+    desk = RouterHarness("pd0")
     assert desk.set_role("pd0", Role.PD) == [RoleSet("pd0", Role.PD)]
 
 
 def test_a_draining_instance_gets_nothing_new_but_ends_what_it_has() -> None:
-    desk = Desk("pd0", "pd1", "p0", "d0")
+    desk = RouterHarness("pd0", "pd1", "p0", "d0")
     first = desk.submit()
     assert desk.of(Generate)[-1][0] == "pd0"
     desk.set_role("pd0", Role.P)
@@ -110,7 +110,7 @@ def test_a_draining_instance_gets_nothing_new_but_ends_what_it_has() -> None:
 
 def test_the_last_that_prefills_goes_on_for_requests_that_have_begun() -> None:
     """With --force: nobody new is let in, and nobody who is in is lost."""
-    desk = Desk("p0", "d0")
+    desk = RouterHarness("p0", "d0")
     stream = desk.submit()
     desk.set_role("p0", Role.PD, force=True)
     assert not desk.router.can_serve
@@ -127,7 +127,7 @@ def test_the_last_that_prefills_goes_on_for_requests_that_have_begun() -> None:
 
 
 def test_an_instance_that_keeps_its_role_is_given_work_again() -> None:
-    desk = Desk("pd0", "pd1")
+    desk = RouterHarness("pd0", "pd1")
     desk.set_role("pd0", Role.P, force=True)
     desk.submit()
     assert desk.of(Generate)[-1][0] == "pd1"
@@ -140,11 +140,11 @@ def test_an_instance_that_keeps_its_role_is_given_work_again() -> None:
 
 @pytest.mark.parametrize("how", ["leaves", "falls silent"])
 def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
-    desk = Desk("pd0", "pd1", "pd2")
+    desk = RouterHarness("pd0", "pd1", "pd2")
     stream = desk.submit()
     desk.set_role("pd0", Role.P, force=True)
     if how == "leaves":
-        desk.router.handle(Leave(Address("pd0")))
+        desk.router.handle(Deregister(Address("pd0")))
     else:
         for _ in range(44):
             desk.now += 0.25
@@ -162,7 +162,7 @@ def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
 
 def test_a_request_that_an_instance_still_has_when_it_changes_goes_on_elsewhere() -> None:
     """It can't have any; but if it does, the request isn't lost."""
-    desk = Desk("pd0", "pd1")
+    desk = RouterHarness("pd0", "pd1")
     stream = desk.submit()
     desk.set_role("pd0", Role.P, force=True)
     desk.register("pd0", Role.P)
@@ -177,7 +177,7 @@ def _rest(message: Message) -> dict[str, object]:
 
 
 def test_without_another_generator_it_fails() -> None:
-    desk = Desk("pd0")
+    desk = RouterHarness("pd0")
     stream = desk.submit()
     desk.set_role("pd0", Role.P, force=True)
     desk.register("pd0", Role.P)
@@ -198,7 +198,7 @@ def test_without_another_generator_it_fails() -> None:
     ],
 )
 def test_refusals(names: list[str], change: tuple[str, Role], reason: str) -> None:
-    desk = Desk(*names)
+    desk = RouterHarness(*names)
     (answer,) = desk.set_role(*change)
     assert isinstance(answer, RoleRefused)
     assert answer.reason.startswith(reason)
@@ -209,7 +209,7 @@ def test_refusals(names: list[str], change: tuple[str, Role], reason: str) -> No
 
 
 def test_a_second_change_waits_for_the_first() -> None:
-    desk = Desk("pd0", "pd1", "pd2")
+    desk = RouterHarness("pd0", "pd1", "pd2")
     desk.set_role("pd0", Role.P, force=True)
     (answer,) = desk.set_role("pd0", Role.D, force=True)
     assert answer == RoleRefused("pd0", Role.D, "it is about to become P already")
@@ -218,22 +218,22 @@ def test_a_second_change_waits_for_the_first() -> None:
 
 
 def test_a_name_that_two_have_is_nobodys() -> None:
-    desk = Desk("pd0")
+    desk = RouterHarness("pd0")
     desk.router.handle(Register("pd0", Role.PD, Address("another"), [LAYOUT], 2, context_length=100))
     (answer,) = desk.set_role("pd0", Role.P)
     assert answer == RoleRefused("pd0", Role.P, "2 instances of that name")
 
 
 def test_nobody_changes_while_the_service_ends() -> None:
-    desk = Desk("p0", "p1", "d0")
+    desk = RouterHarness("p0", "p1", "d0")
     desk.router.draining = True
     assert desk.set_role("p0", Role.D) == [RoleRefused("p0", Role.D, "the service is shutting down")]
 
 
 def test_status_says_who_is_there_and_what_they_have_in_hand() -> None:
-    desk = Desk("p0", "d0", "d1", "epd0")
+    desk = RouterHarness("p0", "d0", "d1", "epd0")
     language = LanguageStats(
-        waiting=1, prefilling=0, decoding=2, kv_pages=8, kv_pages_used=3, kv_pages_kept=1, prefix_queries=0,
+        waiting=1, prefilling=0, decoding=2, kv_pages=8, kv_pages_used=3, kv_pages_cached=1, prefix_queries=0,
         prefix_hits=0, preemptions=0, steps=0, computed_tokens=0,
     )  # fmt: skip
     load = Load(2, 1, [Pool("kv_pages", 8, 3, 1)])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig
+from triptych.config import EngineConfig, FrontendConfig, LeaseConfig
 from triptych.errors import (
     DeadlineExceeded,
     InstanceLost,
@@ -22,24 +22,24 @@ from triptych.messages.codec import Message
 from triptych.messages.rows import Done, End, RowLayout
 from triptych.messages.work import (
     Cancel,
+    Deregister,
     Encode,
     Encoded,
     EncodeFailed,
+    EncodeNeeded,
     Failed,
     Generate,
     Heartbeat,
-    Leave,
-    Need,
-    NeededItem,
-    NeedPrefill,
+    MissingItem,
     PeerLost,
     Prefill,
+    PrefillNeeded,
     Register,
-    Rejected,
-    Reregister,
-    Sampling,
+    RegisterAgain,
+    Registered,
+    RegistrationRefused,
+    SamplingParams,
     Tokens,
-    Welcome,
 )  # fmt: skip
 from triptych.models.base import Positions
 from triptych.observe.requests import CURRENT, RequestRecord
@@ -72,11 +72,11 @@ def prompt(*costs: float) -> PlannedPrompt:
     return PlannedPrompt(tokens, Positions(np.zeros((3, len(tokens)), dtype=np.int64), len(tokens)), items)
 
 
-class Desk:
+class RouterHarness:
     """A router, the clock on its wall, and what it has sent."""
 
     def __init__(self, *addresses: Address, max_queue: int = 8, **settings: Any) -> None:
-        """``settings`` of the front door, and of the engine those that have its names."""
+        """``settings`` of the frontend, and of the engine those that have its names."""
         engine = {name: settings.pop(name) for name in list(settings) if name in EngineConfig.__dataclass_fields__}
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
@@ -85,7 +85,7 @@ class Desk:
             send=lambda to, message: self.sent.append((to, message)),
             forget=lambda address: self.forgotten.append((address, len(self.sent))),
             fingerprint="model",
-            front_door=FrontDoorConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
+            frontend=FrontendConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
             engine=EngineConfig(**engine),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             clock=lambda: self.now,
@@ -105,17 +105,17 @@ class Desk:
                 self.router.handle(Heartbeat(address))
             self.router.tick()
 
-    def submit(self, *costs: float, caller: str = "", **how: Any) -> TokenStream:
-        """A request of ``caller``, with an item of each cost."""
-        context = CURRENT.set(RequestRecord("id", "POST", caller=caller))
+    def submit(self, *costs: float, client: str = "", **how: Any) -> TokenStream:
+        """A request of ``client``, with an item of each cost."""
+        context = CURRENT.set(RequestRecord("id", "POST", client=client))
         try:
-            return self.router.submit(prompt(*costs), Sampling(max_tokens=4), [], **how)
+            return self.router.submit(prompt(*costs), SamplingParams(max_tokens=4), [], **how)
         finally:
             CURRENT.reset(context)
 
     def need(self, stream: TokenStream, *items: int) -> list[TransferId]:
-        needed = [NeededItem(item, TransferId(f"{stream.request}/{item}")) for item in items]
-        self.router.handle(Need(stream.request, PD0, needed))
+        needed = [MissingItem(item, TransferId(f"{stream.request}/{item}")) for item in items]
+        self.router.handle(EncodeNeeded(stream.request, PD0, needed))
         return [one.transfer for one in needed]
 
     def of(self, kind: type) -> list[tuple[Address, Message]]:
@@ -126,7 +126,7 @@ class Desk:
 
 
 def test_admission_can_be_asked_for_without_a_request() -> None:
-    desk = Desk(PD0, max_queue=1)
+    desk = RouterHarness(PD0, max_queue=1)
     with pytest.raises(Unavailable, match="encode"), desk.router.preparing(has_media=True):
         pass
     with desk.router.preparing(has_media=False), pytest.raises(Overloaded), desk.router.preparing(has_media=False):
@@ -138,12 +138,12 @@ def test_admission_can_be_asked_for_without_a_request() -> None:
 
 
 def test_what_is_only_read_needs_room_but_no_instance() -> None:
-    desk = Desk(max_queue=1)
+    desk = RouterHarness(max_queue=1)
     with desk.router.reading(), pytest.raises(Overloaded), desk.router.reading():
         pass
     with desk.router.reading():
         pass
-    desk = Desk(PD0, max_queue=2, max_queue_per_caller=1)
+    desk = RouterHarness(PD0, max_queue=2, max_queue_per_client=1)
     with desk.router.reading(), pytest.raises(RateLimited), desk.router.preparing(has_media=False):
         pass
     with desk.router.preparing(has_media=False), pytest.raises(RateLimited), desk.router.reading():
@@ -162,7 +162,7 @@ def tokens_of(stream: TokenStream) -> list[int]:
 
 
 def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -> None:
-    desk = Desk(E0, PD0, PD1)
+    desk = RouterHarness(E0, PD0, PD1)
     first, second = desk.submit(1.0), desk.submit()
     assert [to for to, _ in desk.of(Generate)] == [PD0, PD1]
     desk.router.handle(Tokens(second.request, [5]))
@@ -184,7 +184,7 @@ def test_an_answer_that_its_reader_ends_counts_as_finished_and_is_cancelled_at_i
             return report
         return msgspec.structs.replace(report, tokens=report.tokens[: report.tokens.index(6) + 1], finish_reason="stop")
 
-    desk = Desk(E0, PD0)
+    desk = RouterHarness(E0, PD0)
     stream = desk.submit(read=until_six)
     desk.router.handle(Tokens(stream.request, [5]))
     assert desk.of(Cancel) == []
@@ -203,7 +203,7 @@ def test_what_a_reader_trips_over_fails_its_request_alone() -> None:
     def trips(report: Tokens) -> Tokens:
         raise ValueError("secret")
 
-    desk = Desk(E0, PD0)
+    desk = RouterHarness(E0, PD0)
     stream, other = desk.submit(read=trips), desk.submit()
     desk.router.handle(Tokens(stream.request, [5]))
     desk.router.handle(Tokens(other.request, [5], finish_reason="stop"))
@@ -214,7 +214,7 @@ def test_what_a_reader_trips_over_fails_its_request_alone() -> None:
 
 
 def test_a_full_house_answers_overloaded_until_one_ends() -> None:
-    desk = Desk(E0, PD0, max_queue=1)
+    desk = RouterHarness(E0, PD0, max_queue=1)
     stream = desk.submit()
     with pytest.raises(Overloaded):
         desk.submit()
@@ -224,18 +224,18 @@ def test_a_full_house_answers_overloaded_until_one_ends() -> None:
 
 def test_without_instances_or_while_draining_nothing_is_admitted() -> None:
     with pytest.raises(Unavailable):
-        Desk(E0).submit()
+        RouterHarness(E0).submit()
     with pytest.raises(Unavailable):
-        Desk(PD0).submit(1.0)
-    Desk(PD0).submit()  # text needs no encoder
-    desk = Desk(E0, PD0)
+        RouterHarness(PD0).submit(1.0)
+    RouterHarness(PD0).submit()  # text needs no encoder
+    desk = RouterHarness(E0, PD0)
     desk.router.draining = True
     with pytest.raises(Overloaded):
         desk.submit()
 
 
 def test_items_go_to_the_encoder_with_the_least_outstanding() -> None:
-    desk = Desk(E0, E1, PD0)
+    desk = RouterHarness(E0, E1, PD0)
     stream = desk.submit(5.0, 3.0, 1.0, 9.0)
     transfers = desk.need(stream, 0, 1, 2, 3)
     assert [(to, message.transfer) for to, message in desk.of(Encode)] == list(
@@ -248,7 +248,7 @@ def test_items_go_to_the_encoder_with_the_least_outstanding() -> None:
 
 
 def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_fault() -> None:
-    desk = Desk(E0, PD0)
+    desk = RouterHarness(E0, PD0)
     stream, other = desk.submit(1.0, 1.0), desk.submit(1.0)
     transfers = desk.need(stream, 0, 1)
     desk.router.handle(EncodeFailed(transfers[1], "TruncatedMedia", "the file ends early"))
@@ -262,7 +262,7 @@ def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_faul
 
 @pytest.mark.parametrize("name", ["Exception", "StartError", "os", "RegionError"])
 def test_an_error_that_no_request_may_end_in_is_internal(name: str) -> None:
-    desk = Desk(E0, PD0)
+    desk = RouterHarness(E0, PD0)
     stream = desk.submit()
     desk.router.handle(Failed(stream.request, PD0, name, "so it goes"))
     with pytest.raises(InternalError, match="so it goes"):
@@ -270,7 +270,7 @@ def test_an_error_that_no_request_may_end_in_is_internal(name: str) -> None:
 
 
 def test_an_instance_that_falls_silent_takes_its_requests_along_and_the_others_are_told() -> None:
-    desk = Desk(E0, PD0)
+    desk = RouterHarness(E0, PD0)
     lost = desk.submit()
     desk.wait(10, E0)
     assert desk.router.num_requests == 1
@@ -280,16 +280,16 @@ def test_an_instance_that_falls_silent_takes_its_requests_along_and_the_others_a
     assert desk.of(PeerLost) == [(E0, PeerLost(PD0, []))]
     assert desk.router.num_requests == 0
     desk.router.handle(Heartbeat(PD0))
-    assert desk.of(Reregister) == [(PD0, Reregister())]
+    assert desk.of(RegisterAgain) == [(PD0, RegisterAgain())]
     assert desk.outstanding() == 0
 
 
 def test_a_request_whose_instance_is_lost_goes_on_at_another_from_where_it_was() -> None:
-    desk = Desk(E0, PD0, PD1)
+    desk = RouterHarness(E0, PD0, PD1)
     lost, kept = desk.submit(2.0), desk.submit()
     (transfer,) = desk.need(lost, 0)
     desk.router.handle(Tokens(lost.request, [5, 6]))
-    desk.router.handle(Leave(PD0))
+    desk.router.handle(Deregister(PD0))
     (first, (to, second)) = [(to, message) for to, message in desk.of(Generate) if message.request != kept.request]
     assert to == PD1
     assert second == msgspec.structs.replace(first[1], request=second.request, generated=[5, 6])
@@ -298,7 +298,7 @@ def test_a_request_whose_instance_is_lost_goes_on_at_another_from_where_it_was()
     for message in (
         Tokens(lost.request, [7], finish_reason="stop"),
         Failed(lost.request, PD0, "InternalError", ""),
-        Need(lost.request, PD0, [NeededItem(0, transfer)]),
+        EncodeNeeded(lost.request, PD0, [MissingItem(0, transfer)]),
     ):
         desk.router.handle(message)  # what the lost one had still to say
     assert len(desk.of(Encode)) == 1
@@ -309,9 +309,9 @@ def test_a_request_whose_instance_is_lost_goes_on_at_another_from_where_it_was()
 
 
 def test_a_request_is_cancelled_where_it_is_now() -> None:
-    desk = Desk(PD0, PD1)
+    desk = RouterHarness(PD0, PD1)
     stream = desk.submit()
-    desk.router.handle(Leave(PD0))
+    desk.router.handle(Deregister(PD0))
     desk.sent.clear()
     desk.router.cancel(stream.request)
     assert desk.sent == [(PD1, Cancel(RequestId(f"{stream.request}.1")))]
@@ -319,13 +319,13 @@ def test_a_request_is_cancelled_where_it_is_now() -> None:
 
 
 def test_a_request_that_loses_one_instance_after_the_other_fails_before_all_are_lost() -> None:
-    desk = Desk(PD0, PD1)
+    desk = RouterHarness(PD0, PD1)
     stream = desk.submit()
     for address in (PD0, PD1):
-        desk.router.handle(Leave(address))
+        desk.router.handle(Deregister(address))
         desk.register(address)
         assert desk.router.num_requests == 1
-    desk.router.handle(Leave(PD0))
+    desk.router.handle(Deregister(PD0))
     with pytest.raises(InstanceLost):
         tokens_of(stream)
     assert desk.of(Generate)[-1][0] == PD0
@@ -334,13 +334,13 @@ def test_a_request_that_loses_one_instance_after_the_other_fails_before_all_are_
 
 
 def test_an_encoder_that_leaves_fails_only_what_it_had_not_encoded() -> None:
-    desk = Desk(E0, PD0)
+    desk = RouterHarness(E0, PD0)
     unfinished, finished = desk.submit(1.0), desk.submit(1.0)
     desk.need(unfinished, 0)
     [transfer] = desk.need(finished, 0)
     desk.router.handle(Encoded(transfer, False, []))
-    desk.router.handle(Leave(E0))
-    desk.router.handle(Leave(E0))
+    desk.router.handle(Deregister(E0))
+    desk.router.handle(Deregister(E0))
     with pytest.raises(InstanceLost):
         tokens_of(unfinished)
     assert desk.router.num_requests == 1
@@ -354,9 +354,9 @@ def test_an_encoder_that_leaves_fails_only_what_it_had_not_encoded() -> None:
 
 
 def test_whoever_is_gone_is_forgotten_after_all_that_was_to_say_and_may_come_back() -> None:
-    desk = Desk(E0, PD0, PD1)
+    desk = RouterHarness(E0, PD0, PD1)
     desk.submit(1.0)
-    desk.router.handle(Leave(PD0))
+    desk.router.handle(Deregister(PD0))
     assert desk.forgotten == [(PD0, len(desk.sent))]
     assert desk.of(Cancel)[-1][0] == PD0
     desk.register(PD0, pid=2)
@@ -366,12 +366,12 @@ def test_whoever_is_gone_is_forgotten_after_all_that_was_to_say_and_may_come_bac
     desk.register(E1, model="another")
     assert desk.forgotten[-1] == (E1, len(desk.sent))
     desk.router.handle(Heartbeat(E1))
-    assert desk.sent[-1] == (E1, Reregister())
+    assert desk.sent[-1] == (E1, RegisterAgain())
     assert desk.forgotten[-1] == (E1, len(desk.sent))
 
 
 def test_a_request_that_outlasts_its_deadline_fails() -> None:
-    desk = Desk(PD0)
+    desk = RouterHarness(PD0)
     stream = desk.submit()
     for _ in range(12):
         desk.now += 5.1
@@ -383,27 +383,32 @@ def test_a_request_that_outlasts_its_deadline_fails() -> None:
 
 
 def test_an_instance_with_another_model_is_rejected() -> None:
-    desk = Desk()
+    desk = RouterHarness()
     desk.register(PD0, model="another")
-    assert [type(message) for _, message in desk.sent] == [Rejected]
+    assert [type(message) for _, message in desk.sent] == [RegistrationRefused]
     assert len(desk.router.registry) == 0
     desk.register(PD0)
-    assert desk.of(Welcome) == [(PD0, Welcome(10.0))]
+    assert desk.of(Registered) == [(PD0, Registered(10.0))]
 
 
 def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_there() -> None:
-    desk = Desk(E0)
+    desk = RouterHarness(E0)
     desk.register(PD0, dtype="float16")
-    assert desk.of(Rejected) == [
-        (PD0, Rejected("pd0", 1, "the media rows of pd0 don't fit those of e0: dtype float16 here, float32 there"))
+    assert desk.of(RegistrationRefused) == [
+        (
+            PD0,
+            RegistrationRefused(
+                "pd0", 1, "the media rows of pd0 don't fit those of e0: dtype float16 here, float32 there"
+            ),
+        )
     ]
-    desk.router.handle(Leave(E0))
+    desk.router.handle(Deregister(E0))
     desk.register(PD0, dtype="float16")
-    assert desk.of(Welcome) == [(E0, Welcome(10.0)), (PD0, Welcome(10.0))]
+    assert desk.of(Registered) == [(E0, Registered(10.0)), (PD0, Registered(10.0))]
 
 
-def test_a_front_door_that_stood_still_gives_everybody_time_to_be_heard() -> None:
-    desk = Desk(E0, PD0)
+def test_a_frontend_that_stood_still_gives_everybody_time_to_be_heard() -> None:
+    desk = RouterHarness(E0, PD0)
     stream = desk.submit()
     desk.wait(1, E0, PD0)
     desk.now += 30
@@ -417,17 +422,17 @@ def test_a_front_door_that_stood_still_gives_everybody_time_to_be_heard() -> Non
 
 def test_registering_twice_keeps_the_requests() -> None:
     """An instance may be asked to twice: two heartbeats were on their way when its lease ran out."""
-    desk = Desk(PD0)
+    desk = RouterHarness(PD0)
     stream = desk.submit()
     desk.register(PD0)
     assert desk.outstanding() == 5
-    desk.router.handle(Leave(PD0))
+    desk.router.handle(Deregister(PD0))
     with pytest.raises(InstanceLost):
         tokens_of(stream)
 
 
 def test_another_process_at_the_same_address_takes_over_nothing() -> None:
-    desk = Desk(PD0)
+    desk = RouterHarness(PD0)
     stream = desk.submit()
     desk.register(PD0, pid=2)
     with pytest.raises(InstanceLost):
@@ -438,10 +443,10 @@ def test_another_process_at_the_same_address_takes_over_nothing() -> None:
 
 
 def test_a_prefill_that_another_takes_over_is_ended_and_has_no_say_any_more() -> None:
-    desk = Desk(P0, P1, D0)
+    desk = RouterHarness(P0, P1, D0)
     stream = desk.submit()
     for number in range(2):
-        desk.router.handle(NeedPrefill(stream.request, D0, TransferId(f"d/{number}"), 0, []))
+        desk.router.handle(PrefillNeeded(stream.request, D0, TransferId(f"d/{number}"), 0, []))
         desk.router.registry.get(desk.of(Prefill)[0][0]).outstanding += 100.0
     (first, _), (second, _) = desk.of(Prefill)
     assert {first, second} == {P0, P1}
@@ -454,16 +459,16 @@ def test_a_prefill_that_another_takes_over_is_ended_and_has_no_say_any_more() ->
 
 
 def test_messages_about_what_nobody_knows_change_nothing() -> None:
-    desk = Desk(E0, PD0)
+    desk = RouterHarness(E0, PD0)
     desk.sent.clear()
     unknown, transfer = RequestId("unknown"), TransferId("unknown")
     for message in (
         Tokens(unknown, [1], finish_reason="stop"),
         Failed(unknown, PD0, "InternalError", ""),
-        Need(unknown, PD0, [NeededItem(0, transfer)]),
+        EncodeNeeded(unknown, PD0, [MissingItem(0, transfer)]),
         Encoded(transfer, False, []),
         EncodeFailed(transfer, "InternalError", ""),
-        Leave(Address("nowhere")),
+        Deregister(Address("nowhere")),
         Done(transfer, End.PRODUCER),
     ):
         desk.router.handle(message)
@@ -472,14 +477,14 @@ def test_messages_about_what_nobody_knows_change_nothing() -> None:
 
 
 def test_a_need_for_an_item_that_is_not_there_is_passed_over() -> None:
-    desk = Desk(E0, PD0)
+    desk = RouterHarness(E0, PD0)
     stream = desk.submit(1.0)
     transfers = desk.need(stream, 7, 0)
     assert [message.transfer for _, message in desk.of(Encode)] == transfers[1:]
 
 
 def test_a_peer_that_cannot_be_reached_harms_nobody_else() -> None:
-    desk = Desk(E0, PD0)
+    desk = RouterHarness(E0, PD0)
     stream = desk.submit(1.0)
 
     def fail(*_: object) -> None:
@@ -494,19 +499,19 @@ def test_a_peer_that_cannot_be_reached_harms_nobody_else() -> None:
     assert desk.outstanding() == 0
 
 
-ENDINGS: list[Callable[[Desk, TokenStream], None]] = [
+ENDINGS: list[Callable[[RouterHarness, TokenStream], None]] = [
     lambda desk, stream: desk.router.cancel(stream.request),
     lambda desk, stream: desk.router.handle(Tokens(stream.request, [1], finish_reason="length")),
     lambda desk, stream: desk.router.handle(Failed(stream.request, PD0, "InternalError", "")),
     lambda desk, stream: desk.router.handle(EncodeFailed(TransferId(f"{stream.request}/0"), "MediaError", "")),
-    lambda desk, stream: desk.router.handle(Leave(E1)),
+    lambda desk, stream: desk.router.handle(Deregister(E1)),
 ]
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_costs_settle_to_zero_however_requests_end(data: st.DataObject) -> None:
-    desk = Desk(E0, E1, PD0, PD1)
+    desk = RouterHarness(E0, E1, PD0, PD1)
     streams = [desk.submit(*data.draw(st.lists(st.integers(1, 9).map(float), max_size=3))) for _ in range(6)]
     for stream in data.draw(st.permutations(streams)):
         transfers = desk.need(stream, *range(data.draw(st.integers(0, 3))))

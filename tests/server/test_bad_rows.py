@@ -15,8 +15,8 @@ from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import CASES
 from triptych.config import EngineConfig
-from triptych.engine.loop import LanguageHost
-from triptych.engine.runner import Outcome
+from triptych.engine.loop import EngineLoop
+from triptych.engine.runner import StepOutput
 from triptych.errors import InternalError, NonFiniteLogits, NoTokenAllowed, TriptychError
 from triptych.messages.work import GrammarKind, GrammarSpec
 from triptych.server.instance import Instance
@@ -170,11 +170,11 @@ def trip_over(seeds: set[int]) -> Callable[[Instance], None]:
 
     def prepare(instance: Instance) -> None:
         for host in instance.hosts:
-            if isinstance(host, LanguageHost):
+            if isinstance(host, EngineLoop):
                 host.runner.run = tripping(host.runner.run)  # type: ignore[method-assign]
 
-    def tripping(run: Callable[..., Outcome]) -> Callable[..., Outcome]:
-        def tripped(batch: Any, draws: Any, *others: Any) -> Outcome:
+    def tripping(run: Callable[..., StepOutput]) -> Callable[..., StepOutput]:
+        def tripped(batch: Any, draws: Any, *others: Any) -> StepOutput:
             outcome = run(batch, draws, *others)
             if seeds & {draw.sampling.seed for draw in draws}:
                 raise RuntimeError("secret of /the/server")
@@ -212,10 +212,10 @@ def test_a_token_that_is_not_in_the_vocabulary_fails_its_request_at_once(folder:
 
     def prepare(instance: Instance) -> None:
         for host in instance.hosts:
-            if isinstance(host, LanguageHost) and not host.decodes:
+            if isinstance(host, EngineLoop) and not host.decodes:
                 run = host.runner.run
 
-                def wrong(*args: Any, run: Callable[..., Outcome] = run) -> Outcome:
+                def wrong(*args: Any, run: Callable[..., StepOutput] = run) -> StepOutput:
                     outcome = run(*args)
                     return replace(outcome, drawn=[replace(one, token=10**6) for one in outcome.drawn])
 

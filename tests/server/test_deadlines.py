@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from triptych.config import FrontDoorConfig
-from triptych.engine.embedding_source import IncomingMedia
+from triptych.config import FrontendConfig
+from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.request import Sequence
 from triptych.errors import ConfigError
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import NO_TIMEOUT, PlacedItem, Sampling, time_left
+from triptych.messages.work import NO_TIMEOUT, PlacedItem, SamplingParams, time_left
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.memory import PlainMemory
@@ -28,7 +28,7 @@ def sequence(timeout: float) -> Sequence:
         positions=np.zeros((3, 9)),
         next_position=9,
         items=[PlacedItem("k", Placement((Span(0, 8),)), 8)],
-        sampling=Sampling(max_tokens=1),
+        sampling=SamplingParams(max_tokens=1),
         eos_token_ids=frozenset(),
         timeout=timeout,
     )
@@ -39,7 +39,7 @@ def test_an_item_waits_for_its_encoder_as_long_as_its_request_may(timeout: float
     now = [0.0]
     buffer = RowBuffer(LAYOUT, 4, 4, [LocalFabric()], allocate=PlainMemory)
     receiver = Receiver(buffer, Address("me"), lambda *_: None, clock=lambda: now[0])
-    incoming = IncomingMedia(receiver, "pd0", Address("me"), torch.float32, 4)
+    incoming = EmbeddingSource(receiver, "pd0", Address("me"), torch.float32, 4)
     assert incoming.need(sequence(timeout))
     now[0] = last
     assert not incoming.take_failures()
@@ -63,4 +63,4 @@ def test_rows_are_kept_for_their_consumer_as_long_as_its_request_may_take() -> N
 def test_a_timeout_that_is_none_is_said_as_the_longest_there_is() -> None:
     assert time_left(float("inf"), 0.0) == NO_TIMEOUT
     with pytest.raises(ConfigError, match="--request-timeout nan"):
-        FrontDoorConfig(request_timeout=float("nan"))
+        FrontendConfig(request_timeout=float("nan"))

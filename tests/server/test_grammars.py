@@ -67,7 +67,7 @@ def expected(folder: Path) -> list[list[int]]:
 
 def pids_of(service: Running) -> list[int]:
     """The processes of the grammars that are in use, of all instances."""
-    servers = [host._grammars._server for host in service.language_hosts()]
+    servers = [host._grammars._server for host in service.engine_loops()]
     paths = [Path(f"/proc/{one.process.pid}/task/{one.process.pid}/children") for one in servers if one is not None]
     return [int(pid) for path in paths for pid in path.read_text().split()]
 
@@ -218,8 +218,8 @@ def test_grammars_that_are_being_compiled_take_no_places(
             for one in waiting:
                 one.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            for entry in list(service.front_door.router._requests):
-                service.front_door.router.cancel(entry)
+            for entry in list(service.frontend.router._requests):
+                service.frontend.router.cancel(entry)
             return answer
 
     assert len(asyncio.run(run())) == 4
@@ -229,7 +229,7 @@ def test_no_process_is_left(folder: Path) -> None:
     async def run() -> list[int]:
         async with served(folder, "1E1P1D") as service:
             await answers(service)
-            servers = [host._grammars._server for host in service.language_hosts()]
+            servers = [host._grammars._server for host in service.engine_loops()]
             return [*pids_of(service), *(server.process.pid for server in servers if server is not None)]
 
     pids = asyncio.run(run())

@@ -1,4 +1,4 @@
-"""An instance's loop, with a real channel to a front door that is the test's, and a host that records."""
+"""An instance's loop, with a real channel to a frontend that is the test's, and a host that records."""
 
 import logging
 import os
@@ -19,18 +19,18 @@ from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     Cancel,
     ChangeRole,
+    Deregister,
     Heartbeat,
-    Leave,
     PeerLost,
     Register,
-    Rejected,
-    Reregister,
+    RegisterAgain,
+    Registered,
+    RegistrationRefused,
     RoleKept,
     Stop,
-    Welcome,
 )
 from triptych.server import instance as instances
-from triptych.server.instance import Composition, Instance
+from triptych.server.instance import Instance, RoleLoops
 from triptych.stage_loop import Handlers
 from triptych.topology import Role
 from triptych.types import Address, RequestId, TransferId
@@ -68,8 +68,8 @@ class Recorder:
     def peer_lost(self, lost: PeerLost) -> None:
         self.told.append(lost)
 
-    def lapse(self) -> None:
-        self.told.append("lapse")
+    def on_lease_lost(self) -> None:
+        self.told.append("on_lease_lost")
 
     def check_idle(self) -> None:
         self.on_idle()
@@ -92,20 +92,20 @@ class Composing:
         if role.encodes:
             raise StartError("no tower")
 
-    def compose(self, role: Role) -> Composition:
+    def compose(self, role: Role) -> RoleLoops:
         if self.refusal is not None:
             raise self.refusal
         self.composed.append(Recorder())
-        return Composition([(self.composed[-1], End.CONSUMER)], [OTHER_LAYOUT])
+        return RoleLoops([(self.composed[-1], End.CONSUMER)], [OTHER_LAYOUT])
 
 
-class Desk:
-    """A front door's end of the channel, and an instance whose loop runs in a thread."""
+class RouterHarness:
+    """A frontend's end of the channel, and an instance whose loop runs in a thread."""
 
     def __init__(self, lease: LeaseConfig, host: Recorder) -> None:
         self.channel, self.host = Channel(), host
         self.instance = Instance(
-            name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), front_door=self.channel.address, lease=lease
+            name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), frontend=self.channel.address, lease=lease
         )
         self.instance.add(host, far_end=End.PRODUCER)
         self.received: list[Message] = []
@@ -135,7 +135,7 @@ class Desk:
     def join(self, expiry: float = 30.0) -> None:
         """Takes the registration and welcomes the instance."""
         self.await_count(Register, 1)
-        self.send(Welcome(expiry))
+        self.send(Registered(expiry))
         _until(lambda: self.instance._registered)
 
     def end(self) -> None:
@@ -157,11 +157,11 @@ def _until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Desk]]:
-    desks: list[Desk] = []
+def start() -> Iterator[Callable[..., RouterHarness]]:
+    desks: list[RouterHarness] = []
 
-    def start_one(lease: LeaseConfig = FAST, host: Recorder | None = None) -> Desk:
-        desks.append(Desk(lease, host or Recorder()))
+    def start_one(lease: LeaseConfig = FAST, host: Recorder | None = None) -> RouterHarness:
+        desks.append(RouterHarness(lease, host or Recorder()))
         return desks[-1]
 
     yield start_one
@@ -183,7 +183,7 @@ def fail() -> None:
     raise RuntimeError("a bug")
 
 
-def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., Desk]) -> None:
+def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., RouterHarness]) -> None:
     desk = start()
     desk.join()
     (register,) = [message for message in desk.received if isinstance(message, Register)]
@@ -194,79 +194,79 @@ def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., De
     assert (beat.address, beat.stats.resident_bytes) == (address, 1), "its hosts have told of themselves"
     desk.send(Stop())
     desk.end()
-    desk.await_count(Leave, 1)
-    assert desk.received[-1] == Leave(address)
+    desk.await_count(Deregister, 1)
+    assert desk.received[-1] == Deregister(address)
     assert desk.error is None
     assert desk.host.told == ["close"]
 
 
-def test_rejection_ends_it(start: Callable[..., Desk]) -> None:
+def test_rejection_ends_it(start: Callable[..., RouterHarness]) -> None:
     desk = start()
     desk.await_count(Register, 1)
-    desk.send(Rejected("pd0", os.getpid(), "it serves another model"))
+    desk.send(RegistrationRefused("pd0", os.getpid(), "it serves another model"))
     desk.end()
     assert isinstance(desk.error, StartError)
     assert "it serves another model" in str(desk.error)
     assert desk.host.told == ["close"]
 
 
-def test_a_front_door_that_does_not_answer_ends_it(start: Callable[..., Desk]) -> None:
+def test_a_frontend_that_does_not_answer_ends_it(start: Callable[..., RouterHarness]) -> None:
     desk = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.1))
     desk.end()
     assert isinstance(desk.error, StartError)
     assert desk.channel.address in str(desk.error)
 
 
-def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callable[..., Desk]) -> None:
+def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callable[..., RouterHarness]) -> None:
     desk = start()
     desk.join()
-    desk.send(Reregister(), Reregister(), Reregister(), cancel("last"))
+    desk.send(RegisterAgain(), RegisterAgain(), RegisterAgain(), cancel("last"))
     _until(lambda: cancel("last") in desk.host.told)
-    assert desk.host.told == ["lapse", cancel("last")]
+    assert desk.host.told == ["on_lease_lost", cancel("last")]
     desk.await_count(Register, 2)
-    desk.send(Welcome(30.0), Reregister(), cancel("very last"))
+    desk.send(Registered(30.0), RegisterAgain(), cancel("very last"))
     _until(lambda: cancel("very last") in desk.host.told)
-    assert desk.host.told.count("lapse") == 2, "a new lease that is lost is another matter"
+    assert desk.host.told.count("on_lease_lost") == 2, "a new lease that is lost is another matter"
 
 
-def test_a_registration_that_a_dying_front_door_took_with_it_is_made_again(start: Callable[..., Desk]) -> None:
+def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: Callable[..., RouterHarness]) -> None:
     desk = start()
     desk.await_count(Register, 1)
-    desk.send(Reregister())  # the answer to a heartbeat that went before the registration
+    desk.send(RegisterAgain())  # the answer to a heartbeat that went before the registration
     time.sleep(5 * FAST.heartbeat)
     assert sum(isinstance(message, Register) for message in desk.received) == 1
-    desk.send(Reregister())
+    desk.send(RegisterAgain())
     desk.await_count(Register, 2)
-    desk.send(Welcome(30.0), cancel("after"))
+    desk.send(Registered(30.0), cancel("after"))
     _until(lambda: cancel("after") in desk.host.told)
-    assert "lapse" not in desk.host.told
+    assert "on_lease_lost" not in desk.host.told
 
 
-def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., Desk]) -> None:
+def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., RouterHarness]) -> None:
     desk = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.3))
     desk.join()
     time.sleep(0.4)
-    desk.send(Reregister())
+    desk.send(RegisterAgain())
     desk.await_count(Register, 2)
-    desk.send(Welcome(30.0), cancel("after"))
+    desk.send(Registered(30.0), cancel("after"))
     _until(lambda: cancel("after") in desk.host.told)
     assert desk.error is None
 
 
-def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Callable[..., Desk]) -> None:
+def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Callable[..., RouterHarness]) -> None:
     desk = start(LeaseConfig(heartbeat=0.05, lease_expiry=0.5))
     desk.join(expiry=0.5)
-    assert "lapse" not in desk.host.told
+    assert "on_lease_lost" not in desk.host.told
     desk.host.on_advance = once(lambda: time.sleep(0.6))
     desk.instance.channel.wake()
-    _until(lambda: "lapse" in desk.host.told)
+    _until(lambda: "on_lease_lost" in desk.host.told)
     desk.await_count(Register, 2)
-    leave, register = (desk.received.index(Leave(desk.instance.channel.address)), _last(desk.received, Register))
-    assert leave < register, "the front door is to fail what was under way, even if it noticed nothing"
-    assert desk.host.told.count("lapse") == 1
+    leave, register = (desk.received.index(Deregister(desk.instance.channel.address)), _last(desk.received, Register))
+    assert leave < register, "the frontend is to fail what was under way, even if it noticed nothing"
+    assert desk.host.told.count("on_lease_lost") == 1
 
 
-def test_being_a_little_late_gives_nothing_up(start: Callable[..., Desk]) -> None:
+def test_being_a_little_late_gives_nothing_up(start: Callable[..., RouterHarness]) -> None:
     desk = start(LeaseConfig(heartbeat=0.05, lease_expiry=30.0))
     desk.join()
     desk.host.on_advance = once(lambda: time.sleep(0.3))
@@ -278,19 +278,21 @@ def test_being_a_little_late_gives_nothing_up(start: Callable[..., Desk]) -> Non
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BlockError("freed twice")])
-def test_a_message_that_cannot_be_handled_harms_nothing_else(start: Callable[..., Desk], error: Exception) -> None:
+def test_a_message_that_cannot_be_handled_harms_nothing_else(
+    start: Callable[..., RouterHarness], error: Exception
+) -> None:
     def refuse() -> None:
         raise error
 
     desk = start(host=Recorder(on_cancel=once(refuse)))
     desk.join()
-    desk.send(cancel("bad"), Welcome(30.0), Leave(Address("not for an instance")), cancel("good"))
+    desk.send(cancel("bad"), Registered(30.0), Deregister(Address("not for an instance")), cancel("good"))
     _until(lambda: cancel("good") in desk.host.told)
     assert desk.host.told == [cancel("bad"), cancel("good")]
     assert desk.error is None
 
 
-def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., Desk]) -> None:
+def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., RouterHarness]) -> None:
     desk = start()
     desk.join()
     lost = PeerLost(Address("tcp://127.0.0.1:1"), [TransferId("t")])
@@ -298,7 +300,9 @@ def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., Desk]) -
     _until(lambda: lost in desk.host.told)
 
 
-def test_a_leak_is_logged_and_no_reason_to_end(start: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_leak_is_logged_and_no_reason_to_end(
+    start: Callable[..., RouterHarness], caplog: pytest.LogCaptureFixture
+) -> None:
     def leak() -> None:
         raise BlockError("two pages are missing")
 
@@ -309,7 +313,7 @@ def test_a_leak_is_logged_and_no_reason_to_end(start: Callable[..., Desk], caplo
     _until(lambda: cancel("after") in desk.host.told)
 
 
-def test_a_host_that_fails_starts_over(start: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_that_fails_starts_over(start: Callable[..., RouterHarness], caplog: pytest.LogCaptureFixture) -> None:
     desk = start()
     desk.join()
     desk.host.on_advance = once(fail)
@@ -317,17 +321,17 @@ def test_a_host_that_fails_starts_over(start: Callable[..., Desk], caplog: pytes
     desk.await_count(Register, 2)
     assert [type(message) for message in desk.received if not isinstance(message, Heartbeat)] == [
         Register,
-        Leave,
+        Deregister,
         Register,
     ]
-    desk.send(Welcome(30.0), cancel("after"))
+    desk.send(Registered(30.0), cancel("after"))
     _until(lambda: cancel("after") in desk.host.told)
-    assert desk.host.told == ["lapse", cancel("after")]
+    assert desk.host.told == ["on_lease_lost", cancel("after")]
     assert "RuntimeError: a bug" in caplog.text, "the traceback"
 
 
 def test_a_host_that_keeps_failing_ends_the_instance(
-    start: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+    start: Callable[..., RouterHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     desk = start()
     desk.join()
@@ -338,11 +342,11 @@ def test_a_host_that_keeps_failing_ends_the_instance(
     assert isinstance(desk.error, RuntimeError)
     assert desk.host.num_advances - before <= instances.MAX_FAILURES + 1, "it doesn't spin"
     assert any("ending" in record.message for record in caplog.records if record.levelno == logging.ERROR)
-    _until(lambda: desk.count(Leave, 0.05) == instances.MAX_FAILURES)
-    assert isinstance(desk.received[-1], Leave), "the front door need not wait for the lease"
+    _until(lambda: desk.count(Deregister, 0.05) == instances.MAX_FAILURES)
+    assert isinstance(desk.received[-1], Deregister), "the frontend need not wait for the lease"
 
 
-def test_failures_far_apart_end_nothing(start: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_far_apart_end_nothing(start: Callable[..., RouterHarness], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "FAILURE_WINDOW", 0.0)
     desk = start()
     desk.join()
@@ -350,11 +354,11 @@ def test_failures_far_apart_end_nothing(start: Callable[..., Desk], monkeypatch:
         desk.host.on_advance = once(fail)
         desk.instance.channel.wake()
         desk.await_count(Register, number + 2)
-        desk.send(Welcome(30.0))
+        desk.send(Registered(30.0))
     assert desk.error is None
 
 
-def test_it_changes_its_role_once_all_is_done(start: Callable[..., Desk]) -> None:
+def test_it_changes_its_role_once_all_is_done(start: Callable[..., RouterHarness]) -> None:
     desk, composer = start(host=Recorder(idle=False)), Composing()
     desk.instance.composer = composer
     desk.join()
@@ -367,9 +371,9 @@ def test_it_changes_its_role_once_all_is_done(start: Callable[..., Desk]) -> Non
     register = desk.received[_last(desk.received, Register)]
     assert isinstance(register, Register)
     assert (register.role, register.layouts) == (Role.P, [OTHER_LAYOUT])
-    assert desk.count(Leave) == 0, "the front door tells the others when it hears of the role"
+    assert desk.count(Deregister) == 0, "the frontend tells the others when it hears of the role"
     assert desk.host.told == [cancel("still here"), "close"]
-    desk.send(Welcome(30.0), cancel("for the new host"))
+    desk.send(Registered(30.0), cancel("for the new host"))
     (host,) = composer.composed
     _until(lambda: host.told == [cancel("for the new host")])
 
@@ -383,7 +387,7 @@ def test_it_changes_its_role_once_all_is_done(start: Callable[..., Desk]) -> Non
     ],
 )
 def test_a_change_that_cannot_be_leaves_all_as_it_was(
-    start: Callable[..., Desk], role: Role, refusal: BaseException | None, reason: str
+    start: Callable[..., RouterHarness], role: Role, refusal: BaseException | None, reason: str
 ) -> None:
     desk = start()
     desk.instance.composer = Composing(refusal)
@@ -396,7 +400,7 @@ def test_a_change_that_cannot_be_leaves_all_as_it_was(
     assert desk.count(Register) == 1
 
 
-def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., Desk]) -> None:
+def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., RouterHarness]) -> None:
     desk = start(host=Recorder(idle=False))
     desk.instance.composer = Composing()
     desk.join()
@@ -408,20 +412,20 @@ def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., D
     assert desk.count(Register) == 1
 
 
-def test_starting_over_forgets_the_change(start: Callable[..., Desk]) -> None:
+def test_starting_over_forgets_the_change(start: Callable[..., RouterHarness]) -> None:
     desk, composer = start(host=Recorder(idle=False)), Composing()
     desk.instance.composer = composer
     desk.join()
-    desk.send(ChangeRole(Role.P, 30.0), Reregister())
+    desk.send(ChangeRole(Role.P, 30.0), RegisterAgain())
     desk.await_count(Register, 2)
     desk.host.idle = True
-    desk.send(Welcome(30.0), cancel("after"))
+    desk.send(Registered(30.0), cancel("after"))
     _until(lambda: cancel("after") in desk.host.told)
     assert composer.composed == []
     assert desk.instance.role is Role.PD
 
 
-def test_one_without_other_hosts_keeps_its_role(start: Callable[..., Desk]) -> None:
+def test_one_without_other_hosts_keeps_its_role(start: Callable[..., RouterHarness]) -> None:
     desk = start()
     desk.join()
     desk.send(ChangeRole(Role.P, 30.0))

@@ -39,9 +39,9 @@ def test_cache_and_rows_have_it(folder: Path, dtype: torch.dtype) -> None:
 def test_the_same_memory_holds_twice_as_much(folder: Path) -> None:
     async def pages(engine: EngineConfig) -> int:
         async with running(folder, "1PD", engine) as service:
-            return service.language_hosts()[0].scheduler.pool.num_pages
+            return service.engine_loops()[0].scheduler.pool.num_pages
 
-    limited = replace(DEFAULT, kv_cache_tokens=0, kv_memory="1MiB")
+    limited = replace(DEFAULT, kv_cache_tokens=0, kv_cache_memory="1MiB")
     half, single = asyncio.run(pages(limited)), asyncio.run(pages(replace(limited, kv_cache_dtype="float32")))
     assert half == 2 * single
 
@@ -53,7 +53,7 @@ def test_an_instance_with_another_is_refused(folder: Path, role: Role) -> None:
     async def run() -> None:
         async with running(folder, "1PD", DEFAULT) as service:
             config = ServeConfig(model=folder, engine=replace(DEFAULT, kv_cache_dtype="float32"))
-            other = make_instance(config, role, "other", service.front_door.control)
+            other = make_instance(config, role, "other", service.frontend.control)
             asyncio.get_running_loop().call_later(30, other.stop)  # if nobody refuses it
             with pytest.raises(StartError, match="the kv rows of other don't fit those of pd0: dtype float32 here, fl"):
                 await asyncio.to_thread(run_instance, other)

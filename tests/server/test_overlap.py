@@ -11,11 +11,11 @@ from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Running, running
 from tests.parity.cases import picture, png
 from triptych.encode.cache import Rows
-from triptych.encode.loop import EncodeHost, RowEncoder
-from triptych.engine.loop import LanguageHost
+from triptych.encode.loop import EncodeLoop, RowEncoder
+from triptych.engine.loop import EngineLoop
 from triptych.messages.codec import Send
-from triptych.messages.work import Sampling, Tokens
-from triptych.models.base import TowerInput
+from triptych.messages.work import SamplingParams, Tokens
+from triptych.models.base import EncoderInput
 from triptych.observe.timeline import Interval
 from triptych.server.instance import Instance
 from triptych.types import Address
@@ -28,22 +28,22 @@ class SlowEncoder:
     def __init__(self, encoder: RowEncoder) -> None:
         self._encoder = encoder
 
-    def __call__(self, inputs: Sequence[TowerInput]) -> list[Rows]:
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
         time.sleep(0.1)
         return self._encoder(inputs)
 
 
 def slow_down(instance: Instance) -> None:
     for host in instance.hosts:
-        if isinstance(host, EncodeHost):
+        if isinstance(host, EncodeLoop):
             host._encoder = SlowEncoder(host._encoder)
 
 
 async def timeline(service: Running) -> list[Interval]:
     """Of one request with several pictures, as its client would be told."""
     content = [{"type": "image", "data": png(picture(96, 96, seed))} for seed in range(IMAGES)]
-    prompt = service.front_door.service.prompt_builder.build([{"role": "user", "content": content}])
-    stream = service.front_door.service.router.submit(prompt, Sampling(max_tokens=2, ignore_eos=True), [])
+    prompt = service.frontend.service.prompt_builder.build([{"role": "user", "content": content}])
+    stream = service.frontend.service.router.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True), [])
     async for _ in stream:
         pass
     return stream.intervals
@@ -68,10 +68,10 @@ def test_a_steps_tokens_are_told_while_the_next_step_runs(tmp_path: Path) -> Non
 
     def watch(instance: Instance) -> None:
         for host in instance.hosts:
-            if isinstance(host, LanguageHost):
+            if isinstance(host, EngineLoop):
                 host._send = watching(host, host._send)
 
-    def watching(host: LanguageHost, send: Send) -> Send:
+    def watching(host: EngineLoop, send: Send) -> Send:
         def sending(address: Address, message: Any) -> None:
             if isinstance(message, Tokens):
                 told.append((message.finish_reason is not None, host._running is not None))

@@ -95,10 +95,10 @@ class Case:
     @classmethod
     def of(cls, folder: Path) -> "Case":
         family, reference = load_family(folder), load_reference(folder)
-        rows = family.load_tower(Checkpoint(folder), WEIGHT_FORMATS["float32"], CPU).encode(IMAGES)
+        rows = family.load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], CPU).encode(IMAGES)
         prompts = [
-            make_prompt(reference, list(b"look here"), IMAGES, rows, family.row_width),
-            make_prompt(reference, list(b"words, and nothing but words"), [], [], family.row_width),
+            make_prompt(reference, list(b"look here"), IMAGES, rows, family.embedding_width),
+            make_prompt(reference, list(b"words, and nothing but words"), [], [], family.embedding_width),
         ]
         expected = [reference_logits(reference, prompts[0], IMAGES), reference_logits(reference, prompts[1], [])]
         return cls(folder, prompts, expected)
@@ -319,7 +319,7 @@ def test_an_instance_refuses_a_size_before_it_starts_anything(tmp_path: Path) ->
             name="pd0",
             role=Role.PD,
             channel=channel,
-            front_door=Address("tcp://127.0.0.1:1"),
+            frontend=Address("tcp://127.0.0.1:1"),
             engine=engine,
             transfer=TransferConfig(),
             cluster_host="127.0.0.1",

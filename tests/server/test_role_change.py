@@ -15,20 +15,20 @@ from tests.harness import FLOAT32, Messages, Running, running
 from tests.parity.cases import CASES
 from triptych.cluster.operator import Operator
 from triptych.config import ClusterConfig
-from triptych.engine.loop import LanguageHost
-from triptych.engine.split_loops import DecodeHost, PrefillHost
+from triptych.engine.loop import EngineLoop
+from triptych.engine.split_loops import DecodeLoop, PrefillLoop
 from triptych.errors import StartError
 from triptych.messages.work import InstanceStatus
-from triptych.server.components import Parts
+from triptych.server.components import Components
 from triptych.server.instance import Instance
 from triptych.topology import Role
 
 REQUESTS = [case.messages for case in CASES if case.name != "large image"]
 TEXT: Messages = [{"role": "user", "content": "word " * 30}]
 HOSTS: dict[Role, type] = {
-    **dict.fromkeys((Role.P, Role.EP), PrefillHost),
-    **dict.fromkeys((Role.PD, Role.EPD), LanguageHost),
-    Role.D: DecodeHost,
+    **dict.fromkeys((Role.P, Role.EP), PrefillLoop),
+    **dict.fromkeys((Role.PD, Role.EPD), EngineLoop),
+    Role.D: DecodeLoop,
 }
 
 
@@ -48,7 +48,7 @@ def answers(folder: Path) -> list[list[int]]:
 
 async def set_role(service: Running, name: str, role: Role, *, timeout: float = 20.0, force: bool = False) -> None:
     def change() -> None:
-        with Operator(service.front_door.control, ClusterConfig()) as operator:
+        with Operator(service.frontend.control, ClusterConfig()) as operator:
             operator.set_role(name, role, timeout, force=force)
 
     await asyncio.to_thread(change)
@@ -56,7 +56,7 @@ async def set_role(service: Running, name: str, role: Role, *, timeout: float = 
 
 async def status(service: Running) -> dict[str, InstanceStatus]:
     def ask() -> list[InstanceStatus]:
-        with Operator(service.front_door.control, ClusterConfig()) as operator:
+        with Operator(service.frontend.control, ClusterConfig()) as operator:
             return operator.status().instances
 
     return {one.name: one for one in await asyncio.to_thread(ask)}
@@ -66,13 +66,13 @@ def instance(service: Running, name: str) -> Instance:
     return next(one for one in service.instances if one.name == name)
 
 
-def host(service: Running, name: str) -> LanguageHost:
-    return next(one for one in instance(service, name).hosts if isinstance(one, LanguageHost))
+def host(service: Running, name: str) -> EngineLoop:
+    return next(one for one in instance(service, name).hosts if isinstance(one, EngineLoop))
 
 
 def what_is_loaded(service: Running, name: str) -> list[object]:
     composer = instance(service, name).composer
-    assert isinstance(composer, Parts)
+    assert isinstance(composer, Components)
     assert composer.language is not None
     parts = composer.language
     return [parts, parts.cache, parts.engine.runner, parts.engine.scheduler, host(service, name).runner]
@@ -105,7 +105,7 @@ def test_every_change_leaves_the_answers_as_they_were(
                 assert all(a is b for a, b in zip(loaded, what_is_loaded(service, name), strict=True)), "all stays"
                 assert type(host(service, name)) is HOSTS[role]
                 assert (await status(service))[name].role is role
-                if service.front_door.router._generators():
+                if service.frontend.router._generators():
                     assert await service.answers(requests, max_tokens=12) == expected, change
 
     asyncio.run(run())
@@ -115,11 +115,11 @@ def test_what_was_prefilled_in_one_role_is_known_in_the_next(folder: Path) -> No
     async def run() -> None:
         async with running(folder, "1P1D") as service:
             first = await service.answer(TEXT, max_tokens=4)
-            tokens = len(service.front_door.service.prompt_builder.build(TEXT).tokens)
+            tokens = len(service.frontend.service.prompt_builder.build(TEXT).tokens)
             for name in ("p0", "d1"):
                 other = {"p0": "d1", "d1": "p0"}[name]
                 await set_role(service, name, Role.PD, force=True)
-                known = host(service, name).scheduler.pool.num_kept
+                known = host(service, name).scheduler.pool.num_cached
                 assert known >= (tokens - 1) // FLOAT32.page_size
                 await set_role(service, other, Role.P, force=True)  # so that the other one answers
                 before = host(service, name).num_computed_tokens
@@ -206,7 +206,7 @@ def test_one_that_is_not_done_in_time_goes_on_as_it_was(folder: Path) -> None:
     opened = threading.Event()
 
     def slow(instance: Instance) -> None:
-        one = next(host for host in instance.hosts if isinstance(host, LanguageHost))
+        one = next(host for host in instance.hosts if isinstance(host, EngineLoop))
         run = one.runner.run
         one.runner.run = lambda *arguments: (opened.wait(20), run(*arguments))[1]  # type: ignore[method-assign]
 
@@ -272,11 +272,11 @@ def test_status_shows_pools_and_what_is_under_way(folder: Path) -> None:
     asyncio.run(run())
 
 
-def test_nobody_answers_where_no_front_door_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_answers_where_no_frontend_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triptych.cluster.operator.ANSWERS_WITHIN", 0.2)
     with (
         Operator("127.0.0.1:9", ClusterConfig()) as operator,
-        pytest.raises(StartError, match=r"no answer from the front door at 127\.0\.0\.1:9"),
+        pytest.raises(StartError, match=r"no answer from the frontend at 127\.0\.0\.1:9"),
     ):
         operator.status()
 

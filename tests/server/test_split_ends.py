@@ -7,9 +7,9 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.harness import Running, running
-from triptych.engine.split_loops import PrefillHost
+from triptych.engine.split_loops import PrefillLoop
 from triptych.errors import InternalError, TransferError
-from triptych.messages.work import Prefill, Sampling
+from triptych.messages.work import Prefill, SamplingParams
 from triptych.router.router import TokenStream
 
 MESSAGES = [{"role": "user", "content": "one two three " * 20}]
@@ -21,9 +21,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def submit(service: Running, salt: str) -> TokenStream:
-    inside = service.front_door.service
+    inside = service.frontend.service
     prompt = inside.prompt_builder.build(MESSAGES)
-    return inside.router.submit(prompt, Sampling(max_tokens=20, ignore_eos=True), [], salt)
+    return inside.router.submit(prompt, SamplingParams(max_tokens=20, ignore_eos=True), [], salt)
 
 
 def test_cancels_are_no_errors_wherever_they_find_a_request(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -33,12 +33,12 @@ def test_cancels_are_no_errors_wherever_they_find_a_request(folder: Path, caplog
                 streams = [submit(service, f"{number}/{one}") for one in range(3)]
                 await asyncio.sleep(0.001 * (number % 12))
                 for stream in streams:
-                    service.front_door.router.cancel(stream.request)
+                    service.frontend.router.cancel(stream.request)
             assert len(await service.answer(MESSAGES)) == 32
             async with asyncio.timeout(10):
                 while not all(host.idle for instance in service.instances for host in instance.hosts):
                     await asyncio.sleep(0.01)
-            assert all(lease.outstanding == 0 for lease in service.front_door.router.registry)
+            assert all(lease.outstanding == 0 for lease in service.frontend.router.registry)
 
     asyncio.run(run())
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
@@ -47,7 +47,7 @@ def test_cancels_are_no_errors_wherever_they_find_a_request(folder: Path, caplog
 def test_a_prefill_that_cannot_be_offered_fails_its_request_at_once(folder: Path) -> None:
     async def run() -> None:
         async with running(folder, "1E1P1D") as service:
-            (host,) = [host for host in service.language_hosts() if isinstance(host, PrefillHost)]
+            (host,) = [host for host in service.engine_loops() if isinstance(host, PrefillLoop)]
             expect = host._outgoing.expect
 
             def refuse(prefill: Prefill, num_tokens: int) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.transfer.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, fabric_pair, wire
 from triptych.errors import TransferError, Unavailable
 from triptych.messages.codec import decode
-from triptych.messages.rows import Abort, Done, End, Extent, Grant, Offer, Reach, RegionHandle, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, End, Extent, FabricId, Grant, Offer, RegionHandle, RowLayout, Wrote
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.memory import SharedMemory
@@ -141,7 +141,7 @@ class Story:
         self.pieces = chance.random() < 0.5
         self.actions = [self.offer, self.provide, self.consume, wire.receiver.grant, wire.poll, *[self.deliver] * 3]
         if cancels:
-            self.actions += [self.close, self.abort, self.start_over]
+            self.actions += [self.close, self.abort, self.preempt]
         if losses:
             self.actions += [self.lose, self.stand_still, self.hold, self.land_late]
 
@@ -185,7 +185,7 @@ class Story:
             for item in self.one_of([item for item in self.wire.items.values() if item.offered]):
                 self.wire.senders[item.producer].abort(item.transfer, "the test's whim")
 
-    def start_over(self) -> None:
+    def preempt(self) -> None:
         """A request is preempted: what it still waits for is expected anew."""
         if self.chance.random() < 0.2:
             for first in self.one_of(self.wire.first_unread()):
@@ -350,8 +350,8 @@ def test_an_offer_that_does_not_fit_is_named_and_leaves_no_trace(fabric: str) ->
                 {"layout": RowLayout("m", "float16", 5, 10)},
                 "dtype uint8 here, float16 there, row_bytes 5 here, 10 there",
             ),
-            ({"reaches": [Reach("carrier pigeon", "")]}, "no fabric in common; theirs: carrier pigeon"),
-            ({"reaches": [Reach(fabric, "another machine")]}, "no fabric in common"),
+            ({"reaches": [FabricId("carrier pigeon", "")]}, "no fabric in common; theirs: carrier pigeon"),
+            ({"reaches": [FabricId(fabric, "another machine")]}, "no fabric in common"),
         ]:
             item = w.expect(4, (0, len(w.items)))
             w.offer(item)
@@ -567,7 +567,7 @@ def test_a_consumer_that_cannot_reach_the_producer_loses_no_block(fabric: str) -
         for number, act in enumerate([receiver.grant, lambda: None]):
             transfer = TransferId(f"t{number}")
             receiver.expect(transfer, 2, (0,))
-            reaches = [Reach(fabrics[0].name, fabrics[0].domain)]
+            reaches = [FabricId(fabrics[0].name, fabrics[0].domain)]
             receiver.on_offer(Offer(transfer, 2, PRODUCERS[0], LAYOUT, reaches))
             for failing in (act, lambda transfer=transfer: receiver.close(transfer, "")):
                 try:

@@ -21,7 +21,7 @@ from triptych.api.body import read_body
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
-from triptych.api.generation import Caller, check_model
+from triptych.api.generation import RequestContext, check_model
 from triptych.api.json_response import JsonResponse
 from triptych.api.observed import Observed
 from triptych.api.openapi import add_openapi, answers, streams, takes
@@ -69,9 +69,9 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation, which may have images. With `stream: true`, as server-sent events."""
-        text, caller = await _received(request, service)
+        text, context = await _received(request, service)
         parsed = parse(ChatCompletionRequest, text)
-        prepared = await _until_disconnect(request, chat.prepare(service, parsed, caller))
+        prepared = await _until_disconnect(request, chat.prepare(service, parsed, context))
         if not parsed.stream:
             return JsonResponse(await _until_disconnect(request, chat.whole(prepared)))
         return await _stream(request, service, chat.chunks(prepared), error_event)
@@ -83,9 +83,9 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     )
     async def text_completions(request: Request) -> Response:
         """Continues texts or tokens, without a chat template. With `stream: true`, as server-sent events."""
-        text, caller = await _received(request, service)
+        text, context = await _received(request, service)
         parsed = parse(CompletionRequest, text)
-        prepared = await _until_disconnect(request, completions.prepare(service, parsed, caller))
+        prepared = await _until_disconnect(request, completions.prepare(service, parsed, context))
         if not parsed.stream:
             return JsonResponse(await _until_disconnect(request, completions.whole(prepared)))
         return await _stream(request, service, completions.chunks(prepared), error_event)
@@ -97,9 +97,9 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     )
     async def model_responses(request: Request) -> Response:
         """Answers items, as OpenAI's Responses API does, but remembers nothing. With `stream: true`, as events."""
-        text, caller = await _received(request, service)
+        text, context = await _received(request, service)
         parsed = parse(ResponsesRequest, text)
-        prepared = await _until_disconnect(request, responses.prepare(service, parsed, caller))
+        prepared = await _until_disconnect(request, responses.prepare(service, parsed, context))
         if not parsed.stream:
             return JsonResponse(await _until_disconnect(request, prepared.whole()))
         return await _stream(request, service, prepared.events(), prepared.on_error)
@@ -115,18 +115,18 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         )
         async def tokenize(request: Request) -> Response:
             """The tokens of a text, or of the prompt that messages become."""
-            text, caller = await _received(request, service)
+            text, context = await _received(request, service)
             parsed = tokens.parse_tokenize(text)
-            return JsonResponse(await _until_disconnect(request, tokens.tokenize(service, parsed, caller)))
+            return JsonResponse(await _until_disconnect(request, tokens.tokenize(service, parsed, context)))
 
         @app.post(
             f"{prefix}/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(objects.Detokenized)
         )
         async def detokenize(request: Request) -> Response:
             """The text of tokens."""
-            text, caller = await _received(request, service)
+            text, context = await _received(request, service)
             parsed = parse(DetokenizeRequest, text)
-            return JsonResponse(await _until_disconnect(request, tokens.detokenize(service, parsed, caller)))
+            return JsonResponse(await _until_disconnect(request, tokens.detokenize(service, parsed, context)))
 
 
 def _add_about(app: FastAPI, service: Service) -> None:
@@ -174,7 +174,7 @@ def _add_about(app: FastAPI, service: Service) -> None:
 
     @_get(app, "/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        """For Prometheus: of the front door, and of all instances."""
+        """For Prometheus: of the frontend, and of all instances."""
         return Response(generate_latest(service.router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -188,12 +188,12 @@ def _get(app: FastAPI, path: str, **described: Any) -> Callable[[Answer], Answer
     return added
 
 
-async def _received(request: Request, service: Service) -> tuple[bytes, Caller]:
+async def _received(request: Request, service: Service) -> tuple[bytes, RequestContext]:
     """The body's JSON; and who asks, and until when. Raises what ``read_body`` does, and InvalidRequest for a header
     that makes no sense."""
     hold = service.held.for_request()
-    body = await read_body(request, service.front_door.max_body_mb * 2**20, hold)
-    return body.text, Caller(
+    body = await read_body(request, service.frontend.max_body_mb * 2**20, hold)
+    return body.text, RequestContext(
         scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
         expires=time.monotonic() + _timeout(request, service),
         media=service.media.for_request(body.inline, hold),
@@ -203,7 +203,7 @@ async def _received(request: Request, service: Service) -> tuple[bytes, Caller]:
 
 def _timeout(request: Request, service: Service) -> float:
     """Seconds that the request may take, as far as its headers say."""
-    timeout = service.front_door.request_timeout
+    timeout = service.frontend.request_timeout
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
             seconds = float(given)
@@ -224,7 +224,7 @@ async def _stream(
     """The response begins only once the first event is there, so that a request that fails before that still gets its
     HTTP status."""
     first = await _until_disconnect(request, _first(events))
-    return EventStream(_resumed(first, events, on_error), service.front_door.client_timeout)
+    return EventStream(_resumed(first, events, on_error), service.frontend.client_timeout)
 
 
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

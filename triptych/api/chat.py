@@ -10,18 +10,18 @@ import msgspec
 
 from triptych.api.conversation import planned
 from triptych.api.forms import answer_form
-from triptych.api.generation import Caller, Generation, Piece, check_model, samplings
+from triptych.api.generation import Generation, Piece, RequestContext, check_model, samplings
 from triptych.api.media_parts import media_parts
 from triptych.api.prompt_logprobs import entries, scored_tokens
 from triptych.api.schemas import ChatCompletionRequest, NamedTool
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.messages.work import TokenLogprob
-from triptych.observe.requests import current_caller
+from triptych.observe.requests import current_client
 from triptych.observe.timeline import as_json
-from triptych.prompt.reasoning import Thought, ThoughtSplitter
+from triptych.prompt.reasoning import Reasoning, ReasoningParser
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.prompt.tool_calls import Argued, Called, Event, Said, ToolCallParser
+from triptych.prompt.tool_calls import Event, TextDelta, ToolCallArguments, ToolCallParser, ToolCallStart
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Chat:
     tools: list[str]
 
     @property
-    def thought(self) -> Thought:
-        return self.generation.prompts[0].thought
+    def reasoning(self) -> Reasoning:
+        return self.generation.prompts[0].reasoning
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ class Delta:
     """What one report of the model adds to a choice's message: more of a thought, then text and calls in order."""
 
     choice: int
-    thought: str
+    reasoning: str
     events: list[Event]
     logprobs: list[msgspec.Raw]
     finish_reason: str | None
 
     @property
     def content(self) -> str:
-        return "".join(one.text for one in self.events if isinstance(one, Said))
+        return "".join(one.text for one in self.events if isinstance(one, TextDelta))
 
 
-async def prepare(service: Service, request: ChatCompletionRequest, caller: Caller) -> Chat:
+async def prepare(service: Service, request: ChatCompletionRequest, context: RequestContext) -> Chat:
     """Plans the request's prompt and fixes its sampling and its answer's form. Raises RequestError and ServiceError."""
-    caller = caller.within(request.timeout)
+    context = context.within(request.timeout)
     check_model(service, request.model)
     has_media = bool(media_parts(request.messages))
-    with service.router.preparing(has_media=has_media, priority=request.priority or 0, timeout=caller.remaining):
-        prompt, intervals = await planned(service, request, caller)
+    with service.router.preparing(has_media=has_media, priority=request.priority or 0, timeout=context.remaining):
+        prompt, intervals = await planned(service, request, context)
     generation = Generation(
         service=service,
         prompts=[prompt],
@@ -70,11 +70,11 @@ async def prepare(service: Service, request: ChatCompletionRequest, caller: Call
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
             num_scoring=1,  # they are told once, for all choices
-            grammar=answer_form(request, prompt.thought),
+            grammar=answer_form(request, prompt.reasoning),
             param="messages",
         ),
         fields=request,
-        caller=caller,
+        context=context,
         id=f"chatcmpl-{secrets.token_hex(12)}",
         intervals=intervals,
     )
@@ -87,24 +87,24 @@ async def prepare(service: Service, request: ChatCompletionRequest, caller: Call
 class _Reader:
     """One choice's text, told apart."""
 
-    def __init__(self, thought: Thought, tools: Sequence[str]) -> None:
-        self.thoughts = ThoughtSplitter(thought)
+    def __init__(self, reasoning: Reasoning, tools: Sequence[str]) -> None:
+        self.thoughts = ReasoningParser(reasoning)
         self.calls = ToolCallParser(tools) if tools else None
 
     def read(self, text: str, is_last: bool) -> tuple[str, list[Event]]:
-        thought, rest = self.thoughts.push(text)
+        reasoning, rest = self.thoughts.push(text)
         if is_last:
-            more_thought, more = self.thoughts.finish()
-            thought, rest = thought + more_thought, rest + more
+            more_reasoning, more = self.thoughts.finish()
+            reasoning, rest = reasoning + more_reasoning, rest + more
         if self.calls is None:
-            return thought, [Said(rest)] if rest else []
-        return thought, self.calls.push(rest) + (self.calls.finish() if is_last else [])
+            return reasoning, [TextDelta(rest)] if rest else []
+        return reasoning, self.calls.push(rest) + (self.calls.finish() if is_last else [])
 
 
 async def deltas(chat: Chat) -> AsyncGenerator[Delta, None]:
     """What the model says, choice by choice, as it comes. Raises as ``Generation.stream`` does."""
     generation = chat.generation
-    readers = [_Reader(chat.thought, chat.tools) for _ in range(generation.num_choices)]
+    readers = [_Reader(chat.reasoning, chat.tools) for _ in range(generation.num_choices)]
     async with aclosing(generation.stream()) as stream:
         async for piece in stream:
             delta = _delta(chat, piece, readers[piece.choice])
@@ -116,16 +116,16 @@ async def deltas(chat: Chat) -> AsyncGenerator[Delta, None]:
 def _delta(chat: Chat, piece: Piece, reader: _Reader) -> Delta:
     if reader.thoughts.thinking:
         chat.generation.num_reasoning += len(piece.tokens)
-    thought, events = reader.read(piece.text, piece.finish_reason is not None)
+    reasoning, events = reader.read(piece.text, piece.finish_reason is not None)
     reason = piece.finish_reason
     if reader.calls is not None and reader.calls.complete:
         if chat.request.parallel_tool_calls is False:
-            events = [one for one in events if isinstance(one, Said) or one.index == 0]
+            events = [one for one in events if isinstance(one, TextDelta) or one.index == 0]
             reason = reason or "stop"
         if reason == "stop" and not isinstance(chat.request.tool_choice, NamedTool):
             reason = "tool_calls"  # for a call that the request names it is "stop", as in OpenAI's API
     logprobs = logprob_entries(chat.generation.service.tokenizer, piece.tokens, piece.logprobs)
-    return Delta(piece.choice, thought, events, logprobs, reason)
+    return Delta(piece.choice, reasoning, events, logprobs, reason)
 
 
 def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[msgspec.Raw]:
@@ -148,22 +148,22 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Seque
 class MessageParts:
     """A choice's message, put together from its deltas."""
 
-    thought: str = ""
+    reasoning: str = ""
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[msgspec.Raw] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
-        self.thought += delta.thought
+        self.reasoning += delta.reasoning
         self.content += delta.content
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
         for one in delta.events:
-            if isinstance(one, Called):
+            if isinstance(one, ToolCallStart):
                 function = {"name": one.name, "arguments": ""}
                 self.calls.append({"id": call_id(), "type": "function", "function": function})
-            elif isinstance(one, Argued):
+            elif isinstance(one, ToolCallArguments):
                 self.calls[one.index]["function"]["arguments"] += one.text
 
 
@@ -191,15 +191,15 @@ async def _prompt_logprobs(chat: Chat) -> dict[str, Any]:
     tokenizer, prompt, told = generation.service.tokenizer, generation.prompts[0], generation.prompt_logprobs.get(0)
     # on another thread, since it takes a while, and other requests' tokens shouldn't wait for it
     made = await generation.service.planning.run(
-        current_caller(), lambda: entries(tokenizer, scored_tokens(prompt.tokens, told), most)
+        current_client(), lambda: entries(tokenizer, scored_tokens(prompt.tokens, told), most)
     )
     return {"prompt_logprobs": made}
 
 
 def _choice(chat: Chat, number: int, parts: MessageParts) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
-    if parts.thought:
-        message |= {"reasoning": parts.thought, "reasoning_content": parts.thought}
+    if parts.reasoning:
+        message |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
     if parts.calls:
         message["tool_calls"] = parts.calls
     return {
@@ -245,14 +245,14 @@ async def chunks(chat: Chat) -> AsyncGenerator[bytes, None]:
 
 def _message_delta(delta: Delta) -> dict[str, Any]:
     message: dict[str, Any] = {}
-    if delta.thought:
-        message |= {"reasoning": delta.thought, "reasoning_content": delta.thought}
+    if delta.reasoning:
+        message |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
     calls: dict[int, dict[str, Any]] = {}
     for one in delta.events:
-        if isinstance(one, Called):
+        if isinstance(one, ToolCallStart):
             function = {"name": one.name, "arguments": ""}
             calls[one.index] = {"index": one.index, "id": call_id(), "type": "function", "function": function}
-        elif isinstance(one, Argued):
+        elif isinstance(one, ToolCallArguments):
             call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
             call["function"]["arguments"] += one.text
     if calls:
@@ -289,7 +289,7 @@ def call_id() -> str:
 
 def timeline(generation: Generation) -> dict[str, Any]:
     """Where the time went, if that was asked for."""
-    return {"timeline": as_json(generation.intervals)} if generation.caller.timeline else {}
+    return {"timeline": as_json(generation.intervals)} if generation.context.timeline else {}
 
 
 def _content(chat: Chat, logprobs: list[msgspec.Raw]) -> dict[str, Any] | None:

@@ -11,29 +11,29 @@ import msgspec
 
 from triptych.api.chat import timeline
 from triptych.api.completion_schemas import CompletionRequest
-from triptych.api.generation import Caller, Generation, Piece, check_model, samplings
+from triptych.api.generation import Generation, Piece, RequestContext, check_model, samplings
 from triptych.api.prompt_logprobs import entries, scored_tokens
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.errors import InvalidRequest
 from triptych.messages.work import TokenLogprob
-from triptych.observe.requests import current_caller, note
+from triptych.observe.requests import current_client, note
 from triptych.observe.timeline import Interval
 from triptych.prompt.detokenize import REPLACEMENT, Detokenizer
 from triptych.prompt.prompt import PlannedPrompt
 
 
-async def prepare(service: Service, request: CompletionRequest, caller: Caller) -> Generation:
+async def prepare(service: Service, request: CompletionRequest, context: RequestContext) -> Generation:
     """Plans the request's prompts and fixes its sampling. Raises RequestError and ServiceError."""
-    caller = caller.within(request.timeout)
+    context = context.within(request.timeout)
     check_model(service, request.model)
     wanted = len(request.prompts) * (request.n or 1)
-    if wanted > service.front_door.max_queue:
-        raise InvalidRequest(f"prompt: {wanted} answers, at most {service.front_door.max_queue} can be made", "prompt")
+    if wanted > service.frontend.max_queue:
+        raise InvalidRequest(f"prompt: {wanted} answers, at most {service.frontend.max_queue} can be made", "prompt")
     began = time.time()
-    with service.router.preparing(has_media=False, priority=request.priority or 0, timeout=caller.remaining):
-        async with caller.in_time():
-            prompts = await service.planning.run(current_caller(), partial(_planned, service, request))
+    with service.router.preparing(has_media=False, priority=request.priority or 0, timeout=context.remaining):
+        async with context.in_time():
+            prompts = await service.planning.run(current_client(), partial(_planned, service, request))
     planned = Interval("plan", began, time.time())
     note(planned)
     return Generation(
@@ -51,7 +51,7 @@ async def prepare(service: Service, request: CompletionRequest, caller: Caller) 
             param="prompt",
         ),
         fields=request,
-        caller=caller,
+        context=context,
         id=f"cmpl-{secrets.token_hex(12)}",
         intervals=[planned],
     )
@@ -164,7 +164,7 @@ async def whole(generation: Generation) -> dict[str, Any]:
     choices: list[Any] = []
     if _has_logprobs(generation):
         # on another thread, to JSON: they take a while, and other requests' tokens shouldn't wait for them
-        choices += await generation.service.planning.run(current_caller(), lambda: [_as_json(one) for one in tell()])
+        choices += await generation.service.planning.run(current_client(), lambda: [_as_json(one) for one in tell()])
     else:
         choices += tell()
     return _object(generation) | {"choices": choices, "usage": generation.usage} | timeline(generation)
@@ -219,7 +219,7 @@ async def _first_told(generation: Generation, choice: _Choice, piece: Piece) -> 
     if generation.samplings[0].prompt_logprobs is None:
         return choice.told(piece)
     # those of a whole prompt take a while, and other requests' tokens shouldn't wait for them
-    return await generation.service.planning.run(current_caller(), partial(choice.told, piece))
+    return await generation.service.planning.run(current_client(), partial(choice.told, piece))
 
 
 def _object(generation: Generation) -> dict[str, Any]:

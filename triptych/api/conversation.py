@@ -4,7 +4,7 @@ import time
 from functools import partial
 from typing import Any
 
-from triptych.api.generation import Caller, check_model
+from triptych.api.generation import RequestContext, check_model
 from triptych.api.media_parts import Place, View, check_parts, fetch_all, media_parts
 from triptych.api.schemas import (
     ChatCompletionRequest,
@@ -15,13 +15,13 @@ from triptych.api.schemas import (
 )
 from triptych.api.service import Service
 from triptych.errors import InvalidRequest
-from triptych.observe.requests import current_caller, note
+from triptych.observe.requests import current_client, note
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 
 
 async def planned(
-    service: Service, request: ConversationFields, caller: Caller
+    service: Service, request: ConversationFields, context: RequestContext
 ) -> tuple[PlannedPrompt, list[Interval]]:
     """The prompt, and where the time went. Raises RequestError; DeadlineExceeded when it isn't done in the request's
     time."""
@@ -31,8 +31,8 @@ async def planned(
     view = View.of(request.mm_processor_kwargs)
     check_parts(service, parts, view)
     began = time.time()
-    async with caller.in_time():
-        media = await fetch_all(service, parts, view, caller)
+    async with context.in_time():
+        media = await fetch_all(service, parts, view, context)
         fetched = time.time()
         messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
         build = partial(
@@ -43,7 +43,7 @@ async def planned(
             continue_final_message=request.continue_final_message,
             **variables,
         )
-        prompt = await service.planning.run(current_caller(), build)
+        prompt = await service.planning.run(current_client(), build)
     intervals = [Interval("fetch", began, fetched), Interval("plan", fetched, time.time())]
     note(*intervals)
     return prompt, intervals
@@ -89,8 +89,8 @@ def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             made[name] = value
-    if (thought := message.reasoning_content or message.reasoning) is not None:
-        made |= {"reasoning_content": thought, "reasoning": thought}
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        made |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if message.tool_calls:
         made["tool_calls"] = [
             {

@@ -1,4 +1,4 @@
-"""Threads for what takes a while of a request, shared out fairly among callers."""
+"""Threads for what takes a while of a request, shared out fairly among clients."""
 
 import asyncio
 import time
@@ -21,12 +21,12 @@ EXPECTED = 0.002
 @dataclass(eq=False)
 class _Job:
     work: Callable[[], Any]
-    caller: str
+    client: str
     done: "asyncio.Future[Any]"
 
 
-class FairThreads:
-    """Runs work whose turn it is: of those who wait, the caller for whom least was done. One caller never has all
+class FairExecutor:
+    """Runs work whose turn it is: of those who wait, the client for whom least was done. One client never has all
     threads, so that others needn't wait for the end of what takes it long. Belongs to one event loop."""
 
     def __init__(self, threads: int = THREADS) -> None:
@@ -35,10 +35,10 @@ class FairThreads:
         self._line: FairQueue[_Job] = FairQueue()
         self._running: Counter[str] = Counter()
 
-    async def run(self, caller: str, work: Callable[[], T]) -> T:
+    async def run(self, client: str, work: Callable[[], T]) -> T:
         """The work's result. Work that was begun is ended, whoever still waits for it."""
-        job = _Job(work, caller, asyncio.get_running_loop().create_future())
-        ticket = self._line.add(job, caller, EXPECTED)
+        job = _Job(work, client, asyncio.get_running_loop().create_future())
+        ticket = self._line.add(job, client, EXPECTED)
         self._start()
         try:
             result: T = await job.done
@@ -54,18 +54,18 @@ class FairThreads:
         loop = asyncio.get_running_loop()
         while self._running.total() < self._threads and (ticket := self._line.pop(self._may_start)):
             job = ticket.work
-            self._running[job.caller] += 1
+            self._running[job.client] += 1
             running = loop.run_in_executor(self._pool, job.work)
             running.add_done_callback(partial(self._ended, job, time.monotonic()))
 
     def _may_start(self, job: _Job) -> bool:
-        return self._running[job.caller] < max(1, self._threads - 1)
+        return self._running[job.client] < max(1, self._threads - 1)
 
     def _ended(self, job: _Job, began: float, future: "asyncio.Future[Any]") -> None:
-        self._running[job.caller] -= 1
-        if not self._running[job.caller]:
-            del self._running[job.caller]
-        self._line.charge(job.caller, time.monotonic() - began - EXPECTED)
+        self._running[job.client] -= 1
+        if not self._running[job.client]:
+            del self._running[job.client]
+        self._line.charge(job.client, time.monotonic() - began - EXPECTED)
         error = None if future.cancelled() else future.exception()
         if job.done.done() or future.cancelled():
             job.done.cancel()

@@ -10,7 +10,7 @@ from triptych.api.json_schema import Steps, check_schema
 from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
 from triptych.errors import InvalidRequest
 from triptych.messages.work import GrammarKind, GrammarSpec
-from triptych.prompt.reasoning import END_OF_THOUGHT, THINK, Thought
+from triptych.prompt.reasoning import END_OF_THOUGHT, THINK, Reasoning
 from triptych.prompt.tool_calls import CALL, END_OF_CALL
 
 Format = dict[str, Any]
@@ -19,7 +19,7 @@ MAX_FORM_LENGTH = 2**18
 _MAX_WHITESPACE = 20
 
 
-def answer_form(request: ChatCompletionRequest, thought: Thought) -> GrammarSpec | None:
+def answer_form(request: ChatCompletionRequest, reasoning: Reasoning) -> GrammarSpec | None:
     """None when the model may say what it likes. Raises InvalidRequest for wishes that exclude each other."""
     wanted = request.form
     tools = request.callable_tools
@@ -28,7 +28,7 @@ def answer_form(request: ChatCompletionRequest, thought: Thought) -> GrammarSpec
             raise InvalidRequest("a tool that must be called leaves no room for a form of the text", "tool_choice")
         answer: Format | None = _forced(request, tools)
     elif wanted is not None:
-        if not tools and thought is Thought.NONE:
+        if not tools and reasoning is Reasoning.NONE:
             return wanted
         answer = _format(wanted)
         if tools:
@@ -37,7 +37,7 @@ def answer_form(request: ChatCompletionRequest, thought: Thought) -> GrammarSpec
         answer = _triggered(tools) if any(tool.function.strict for tool in tools) else None
     if answer is None:
         return None
-    text = json.dumps(_after_thought(answer, thought))
+    text = json.dumps(_after_reasoning(answer, reasoning))
     if len(text) > MAX_FORM_LENGTH:
         raise InvalidRequest(
             f"the tools' parameters and the answer's form exceed {MAX_FORM_LENGTH} characters", "tools"
@@ -95,17 +95,17 @@ def _call(tool: Tool, *, strict: bool) -> Format:
     }
 
 
-def _after_thought(answer: Format, thought: Thought) -> Format:
+def _after_reasoning(answer: Format, reasoning: Reasoning) -> Format:
     """A form is the answer's; what a model thinks has none."""
-    if thought is Thought.NONE:
+    if reasoning is Reasoning.NONE:
         return answer
     tag: Format = {
         "type": "tag",
-        "begin": "" if thought is Thought.OPEN else THINK,
+        "begin": "" if reasoning is Reasoning.OPEN else THINK,
         "content": {"type": "any_text"},
         "end": [f"{END_OF_THOUGHT}\n\n", END_OF_THOUGHT],
     }
-    first = tag if thought is Thought.OPEN else {"type": "optional", "content": tag}
+    first = tag if reasoning is Reasoning.OPEN else {"type": "optional", "content": tag}
     return {"type": "sequence", "elements": [first, answer]}
 
 

@@ -15,7 +15,7 @@ from triptych.api.merging import merged
 from triptych.api.prompt_logprobs import check_size
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
-from triptych.messages.work import GrammarSpec, PromptLogprobs, Sampling, TokenLogprob, Tokens
+from triptych.messages.work import GrammarSpec, PromptLogprobs, SamplingParams, TokenLogprob, Tokens
 from triptych.observe.timeline import Interval
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.media import RequestMedia
@@ -27,7 +27,7 @@ N = TypeVar("N")
 
 
 @dataclass(frozen=True)
-class Caller:
+class RequestContext:
     """What of a request isn't in its body. ``scope`` names who asks, as far as the API key tells; ``expires`` is when
     the answer is of no use any more (``time.monotonic``); ``media`` gets what its URLs stand for; ``timeline`` asks for
     where the time went."""
@@ -37,7 +37,7 @@ class Caller:
     media: RequestMedia
     timeline: bool = False
 
-    def within(self, timeout: float | None) -> "Caller":
+    def within(self, timeout: float | None) -> "RequestContext":
         """The same with what a request's body says about its time, counted from now."""
         return self if timeout is None else replace(self, expires=min(self.expires, time.monotonic() + timeout))
 
@@ -78,9 +78,9 @@ class Generation:
 
     service: Service
     prompts: list[PlannedPrompt]
-    samplings: list[Sampling]
+    samplings: list[SamplingParams]
     fields: SamplingFields
-    caller: Caller
+    context: RequestContext
     id: str
     intervals: list[Interval] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -128,7 +128,7 @@ class Generation:
             self.samplings[choice % len(self.samplings)],
             sorted(self.service.tokenizer.eos_token_ids),
             self.fields.cache_salt or "",
-            self.caller.remaining,
+            self.context.remaining,
             priority=self.fields.priority or 0,
             read=text.read,
         )
@@ -217,7 +217,7 @@ def samplings(
     num_scoring: int,
     grammar: GrammarSpec | None,
     param: str,
-) -> list[Sampling]:
+) -> list[SamplingParams]:
     """The sampling of each choice; what the request leaves open is the checkpoint's own default, as in vLLM. Of a
     prompt's choices the first ``num_scoring`` have ``prompt_logprobs``. Raises InvalidRequest for more of them than an
     answer tells of, and PromptTooLong, naming ``param``, when prompt and answer have no room; ``max_tokens`` None is
@@ -237,7 +237,7 @@ def samplings(
     defaults = service.generation_defaults
     # -1 is none, as in vLLM and llama.cpp
     seed = secrets.randbits(62) if fields.seed in (None, -1) else fields.seed
-    first = Sampling(
+    first = SamplingParams(
         max_tokens=max_tokens or room,
         temperature=_given(fields.temperature, defaults.temperature),
         top_k=max(0, _given(fields.top_k, defaults.top_k)),

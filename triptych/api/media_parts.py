@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.api.generation import Caller
+from triptych.api.generation import RequestContext
 from triptych.api.named_media import NamedMedia
 from triptych.api.schemas import (
     AudioPart,
@@ -90,9 +90,9 @@ def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
 def check_parts(service: Service, parts: dict[Place, MediaPart], view: View) -> None:
     """Raises InvalidRequest for more items of a modality than are allowed, where a video that is heard is an audio
     clip, too, and for videos that shall be heard by a model that can't."""
-    if view.heard and not service.prompt_builder.hears_videos:
+    if view.heard and not service.prompt_builder.audio_in_video:
         raise InvalidRequest("the model doesn't hear videos", "mm_processor_kwargs.use_audio_in_video")
-    limits = service.front_door.media_limits
+    limits = service.frontend.media_limits
     numbers = Counter(MODALITIES[type(part)] for part in parts.values())
     if view.heard:
         numbers["audio"] += numbers["video"]
@@ -102,20 +102,22 @@ def check_parts(service: Service, parts: dict[Place, MediaPart], view: View) -> 
 
 
 async def fetch_all(
-    service: Service, parts: dict[Place, MediaPart], view: View, caller: Caller
+    service: Service, parts: dict[Place, MediaPart], view: View, context: RequestContext
 ) -> dict[Place, dict[str, Any]]:
     """The parts as the prompt builder takes them: with the bytes of the media. What was named is remembered within the
-    caller's scope. Raises RequestError, naming the field."""
-    fetched = await together(_fetch_part(service, place, part, view, caller) for place, part in parts.items())
-    caller.media.check_all_used()
+    context's scope. Raises RequestError, naming the field."""
+    fetched = await together(_fetch_part(service, place, part, view, context) for place, part in parts.items())
+    context.media.check_all_used()
     return dict(zip(parts, fetched, strict=True))
 
 
-async def _fetch_part(service: Service, place: Place, part: MediaPart, view: View, caller: Caller) -> dict[str, Any]:
+async def _fetch_part(
+    service: Service, place: Place, part: MediaPart, view: View, context: RequestContext
+) -> dict[str, Any]:
     if isinstance(part, FramesPart):
-        data = await _packed(place, part, caller)
+        data = await _packed(place, part, context)
     else:
-        data = await _named(place, part, caller, service.named_media)
+        data = await _named(place, part, context, service.named_media)
     fetched = {"type": MODALITIES[type(part)], "data": data, "field": _field(part)}
     if isinstance(part, ImagePart):
         return fetched | {"bounds": view.bounds_of(part, service.prompt_builder.planner.max_image_pixels)}
@@ -129,36 +131,36 @@ def _field(part: MediaPart) -> str:
     return {FramesPart: "video", InputAudioPart: "input_audio.data"}.get(type(part), f"{part.type}.url")
 
 
-async def _named(place: Place, part: NamedPart, caller: Caller, known: NamedMedia) -> bytes:
+async def _named(place: Place, part: NamedPart, context: RequestContext, known: NamedMedia) -> bytes:
     """What is behind the URL, remembered if it has a name; or what was remembered by that name."""
     link: Link | None = getattr(part, part.type)
     modality = MODALITIES[type(part)]
     name = f"{modality}/{part.uuid}"
     if link is not None:
-        data = await _fetch(link, media_param(*place, _field(part)), modality, caller)
+        data = await _fetch(link, media_param(*place, _field(part)), modality, context)
         if part.uuid is not None:
-            known.put(caller.scope, name, data)
+            known.put(context.scope, name, data)
         return data
-    if (remembered := known.get(caller.scope, name)) is not None:
+    if (remembered := known.get(context.scope, name)) is not None:
         return remembered
     param = f"messages[{place[0]}].content[{place[1]}].uuid"
     raise UnknownMedia(f"no {modality} is remembered as {part.uuid!r}: send it again", param)
 
 
-async def _packed(place: Place, part: FramesPart, caller: Caller) -> bytes:
+async def _packed(place: Place, part: FramesPart, context: RequestContext) -> bytes:
     param = f"messages[{place[0]}].content[{place[1]}].video"
     links = [ImageURL(url=url) for url in part.video]
-    frames = await together(_fetch(link, f"{param}[{n}]", "image", caller) for n, link in enumerate(links))
-    if sum(map(len, frames)) > (most := caller.media.limits.max_video_bytes):
+    frames = await together(_fetch(link, f"{param}[{n}]", "image", context) for n, link in enumerate(links))
+    if sum(map(len, frames)) > (most := context.media.limits.max_video_bytes):
         raise MediaTooLarge(f"the video's frames are larger than {most} bytes", param)
     return pack_frames(PackedFrames(part.fps, list(frames)))
 
 
-async def _fetch(link: Link, param: str, modality: str, caller: Caller) -> bytes:
+async def _fetch(link: Link, param: str, modality: str, context: RequestContext) -> bytes:
     try:
         if isinstance(link, InputAudio):
-            return await caller.media.decode(link.data, modality)
-        data = await caller.media.get(link.url, modality)
+            return await context.media.decode(link.data, modality)
+        data = await context.media.get(link.url, modality)
         if is_packed(data):
             raise UnsupportedMedia("not an image or a video, but what this service makes of a list of frames")
         return data

@@ -44,7 +44,7 @@ class Observed:
             id=_given(headers, REQUEST_ID) or secrets.token_hex(16),
             method=scope["method"] if scope["method"] in METHODS else "other",
             correlation=_given(headers, CORRELATION_ID),
-            caller=_caller(scope, headers),
+            client=_client(scope, headers),
             traceparent=headers.get(TRACEPARENT, ""),
         )
 
@@ -85,7 +85,7 @@ def _given(headers: Headers, name: str) -> str:
     return given if _ID.fullmatch(given) else ""
 
 
-def _caller(scope: Scope, headers: Headers) -> str:
+def _client(scope: Scope, headers: Headers) -> str:
     if name := scope.get("state", {}).get("api_key"):
         return f"key {name}"
     if key := headers.get("authorization"):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 
 from triptych.errors import TriptychError
-from triptych.messages.work import Sampling
+from triptych.messages.work import SamplingParams
 from triptych.prompt.prompt import Message, PromptBuilder
 from triptych.router.admission import FIRST
 from triptych.router.router import Router
@@ -101,7 +101,7 @@ class Readiness:
         content = [{"type": "text", "text": "?"}, *([{"type": "image", "data": _image()}] if has_media else [])]
         messages: list[Message] = [{"role": "user", "content": content}]
         prompt = self._builder.build(messages, self._router.registry.context_length())
-        sampling = Sampling(max_tokens=1, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         # no cache may know any of it: what a cache answers shows nothing
         salt = secrets.token_hex(8)
         stream = self._router.submit(prompt, sampling, self._eos_token_ids, salt, priority=FIRST, timeout=PATIENCE)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from triptych.api.chat import Delta, call_id
-from triptych.prompt.tool_calls import Argued, Called, Said
+from triptych.prompt.tool_calls import TextDelta, ToolCallArguments, ToolCallStart
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]
@@ -27,16 +27,16 @@ class OutputItems:
 
     def add(self, delta: Delta) -> Iterator[Event]:
         """The changes that a delta brings."""
-        if delta.thought:
-            yield from self._grow(REASONING, delta.thought)
+        if delta.reasoning:
+            yield from self._grow(REASONING, delta.reasoning)
         self._logprobs += delta.logprobs
         for one in delta.events:
-            if isinstance(one, Said):
+            if isinstance(one, TextDelta):
                 yield from self._grow(MESSAGE, one.text)
-            elif isinstance(one, Called):
+            elif isinstance(one, ToolCallStart):
                 self._logprobs = []  # of what isn't text there are none
                 yield from self._begin(CALL, {"call_id": call_id(), "name": one.name, "arguments": ""})
-            elif isinstance(one, Argued) and self._open is not None:
+            elif isinstance(one, ToolCallArguments) and self._open is not None:
                 self._open["arguments"] += one.text
                 yield "response.function_call_arguments.delta", self._place() | {"delta": one.text}
 

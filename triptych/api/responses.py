@@ -8,7 +8,7 @@ from typing import Any
 from triptych.api import chat
 from triptych.api.chat import Chat
 from triptych.api.errors import body_of
-from triptych.api.generation import Caller
+from triptych.api.generation import RequestContext
 from triptych.api.response_items import Event, OutputItems
 from triptych.api.responses_schemas import ReasoningSettings, ResponsesRequest, own_param
 from triptych.api.service import Service
@@ -115,10 +115,10 @@ class Response:
         }
 
 
-async def prepare(service: Service, request: ResponsesRequest, caller: Caller) -> Response:
+async def prepare(service: Service, request: ResponsesRequest, context: RequestContext) -> Response:
     """Raises as ``chat.prepare`` does."""
     with _own_names():
-        return Response(request, await chat.prepare(service, request.chat(), caller))
+        return Response(request, await chat.prepare(service, request.chat(), context))
 
 
 @contextmanager

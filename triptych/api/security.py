@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triptych.api.errors import error_body
-from triptych.config import FrontDoorConfig
+from triptych.config import FrontendConfig
 from triptych.errors import ConfigError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -62,7 +62,7 @@ class RequireKey:
         await self._app(scope, receive, send)
 
 
-def secured(app: ASGIApp, config: FrontDoorConfig) -> ASGIApp:
+def secured(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
     """The app behind what the settings ask for. Raises ConfigError for keys that can't be used."""
     if keys := config.api_keys():
         app = RequireKey(app, ApiKeys(keys))

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from triptych.api.fair_threads import FairThreads
+from triptych.api.fair_threads import FairExecutor
 from triptych.api.fields import MinP, RepetitionPenalty, Temperature, TopK, TopP
-from triptych.api.held import Held
+from triptych.api.held import MemoryBudget
 from triptych.api.named_media import NamedMedia
 from triptych.api.observed import Observer
 from triptych.checkpoint.config_files import GENERATION_CONFIG, load_generation_config
-from triptych.config import FrontDoorConfig
+from triptych.config import FrontendConfig
 from triptych.errors import CheckpointError
 from triptych.prompt.media import MediaSource
 from triptych.prompt.prompt import PromptBuilder
@@ -63,7 +63,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class Service:
-    """The front door's parts, wired together by ``roles/front_door.py``. ``observers`` are told of every request once
+    """The frontend's parts, wired together by ``roles/frontend.py``. ``observers`` are told of every request once
     it is over."""
 
     model_name: str
@@ -73,14 +73,14 @@ class Service:
     media: MediaSource
     named_media: NamedMedia
     generation_defaults: GenerationDefaults
-    front_door: FrontDoorConfig
+    frontend: FrontendConfig
     observers: tuple[Observer, ...] = ()
-    held: Held = field(init=False)
-    planning: FairThreads = field(default_factory=FairThreads)
+    held: MemoryBudget = field(init=False)
+    planning: FairExecutor = field(default_factory=FairExecutor)
     """Where prompts are made, and log probabilities told: a long text, or a header with many pieces, takes a while."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "held", Held(self.front_door.max_held_mb * 2**20))
+        object.__setattr__(self, "held", MemoryBudget(self.frontend.max_inflight_mb * 2**20))
 
     @property
     def input_modalities(self) -> list[str]:

@@ -7,10 +7,10 @@ import msgspec
 
 from triptych.api.completion_schemas import DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.conversation import planned
-from triptych.api.generation import Caller, check_model
+from triptych.api.generation import RequestContext, check_model
 from triptych.api.parsing import parse
 from triptych.api.service import Service
-from triptych.observe.requests import current_caller
+from triptych.observe.requests import current_client
 from triptych.prompt.prompt import PlannedPrompt
 
 
@@ -29,20 +29,24 @@ def parse_tokenize(body: bytes) -> TokenizeConversation | TokenizeText:
     return parse(TokenizeConversation, body) if has_messages else parse(TokenizeText, body)
 
 
-async def tokenize(service: Service, request: TokenizeConversation | TokenizeText, caller: Caller) -> dict[str, Any]:
+async def tokenize(
+    service: Service, request: TokenizeConversation | TokenizeText, context: RequestContext
+) -> dict[str, Any]:
     """``objects.Tokenized``; media count with all tokens that stand for them. Raises RequestError and ServiceError."""
     with service.router.reading():
-        async with caller.in_time():
-            tokens = (await _prompt(service, request, caller)).tokens
+        async with context.in_time():
+            tokens = (await _prompt(service, request, context)).tokens
             names = None
             if request.return_token_strs:
-                names = await service.planning.run(current_caller(), partial(_spelled, service, tokens))
+                names = await service.planning.run(current_client(), partial(_spelled, service, tokens))
     return {"count": len(tokens), "max_model_len": service.context_length, "tokens": tokens, "token_strs": names}
 
 
-async def _prompt(service: Service, request: TokenizeConversation | TokenizeText, caller: Caller) -> PlannedPrompt:
+async def _prompt(
+    service: Service, request: TokenizeConversation | TokenizeText, context: RequestContext
+) -> PlannedPrompt:
     if not isinstance(request, TokenizeText):
-        return (await planned(service, request, caller))[0]
+        return (await planned(service, request, context))[0]
     check_model(service, request.model)
     build = partial(
         service.prompt_builder.build_text,
@@ -50,17 +54,17 @@ async def _prompt(service: Service, request: TokenizeConversation | TokenizeText
         service.context_length,
         add_special_tokens=request.add_special_tokens,
     )
-    return await service.planning.run(current_caller(), build)
+    return await service.planning.run(current_client(), build)
 
 
 def _spelled(service: Service, tokens: list[int]) -> list[str]:
     return [service.tokenizer.token_of(token) or "" for token in tokens]
 
 
-async def detokenize(service: Service, request: DetokenizeRequest, caller: Caller) -> dict[str, str]:
+async def detokenize(service: Service, request: DetokenizeRequest, context: RequestContext) -> dict[str, str]:
     """``objects.Detokenized``. Raises RequestError and ServiceError."""
     check_model(service, request.model)
     decode = partial(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
     with service.router.reading():
-        async with caller.in_time():
-            return {"prompt": await service.planning.run(current_caller(), decode)}
+        async with context.in_time():
+            return {"prompt": await service.planning.run(current_client(), decode)}

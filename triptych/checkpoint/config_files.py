@@ -1,4 +1,4 @@
-"""Reads the JSON files of a checkpoint folder. No torch: the front door and the supervisor use this too."""
+"""Reads the JSON files of a checkpoint folder. No torch: the frontend and the supervisor use this too."""
 
 import json
 from pathlib import Path

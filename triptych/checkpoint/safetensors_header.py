@@ -1,5 +1,5 @@
 """What tensors a checkpoint folder holds, read from the files' headers alone. No torch, no safetensors package:
-the front door, the supervisor and ``triptych doctor`` size a model in milliseconds and in little memory.
+the frontend, the supervisor and ``triptych doctor`` size a model in milliseconds and in little memory.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes, the header's length N as a little-endian integer;
 N bytes of JSON, ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}``, offsets counted from the header's end;

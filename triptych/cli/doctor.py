@@ -15,7 +15,7 @@ from rich.table import Table
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags
-from triptych.config import FrontDoorConfig, ObserveConfig, ServeConfig, is_loopback, parse_cpus, parse_ranks
+from triptych.config import FrontendConfig, ObserveConfig, ServeConfig, is_loopback, parse_cpus, parse_ranks
 from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.models.registry import family_of, resolve
@@ -50,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_config(config.model)
     files = family_of(model)
     family = resolve(files.tower)(model)
-    stages = family.stage_bytes(read_folder(config.model))
+    stages = family.weight_bytes_by_stage(read_folder(config.model))
     console = Console()
-    console.print(f"{arguments.model}: {model['model_type']}, rows of {family.row_width} values", markup=False)
+    console.print(f"{arguments.model}: {model['model_type']}, rows of {family.embedding_width} values", markup=False)
     console.print(_table(stages, [role for role in Role if files.takes_media or not role.encodes]))
     checks = [_tried("tensor parallelism", lambda: _ranks(config, family.decoder_config)), *_checks(config, stages)]
     shown = Table("", "what", "found")
@@ -70,13 +70,13 @@ def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
     for name in ("shm", "nixl", "mooncake") if config.transfer.fabric == "auto" else (config.transfer.fabric,):
         yield _fabric(config, name)
     yield _tried("cluster secret", lambda: _secret(config))
-    yield _tried("API keys", lambda: _keys(config.front_door))
-    yield _tried("TLS", lambda: _tls(config.front_door))
-    yield _tried("where media may come from", lambda: _media(config.front_door))
+    yield _tried("API keys", lambda: _keys(config.frontend))
+    yield _tried("TLS", lambda: _tls(config.frontend))
+    yield _tried("where media may come from", lambda: _media(config.frontend))
     yield _tried("request log", lambda: _request_log(config.observe))
     for what, host, port in (
-        ("--port", config.front_door.host, config.front_door.port),
-        ("--control-port", config.cluster.cluster_host, config.front_door.control_port),
+        ("--port", config.frontend.host, config.frontend.port),
+        ("--control-port", config.cluster.cluster_host, config.frontend.control_port),
     ):
         yield _tried(what, lambda host=host, port=port: _port(host, port))  # type: ignore[misc]
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -101,7 +101,7 @@ def _memory(config: ServeConfig, stages: dict[str, int]) -> Check:
 
 
 def _device(config: ServeConfig) -> str:
-    import torch  # here, because the front door's process has this module too, and stays without it
+    import torch  # here, because the frontend's process has this module too, and stays without it
 
     from triptych.layers.devices import find_device, free_bytes
 
@@ -131,16 +131,16 @@ def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:
     return f"{max(sizes.values())} processes at most for each language instance"
 
 
-def _keys(config: FrontDoorConfig) -> str:
+def _keys(config: FrontendConfig) -> str:
     return f"{len(keys)} are accepted" if (keys := config.api_keys()) else "none: requests need no key"
 
 
-def _tls(config: FrontDoorConfig) -> str:
+def _tls(config: FrontendConfig) -> str:
     config.check_ssl()
     return "the certificate and its key can be used" if config.ssl_certfile else "off: plain HTTP"
 
 
-def _media(config: FrontDoorConfig) -> str:
+def _media(config: FrontendConfig) -> str:
     AllowedHosts(config.allowed_media_domains)
     if config.allowed_local_media_path:
         MediaFolder(config.allowed_local_media_path)

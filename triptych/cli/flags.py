@@ -15,7 +15,7 @@ from triptych.cli import sources
 from triptych.config import (
     ClusterConfig,
     EngineConfig,
-    FrontDoorConfig,
+    FrontendConfig,
     LeaseConfig,
     ObserveConfig,
     ServeConfig,
@@ -37,7 +37,7 @@ DEMO = "demo"
 
 C = TypeVar("C")
 
-CONFIGS = (EngineConfig, TransferConfig, ClusterConfig, FrontDoorConfig, LeaseConfig, ObserveConfig)
+CONFIGS = (EngineConfig, TransferConfig, ClusterConfig, FrontendConfig, LeaseConfig, ObserveConfig)
 START = ("model", "topology", "role", "join", "name")
 """What a file may say besides settings."""
 NOT_SETTINGS = ("supervisor",)
@@ -73,7 +73,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     _add_group(parser, "how instances compute", EngineConfig)
     _add_group(parser, "how rows are transferred between instances", TransferConfig)
     add_trust(parser)
-    _add_group(parser, "what the frontend accepts", FrontDoorConfig)
+    _add_group(parser, "what the frontend accepts", FrontendConfig)
     _add_group(parser, "how processes start and end", LeaseConfig)
     _add_group(parser, "logs and traces", ObserveConfig)
 
@@ -162,7 +162,7 @@ def serve_config(arguments: argparse.Namespace) -> ServeConfig:
         engine=settings(EngineConfig, arguments),
         transfer=settings(TransferConfig, arguments),
         cluster=settings(ClusterConfig, arguments),
-        front_door=settings(FrontDoorConfig, arguments),
+        frontend=settings(FrontendConfig, arguments),
         lease=settings(LeaseConfig, arguments),
         observe=settings(ObserveConfig, arguments),
     )
@@ -187,11 +187,11 @@ def model_folder(name: str) -> Path:
 
 def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
     """What requests call the model."""
-    return config.front_door.served_model_name or (DEMO if arguments.model == DEMO else config.model.name)
+    return config.frontend.served_model_name or (DEMO if arguments.model == DEMO else config.model.name)
 
 
 def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:
-    """Raises ConfigError for what isn't the HOST:PORT of a front door, or of one that couldn't answer."""
+    """Raises ConfigError for what isn't the HOST:PORT of a frontend, or of one that couldn't answer."""
     host, _, port = address.rpartition(":")
     if not _HOST_PORT.fullmatch(address) or not 1 <= int(port) <= 65535:
         raise ConfigError(f"{given_as} {address!r} is not HOST:PORT")

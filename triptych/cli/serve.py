@@ -27,7 +27,7 @@ from triptych.observe.machine import end_with_parent, stay_on
 from triptych.topology import Role, Topology
 
 SUMMARY = "serve a model: all processes of a topology, or one instance that joins a frontend"
-FRONT_DOOR = "front-door"
+FRONTEND = "frontend"
 DEFAULT_TOPOLOGY = "1E1PD"
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--role",
-        help=f"run one process alone: an instance ({', '.join(Role)}) or the frontend ({FRONT_DOOR}) (default: none)",
+        help=f"run one process alone: an instance ({', '.join(Role)}) or the frontend ({FRONTEND}) (default: none)",
     )
     parser.add_argument(
-        "--join", metavar="HOST:PORT", help=f"control address of the frontend; required for any --role but {FRONT_DOOR}"
+        "--join", metavar="HOST:PORT", help=f"control address of the frontend; required for any --role but {FRONTEND}"
     )
     parser.add_argument("--name", help="name of this instance in logs and metrics (default: its role and process id)")
     flags.add_settings(parser)
@@ -57,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     flags.fill_in_start(arguments)
     config = flags.serve_config(arguments)
     stay_on(parse_cpus(config.engine.cpus))
-    front_door = dataclasses.replace(config.front_door, served_model_name=flags.model_name(arguments, config))
-    config = dataclasses.replace(config, front_door=front_door)
-    if arguments.role is None or arguments.role == FRONT_DOOR:
+    frontend = dataclasses.replace(config.frontend, served_model_name=flags.model_name(arguments, config))
+    config = dataclasses.replace(config, frontend=frontend)
+    if arguments.role is None or arguments.role == FRONTEND:
         if arguments.join is not None:
             raise ConfigError("--join is for --role and an instance, such as --role E")
         topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY) if arguments.role is None else None
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(config: ServeConfig, topology: Topology | None) -> int:
-    """The front door and the instances of the topology, if any, until a signal or a death."""
+    """The frontend and the instances of the topology, if any, until a signal or a death."""
     interrupted, terminated = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, interrupted.set)
@@ -97,8 +97,8 @@ async def _serve(config: ServeConfig, topology: Topology | None) -> int:
 
 
 def _announce(service: LocalService, config: ServeConfig, topology: Topology | None) -> None:
-    what = str(topology) if topology else "the front door alone"
-    _tell(f"ready: {config.front_door.served_model_name} as {what} on {service.url}/v1")
+    what = str(topology) if topology else "the frontend alone"
+    _tell(f"ready: {config.frontend.served_model_name} as {what} on {service.url}/v1")
     trust = as_flags(config.cluster) if config.cluster != ClusterConfig() else []
     join = ["triptych", "serve", str(config.model), "--role", "E", "--join", service.control, *trust]
     _tell(f"instances can join with: {shlex.join(join)}")
@@ -106,7 +106,7 @@ def _announce(service: LocalService, config: ServeConfig, topology: Topology | N
 
 
 def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str | None) -> int:
-    """One instance in this process, until the front door or a signal ends it."""
+    """One instance in this process, until the frontend or a signal ends it."""
     if supervisor := os.environ.get(SUPERVISOR_VARIABLE):
         end_with_parent(int(supervisor))
     if join is None:
@@ -127,7 +127,7 @@ def _role(text: str) -> Role:
     try:
         return Role(text.upper())
     except ValueError:
-        known = ", ".join([*Role, FRONT_DOOR])
+        known = ", ".join([*Role, FRONTEND])
         raise ConfigError(f"--role {text} is not one of {known}") from None
 
 

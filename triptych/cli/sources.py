@@ -26,11 +26,11 @@ _ADDRESSES = ("tcp://", "udp://", "sctp://")
 
 ELSEWHERE = {
     "trust_remote_code": "no code of a checkpoint is ever run",
-    "gpu_memory_utilization": "give the KV cache's part with --kv-memory, such as 25% or 8GiB",
+    "gpu_memory_utilization": "give the KV cache's part with --kv-cache-memory, such as 25% or 8GiB",
     "mm_encoder_only": "use --role E",
     "encoder_only": "use --role E",
     "language_only": "use --role PD",
-    "encoder_urls": "encoders join the front door: --role E --join HOST:PORT",
+    "encoder_urls": "encoders join the frontend: --role E --join HOST:PORT",
     "disaggregation_mode": "use --role P or --role D, or a --topology such as 1E1P1D",
     "kv_transfer_config": "use --fabric and --kv-receive-blocks",
     "ec_transfer_config": "use --fabric and --receive-blocks",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from triptych import children
-from triptych.config import ServeConfig, as_flags, kv_memory_per_instance, processes_of, threads_per_process
+from triptych.config import ServeConfig, as_flags, kv_cache_memory_per_instance, processes_of, threads_per_process
 from triptych.errors import StartError
 from triptych.observe import logs
 from triptych.observe.machine import ending
@@ -47,7 +47,7 @@ class LocalCluster:
         self._stopping = False
 
     async def start(self) -> None:
-        """Starts all processes; they load their weights and join at the front door by themselves."""
+        """Starts all processes; they load their weights and join at the frontend by themselves."""
         for name, role in _names(self._topology):
             child = await self._spawn(name, role)
             child.relay = asyncio.create_task(self._watch(child))
@@ -81,7 +81,7 @@ class LocalCluster:
         command += ["--role", role.value, "--join", self._join, "--name", name]
         num_decoders = max(1, sum(role.has_decoder for role in self._topology.roles))
         command += as_flags(engine, *self._config.shared)
-        command += ["--threads", str(threads), "--kv-memory", kv_memory_per_instance(engine, num_decoders)]
+        command += ["--threads", str(threads), "--kv-cache-memory", kv_cache_memory_per_instance(engine, num_decoders)]
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -13,18 +13,18 @@ from triptych.messages.work import AskStatus, RoleRefused, RoleSet, SetRole, Sta
 from triptych.topology import Role
 
 ANSWERS_WITHIN = 5.0
-"""Seconds within which a front door that is there says something."""
+"""Seconds within which a frontend that is there says something."""
 
 
 class Operator:
-    """A connection to the front door whose control address is ``control`` (HOST:PORT). A context manager."""
+    """A connection to the frontend whose control address is ``control`` (HOST:PORT). A context manager."""
 
     def __init__(self, control: str, cluster: ClusterConfig) -> None:
         """Raises StartError when this process can't listen for answers."""
         host, _, port = control.rpartition(":")
         self._control = control
         try:
-            self._front_door = endpoint(host.strip("[]"), port)
+            self._frontend = endpoint(host.strip("[]"), port)
             self._channel = Channel(cluster.cluster_host, secret=cluster.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
@@ -52,11 +52,11 @@ class Operator:
 
     def _ask(self, question: Message, answers: tuple[type[Any], ...], timeout: float) -> Any:
         deadline = time.monotonic() + timeout
-        self._channel.send(self._front_door, question)
+        self._channel.send(self._frontend, question)
         while (left := deadline - time.monotonic()) > 0:
             for message in self._channel.receive(left):
                 if isinstance(message, answers):
                     return message
         raise StartError(
-            f"no answer from the front door at {self._control}: is it there, and has it the same --cluster-secret-file?"
+            f"no answer from the frontend at {self._control}: is it there, and has it the same --cluster-secret-file?"
         )

@@ -1,4 +1,4 @@
-"""A whole service on one machine: the front door in this process, an instance in each child process."""
+"""A whole service on one machine: the frontend in this process, an instance in each child process."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,9 @@ from triptych.checkpoint.config_files import load_config
 from triptych.cluster.local import LocalCluster, Print, wait_until_ready
 from triptych.config import ServeConfig
 from triptych.errors import TopologyError
-from triptych.heap import settled
+from triptych.heap import gc_frozen
 from triptych.models.registry import family_of
-from triptych.server.frontend import FrontDoor
+from triptych.server.frontend import Frontend
 from triptych.topology import Topology
 
 
@@ -28,7 +28,7 @@ def check_roles(model: Path, topology: Topology) -> None:
 
 class LocalService:
     """An async context manager: inside, the service starts; ``wait_until_ready`` says when it can be used. Without a
-    topology it is a front door that instances join by themselves."""
+    topology it is a frontend that instances join by themselves."""
 
     def __init__(self, config: ServeConfig, topology: Topology | None, show: Print) -> None:
         self._config = config
@@ -36,8 +36,8 @@ class LocalService:
         if topology is not None:
             check_roles(config.model, topology)
         encodes = topology is None or any(role.encodes for role in topology.roles)
-        self._front_door = FrontDoor(config, expects_encoders=encodes)
-        self._cluster = LocalCluster(config, topology, self._front_door.control, show) if topology else None
+        self._frontend = Frontend(config, expects_encoders=encodes)
+        self._cluster = LocalCluster(config, topology, self._frontend.control, show) if topology else None
         self._settled = contextlib.ExitStack()
         self.lost: asyncio.Future[str] = (
             self._cluster.lost if self._cluster else asyncio.get_running_loop().create_future()
@@ -45,14 +45,14 @@ class LocalService:
 
     @property
     def url(self) -> str:
-        return self._front_door.url
+        return self._frontend.url
 
     @property
     def control(self) -> str:
-        return self._front_door.control
+        return self._frontend.control
 
     async def __aenter__(self) -> "LocalService":
-        await self._front_door.__aenter__()
+        await self._frontend.__aenter__()
         try:
             if self._cluster:
                 await self._cluster.start()
@@ -67,18 +67,18 @@ class LocalService:
         self._settled.close()
         if self._cluster:
             await self._cluster.stop()
-        await self._front_door.__aexit__(kind, error, trace)
+        await self._frontend.__aexit__(kind, error, trace)
 
     async def wait_until_ready(self) -> None:
         """Returns once every instance has joined. Raises StartError when one ends before."""
         if self._cluster and self._topology:
-            registry, expected = self._front_door.router.registry, len(self._topology.roles)
+            registry, expected = self._frontend.router.registry, len(self._topology.roles)
             await wait_until_ready(self._cluster, lambda: len(registry) >= expected, self._config.lease.start_timeout)
-        self._settled.enter_context(settled())
+        self._settled.enter_context(gc_frozen())
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Lets running requests finish, up to the drain timeout or until ``hurry`` is set."""
-        draining, hurried = asyncio.create_task(self._front_door.drain()), asyncio.create_task(hurry.wait())
+        draining, hurried = asyncio.create_task(self._frontend.drain()), asyncio.create_task(hurry.wait())
         first: set[asyncio.Future[Any]] = {draining, hurried, self.lost}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         for task in (draining, hurried):

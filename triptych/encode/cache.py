@@ -18,7 +18,7 @@ def salted(name: str, salt: str) -> str:
     return blake3(name.encode() + b"|" + salt.encode()).hexdigest() if salt else name
 
 
-class RowCache:
+class EncoderCache:
     """Up to ``max_bytes`` of rows, each entry uint8 of shape (rows, row_bytes), one for each part of an item. A name
     stands for all that the tower makes a part's rows of (a 256-bit digest), and an item's key for its bytes, its plan
     and the model, so an entry never has to be checked against its item."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from triptych.encode.cache import Rows
 from triptych.fair_queue import FairQueue, Ticket
-from triptych.models.base import TowerInput
+from triptych.models.base import EncoderInput
 from triptych.types import ItemPlan, TransferId
 
 
@@ -13,15 +13,15 @@ from triptych.types import ItemPlan, TransferId
 class EncodeJob:
     """One item to encode, once, for every transfer that wants its rows. ``inputs`` yields its parts, preprocessing each
     when asked; ``names`` are those of the parts it has yielded, and ``rows`` the rows of those that are encoded, by
-    their number. ``caller`` is whose the item is, and ``long`` whether it is encoded by turns, of which the last has
+    their number. ``client`` is whose the item is, and ``long`` whether it is encoded by turns, of which the last has
     taken ``turn_seconds`` of preprocessing. Times in seconds since the epoch, 0 for not yet; ``deadline``, after which
     none of the transfers has a use for the rows, by ``time.monotonic``."""
 
     key: str
     plan: ItemPlan
-    inputs: Iterator[TowerInput]
+    inputs: Iterator[EncoderInput]
     received: float
-    caller: str = ""
+    client: str = ""
     long: bool = False
     transfers: list[TransferId] = field(default_factory=list)
     deadline: float = 0.0
@@ -38,9 +38,9 @@ class EncodeJob:
 
     @property
     def share(self) -> str:
-        """What it takes turns as: a caller's long items and its others have a share each. So a picture doesn't wait
-        for the videos of its own caller either, and pictures without end leave videos half of the time."""
-        return f"{'long' if self.long else 'short'} {self.caller}"
+        """What it takes turns as: a client's long items and its others have a share each. So a picture doesn't wait
+        for the videos of its own client either, and pictures without end leave videos half of the time."""
+        return f"{'long' if self.long else 'short'} {self.client}"
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class EncodePart:
     """A part to encode, once, for every place in a job that has it: ``wanted`` holds job and number of the part;
     ``long``: the first of them is encoded by turns."""
 
-    input: TowerInput
+    input: EncoderInput
     wanted: list[tuple[EncodeJob, int]]
     long: bool = False
 

@@ -12,14 +12,14 @@ from typing import Protocol
 import msgspec
 
 from triptych.compute_thread import ComputeThread
-from triptych.encode.cache import RowCache, Rows, salted
+from triptych.encode.cache import EncoderCache, Rows, salted
 from triptych.encode.jobs import TURN_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessTurns
 from triptych.errors import DeadlineExceeded, PlanMismatch, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import EncodeStats, InstanceStats
 from triptych.messages.work import Encode, Encoded, EncodeFailed, PeerLost
-from triptych.models.base import Preprocessor, TowerInput
+from triptych.models.base import EncoderInput, Preprocessor
 from triptych.observe.timeline import Interval
 from triptych.stage_loop import Handlers
 from triptych.transfer.sender import Sender
@@ -39,7 +39,7 @@ LONG_ITEMS_AT_A_TIME = 4
 class RowEncoder(Protocol):
     """The tower, seen from here."""
 
-    def __call__(self, inputs: Sequence[TowerInput]) -> list[Rows]:
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
         """The rows of each input, uint8 of shape (rows, row_bytes)."""
 
 
@@ -56,7 +56,7 @@ class PreprocessPool(Preprocessor, Protocol):
         """Gives up what is under way."""
 
 
-class EncodeHost:
+class EncodeLoop:
     """Encodes each item once, however many transfers want its rows, and parts that are alike in several items once."""
 
     def __init__(
@@ -65,12 +65,12 @@ class EncodeHost:
         preprocessors: PreprocessPool,
         encoder: RowEncoder,
         queue: EncodeQueue,
-        cache: RowCache,
+        cache: EncoderCache,
         sender: Sender,
         layout: RowLayout,
         compute: ComputeThread,
         wake: Callable[[], None],
-        front_door: Address,
+        frontend: Address,
         send: Send,
     ) -> None:
         self.preprocessors = preprocessors
@@ -81,13 +81,13 @@ class EncodeHost:
         self._layout = layout
         self._compute = compute
         self._wake = wake
-        self._front_door = front_door
+        self._frontend = frontend
         self._send = send
         self._workers = ThreadPoolExecutor(preprocessors.number, thread_name_prefix="preprocess")
         self.num_asked = self.num_encoded = 0
         self._jobs: dict[str, EncodeJob] = {}
         self._parts: dict[str, EncodePart] = {}
-        self._preprocessing: dict[Future[list[TowerInput]], EncodeJob] = {}
+        self._preprocessing: dict[Future[list[EncoderInput]], EncodeJob] = {}
         self._turns = PreprocessTurns(
             queue, workers=preprocessors.number, ahead=PREPROCESS_AHEAD, most_begun=LONG_ITEMS_AT_A_TIME
         )
@@ -112,7 +112,7 @@ class EncodeHost:
     def peer_lost(self, lost: PeerLost) -> None:
         """Its transfers end, and with them the jobs that nobody else wants."""
 
-    def lapse(self) -> None:
+    def on_lease_lost(self) -> None:
         """All transfers end, and with them all jobs."""
 
     def check_idle(self) -> None:
@@ -144,7 +144,7 @@ class EncodeHost:
         now = time.time()
         if not message.plan.is_whole:
             failed = EncodeFailed(message.transfer, "PlanMismatch", "a plan's parts don't make up its rows")
-            self._send(self._front_door, failed)
+            self._send(self._frontend, failed)
             return
         self._sender.offer(
             message.transfer,
@@ -160,10 +160,10 @@ class EncodeHost:
             if (parts := self._cache.get_item(key)) is not None:
                 for number, rows in enumerate(parts):
                     self._provide(message.transfer, message.plan, number, rows)
-                self._send(self._front_door, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
+                self._send(self._frontend, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
                 return
             inputs, long = self._inputs(message), message.plan.takes_turns(self._queue.max_patches)
-            job = EncodeJob(key, message.plan, inputs, received=now, caller=message.caller, long=long)
+            job = EncodeJob(key, message.plan, inputs, received=now, client=message.client, long=long)
             self._jobs[job.key] = job
             self._turns.add(job)
         job.transfers.append(message.transfer)
@@ -211,17 +211,17 @@ class EncodeHost:
         self._preprocessing[future] = job
         future.add_done_callback(lambda _: self._wake())
 
-    def _inputs(self, message: Encode) -> Iterator[TowerInput]:
+    def _inputs(self, message: Encode) -> Iterator[EncoderInput]:
         """Nothing of the preprocessor runs before the first part is asked for, on a worker."""
         for part in self.preprocessors(message.data, message.plan):
             yield msgspec.structs.replace(part, name=salted(part.name, message.cache_salt))
 
-    def _next_parts(self, job: EncodeJob) -> list[TowerInput]:
+    def _next_parts(self, job: EncodeJob) -> list[EncoderInput]:
         """A batch's worth of a job's parts; none when it has no more. A long item's turn ends when it has taken its
         time, or another waits. Runs on a worker."""
         began = time.monotonic()
         job.preprocess_began = job.preprocess_began or time.time()
-        inputs: list[TowerInput] = []
+        inputs: list[EncoderInput] = []
         patches = 0
         try:
             while patches < self._queue.max_patches and (part := next(job.inputs, None)) is not None:
@@ -262,7 +262,7 @@ class EncodeHost:
             self._preprocess(job)
         self._short_waits = self._turns.short_waits
 
-    def _add(self, job: EncodeJob, part: TowerInput) -> None:
+    def _add(self, job: EncodeJob, part: EncoderInput) -> None:
         """A part is preprocessed: its rows are known already, or being made for another, or it is in line."""
         if not self._is_wanted(job):
             return
@@ -327,10 +327,10 @@ class EncodeHost:
         self.num_encoded += job.encode_began > 0
         self._cache.put_item(job.key, tuple(job.names))
         for transfer in job.transfers:
-            self._send(self._front_door, Encoded(transfer, not job.encode_began, _intervals(job)))
+            self._send(self._frontend, Encoded(transfer, not job.encode_began, _intervals(job)))
 
     def _fail(self, job: EncodeJob, error: BaseException) -> None:
-        """The front door decides what becomes of the request; when it gives up, the consumer closes the transfer."""
+        """The frontend decides what becomes of the request; when it gives up, the consumer closes the transfer."""
         if not self._is_wanted(job):
             return
         if not isinstance(error, TriptychError):
@@ -339,7 +339,7 @@ class EncodeHost:
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
         self._drop(job)
         for transfer in job.transfers:
-            self._send(self._front_door, EncodeFailed(transfer, kind, message))
+            self._send(self._frontend, EncodeFailed(transfer, kind, message))
 
 
 def _intervals(job: EncodeJob) -> list[Interval]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.errors import DecodeFailed, InternalError
-from triptych.models.base import Preprocessor, TowerInput
+from triptych.models.base import EncoderInput, Preprocessor
 from triptych.models.registry import family_of, resolve
 from triptych.sandbox.child import Handler
 from triptych.sandbox.protocol import Limits, WorkerSpec
@@ -39,7 +39,7 @@ class PreprocessWorkers:
         """Raises StartError when they can't run."""
         self._workers.wait_until_ready()
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
         """Part by part, each when it is asked for. Raises as the family's preprocessor does, and DecodeFailed when a
         worker dies of the item, or would take more time for a part, or more memory, than it may."""
         for about, values in self._workers.results(msgspec.msgpack.encode(plan), data):
@@ -47,7 +47,7 @@ class PreprocessWorkers:
             if values is None or len(values) != 4 * math.prod(patches.shape):
                 raise InternalError("a worker's result makes no sense")
             array = np.frombuffer(values, np.float32).reshape(patches.shape)
-            yield TowerInput(patches=array, grid=patches.grid, name=patches.name, tower=patches.tower)
+            yield EncoderInput(patches=array, grid=patches.grid, name=patches.name, tower=patches.tower)
 
     @property
     def pids(self) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import accumulate
 
-from triptych.engine.runner import MediaRows
+from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
 
 
@@ -15,7 +15,7 @@ class Attempt:
     the receive buffer only once."""
 
     chunks: Rows[Chunk]
-    media: MediaRows
+    media: MediaEmbeddings
 
     def halves(self) -> list["Attempt"]:
         """The first half of the chunks and the second."""
@@ -35,4 +35,4 @@ class Attempt:
             self.media.of_tokens(starts[number], starts[number + 1], offset)
             for number, offset in zip(numbers, offsets, strict=False)
         ]
-        return Attempt(chunks, MediaRows.joined([self.media.of_tokens(0, 0, 0), *media]))
+        return Attempt(chunks, MediaEmbeddings.joined([self.media.of_tokens(0, 0, 0), *media]))

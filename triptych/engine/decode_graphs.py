@@ -128,7 +128,8 @@ def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         raise StartError(
-            "no memory is left for CUDA graphs: give --kv-memory less, lower --max-num-seqs, or use --no-cuda-graphs"
+            "no memory is left for CUDA graphs: give --kv-cache-memory less, lower --max-num-seqs, or use "
+            "--no-cuda-graphs"
         ) from error
     took = max(0, before - torch.cuda.mem_get_info(device)[0])
     log.info(

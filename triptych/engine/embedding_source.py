@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from triptych.engine.request import Sequence
-from triptych.engine.runner import MediaRows
+from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
-from triptych.engine.source import Incoming
+from triptych.engine.source import RowSource
 from triptych.messages.rows import Wrote
-from triptych.messages.work import Need, NeededItem
+from triptych.messages.work import EncodeNeeded, MissingItem
 from triptych.observe.timeline import Interval
 from triptych.transfer.memory import Bytes
 from triptych.transfer.receiver import Receiver
@@ -31,16 +31,18 @@ class _Item:
     landed: float = 0.0
 
 
-class IncomingMedia(Incoming):
+class EmbeddingSource(RowSource):
     """The items of all sequences of an instance, over its receiver."""
 
-    def __init__(self, receiver: Receiver, name: str, address: Address, row_dtype: torch.dtype, row_width: int) -> None:
+    def __init__(
+        self, receiver: Receiver, name: str, address: Address, row_dtype: torch.dtype, embedding_width: int
+    ) -> None:
         super().__init__(receiver, name, address)
         self._row_dtype = row_dtype
-        self._row_width = row_width
+        self._row_width = embedding_width
         self._items: dict[RequestId, list[_Item]] = {}
 
-    def need(self, sequence: Sequence) -> Need | None:
+    def need(self, sequence: Sequence) -> EncodeNeeded | None:
         """Starts over with a sequence's items: a new transfer for each that isn't wholly in the KV cache, in line by
         arrival and prompt order. What to ask for, if anything."""
         self.release(sequence.request)
@@ -60,8 +62,8 @@ class IncomingMedia(Incoming):
             )
             items.append(_Item(index, item.placement, transfer))
         self._items[sequence.request] = items
-        needed = [NeededItem(item.index, item.transfer) for item in items if item.transfer is not None]
-        return Need(sequence.request, self._address, needed) if needed else None
+        needed = [MissingItem(item.index, item.transfer) for item in items if item.transfer is not None]
+        return EncodeNeeded(sequence.request, self._address, needed) if needed else None
 
     def release(self, request: RequestId) -> None:
         """Gives up what a sequence still waits for."""
@@ -79,7 +81,7 @@ class IncomingMedia(Incoming):
                     return item.placement.token_of(landed)
         return len(sequence.tokens)
 
-    def take(self, chunks: Rows[Chunk]) -> MediaRows:
+    def take(self, chunks: Rows[Chunk]) -> MediaEmbeddings:
         """Copies out the rows of a step's media tokens; their blocks are free again. A sequence that can't be preempted
         keeps the rows that it hasn't got to yet."""
         for chunk in chunks:
@@ -102,11 +104,11 @@ class IncomingMedia(Incoming):
                     taken.append((item, item.transfer, end_row))
             first_token += chunk.length
         if not views:
-            return MediaRows.none(self._row_width, self._row_dtype)
+            return MediaEmbeddings.none(self._row_width, self._row_dtype)
         rows = torch.from_numpy(np.concatenate(views)).view(self._row_dtype)
         for item, transfer, end_row in taken:
             self._consume(item, transfer, end_row)
-        return MediaRows(torch.from_numpy(np.concatenate(index)), rows)
+        return MediaEmbeddings(torch.from_numpy(np.concatenate(index)), rows)
 
     def intervals(self, request: RequestId) -> list[Interval]:
         """From the first row's writing to the last row's landing, for each item."""

@@ -36,7 +36,7 @@ class PagePool:
         return len(self._holders)
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """Pages that are only kept for their key."""
         return len(self._idle)
 

@@ -32,7 +32,7 @@ class _Leaving:
     pages: list[int] = field(default_factory=list)
 
 
-class OutgoingKV:
+class KVSink:
     """The transfers of all sequences that an instance prefills, over its sender."""
 
     def __init__(self, sender: Sender, cache: CacheRows, pool: PagePool, layout: RowLayout) -> None:

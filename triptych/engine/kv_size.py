@@ -51,7 +51,7 @@ def kv_size(engine: EngineConfig, *, token_bytes: int, model_context: int, avail
 def _num_pages(engine: EngineConfig, page_bytes: int, longest: int, available: int) -> int:
     if engine.kv_cache_tokens:
         return -(-engine.kv_cache_tokens // engine.page_size)
-    memory = parse_memory(engine.kv_memory, "--kv-memory")
+    memory = parse_memory(engine.kv_cache_memory, "--kv-cache-memory")
     num_bytes = int(memory * available) if isinstance(memory, float) else memory
     most = engine.max_num_seqs * -(-longest // engine.page_size)
     return min(num_bytes // page_bytes, most)  # no more than all sequences could use at their longest
@@ -59,7 +59,9 @@ def _num_pages(engine: EngineConfig, page_bytes: int, longest: int, available: i
 
 def _amount(engine: EngineConfig) -> str:
     return (
-        f"--kv-cache-tokens {engine.kv_cache_tokens}" if engine.kv_cache_tokens else f"--kv-memory {engine.kv_memory}"
+        f"--kv-cache-tokens {engine.kv_cache_tokens}"
+        if engine.kv_cache_tokens
+        else f"--kv-cache-memory {engine.kv_cache_memory}"
     )
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from triptych.engine.kv_rows import CacheRows, KVRows
 from triptych.engine.request import Sequence
-from triptych.engine.runner import MediaRows
+from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
-from triptych.engine.source import Incoming
+from triptych.engine.source import RowSource
 from triptych.messages.rows import Wrote
-from triptych.messages.work import NeedPrefill
+from triptych.messages.work import PrefillNeeded
 from triptych.observe.timeline import Interval
 from triptych.transfer.receiver import Failure, Receiver
 from triptych.types import Address, RequestId, TransferId
@@ -36,10 +36,12 @@ class _Arriving:
         return self.copied == self.rows.num_rows
 
 
-class IncomingKV(Incoming):
+class KVSource(RowSource):
     """The KV of all sequences of an instance that only decodes, over its receiver."""
 
-    def __init__(self, receiver: Receiver, cache: CacheRows, name: str, address: Address, no_rows: MediaRows) -> None:
+    def __init__(
+        self, receiver: Receiver, cache: CacheRows, name: str, address: Address, no_rows: MediaEmbeddings
+    ) -> None:
         """``no_rows`` is what a step here takes for media rows: their tokens are prefilled elsewhere."""
         super().__init__(receiver, name, address)
         self._no_rows = no_rows
@@ -48,7 +50,7 @@ class IncomingKV(Incoming):
         self._arriving: dict[RequestId, _Arriving] = {}
         self._intervals: dict[RequestId, Interval] = {}
 
-    def need(self, sequence: Sequence) -> NeedPrefill | None:
+    def need(self, sequence: Sequence) -> PrefillNeeded | None:
         """Starts over with a sequence; what to ask for, once it has pages to put it in."""
         self.release(sequence.request)
         if not sequence.admitted:
@@ -60,7 +62,7 @@ class IncomingKV(Incoming):
         # the others do. Blocks for one that waits for its turn could be what those before it wait for.
         self._receiver.expect(transfer, rows.num_rows, timeout=sequence.timeout)
         self._arriving[sequence.request] = _Arriving(sequence, transfer, first, rows, list(sequence.pages))
-        return NeedPrefill(sequence.request, self._address, transfer, first, sequence.tokens[sequence.num_prompt :])
+        return PrefillNeeded(sequence.request, self._address, transfer, first, sequence.tokens[sequence.num_prompt :])
 
     def release(self, request: RequestId) -> None:
         """Gives up what is still to come."""
@@ -103,7 +105,7 @@ class IncomingKV(Incoming):
             comes = arriving.whole or self._receiver.is_offered(arriving.transfer)
         return len(sequence.tokens) if comes else sequence.num_computed
 
-    def take(self, chunks: Rows[Chunk]) -> MediaRows:
+    def take(self, chunks: Rows[Chunk]) -> MediaEmbeddings:
         """Media tokens are prefilled elsewhere: there are no rows for any."""
         return self._no_rows
 

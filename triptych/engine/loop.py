@@ -15,10 +15,10 @@ from triptych.engine.grammar.matching import Matching
 from triptych.engine.grammar.service import Grammars
 from triptych.engine.prompt_logprobs import Asked, asked_of, joined
 from triptych.engine.request import Sequence
-from triptych.engine.runner import Outcome, Runner
-from triptych.engine.sampler import Draw, Drawn
+from triptych.engine.runner import Runner, StepOutput
+from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler, Step
-from triptych.engine.source import Incoming
+from triptych.engine.source import RowSource
 from triptych.errors import InternalError, InvalidRequest, PromptTooLong, StartError, TriptychError
 from triptych.layers.decoder import ForwardBatch
 from triptych.messages.codec import Send
@@ -39,7 +39,7 @@ SAME_INTERVAL = 0.005
 class _RunningStep:
     attempt: Attempt
     began: float
-    future: Future[Outcome]
+    future: Future[StepOutput]
 
 
 @dataclass
@@ -79,14 +79,12 @@ class Engine:
     vocabulary: int
 
 
-class LanguageHost:
-    """Prefills over the rows that have landed, decodes, and tells the front door each token."""
+class EngineLoop:
+    """Prefills over the rows that have landed, decodes, and tells the frontend each token."""
 
     prefills = decodes = True
 
-    def __init__(
-        self, engine: Engine, incoming: Incoming, *, address: Address, front_door: Address, send: Send
-    ) -> None:
+    def __init__(self, engine: Engine, incoming: RowSource, *, address: Address, frontend: Address, send: Send) -> None:
         self.scheduler = engine.scheduler
         self.runner = engine.runner
         self._incoming = incoming
@@ -95,7 +93,7 @@ class LanguageHost:
         self.context_length = engine.context_length
         self._vocabulary = engine.vocabulary
         self._address = address
-        self._front_door = front_door
+        self._frontend = frontend
         self._send = send
         self.num_steps = 0
         self.num_computed_tokens = 0
@@ -129,8 +127,8 @@ class LanguageHost:
     def peer_lost(self, lost: PeerLost) -> None:
         self._incoming.producer_lost(lost.address, lost.transfers)
 
-    def lapse(self) -> None:
-        """The front door fails the requests by itself."""
+    def on_lease_lost(self) -> None:
+        """The frontend fails the requests by itself."""
         for sequence in self.scheduler:
             self._remove(sequence.request)
 
@@ -154,7 +152,7 @@ class LanguageHost:
             decoding=decoding,
             kv_pages=pool.num_pages,
             kv_pages_used=pool.num_held,
-            kv_pages_kept=pool.num_kept,
+            kv_pages_cached=pool.num_cached,
             prefix_queries=self.scheduler.num_prefix_queries,
             prefix_hits=self.scheduler.num_prefix_hits,
             preemptions=self.scheduler.num_preemptions,
@@ -178,7 +176,7 @@ class LanguageHost:
         try:
             sequence = _sequence(message, generated, self.context_length, self._vocabulary)
         except TriptychError as error:
-            self._send(self._front_door, Failed(message.request, self._address, type(error).__name__, str(error)))
+            self._send(self._frontend, Failed(message.request, self._address, type(error).__name__, str(error)))
             return None
         sequence.prefilled_here, sequence.decoded_here = self.prefills, self.decodes
         self.scheduler.add(sequence)
@@ -194,7 +192,7 @@ class LanguageHost:
 
     def _need(self, sequence: Sequence) -> None:
         if message := self._incoming.need(sequence):
-            self._send(self._front_door, message)
+            self._send(self._frontend, message)
 
     def _on_failure(self, request: RequestId, failure: Failure) -> None:
         self._fail(request, failure.error, failure.reason)
@@ -209,11 +207,11 @@ class LanguageHost:
 
     def _fail(self, request: RequestId, error: str, message: str) -> None:
         # before others, whom it ends for, say less
-        self._send(self._front_door, Failed(request, self._address, error, message))
+        self._send(self._frontend, Failed(request, self._address, error, message))
         self._remove(request)
 
     def _end_late(self) -> None:
-        """The front door ends them, too, but its word may be late, and work for nobody delays the others."""
+        """The frontend ends them, too, but its word may be late, and work for nobody delays the others."""
         now = time.monotonic()
         for request in [request for request, deadline in self._deadlines.items() if deadline < now]:
             self._fail(request, "DeadlineExceeded", "the request's time ran out")
@@ -243,9 +241,9 @@ class LanguageHost:
             return ready
         return min(ready, len(sequence.tokens) - 1)
 
-    def _draw(self, sequence: Sequence) -> Draw:
+    def _draw(self, sequence: Sequence) -> SamplingInput:
         matching = self._matchings.get(sequence.request)
-        return Draw(sequence.sampling, sequence.history, sequence.end_token_ids, matching)
+        return SamplingInput(sequence.sampling, sequence.history, sequence.end_token_ids, matching)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -292,8 +290,8 @@ class LanguageHost:
         return not (self._alive(sequence) and sequence.running and sequence.num_computed == chunk.start)
 
     def _submit(
-        self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw], asked: Rows[Asked]
-    ) -> Future[Outcome]:
+        self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[SamplingInput], asked: Rows[Asked]
+    ) -> Future[StepOutput]:
         return self._compute.submit(self.runner.run, batch, draws, asked)
 
     def _collect(self) -> None:
@@ -344,7 +342,7 @@ class LanguageHost:
     def _alive(self, sequence: Sequence) -> bool:
         return self.scheduler.get(sequence.request) is sequence
 
-    def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
+    def _take_token(self, sequence: Sequence, drawn: SampledToken) -> None:
         sequence.tokens.append(drawn.token)
         times = self._times[sequence.request]
         if not times.first_token:
@@ -366,10 +364,10 @@ class LanguageHost:
         """Sends what the last step drew, while the next one runs."""
         untold, self._untold = self._untold, []
         for tokens in untold:
-            self._send(self._front_door, tokens)
+            self._send(self._frontend, tokens)
 
 
-def _computed(chunks: Rows[Chunk], outcome: Outcome) -> list[Chunk]:
+def _computed(chunks: Rows[Chunk], outcome: StepOutput) -> list[Chunk]:
     """What of a step counts as computed: all but the last token of a chunk after which nothing could be drawn."""
     drawn = iter(outcome.drawn)
     return [
@@ -377,7 +375,7 @@ def _computed(chunks: Rows[Chunk], outcome: Outcome) -> list[Chunk]:
     ]
 
 
-def logprob_of(drawn: Drawn) -> TokenLogprob | None:
+def logprob_of(drawn: SampledToken) -> TokenLogprob | None:
     return None if drawn.logprob is None else TokenLogprob(drawn.logprob, list(drawn.top))
 
 

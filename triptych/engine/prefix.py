@@ -13,9 +13,9 @@ from blake3 import blake3
 from triptych.engine.request import Sequence
 
 
-def extend_page_keys(sequence: Sequence, page_size: int, num_pages: int) -> None:
-    """Adds to ``sequence.page_keys`` until there are ``num_pages`` (which must be full of tokens)."""
-    keys = sequence.page_keys
+def extend_page_hashes(sequence: Sequence, page_size: int, num_pages: int) -> None:
+    """Adds to ``sequence.page_hashes`` until there are ``num_pages`` (which must be full of tokens)."""
+    keys = sequence.page_hashes
     while len(keys) < num_pages:
         start = len(keys) * page_size
         digest = blake3(keys[-1] if keys else sequence.cache_salt.encode())

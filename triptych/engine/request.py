@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.engine.history import History
-from triptych.messages.work import PlacedItem, PromptLogprobs, Sampling
+from triptych.messages.work import PlacedItem, PromptLogprobs, SamplingParams
 from triptych.types import RequestId
 
 
@@ -34,7 +34,7 @@ class Sequence:
     positions: NDArray[np.float64]
     next_position: float
     items: list[PlacedItem]
-    sampling: Sampling
+    sampling: SamplingParams
     eos_token_ids: frozenset[int]
     cache_salt: str = ""
     timeout: float = 0.0
@@ -51,7 +51,7 @@ class Sequence:
     num_reused: int = 0
     num_published: int = 0
     pages: list[int] = field(default_factory=list)
-    page_keys: list[bytes] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:

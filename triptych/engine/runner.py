@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from triptych.engine.prompt_logprobs import Asked, score
-from triptych.engine.sampler import Choice, Draw, sample
+from triptych.engine.sampler import Choice, SamplingInput, sample
 from triptych.engine.sampling_batch import num_candidates
 from triptych.engine.scheduler import Chunk
 from triptych.errors import TriptychError
@@ -23,7 +23,7 @@ Forward = Callable[[ForwardBatch, KVTensors, AfterLayer | None], Tensor]
 
 
 @dataclass(frozen=True)
-class MediaRows:
+class MediaEmbeddings:
     """Embedding rows for media tokens of a step. ``index`` is int64 of shape (M,): which of the step's tokens;
     ``rows`` is of shape (M, row width) in the row dtype."""
 
@@ -31,17 +31,17 @@ class MediaRows:
     rows: Tensor
 
     @classmethod
-    def none(cls, row_width: int, dtype: torch.dtype) -> "MediaRows":
+    def none(cls, embedding_width: int, dtype: torch.dtype) -> "MediaEmbeddings":
         """For a step without media tokens."""
-        return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, row_width, dtype=dtype))
+        return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, embedding_width, dtype=dtype))
 
-    def of_tokens(self, start: int, end: int, offset: int) -> "MediaRows":
+    def of_tokens(self, start: int, end: int, offset: int) -> "MediaEmbeddings":
         """Those of the step's tokens ``[start, end)``, which come to begin at ``offset`` in another step."""
         within = (self.index >= start) & (self.index < end)
-        return MediaRows(self.index[within] - start + offset, self.rows[within])
+        return MediaEmbeddings(self.index[within] - start + offset, self.rows[within])
 
     @classmethod
-    def joined(cls, parts: "Rows[MediaRows]") -> "MediaRows":
+    def joined(cls, parts: "Rows[MediaEmbeddings]") -> "MediaEmbeddings":
         """Several, of the same step and of one row width, as one."""
         return cls(torch.cat([part.index for part in parts]), torch.cat([part.rows for part in parts]))
 
@@ -57,7 +57,7 @@ class ChunkInputs:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutput:
     """What a step has brought: ``drawn``, the next token of every chunk that samples, and ``scored``, what was asked
     about prompts; both in the order of the chunks. An error in the place of either ends that chunk's request alone;
     None in that of a token: the chunk's last token is to be computed again."""
@@ -74,7 +74,7 @@ class Runner:
         self._cache = cache
         self._page_size = page_size
 
-    def batch(self, chunks: Rows[Chunk], media: MediaRows) -> ForwardBatch:
+    def batch(self, chunks: Rows[Chunk], media: MediaEmbeddings) -> ForwardBatch:
         """The step's tokens, packed in the order of ``chunks``. By lists and one way to make tensors of them: between
         two steps the processor has none of this in its caches, and each further function costs more than the work."""
         inputs = [self._inputs(chunk) for chunk in chunks]
@@ -107,10 +107,10 @@ class Runner:
     def run(
         self,
         batch: ForwardBatch,
-        draws: Rows[Draw],
+        draws: Rows[SamplingInput],
         asked: Rows[Asked] = (),
         after_layer: AfterLayer | None = None,
-    ) -> Outcome:
+    ) -> StepOutput:
         """``draws`` are for the chunks that sample, in order; ``asked`` is what ``asked_of`` makes of the chunks;
         ``after_layer`` as ``Decoder.forward`` has it."""
         with self._placed(), torch.inference_mode():
@@ -119,7 +119,7 @@ class Runner:
             if asked:
                 taken = {row for one in asked for row in range(one.first_row, one.first_row + len(one.tokens))}
                 logits = logits[[row for row in range(logits.shape[0]) if row not in taken]]
-            return Outcome(sample(logits, draws) if draws else [], scored)
+            return StepOutput(sample(logits, draws) if draws else [], scored)
 
     def _placed(self) -> AbstractContextManager[object]:
         """Around a step, on the thread that computes."""

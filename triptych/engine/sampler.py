@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from triptych.engine.grammar.bitmask import constrain
-from triptych.engine.sampling_batch import Chances, Changes, Draw, Plan, chances_of, uniform
+from triptych.engine.sampling_batch import LogitEdits, Plan, RandomRows, SamplingInput, chances_of, uniform
 from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
 from triptych.layers.pinned import to_host
 from triptych.layers.pointwise import likeliest
 
-__all__ = ["Choice", "Draw", "Drawn", "sample", "uniform"]
+__all__ = ["Choice", "SampledToken", "SamplingInput", "sample", "uniform"]
 
 NUCLEUS = 1024
 """How many of the likeliest tokens are put in order at first; a row whose top-p reaches further is done again whole."""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledToken:
     """A chosen token. ``logprob`` and ``top`` (likeliest first) are natural logarithms of the model's own
     probabilities, before penalties and temperature, as in vLLM; None and empty unless asked for."""
 
@@ -32,12 +32,12 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
-Choice = Drawn | TriptychError | None
+Choice = SampledToken | TriptychError | None
 """What a row comes to: a token, the error that ends its request, or None when its grammar's mask wasn't there in time:
 its last token is to be computed again."""
 
 
-def sample(logits: Tensor, draws: Rows[Draw]) -> list[Choice]:
+def sample(logits: Tensor, draws: Rows[SamplingInput]) -> list[Choice]:
     """One token per row, or the error that ends the row's request: NonFiniteLogits where the logits have a NaN or an
     infinity that is not a ban, NoTokenAllowed where every token is ruled out. None where nothing could be drawn yet, as
     ``Choice`` has it. ``logits`` is float32 of shape (rows, vocabulary), on any device, and isn't changed.
@@ -66,7 +66,7 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> list[Choice]:
     return _checked(logits, tops, plan, _drawn(draws, plan, found.tolist(), logprobs))
 
 
-def _checked(logits: Tensor, highest: Tensor, plan: Plan, drawn: Rows[Drawn]) -> list[Choice]:
+def _checked(logits: Tensor, highest: Tensor, plan: Plan, drawn: Rows[SampledToken]) -> list[Choice]:
     """What was drawn, where that means something. ``highest``, on the host, is each row's highest adjusted logit."""
     checked: list[Choice] = [
         one if math.isfinite(top) and _tells_finite_logprobs(one) else _why_undrawn(logits[row], top)
@@ -77,7 +77,7 @@ def _checked(logits: Tensor, highest: Tensor, plan: Plan, drawn: Rows[Drawn]) ->
     return checked
 
 
-def _tells_finite_logprobs(drawn: Drawn) -> bool:
+def _tells_finite_logprobs(drawn: SampledToken) -> bool:
     """Penalties and masks may hide a NaN, which then is in the log probabilities all the same."""
     return drawn.logprob is None or math.isfinite(drawn.logprob)
 
@@ -109,7 +109,7 @@ def _adjusted(logits: Tensor, plan: Plan) -> Tensor:
     return adjusted
 
 
-def _changed(logits: Tensor, changes: Changes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _changed(logits: Tensor, changes: LogitEdits, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     place = (changes.rows, changes.tokens)
     return logits.index_put_(place, change(logits[place], changes.numbers))
 
@@ -117,13 +117,13 @@ def _changed(logits: Tensor, changes: Changes, change: Callable[[Tensor, Tensor]
 # ── chance ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _weights(logits: Tensor, chances: Chances) -> Tensor:
+def _weights(logits: Tensor, chances: RandomRows) -> Tensor:
     """What the tokens of these rows weigh against the likeliest, float64 of shape (rows, vocabulary)."""
     wide = logits[chances.rows].double()
     return torch.exp((wide - wide.amax(dim=-1, keepdim=True)) / chances.temperatures)
 
 
-def _limited(logits: Tensor, chances: Chances, count: int) -> tuple[Tensor, Tensor]:
+def _limited(logits: Tensor, chances: RandomRows, count: int) -> tuple[Tensor, Tensor]:
     """A token of each row, and whether ``count`` candidates were enough to choose it from."""
     weights = _weights(logits, chances)
     weights = weights.where(weights >= chances.min_p * weights.amax(dim=-1, keepdim=True), 0.0)
@@ -166,11 +166,11 @@ def _logprobs(logits: Tensor, tokens: Tensor, plan: Plan) -> list[Tensor]:
     return [chosen, *torch.topk(logprobs, plan.most_logprobs)]
 
 
-def _drawn(draws: Rows[Draw], plan: Plan, tokens: Rows[int], logprobs: Rows[Tensor]) -> list[Drawn]:
-    drawn = [Drawn(token) for token in tokens]
+def _drawn(draws: Rows[SamplingInput], plan: Plan, tokens: Rows[int], logprobs: Rows[Tensor]) -> list[SampledToken]:
+    drawn = [SampledToken(token) for token in tokens]
     if not logprobs:
         return drawn
     for row, chosen, values, order in zip(plan.asking_rows, *(part.tolist() for part in logprobs), strict=True):
         wanted = draws[row].sampling.logprobs or 0
-        drawn[row] = Drawn(tokens[row], chosen, tuple(zip(order[:wanted], values[:wanted], strict=True)))
+        drawn[row] = SampledToken(tokens[row], chosen, tuple(zip(order[:wanted], values[:wanted], strict=True)))
     return drawn

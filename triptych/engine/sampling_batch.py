@@ -16,18 +16,18 @@ from triptych.engine.grammar.bitmask import bitmask_tensor
 from triptych.engine.grammar.matching import Matching
 from triptych.engine.history import History
 from triptych.layers.pinned import to_device
-from triptych.messages.work import Sampling
+from triptych.messages.work import SamplingParams
 
 MASK_PATIENCE = 0.005
 """Seconds that a step waits, in all, for grammars' masks that are still being made once its logits are there."""
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingInput:
     """What to choose one token by. ``history`` is the sequence's, ``end_tokens`` are those that end it; ``grammar``
     says which may come next."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     history: History
     end_tokens: frozenset[int]
     grammar: Matching | None = None
@@ -38,7 +38,7 @@ class Draw:
         return self.history.num_generated
 
 
-class Changes(NamedTuple):
+class LogitEdits(NamedTuple):
     """N logits to change: int64 rows and tokens, float32 numbers to change them by, each [N]."""
 
     rows: Tensor
@@ -46,7 +46,7 @@ class Changes(NamedTuple):
     numbers: Tensor
 
 
-class Chances(NamedTuple):
+class RandomRows(NamedTuple):
     """R rows to draw at random: int64 [R], and what each is drawn by, all [R, 1], ``top_k`` int64, the rest float64."""
 
     rows: Tensor
@@ -65,7 +65,7 @@ class Plan:
     ``postponed_rows`` are those whose mask isn't there in time. What there is none of is None.
     """
 
-    def __init__(self, draws: Rows[Draw], vocabulary: int, device: torch.device) -> None:
+    def __init__(self, draws: Rows[SamplingInput], vocabulary: int, device: torch.device) -> None:
         random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
         self.limited_rows = [row for row in random if _is_limited(draws[row].sampling, vocabulary)]
         free_rows = sorted(set(random) - set(self.limited_rows))
@@ -77,13 +77,13 @@ class Plan:
         asking = [torch.tensor(self.asking_rows)] if self.asking_rows else []
         tensors = [tensor for group in (*changes, *chances) if group is not None for tensor in group]
         moved = iter(to_device([*tensors, *asking, *masks.values()], device))
-        self.seen, self.generated, self.biases = (None if c is None else Changes(*islice(moved, 3)) for c in changes)
-        self.free, self.limited = (None if c is None else Chances(*islice(moved, 6)) for c in chances)
+        self.seen, self.generated, self.biases = (None if c is None else LogitEdits(*islice(moved, 3)) for c in changes)
+        self.free, self.limited = (None if c is None else RandomRows(*islice(moved, 6)) for c in chances)
         self.asking = next(moved) if asking else None
         self.masks = dict(zip(masks, moved, strict=True))
 
 
-def _masks(draws: Rows[Draw]) -> tuple[dict[int, Tensor], list[int]]:
+def _masks(draws: Rows[SamplingInput]) -> tuple[dict[int, Tensor], list[int]]:
     """The masks that are there within MASK_PATIENCE, by row, and the rows of the others."""
     masks: dict[int, Tensor] = {}
     late = []
@@ -98,12 +98,12 @@ def _masks(draws: Rows[Draw]) -> tuple[dict[int, Tensor], list[int]]:
     return masks, late
 
 
-def chances_of(draws: Rows[Draw], rows: Rows[int], device: torch.device) -> Chances:
+def chances_of(draws: Rows[SamplingInput], rows: Rows[int], device: torch.device) -> RandomRows:
     """By what some of the rows are drawn, on a device."""
-    return Chances(*to_device(_chances(draws, rows), device))
+    return RandomRows(*to_device(_chances(draws, rows), device))
 
 
-def num_candidates(sampling: Sampling) -> int:
+def num_candidates(sampling: SamplingParams) -> int:
     """From how many of the largest logits a token is chosen; 0 if it may be from any, or if others matter, too."""
     changed = sampling.logit_bias or sampling.min_tokens or sampling.grammar is not None
     penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
@@ -118,7 +118,7 @@ def uniform(seed: int, index: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())
 
 
-def _chances(draws: Rows[Draw], rows: Rows[int]) -> Chances:
+def _chances(draws: Rows[SamplingInput], rows: Rows[int]) -> RandomRows:
     chosen = [draws[row] for row in rows]
     numbers = [
         (d.sampling.temperature, uniform(d.sampling.seed, d.index), d.sampling.top_p, d.sampling.min_p) for d in chosen
@@ -127,10 +127,10 @@ def _chances(draws: Rows[Draw], rows: Rows[int]) -> Chances:
     temperatures, thresholds, top_p, min_p = (columns[:, index : index + 1] for index in range(4))
     # 0 keeps everything
     top_k = torch.tensor([d.sampling.top_k or torch.iinfo(torch.int64).max for d in chosen], dtype=torch.int64)
-    return Chances(torch.tensor(rows, dtype=torch.int64), temperatures, thresholds, top_k[:, None], top_p, min_p)
+    return RandomRows(torch.tensor(rows, dtype=torch.int64), temperatures, thresholds, top_k[:, None], top_p, min_p)
 
 
-def _is_limited(sampling: Sampling, vocabulary: int) -> bool:
+def _is_limited(sampling: SamplingParams, vocabulary: int) -> bool:
     return sampling.top_p < 1 or sampling.min_p > 0 or 0 < sampling.top_k < vocabulary
 
 
@@ -138,15 +138,15 @@ Entry = tuple[int, NDArray[np.int64], NDArray[np.float32]]
 """A row, tokens [N], and the numbers that their logits are changed by [N]."""
 
 
-def _changes(entries: Rows[Entry]) -> Changes | None:
+def _changes(entries: Rows[Entry]) -> LogitEdits | None:
     if not entries:
         return None
     rows = np.repeat([row for row, _, _ in entries], [len(tokens) for _, tokens, _ in entries])
     tokens, numbers = (np.concatenate([entry[part] for entry in entries]) for part in (1, 2))
-    return Changes(torch.from_numpy(rows), torch.from_numpy(tokens), torch.from_numpy(numbers))
+    return LogitEdits(torch.from_numpy(rows), torch.from_numpy(tokens), torch.from_numpy(numbers))
 
 
-def _seen(draws: Rows[Draw]) -> list[Entry]:
+def _seen(draws: Rows[SamplingInput]) -> list[Entry]:
     return [
         (row, tokens, np.full(len(tokens), draw.sampling.repetition_penalty, np.float32))
         for row, draw in enumerate(draws)
@@ -155,7 +155,7 @@ def _seen(draws: Rows[Draw]) -> list[Entry]:
     ]
 
 
-def _generated(draws: Rows[Draw]) -> list[Entry]:
+def _generated(draws: Rows[SamplingInput]) -> list[Entry]:
     return [
         (row, tokens, counts * np.float32(draw.sampling.frequency_penalty) + np.float32(draw.sampling.presence_penalty))
         for row, draw in enumerate(draws)
@@ -164,7 +164,7 @@ def _generated(draws: Rows[Draw]) -> list[Entry]:
     ]
 
 
-def _biases(draws: Rows[Draw]) -> list[Entry]:
+def _biases(draws: Rows[SamplingInput]) -> list[Entry]:
     """Each token once a row: a ban is a bias of minus infinity, and outweighs any other."""
     entries: list[Entry] = []
     for row, draw in enumerate(draws):

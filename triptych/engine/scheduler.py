@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from triptych.engine.kv_cache import PagePool
-from triptych.engine.prefix import extend_page_keys
+from triptych.engine.prefix import extend_page_hashes
 from triptych.engine.request import Sequence
 from triptych.types import RequestId
 
@@ -161,7 +161,7 @@ class Scheduler:
         sequence.num_computed = num_tokens
         self._publish(sequence)
 
-    def start_over(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's pages; it gets others when it is its turn again."""
         self._release(sequence)
 
@@ -328,8 +328,8 @@ class Scheduler:
         if not self._may_reuse(sequence):
             return
         num_pages = num_tokens // self.pool.page_size
-        extend_page_keys(sequence, self.pool.page_size, num_pages)
-        sequence.pages = self.pool.find(sequence.page_keys[:num_pages])
+        extend_page_hashes(sequence, self.pool.page_size, num_pages)
+        sequence.pages = self.pool.find(sequence.page_hashes[:num_pages])
         sequence.num_published = len(sequence.pages)
         sequence.num_computed = sequence.num_reused = len(sequence.pages) * self.pool.page_size
 
@@ -343,7 +343,7 @@ class Scheduler:
         if not self._reuse_prefixes:
             return
         full = sequence.num_computed // self.pool.page_size
-        extend_page_keys(sequence, self.pool.page_size, full)
+        extend_page_hashes(sequence, self.pool.page_size, full)
         for index in range(sequence.num_published, full):
-            self.pool.publish(sequence.pages[index], sequence.page_keys[index])
+            self.pool.publish(sequence.pages[index], sequence.page_hashes[index])
         sequence.num_published = full

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Rows
 
 from triptych.engine.request import Sequence
-from triptych.engine.runner import MediaRows
+from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, Offer, Wrote
@@ -18,7 +18,7 @@ from triptych.transfer.receiver import Failure, Receiver
 from triptych.types import Address, RequestId, TransferId
 
 
-class Incoming(ABC):
+class RowSource(ABC):
     """The incoming transfers of all sequences of an instance, over its receiver."""
 
     def __init__(self, receiver: Receiver, name: str, address: Address) -> None:
@@ -40,7 +40,7 @@ class Incoming(ABC):
 
     @abstractmethod
     def need(self, sequence: Sequence) -> Message | None:
-        """Starts over with a sequence. What to ask the front door for, if anything. Called when a sequence has arrived,
+        """Starts over with a sequence. What to ask the frontend for, if anything. Called when a sequence has arrived,
         when it was admitted, and when it has lost its pages."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Incoming(ABC):
         """How many tokens, from the first on, can be computed."""
 
     @abstractmethod
-    def take(self, chunks: Rows[Chunk]) -> MediaRows:
+    def take(self, chunks: Rows[Chunk]) -> MediaEmbeddings:
         """The rows of a step's media tokens."""
 
     @abstractmethod

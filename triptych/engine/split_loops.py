@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from triptych.engine.embedding_source import IncomingMedia
-from triptych.engine.kv_sink import OutgoingKV
-from triptych.engine.kv_source import IncomingKV
-from triptych.engine.loop import Engine, LanguageHost, logprob_of
+from triptych.engine.embedding_source import EmbeddingSource
+from triptych.engine.kv_sink import KVSink
+from triptych.engine.kv_source import KVSource
+from triptych.engine.loop import Engine, EngineLoop, logprob_of
 from triptych.engine.prompt_logprobs import Asked, joined
 from triptych.engine.request import Sequence
-from triptych.engine.runner import Outcome
-from triptych.engine.sampler import Draw, Drawn
+from triptych.engine.runner import StepOutput
+from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk
 from triptych.errors import TransferError
 from triptych.layers.decoder import ForwardBatch
@@ -32,7 +32,7 @@ MAX_PREFILLS = 3
 """How many prefill instances a decode instance may lose, one after the other, before it gives a request up."""
 
 
-class PrefillHost(LanguageHost):
+class PrefillLoop(EngineLoop):
     """Prefills, and offers each layer's KV to the request's decode instance as soon as it is computed."""
 
     decodes = False
@@ -40,16 +40,16 @@ class PrefillHost(LanguageHost):
     def __init__(
         self,
         engine: Engine,
-        incoming: IncomingMedia,
-        outgoing: OutgoingKV,
+        incoming: EmbeddingSource,
+        outgoing: KVSink,
         *,
         wake: Callable[[], None],
         name: str,
         address: Address,
-        front_door: Address,
+        frontend: Address,
         send: Send,
     ) -> None:
-        super().__init__(engine, incoming, address=address, front_door=front_door, send=send)
+        super().__init__(engine, incoming, address=address, frontend=frontend, send=send)
         self._outgoing = outgoing
         self._wake = wake
         self._name = name
@@ -99,8 +99,8 @@ class PrefillHost(LanguageHost):
             self._outgoing.give_up(request, "the request can't be prefilled")
 
     def _submit(
-        self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[Draw], asked: Rows[Asked]
-    ) -> Future[Outcome]:
+        self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[SamplingInput], asked: Rows[Asked]
+    ) -> Future[StepOutput]:
         self._outgoing.started(chunks)
 
         def after_layer(layer: int) -> None:
@@ -116,7 +116,7 @@ class PrefillHost(LanguageHost):
         if over:
             super()._collect()
 
-    def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
+    def _take_token(self, sequence: Sequence, drawn: SampledToken) -> None:
         request = sequence.request
         prefill, times = self._prefills[request], self._times[request]
         times.transfers += self._incoming.intervals(request)
@@ -129,7 +129,7 @@ class PrefillHost(LanguageHost):
     def _fail(self, request: RequestId, error: str, message: str) -> None:
         """The transfer is given up when the router's Cancel comes: otherwise the decode instance could say first, of
         this failure, that the transfer was aborted."""
-        self._send(self._front_door, Failed(request, self._address, error, message))
+        self._send(self._frontend, Failed(request, self._address, error, message))
         self._prefills.pop(request, None)
         super()._remove(request)
 
@@ -139,15 +139,13 @@ class PrefillHost(LanguageHost):
         super()._remove(request)
 
 
-class DecodeHost(LanguageHost):
+class DecodeLoop(EngineLoop):
     """Has requests prefilled once it has pages for them, and goes on from the token that comes with their KV."""
 
     prefills = False
 
-    def __init__(
-        self, engine: Engine, incoming: IncomingKV, *, address: Address, front_door: Address, send: Send
-    ) -> None:
-        super().__init__(engine, incoming, address=address, front_door=front_door, send=send)
+    def __init__(self, engine: Engine, incoming: KVSource, *, address: Address, frontend: Address, send: Send) -> None:
+        super().__init__(engine, incoming, address=address, frontend=frontend, send=send)
         self._incoming_kv = incoming
         self._first_tokens: dict[RequestId, Prefilled] = {}
         self._attempts: Counter[RequestId] = Counter()
@@ -188,7 +186,9 @@ class DecodeHost(LanguageHost):
             logprob = message.logprob
             self._take_token(
                 sequence,
-                Drawn(message.token, logprob.logprob if logprob else None, tuple(logprob.top) if logprob else ()),
+                SampledToken(
+                    message.token, logprob.logprob if logprob else None, tuple(logprob.top) if logprob else ()
+                ),
             )
 
     def _on_failure(self, request: RequestId, failure: Failure) -> None:
@@ -199,7 +199,7 @@ class DecodeHost(LanguageHost):
             super()._on_failure(request, failure)
             return
         log.info("request %s is prefilled again: %s", request, failure.reason)
-        self.scheduler.start_over(sequence)
+        self.scheduler.preempt(sequence)
         self._need(sequence)
 
     def _need(self, sequence: Sequence) -> None:

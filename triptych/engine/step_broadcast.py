@@ -26,14 +26,14 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
         group.broadcast(batch.media_rows.to("cpu", row_dtype).contiguous())
 
 
-def receive_step(group: Group, row_width: int, row_dtype: torch.dtype) -> ForwardBatch:
+def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
     """The step that rank 0 sends, on the CPU. Called on the other ranks; waits for as long as there is none.
-    ``row_width`` and ``row_dtype``: of media rows."""
+    ``embedding_width`` and ``row_dtype``: of media rows."""
     tokens, media, logits, sequences, pages = _receive(group, _HEADER).tolist()
     sizes = [tokens, 3 * tokens, media, logits, *[sequences] * 3, tokens, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)
     token_ids, positions, media_index, logits_index, query_lens, kv_lens, table_lens, slots, tables = integers
-    rows = torch.empty(media, row_width, dtype=row_dtype)
+    rows = torch.empty(media, embedding_width, dtype=row_dtype)
     return ForwardBatch(
         tokens=token_ids,
         positions=positions.view(torch.float64).view(3, tokens),

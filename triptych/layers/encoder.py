@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing transformers takes seconds and 100 MiB, which a l
 
 
 class TowerItem(Protocol):
-    """One preprocessed item, ``triptych.models.base.TowerInput``: patches [patches, patch values], their grid, and
+    """One preprocessed item, ``triptych.models.base.EncoderInput``: patches [patches, patch values], their grid, and
     which tower takes them."""
 
     @property
@@ -37,25 +37,25 @@ class TowerItem(Protocol):
     def tower(self) -> str: ...
 
 
-class Tower(Protocol):
+class Encoder(Protocol):
     """A loaded tower."""
 
-    row_width: int
+    embedding_width: int
     """Values per row: hidden size × (1 + number of deepstack layers)."""
 
     def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
-        """Each item's rows [rows, row_width], in order, in the tower's dtype: embedding, then deepstack features.
+        """Each item's rows [rows, embedding_width], in order, in the tower's dtype: embedding, then deepstack features.
 
         One call of the tower for all; what an item's rows are doesn't depend on the others, but for rounding.
         Raises PlanMismatch for an item whose patches don't fill its grid.
         """
 
 
-class TowerFamily(Protocol):
+class ModelAdapter(Protocol):
     """What ``families/<family>/tower.py`` provides, constructed with the checkpoint's config: the only code that knows
     the names in the checkpoint. All raise CheckpointError for a config or checkpoint that can't be served."""
 
-    row_width: int
+    embedding_width: int
     decoder_config: DecoderConfig
 
     def tower_keys(self, all_keys: Iterable[str]) -> list[str]:
@@ -64,7 +64,7 @@ class TowerFamily(Protocol):
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """The keys of the decoder's half, sorted. Raises as ``tower_keys``."""
 
-    def load_tower(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Tower:
+    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """The tower, and nothing of the decoder."""
 
     def load_decoder(
@@ -72,7 +72,7 @@ class TowerFamily(Protocol):
     ) -> Decoder:
         """A rank's shard of the decoder, and nothing of the tower."""
 
-    def stage_bytes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+    def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
         """Bytes in the checkpoint of each half: ``{"tower": …, "decoder": …}``."""
 
 
@@ -120,7 +120,7 @@ def load_module(
         bias = None if linear.bias is None else tensors[keys[f"{name}.bias"]]
         if isinstance(linear, nn.Conv3d) and (linear.kernel_size != linear.stride or any(linear.padding)):
             raise CheckpointError(f"{module_class.__name__}'s {name} is not a projection of patches")
-        ours = weights.unquantized(tensors[keys[f"{name}.weight"]].flatten(1), bias, device)
+        ours = weights.high_precision(tensors[keys[f"{name}.weight"]].flatten(1), bias, device)
         module.set_submodule(name, ours if isinstance(linear, nn.Linear) else PatchProjection(ours, dtype))
     for name, one in list(module.named_modules()):
         replacement = GeluTanh() if isinstance(one, GELUTanh) else TowerAttention.in_place_of(one)

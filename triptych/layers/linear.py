@@ -13,7 +13,7 @@ from triptych.layers.float_product import float_product, half_product
 from triptych.layers.int8 import int8_product
 from triptych.layers.pointwise import rms_norm
 from triptych.layers.products import Product
-from triptych.layers.pruned_head import Shortlist, shortlist_of
+from triptych.layers.pruned_head import PrunedHead, pruned_head_of
 
 Pack = Callable[[Tensor, Tensor | None], Product]
 """Packs a weight [out, in] and a bias [out]."""
@@ -52,20 +52,20 @@ class PackedLinear(Linear):
         return self.product(activations.flatten(0, -2)).unflatten(0, activations.shape[:-1])
 
 
-class Head(nn.Module):
+class LMHead(nn.Module):
     """The projection to the vocabulary: activations [T, in] to logits, float32 [T, out]."""
 
-    def __init__(self, linear: nn.Module, shortlist: Shortlist | None = None) -> None:
+    def __init__(self, linear: nn.Module, pruned_head: PrunedHead | None = None) -> None:
         super().__init__()
         self.linear = linear
-        self.shortlist = shortlist
+        self.pruned_head = pruned_head
 
     def forward(self, activations: Tensor, num_largest: Sequence[int] = ()) -> Tensor:
-        """``num_largest`` as ``Shortlist`` takes it, or empty where all logits are wanted."""
-        if self.shortlist is None or not num_largest:
+        """``num_largest`` as ``PrunedHead`` takes it, or empty where all logits are wanted."""
+        if self.pruned_head is None or not num_largest:
             logits: Tensor = self.linear(activations)
             return logits.float()
-        return self.shortlist(activations, num_largest)
+        return self.pruned_head(activations, num_largest)
 
 
 class WeightFormat(Protocol):
@@ -78,11 +78,11 @@ class WeightFormat(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         """A layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for a device it can't use."""
 
-    def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+    def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         """The same for a layer that isn't quantized where others are: the projection to the vocabulary, because tokens
         are chosen by small differences between its outputs, and a tower's."""
 
-    def head(self, weight: Tensor, device: torch.device) -> Head:
+    def head(self, weight: Tensor, device: torch.device) -> LMHead:
         """The whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""
 
 
@@ -96,11 +96,11 @@ class PlainFormat:
         bias = None if bias is None else bias.to(device, self.activations)
         return PlainLinear(weight.to(device, self.activations), bias)
 
-    def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+    def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         return self.linear(weight, bias, device)
 
-    def head(self, weight: Tensor, device: torch.device) -> Head:
-        return Head(self.unquantized(weight, None, device))
+    def head(self, weight: Tensor, device: torch.device) -> LMHead:
+        return LMHead(self.high_precision(weight, None, device))
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,14 @@ class PackedFormat:
         _check_cpu(device)
         return PackedLinear(self.layer(weight, bias))
 
-    def unquantized(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
+    def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
         return PackedLinear(self.fine(weight, bias))
 
-    def head(self, weight: Tensor, device: torch.device) -> Head:
+    def head(self, weight: Tensor, device: torch.device) -> LMHead:
         _check_cpu(device)
         product = self.fine(weight, None)
-        return Head(PackedLinear(product), shortlist_of(product, weight))
+        return LMHead(PackedLinear(product), pruned_head_of(product, weight))
 
 
 def _check_cpu(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """The largest of a vocabulary's logits, exactly, without reading all of its weights.
 
-Weights rounded to int8 come to bounds for every logit (``kernels/shortlist.c``), half as many bytes to read as fp16
+Weights rounded to int8 come to bounds for every logit (``kernels/pruned_head.c``), half as many bytes to read as fp16
 has; only those that may be among the largest are computed in full. What is found has the same bits as in the full
 product: the bounds are Cauchy-Schwarz's, with room for the rounding of every sum, not estimates.
 """
@@ -26,8 +26,8 @@ SPARE = 32
 """Roundings besides those of a sum over the inputs, of which there is one for each."""
 
 
-class ShortlistOperands(ctypes.Structure):
-    """As ``kernels/shortlist.c`` says."""
+class PrunedHeadOperands(ctypes.Structure):
+    """As ``kernels/pruned_head.c`` says."""
 
     _fields_ = (
         *((name, LinearOperands) for name in ("exact", "rough")),
@@ -35,7 +35,7 @@ class ShortlistOperands(ctypes.Structure):
     )
 
 
-class Shortlist:
+class PrunedHead:
     """Of the product ``exact``, which has no bias; ``weight`` [out, in] are its weights before they were packed. For
     one thread: it works in memory of its own.
 
@@ -45,19 +45,19 @@ class Shortlist:
     def __init__(self, exact: CompiledProduct, weight: Tensor) -> None:
         library = exact.library
         if weight.shape[1] > int8.MAX_INPUTS:
-            raise ValueError(f"a shortlist is for at most {int8.MAX_INPUTS} inputs, not {weight.shape[1]}")
+            raise ValueError(f"a pruned_head is for at most {int8.MAX_INPUTS} inputs, not {weight.shape[1]}")
         self._exact = exact
         self._rough, self._per_length, self._per_low = _rough(exact, weight)
         if not (self._per_low < LARGEST).all():
-            raise ValueError("a shortlist is for weights whose sums are finite")
-        self.most = ctypes.c_int.in_dll(library, "shortlist_most").value
+            raise ValueError("a pruned_head is for weights whose sums are finite")
+        self.most = ctypes.c_int.in_dll(library, "pruned_head_most").value
         factors = self._per_length.data_ptr(), self._per_low.data_ptr()
-        self._operands = ShortlistOperands(exact.operands, self._rough.operands, *factors)
-        pointer, integer, operands = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ShortlistOperands)
-        self._run = library.shortlist
+        self._operands = PrunedHeadOperands(exact.operands, self._rough.operands, *factors)
+        pointer, integer, operands = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(PrunedHeadOperands)
+        self._run = library.pruned_head
         self._run.argtypes = [operands, pointer, integer, *[pointer] * 3, integer, pointer]
         self._run.restype = None
-        self._room_for = library.shortlist_room
+        self._room_for = library.pruned_head_room
         self._room_for.argtypes, self._room_for.restype = [operands, integer], integer
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -96,16 +96,16 @@ class Shortlist:
 
 
 def is_faster(library: ctypes.CDLL) -> bool:
-    """Whether these kernels' shortlist takes less time than to read fp16: where the processor has VNNI."""
-    return bool(ctypes.c_int.in_dll(library, "shortlist_is_faster").value)
+    """Whether these kernels' pruned_head takes less time than to read fp16: where the processor has VNNI."""
+    return bool(ctypes.c_int.in_dll(library, "pruned_head_is_faster").value)
 
 
-def shortlist_of(product: Product, weight: Tensor) -> Shortlist | None:
+def pruned_head_of(product: Product, weight: Tensor) -> PrunedHead | None:
     """Where there can be one and it is faster than ``product``, which has ``weight`` [out, in] and no bias."""
     if not isinstance(product, CompiledProduct) or not is_faster(product.library):
         return None
     try:
-        return Shortlist(product, weight)
+        return PrunedHead(product, weight)
     except ValueError as error:
         log.warning("all of the vocabulary's weights are read for each token: %s", error)
         return None

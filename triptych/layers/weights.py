@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
-from triptych.layers.linear import Head, Linear, PlainFormat, RMSNorm, WeightFormat
+from triptych.layers.linear import Linear, LMHead, PlainFormat, RMSNorm, WeightFormat
 from triptych.layers.parallel import AllReduce, Dimension, Gather, Group
 
 HEAD = "head.weight"
@@ -88,12 +88,12 @@ class WeightReader:
         """The module, with the ranks' outputs added up."""
         return module if self.group.size == 1 else AllReduce(module, self.group)
 
-    def head(self, weight: Tensor) -> Head:
+    def head(self, weight: Tensor) -> LMHead:
         """The projection to the vocabulary by ``weight`` [vocab, hidden]; all logits are on rank 0."""
         if self.group.size == 1:
             return self.weights.head(weight, self.device)
-        part = self.weights.unquantized(weight[Dimension(len(weight)).part(self.group)], None, self.device)
-        return Head(Gather(part, self.group))
+        part = self.weights.high_precision(weight[Dimension(len(weight)).part(self.group)], None, self.device)
+        return LMHead(Gather(part, self.group))
 
     def plain_linear(self, name: str, out_features: int, in_features: int) -> Linear:
         """A whole layer whose weight is kept in the activations' dtype, whatever the weight format."""

@@ -88,14 +88,14 @@ class Channel:
                 undo.callback(os.close, self._wake_fd)
                 self._context = zmq.Context(io_threads=1)
                 undo.callback(self._context.destroy, linger=0)
-                self._doorkeeper = self._keys and _doorkeeper(self._context, self._keys)
-                if self._doorkeeper:
-                    undo.callback(self._doorkeeper.stop)
+                self._zap_authenticator = self._keys and _zap_authenticator(self._context, self._keys)
+                if self._zap_authenticator:
+                    undo.callback(self._zap_authenticator.stop)
                 self._inbox = self._context.socket(zmq.PULL)
                 self._prepare_inbox(ipv6="[" in where)
                 self._inbox.bind(where)
                 self.address = Address(self._inbox.get_string(zmq.LAST_ENDPOINT))
-                if (shortcut := _shortcut(self.address)) is not None:
+                if (shortcut := _ipc_endpoint(self.address)) is not None:
                     self._inbox.bind(shortcut)
             except (OSError, RuntimeError, zmq.ZMQError) as error:
                 raise BadAddress(f"can't listen on {host}:{port}: {error}") from None
@@ -162,8 +162,8 @@ class Channel:
             outbox.close(linger=int(linger * 1000))
         self._outboxes.clear()
         self._inbox.close()
-        if self._doorkeeper:
-            self._doorkeeper.stop()
+        if self._zap_authenticator:
+            self._zap_authenticator.stop()
         self._context.term()
         os.close(self._wake_fd)
 
@@ -179,7 +179,7 @@ class Channel:
             self._inbox.set(zmq.CURVE_SERVER, 1)
             self._inbox.set(zmq.CURVE_SECRETKEY, self._keys.server.secret)
             self._inbox.set(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
-            self._inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its doorkeeper it would let in everybody
+            self._inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its zap_authenticator it would let in everybody
 
     def _outbox(self, to: Address) -> "zmq.Socket[bytes]":
         """The connection to a peer; the one that has been idle the longest makes room for it. Raises ZMQError."""
@@ -198,7 +198,7 @@ class Channel:
                 outbox.set(zmq.CURVE_SERVERKEY, self._keys.server.public)
                 outbox.set(zmq.CURVE_PUBLICKEY, self._keys.client.public)
                 outbox.set(zmq.CURVE_SECRETKEY, self._keys.client.secret)
-            outbox.connect(_shortcut(to) or to)
+            outbox.connect(_ipc_endpoint(to) or to)
         except zmq.ZMQError as error:
             outbox.close(linger=0)
             raise BadAddress(f"can't connect to {to!r}: {error}") from None
@@ -242,7 +242,7 @@ def _is_endpoint(address: str) -> bool:
     return (match := _ENDPOINT.fullmatch(address)) is not None and _ip(match) is not None and int(match[3]) < 2**16
 
 
-def _shortcut(address: str) -> str | None:
+def _ipc_endpoint(address: str) -> str | None:
     """The Unix socket beside a loopback address, half as slow as TCP. Its name is an abstract one: it leaves no file,
     ends with the process, and is known in the network namespace that the loopback address is, to no other."""
     if (match := _ENDPOINT.fullmatch(address)) is None or (ip := _ip(match)) is None or not ip.is_loopback:
@@ -272,9 +272,9 @@ class _OneKey:
         return key == self._key
 
 
-def _doorkeeper(context: "zmq.Context[zmq.Socket[bytes]]", keys: ClusterKeys) -> ThreadAuthenticator:
+def _zap_authenticator(context: "zmq.Context[zmq.Socket[bytes]]", keys: ClusterKeys) -> ThreadAuthenticator:
     """Starts the thread that inboxes ask about whoever connects. It logs nothing above debug about those it refuses."""
-    doorkeeper = ThreadAuthenticator(context)
-    doorkeeper.configure_curve_callback(_ZAP_DOMAIN, _OneKey(keys.client.public))
-    doorkeeper.start()
-    return doorkeeper
+    zap_authenticator = ThreadAuthenticator(context)
+    zap_authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(keys.client.public))
+    zap_authenticator.start()
+    return zap_authenticator

@@ -50,7 +50,7 @@ class Extent(Struct, frozen=True):
     rows: Positive
 
 
-class Reach(Struct, frozen=True):
+class FabricId(Struct, frozen=True):
     """A fabric that one end has. Both ends can use it when they have it with the same ``domain``: the process or the
     machine that it is confined to, empty for one that crosses hosts."""
 
@@ -65,7 +65,7 @@ class Offer(Struct, frozen=True, tag=True):
     rows: Positive
     producer: Address
     layout: RowLayout
-    reaches: list[Reach]
+    reaches: list[FabricId]
 
 
 class Grant(Struct, frozen=True, tag=True):

@@ -93,7 +93,7 @@ class LanguageStats(Struct):
     decoding: Count
     kv_pages: Count
     kv_pages_used: Count
-    kv_pages_kept: Count
+    kv_pages_cached: Count
     prefix_queries: Count
     prefix_hits: Count
     preemptions: Count
@@ -123,7 +123,7 @@ class InstanceStats(Struct):
         if (language := self.language) is not None:
             running += language.prefilling + language.decoding
             waiting += language.waiting
-            pools.append(Pool("kv_pages", language.kv_pages, language.kv_pages_used, language.kv_pages_kept))
+            pools.append(Pool("kv_pages", language.kv_pages, language.kv_pages_used, language.kv_pages_cached))
         if (received := self.received) is not None:
             pools.append(Pool(f"{received.kind}_blocks", received.blocks, received.used))
         return Load(running, waiting, pools)

@@ -1,4 +1,4 @@
-"""What the front door and the instances say to each other about requests and about themselves."""
+"""What the frontend and the instances say to each other about requests and about themselves."""
 
 import enum
 from typing import Annotated
@@ -13,11 +13,11 @@ from triptych.types import Address, Count, ItemPlan, Placement, Positive, Reques
 
 Seconds = Annotated[float, Meta(gt=0, le=10**9)]
 
-# ── registration: instance ⇄ front door ──────────────────────────────────────────────────────────────────────
+# ── registration: instance ⇄ frontend ──────────────────────────────────────────────────────────────────────
 
 
 class Register(Struct, frozen=True, tag=True):
-    """Instance → front door, once its model is loaded. ``layouts`` is how rows look that it makes or takes, now or in
+    """Instance → frontend, once its model is loaded. ``layouts`` is how rows look that it makes or takes, now or in
     another role, one for each kind; ``context_length`` the longest sequence that it can hold, in tokens: 0 without a
     decoder; ``stats`` what it says of itself with each Heartbeat."""
 
@@ -30,14 +30,14 @@ class Register(Struct, frozen=True, tag=True):
     stats: InstanceStats = field(default_factory=InstanceStats)
 
 
-class Welcome(Struct, frozen=True, tag=True):
-    """Front door → instance: registered; the lease runs out after ``expiry`` seconds without a heartbeat."""
+class Registered(Struct, frozen=True, tag=True):
+    """Frontend → instance: registered; the lease runs out after ``expiry`` seconds without a heartbeat."""
 
     expiry: Seconds
 
 
-class Rejected(Struct, frozen=True, tag=True):
-    """Front door → instance: the one of that name and process id isn't registered, for this reason; it ends."""
+class RegistrationRefused(Struct, frozen=True, tag=True):
+    """Frontend → instance: the one of that name and process id isn't registered, for this reason; it ends."""
 
     name: str
     pid: int
@@ -45,25 +45,25 @@ class Rejected(Struct, frozen=True, tag=True):
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """Instance → front door: alive, and how it is doing. An instance the front door doesn't know is asked to register
+    """Instance → frontend: alive, and how it is doing. An instance the frontend doesn't know is asked to register
     again."""
 
     address: Address
     stats: InstanceStats = field(default_factory=InstanceStats)
 
 
-class Reregister(Struct, frozen=True, tag=True):
-    """Front door → instance: the lease has run out; register again."""
+class RegisterAgain(Struct, frozen=True, tag=True):
+    """Frontend → instance: the lease has run out; register again."""
 
 
-class Leave(Struct, frozen=True, tag=True):
-    """Instance → front door: going away on purpose."""
+class Deregister(Struct, frozen=True, tag=True):
+    """Instance → frontend: going away on purpose."""
 
     address: Address
 
 
 class PeerLost(Struct, frozen=True, tag=True):
-    """Front door → instances: nothing more will come from this address; release what it held. ``transfers`` are those
+    """Frontend → instances: nothing more will come from this address; release what it held. ``transfers`` are those
     that it was given to offer: it may have died before it did."""
 
     address: Address
@@ -71,7 +71,7 @@ class PeerLost(Struct, frozen=True, tag=True):
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """Front door → instance: end now."""
+    """Frontend → instance: end now."""
 
 
 NO_TIMEOUT, MIN_TIMEOUT = 1e9, 0.001
@@ -86,7 +86,7 @@ def time_left(deadline: float, now: float) -> float:
 
 
 class ChangeRole(Struct, frozen=True, tag=True):
-    """Front door → instance: nothing new comes; once what there is has ended, register again with this role. An
+    """Frontend → instance: nothing new comes; once what there is has ended, register again with this role. An
     instance that isn't idle within ``timeout`` seconds, or can't have the role, answers RoleKept."""
 
     role: Role
@@ -94,23 +94,23 @@ class ChangeRole(Struct, frozen=True, tag=True):
 
 
 class RoleKept(Struct, frozen=True, tag=True):
-    """Instance → front door: it goes on in the role that it has, for this reason."""
+    """Instance → frontend: it goes on in the role that it has, for this reason."""
 
     address: Address
     reason: str
 
 
-# ── operators: triptych status ⇄ front door ──────────────────────────────────────────────────────────────────
+# ── operators: triptych status ⇄ frontend ──────────────────────────────────────────────────────────────────
 
 
 class AskStatus(Struct, frozen=True, tag=True):
-    """Operator → front door: who is there, doing what?"""
+    """Operator → frontend: who is there, doing what?"""
 
     reply_to: Address
 
 
 class InstanceStatus(Struct, frozen=True):
-    """An instance as the front door sees it. ``outstanding`` is the cost of the work it has been given and not done
+    """An instance as the frontend sees it. ``outstanding`` is the cost of the work it has been given and not done
     yet, as ``router/registry.py`` has it. ``next_role`` is the one it is about to have,
     ``silent`` how many seconds ago it was heard."""
 
@@ -125,7 +125,7 @@ class InstanceStatus(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True, tag=True):
-    """Front door → operator. ``requests`` are admitted and not ended."""
+    """Frontend → operator. ``requests`` are admitted and not ended."""
 
     ready: bool
     draining: bool
@@ -134,7 +134,7 @@ class Status(Struct, frozen=True, tag=True):
 
 
 class SetRole(Struct, frozen=True, tag=True):
-    """Operator → front door: give the instance of that name another role, once what it works on has ended, for which it
+    """Operator → frontend: give the instance of that name another role, once what it works on has ended, for which it
     has ``timeout`` seconds. ``force``: even if the service answers less, or nothing, meanwhile or afterwards."""
 
     reply_to: Address
@@ -145,21 +145,21 @@ class SetRole(Struct, frozen=True, tag=True):
 
 
 class RoleSet(Struct, frozen=True, tag=True):
-    """Front door → operator: the instance has that role now."""
+    """Frontend → operator: the instance has that role now."""
 
     instance: str
     role: Role
 
 
 class RoleRefused(Struct, frozen=True, tag=True):
-    """Front door → operator: the instance keeps the role that it has, if it is there at all."""
+    """Frontend → operator: the instance keeps the role that it has, if it is there at all."""
 
     instance: str
     role: Role
     reason: str
 
 
-# ── work: front door ⇄ instances ─────────────────────────────────────────────────────────────────────────────
+# ── work: frontend ⇄ instances ─────────────────────────────────────────────────────────────────────────────
 
 
 class GrammarKind(enum.StrEnum):
@@ -190,7 +190,7 @@ MAX_TOP_K = 2**31 - 1
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
-class Sampling(Struct, frozen=True):
+class SamplingParams(Struct, frozen=True):
     """How tokens are chosen and when generation ends. ``temperature`` 0 is greedy; ``top_k`` 0 is no limit.
     ``logprobs`` asks for the log probability of each token and of so many of the likeliest (None: for none),
     ``prompt_logprobs`` for the same of the prompt's tokens;
@@ -223,7 +223,7 @@ class PlacedItem(Struct, frozen=True):
 
 
 class Generate(Struct, frozen=True, tag=True):
-    """Front door → language instance: prefill this prompt and decode. The answer begins with the tokens ``generated``,
+    """Frontend → language instance: prefill this prompt and decode. The answer begins with the tokens ``generated``,
     which another instance told before it was lost.
 
     ``positions`` is the little-endian float64 bytes of an array of shape (3, len(tokens)). Requests share what the KV
@@ -236,7 +236,7 @@ class Generate(Struct, frozen=True, tag=True):
     positions: bytes
     next_position: Annotated[float, Meta(ge=0, le=2**31)]
     items: list[PlacedItem]
-    sampling: Sampling
+    sampling: SamplingParams
     eos_token_ids: list[int]
     cache_salt: str = ""
     generated: list[int] = []
@@ -244,8 +244,8 @@ class Generate(Struct, frozen=True, tag=True):
     client: str = ""
 
 
-class NeedPrefill(Struct, frozen=True, tag=True):
-    """Decode instance → front door: have this request prefilled. Sent once there are pages for it, and again after it
+class PrefillNeeded(Struct, frozen=True, tag=True):
+    """Decode instance → frontend: have this request prefilled. Sent once there are pages for it, and again after it
     lost them. ``consumer`` has the KV of the tokens below ``first_token``; ``generated`` are those that the answer has
     so far, which are to be prefilled after the prompt."""
 
@@ -257,7 +257,7 @@ class NeedPrefill(Struct, frozen=True, tag=True):
 
 
 class Prefill(Struct, frozen=True, tag=True):
-    """Front door → prefill instance: compute the KV of a prompt and what was generated after it, offer what
+    """Frontend → prefill instance: compute the KV of a prompt and what was generated after it, offer what
     ``consumer`` lacks of it, and tell it the next token."""
 
     generate: Generate
@@ -267,25 +267,25 @@ class Prefill(Struct, frozen=True, tag=True):
     first_token: Count
 
 
-class NeededItem(Struct, frozen=True):
+class MissingItem(Struct, frozen=True):
     """One item whose rows a language instance lacks, and the transfer it expects them by."""
 
     item: Count
     transfer: TransferId
 
 
-class Need(Struct, frozen=True, tag=True):
-    """Language instance → front door: have these items encoded. Sent on arrival, and again after preemption."""
+class EncodeNeeded(Struct, frozen=True, tag=True):
+    """Language instance → frontend: have these items encoded. Sent on arrival, and again after preemption."""
 
     request: RequestId
     consumer: Address
-    items: list[NeededItem]
+    items: list[MissingItem]
 
 
 class Encode(Struct, frozen=True, tag=True):
-    """Front door → encode instance: turn these bytes into rows and offer them to ``consumer``, who has no use for them
+    """Frontend → encode instance: turn these bytes into rows and offer them to ``consumer``, who has no use for them
     after ``timeout`` seconds. Rows are only shared with requests of the same ``cache_salt``. An encode instance shares
-    its time among callers."""
+    its time among clients."""
 
     transfer: TransferId
     consumer: Address
@@ -294,11 +294,11 @@ class Encode(Struct, frozen=True, tag=True):
     data: bytes
     timeout: Timeout = NO_TIMEOUT
     cache_salt: str = ""
-    caller: str = ""
+    client: str = ""
 
 
 class Encoded(Struct, frozen=True, tag=True):
-    """Encode instance → front door: the rows exist. ``cached`` when the tower didn't have to run for them."""
+    """Encode instance → frontend: the rows exist. ``cached`` when the tower didn't have to run for them."""
 
     transfer: TransferId
     cached: bool
@@ -306,7 +306,7 @@ class Encoded(Struct, frozen=True, tag=True):
 
 
 class EncodeFailed(Struct, frozen=True, tag=True):
-    """Encode instance → front door: this item can't be encoded; ``error`` names a class in triptych.errors."""
+    """Encode instance → frontend: this item can't be encoded; ``error`` names a class in triptych.errors."""
 
     transfer: TransferId
     error: str
@@ -347,7 +347,7 @@ class Prefilled(Struct, frozen=True, tag=True):
 
 
 class Tokens(Struct, frozen=True, tag=True):
-    """Language instance → front door: new tokens; with the last ones why it ended and where the time went.
+    """Language instance → frontend: new tokens; with the last ones why it ended and where the time went.
     ``logprobs`` has an entry for each token, or none. ``reused`` counts the prompt's tokens that were in the KV cache
     already. ``prompt_logprobs``, if asked for, come with the answer's first token, unless the prompt has one alone."""
 
@@ -361,7 +361,7 @@ class Tokens(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """Language instance → front door: this request ended in an error that names a class in triptych.errors. One that
+    """Language instance → frontend: this request ended in an error that names a class in triptych.errors. One that
     doesn't work on it any more has nothing to say."""
 
     request: RequestId
@@ -371,13 +371,14 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 class Cancel(Struct, frozen=True, tag=True):
-    """Front door → language instance: nobody waits for this request any more."""
+    """Frontend → language instance: nobody waits for this request any more."""
 
     request: RequestId
 
 
 WorkMessage = (
-    Register | Welcome | Rejected | Heartbeat | Reregister | Leave | PeerLost | Stop | ChangeRole | RoleKept
-    | AskStatus | Status | SetRole | RoleSet | RoleRefused
-    | Generate | NeedPrefill | Prefill | Prefilled | Need | Encode | Encoded | EncodeFailed | Tokens | Failed | Cancel
+    Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Deregister | PeerLost
+    | Stop | ChangeRole | RoleKept | AskStatus | Status | SetRole | RoleSet | RoleRefused
+    | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | Encoded | EncodeFailed
+    | Tokens | Failed | Cancel
 )  # fmt: skip

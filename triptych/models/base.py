@@ -1,6 +1,6 @@
 """What a model family provides: the three small files of ``families/<family>/`` satisfy these protocols.
 
-``plan`` runs in the front door (no torch), ``preprocess`` in the encode instance's workers (numpy),
+``plan`` runs in the frontend (no torch), ``preprocess`` in the encode instance's workers (numpy),
 ``tower`` in the encode and language instances (torch; its protocol is in ``models/towers.py``).
 """
 
@@ -39,7 +39,7 @@ class Planner(Protocol):
     context_length: int
     max_image_pixels: int
     """The largest area that an image is resized to; 0 where none are taken."""
-    hears_videos: bool
+    audio_in_video: bool
     """Whether a video's sound can be heard with it."""
 
     def plan(
@@ -64,7 +64,7 @@ class Planner(Protocol):
         """Rope positions of a prompt of ``num_tokens`` tokens whose item ``i`` is at ``placements[i]``."""
 
 
-class TowerInput(msgspec.Struct, frozen=True):
+class EncoderInput(msgspec.Struct, frozen=True):
     """One preprocessed part of an item, which ``tower`` encodes by itself: ``patches`` is float32 of shape (patches,
     patch values); ``grid`` counts them in time, rows and columns. ``name`` is the same for parts that look or sound the
     same, and no others: 64 hexadecimal digits."""
@@ -78,7 +78,7 @@ class TowerInput(msgspec.Struct, frozen=True):
 class Preprocessor(Protocol):
     """Turns an item's bytes into the tower's inputs, exactly as planned."""
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
         """The item's parts, ``plan.num_parts`` of them, in order, each made when it is asked for; their rows are the
         item's rows. Raises MediaError for bytes that can't be decoded, PlanMismatch when the result isn't what was
         planned."""

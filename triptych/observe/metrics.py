@@ -1,4 +1,4 @@
-"""What the front door measures, under vLLM's names where they mean the same, for Prometheus.
+"""What the frontend measures, under vLLM's names where they mean the same, for Prometheus.
 
 Labels have few values, and none that a client chooses: stages, errors' names, routes, finish reasons.
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 
-from triptych.observe.requests import RequestRecord, SequenceRecord
+from triptych.observe.requests import GenerationRecord, RequestRecord
 from triptych.observe.timeline import Interval
 
 PREFIX = "triptych:"
@@ -19,7 +19,7 @@ _SECONDS = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 STAGES = {
-    "fetch": "front door", "plan": "front door", "preprocess": "encode", "encode": "encode", "prefill": "prefill",
+    "fetch": "frontend", "plan": "frontend", "preprocess": "encode", "encode": "encode", "prefill": "prefill",
     "decode": "decode",
 }  # fmt: skip
 """Which panel an interval belongs to, where that doesn't depend on what it is about."""
@@ -35,7 +35,7 @@ def stage_of(interval: Interval) -> str:
 
 
 class Metrics:
-    """All metrics of a front door. ``registry`` is what is exposed; the router adds what instances report."""
+    """All metrics of a frontend. ``registry`` is what is exposed; the router adds what instances report."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
@@ -75,7 +75,7 @@ class Metrics:
 
     # ── sequences: called by the router ──────────────────────────────────────────────────────────────────────
 
-    def admitted(self, sequence: SequenceRecord) -> None:
+    def admitted(self, sequence: GenerationRecord) -> None:
         if sequence.counted:
             self._prompt_tokens.inc(sequence.num_prompt)
             self._items.inc(sequence.num_items)
@@ -84,7 +84,7 @@ class Metrics:
     def rejected(self, error: Exception) -> None:
         self._rejections.labels(type(error).__name__).inc()
 
-    def took_tokens(self, sequence: SequenceRecord, count: int, now: float) -> None:
+    def took_tokens(self, sequence: GenerationRecord, count: int, now: float) -> None:
         """New tokens of a sequence have come; notes them in its record, too."""
         if sequence.counted:
             self._generation_tokens.inc(count)
@@ -96,7 +96,7 @@ class Metrics:
         sequence.last_token = now
         sequence.num_tokens += count
 
-    def ended(self, sequence: SequenceRecord, now: float) -> None:
+    def ended(self, sequence: GenerationRecord, now: float) -> None:
         """A sequence has its finish reason."""
         if not sequence.counted:
             return

@@ -6,7 +6,7 @@ from typing import Any
 
 from triptych.observe.timeline import Interval
 
-FRONT_DOOR = "front door"
+FRONTEND = "frontend"
 
 
 def trace_events(requests: Iterable[tuple[str, list[Interval]]]) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def trace_events(requests: Iterable[tuple[str, list[Interval]]]) -> dict[str, An
     rows: dict[tuple[int, str], int] = {}
     for request, intervals in requests:
         for interval in intervals:
-            engine = interval.engine or FRONT_DOOR
+            engine = interval.engine or FRONTEND
             process = processes.setdefault(engine, len(processes) + 1)
             item = "" if interval.item is None else f" item {interval.item + 1}"
             row = rows.setdefault((process, request + item), len(rows) + 1)

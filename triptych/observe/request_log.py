@@ -11,7 +11,7 @@ from typing import Annotated, Any, TextIO
 import msgspec
 
 from triptych.errors import StartError
-from triptych.observe.requests import RequestRecord, SequenceRecord
+from triptych.observe.requests import GenerationRecord, RequestRecord
 from triptych.observe.timeline import Interval, as_json
 
 
@@ -92,6 +92,6 @@ def read_line(text: str) -> tuple[str, datetime, list[Interval]] | None:
     )
 
 
-def _first_token_ms(began: float, sequences: Iterable[SequenceRecord]) -> float | None:
+def _first_token_ms(began: float, sequences: Iterable[GenerationRecord]) -> float | None:
     first = min((one.first_token for one in sequences if one.first_token), default=None)
     return None if first is None else round((first - began) * 1000, 3)

@@ -14,7 +14,7 @@ from triptych.observe.timeline import Interval
 
 
 @dataclass(eq=False)
-class SequenceRecord:
+class GenerationRecord:
     """One choice of a request, from its admission to its end. Times in seconds since the epoch, 0 for not yet;
     ``arrived`` is when its HTTP request came. ``finish_reason`` is None until it ends, "abort" when nobody waited for
     it any more, and "error" when it failed, with the error's name in ``error``. ``counted``: it belongs to a client's
@@ -43,7 +43,7 @@ class SequenceRecord:
 @dataclass(eq=False)
 class RequestRecord:
     """One HTTP request. ``correlation`` is what its client calls the work that it is part of, empty for none;
-    ``caller`` is who shares what there is with the others: a digest of the key that came with the request, or its
+    ``client`` is who shares what there is with the others: a digest of the key that came with the request, or its
     address. ``traceparent`` is the client's header of that name, empty for none; ``handler`` the path's template in the
     routing table, so that there are few; ``error`` the name of the error that it was answered with; ``status`` 0 when
     the client was gone before there was one; ``trace_id`` the trace that it was sent as."""
@@ -51,7 +51,7 @@ class RequestRecord:
     id: str
     method: str
     correlation: str = ""
-    caller: str = ""
+    client: str = ""
     traceparent: str = ""
     began: float = field(default_factory=time.time)
     ended: float = 0.0
@@ -59,13 +59,13 @@ class RequestRecord:
     status: int = 0
     trace_id: str | None = None
     error: str | None = None
-    sequences: list[SequenceRecord] = field(default_factory=list)
+    sequences: list[GenerationRecord] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)
     ending: ExitStack = field(default_factory=ExitStack)
     """What is called once the request is over, its answer sent."""
 
     def timeline(self) -> list[Interval]:
-        """What the front door did for the request, and what instances did for all of its choices."""
+        """What the frontend did for the request, and what instances did for all of its choices."""
         return [*self.intervals, *(interval for sequence in self.sequences for interval in sequence.intervals)]
 
     @property
@@ -78,7 +78,7 @@ CURRENT: ContextVar[RequestRecord | None] = ContextVar("current_request", defaul
 
 
 def note(*intervals: Interval) -> None:
-    """Adds what the front door did to the timeline of the request being answered, if there is one."""
+    """Adds what the frontend did to the timeline of the request being answered, if there is one."""
     if (record := CURRENT.get()) is not None:
         record.intervals += intervals
 
@@ -91,10 +91,10 @@ def at_end(release: Callable[[], object]) -> None:
         release()
 
 
-def current_caller() -> str:
+def current_client() -> str:
     """Whose request is being answered; empty for nobody's."""
     record = CURRENT.get()
-    return record.caller if record else ""
+    return record.client if record else ""
 
 
 def seconds_spent() -> float:
@@ -103,10 +103,10 @@ def seconds_spent() -> float:
     return time.time() - record.began if record else 0.0
 
 
-def begin_sequence(num_prompt: int, num_items: int) -> SequenceRecord:
+def begin_generation(num_prompt: int, num_items: int) -> GenerationRecord:
     """A new choice of the request being answered, or of none."""
     now, record = time.time(), CURRENT.get()
-    sequence = SequenceRecord(num_prompt, num_items, record.began if record else now, record is not None, now)
+    sequence = GenerationRecord(num_prompt, num_items, record.began if record else now, record is not None, now)
     if record is not None:
         record.sequences.append(sequence)
     return sequence

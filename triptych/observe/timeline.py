@@ -10,7 +10,7 @@ class Interval(msgspec.Struct, frozen=True):
     """When a stage worked on a request: fetch, plan, queue (waiting, wherever that is), preprocess, encode, transfer,
     prefill or decode. ``start`` and ``end`` in seconds since the epoch;
     ``item`` is the item's place in the request, or None when the stage works on all of it; ``engine`` the name of the
-    instance that did it, empty for the front door."""
+    instance that did it, empty for the frontend."""
 
     stage: str
     start: float

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from triptych.observe.perfetto import FRONT_DOOR
+from triptych.observe.perfetto import FRONTEND
 from triptych.observe.requests import RequestRecord
 
 SEND_TIMEOUT = 5
@@ -35,7 +35,7 @@ class Traces:
         if not record.generates:
             return
         parent = TraceContextTextMapPropagator().extract({"traceparent": record.traceparent})
-        root = self._tracer(FRONT_DOOR).start_span(
+        root = self._tracer(FRONTEND).start_span(
             f"POST {record.handler}",
             parent,
             kind=SpanKind.SERVER,
@@ -47,7 +47,7 @@ class Traces:
             root.set_status(trace.StatusCode.ERROR, record.error)
         inside = trace.set_span_in_context(root)
         for interval in record.timeline():
-            span = self._tracer(interval.engine or FRONT_DOOR).start_span(
+            span = self._tracer(interval.engine or FRONTEND).start_span(
                 interval.stage,
                 inside,
                 start_time=_nanoseconds(interval.start),

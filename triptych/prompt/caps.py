@@ -59,7 +59,7 @@ class MediaCaps:
     audio: AudioLimits = AudioLimits()
 
 
-class Counted:
+class MediaBudget:
     """What the items of one request add up to."""
 
     def __init__(self, caps: MediaCaps) -> None:

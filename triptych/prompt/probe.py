@@ -1,6 +1,6 @@
 """Reads a picture's format and displayed size from its header bytes.
 
-Runs in the front door on untrusted bytes, before anything is decoded, so it parses the few fields it needs by itself:
+Runs in the frontend on untrusted bytes, before anything is decoded, so it parses the few fields it needs by itself:
 every loop advances and is bounded, and it raises nothing but MediaError. Where Pillow accepts the file, the size equals
 that of ``ImageOps.exif_transpose(Image.open(...))``, because the decoded picture is checked against it.
 """

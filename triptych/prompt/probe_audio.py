@@ -1,6 +1,6 @@
 """Reads an audio file's length, sample rate and channels from its header, without decoding anything.
 
-Runs in the front door on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
+Runs in the frontend on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
 MediaError. What a file says that isn't so is found out when it is decoded.
 """
 

@@ -1,7 +1,7 @@
 """Reads a video's size, number of frames and frame rate, and its sound's length, from its container, without decoding
 anything.
 
-Runs in the front door on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
+Runs in the frontend on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
 MediaError. What a file says that isn't so is found out when it is decoded.
 """
 

@@ -23,11 +23,11 @@ from triptych.errors import (
 )
 from triptych.models.base import Planner, Positions
 from triptych.models.registry import family_of, resolve
-from triptych.prompt.caps import Counted, MediaCaps
+from triptych.prompt.caps import MediaBudget, MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
 from triptych.prompt.probe_video import probe_sound, probe_video
-from triptych.prompt.reasoning import Thought, thought_at_end
+from triptych.prompt.reasoning import Reasoning, reasoning_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemPlan, MediaHeader, Placement, Span
@@ -59,12 +59,12 @@ class PlannedItem:
 @dataclass(frozen=True)
 class PlannedPrompt:
     """``tokens`` holds ``plan.rows`` placeholders for each item, at its placement; ``positions`` covers all tokens;
-    ``thought`` says whether the answer begins with thoughts."""
+    ``reasoning`` says whether the answer begins with thoughts."""
 
     tokens: list[int]
     positions: Positions
     items: tuple[PlannedItem, ...] = ()
-    thought: Thought = Thought.NONE
+    reasoning: Reasoning = Reasoning.NONE
 
 
 def media_param(message: int, part: int, field: str) -> str:
@@ -77,7 +77,7 @@ class PromptBuilder:
 
     ``context_length`` is the longest prompt in tokens: the model's, or the given one where that is shorter. ``caps``
     bound the media of a request. ``modalities`` are those that the model takes and its template has a place for;
-    ``hears_videos`` says whether a video's sound can be heard with it.
+    ``audio_in_video`` says whether a video's sound can be heard with it.
     Raises CheckpointError for a folder that can't be served.
     """
 
@@ -97,7 +97,7 @@ class PromptBuilder:
         self._modalities = {self._spelling(token): name for name, token in self.planner.placeholder_ids.items()}
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
         self.modalities = [name for spelling, name in self._modalities.items() if self._places(name, spelling)]
-        self.hears_videos = self.planner.hears_videos and "video" in self.modalities
+        self.audio_in_video = self.planner.audio_in_video and "video" in self.modalities
 
     def build(
         self,
@@ -148,7 +148,7 @@ class PromptBuilder:
                 PlannedItem(self._key(data, plan), data, plan, placement, param)
                 for (data, plan, param), placement in zip(media, placements, strict=True)
             ),
-            thought=thought_at_end(text) if self.template.thinks else Thought.NONE,
+            reasoning=reasoning_at_end(text) if self.template.thinks else Reasoning.NONE,
         )
 
     def build_text(
@@ -213,7 +213,7 @@ class PromptBuilder:
                 before = joined[-longest:] if longest else ""
 
     def _plan_media(self, messages: Sequence[Message]) -> Iterator[tuple[bytes, ItemPlan, str]]:
-        counted = Counted(self._caps)
+        counted = MediaBudget(self._caps)
         for i, message in enumerate(messages):
             content = message.get("content")
             if not isinstance(content, list):
@@ -229,7 +229,7 @@ class PromptBuilder:
                     raise
                 yield part["data"], plan, param
 
-    def _plan(self, part: Mapping[str, Any], counted: Counted) -> ItemPlan:
+    def _plan(self, part: Mapping[str, Any], counted: MediaBudget) -> ItemPlan:
         modality = part["type"]
         if not self._family.takes_media:
             raise MediaNotServed("this model takes text alone")

@@ -8,7 +8,7 @@ THINK, END_OF_THOUGHT = "<think>", "</think>"
 """What models that think put around their thoughts (Qwen, DeepSeek and others)."""
 
 
-class Thought(enum.Enum):
+class Reasoning(enum.Enum):
     """What a prompt leaves to the answer: no thoughts, thoughts if it begins with their tag, or thoughts whose tag is
     the prompt's end."""
 
@@ -17,21 +17,21 @@ class Thought(enum.Enum):
     OPEN = enum.auto()
 
 
-def thought_at_end(prompt: str) -> Thought:
+def reasoning_at_end(prompt: str) -> Reasoning:
     """For the prompts of a model that thinks: templates open a thought, or close an empty one to prevent any."""
     end = prompt.rstrip()
     if end.endswith(THINK):
-        return Thought.OPEN
-    return Thought.NONE if end.endswith(END_OF_THOUGHT) else Thought.POSSIBLE
+        return Reasoning.OPEN
+    return Reasoning.NONE if end.endswith(END_OF_THOUGHT) else Reasoning.POSSIBLE
 
 
-class ThoughtSplitter:
+class ReasoningParser:
     """One answer's text, in pieces. What ``push`` and ``finish`` return, joined, is the same however the text was split
     into pieces: (thoughts, the rest), without the tags and the white space around them."""
 
-    def __init__(self, thought: Thought) -> None:
-        self.thinking = thought is Thought.OPEN
-        self._may_begin = thought is Thought.POSSIBLE
+    def __init__(self, reasoning: Reasoning) -> None:
+        self.thinking = reasoning is Reasoning.OPEN
+        self._may_begin = reasoning is Reasoning.POSSIBLE
         self._after_tag = self.thinking
         self._held = ""
 
@@ -64,10 +64,10 @@ class ThoughtSplitter:
             if not text:
                 return "", ""
             self._after_tag = False
-        thought, tag, rest = text.partition(END_OF_THOUGHT)
+        reasoning, tag, rest = text.partition(END_OF_THOUGHT)
         if tag:
             self.thinking, self._after_tag = False, True
-            return thought.rstrip(), self._rest(rest)[1]
+            return reasoning.rstrip(), self._rest(rest)[1]
         certain = text[: len(text) - beginning_length(text, (END_OF_THOUGHT,))].rstrip()
         self._held = text[len(certain) :]
         return certain, ""

@@ -21,14 +21,14 @@ _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:argume
 
 
 @dataclass(frozen=True)
-class Said:
+class TextDelta:
     """Text that is no call."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Called:
+class ToolCallStart:
     """A call begins; the ``index``-th of its answer, from 0 on."""
 
     index: int
@@ -36,14 +36,14 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Argued:
+class ToolCallArguments:
     """More of a call's arguments: JSON, as the model wrote it."""
 
     index: int
     text: str
 
 
-Event = Said | Called | Argued
+Event = TextDelta | ToolCallStart | ToolCallArguments
 
 
 class ToolCallParser:
@@ -77,9 +77,9 @@ class ToolCallParser:
             self.complete += self._arguments.found
             return []
         if self._in_call:
-            return self._whole(held) or [Said(self._space + CALL + held)]
+            return self._whole(held) or [TextDelta(self._space + CALL + held)]
         held = held.lstrip() if self._after_call else held
-        return [Said(held)] if held else []
+        return [TextDelta(held)] if held else []
 
     def _next(self) -> list[Event] | None:
         """The next events; None when more text is needed."""
@@ -99,7 +99,7 @@ class ToolCallParser:
             if not said:
                 return None
         self._after_call = self._after_call and not said
-        return [Said(said)] if said else []
+        return [TextDelta(said)] if said else []
 
     def _in_header(self) -> list[Event] | None:
         if match := _HEADER.match(self._held, 0, _MAX_HEADER):
@@ -107,24 +107,24 @@ class ToolCallParser:
             if name in self._names:
                 self._held = self._held[match.end() :]
                 self._arguments = _ObjectEnd()
-                return [Called(self._begin(), name)]
+                return [ToolCallStart(self._begin(), name)]
         call, tag, _ = self._held[:_MAX_CALL].partition(END_OF_CALL)
         if not tag and len(self._held) < _MAX_CALL:
             return None
         self._in_call = False
         if not tag:
-            return [Said(self._space + CALL)]
+            return [TextDelta(self._space + CALL)]
         self._held = self._held[len(call) + len(tag) :]
         events = self._whole(call)
         self._after_call = bool(events)
-        return events or [Said(self._space + CALL + call + END_OF_CALL)]
+        return events or [TextDelta(self._space + CALL + call + END_OF_CALL)]
 
     def _in_arguments(self, end: "_ObjectEnd") -> list[Event] | None:
         """Their text up to the brace that ends them; what follows, up to the tag, says nothing."""
         if not end.found:
             length = end.push(self._held)
             told, self._held = self._held[:length], self._held[length:]
-            return [Argued(self._calls - 1, told)] if told else None
+            return [ToolCallArguments(self._calls - 1, told)] if told else None
         _, tag, after = self._held.partition(END_OF_CALL)
         if not tag:
             self._held = self._held[max(0, len(self._held) - len(END_OF_CALL)) :]
@@ -145,7 +145,7 @@ class ToolCallParser:
         told = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         index = self._begin()
         self.complete += 1
-        return [Called(index, call["name"]), Argued(index, told)]
+        return [ToolCallStart(index, call["name"]), ToolCallArguments(index, told)]
 
     def _begin(self) -> int:
         self._calls += 1

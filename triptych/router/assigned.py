@@ -3,19 +3,19 @@
 from dataclasses import dataclass, field
 
 from triptych.messages.work import Generate
-from triptych.router.admission import Waiting
+from triptych.router.admission import QueuedRequest
 from triptych.router.registry import InstanceLease
 from triptych.router.stream import TokenStream
 from triptych.types import Address, TransferId
 
 
 @dataclass(eq=False)
-class Assigned:
+class DispatchedRequest:
     """A request that a language instance has been given. ``generate`` is what its generator was told, under a name of
     its own if it isn't the first: what an earlier one still says is nobody's. ``generated`` are the tokens that have
     come. ``began`` by the router's clock."""
 
-    waiting: Waiting
+    waiting: QueuedRequest
     stream: TokenStream
     generator: InstanceLease
     cost: int
@@ -23,7 +23,7 @@ class Assigned:
     began: float
     num_placements: int = 1
     generated: list[int] = field(default_factory=list)
-    prefilling: "Prefilling | None" = None
+    prefilling: "RemotePrefill | None" = None
 
     @property
     def may_wait(self) -> bool:
@@ -44,7 +44,7 @@ class Assigned:
 
 
 @dataclass(frozen=True)
-class Prefilling:
+class RemotePrefill:
     """A request's prompt in the hands of an instance that prefills for its generator."""
 
     transfer: TransferId

@@ -23,13 +23,13 @@ ENCODE_BATCHES_AHEAD = 4
 LONG_ITEMS = 4
 """Besides these, so many items that it encodes by turns with all else: each keeps a decoder open while it waits."""
 
-LONG_ITEMS_PER_CALLER = LONG_ITEMS - 1
-"""So many of them may be one caller's: another's first one needn't wait until one has ended."""
+LONG_ITEMS_PER_CLIENT = LONG_ITEMS - 1
+"""So many of them may be one client's: another's first one needn't wait until one has ended."""
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """An item, the ``index``-th of ``caller``'s request, whose rows ``consumer`` lacks; by the ``deadline``, on the
+class EncodeTask:
+    """An item, the ``index``-th of ``client``'s request, whose rows ``consumer`` lacks; by the ``deadline``, on the
     router's clock, they are of no use any more."""
 
     request: RequestId
@@ -38,16 +38,16 @@ class Wanted:
     transfer: TransferId
     consumer: Address
     deadline: float
-    caller: str
+    client: str
     cache_salt: str = ""
 
 
 @dataclass(frozen=True, eq=False)
-class Encoding:
+class InFlightEncode:
     """One item in the hands of ``encoder``, on its way to a language instance. ``patches`` is the room that it takes:
     none if it is ``long``, and encoded by turns."""
 
-    wanted: Wanted
+    wanted: EncodeTask
     encoder: InstanceLease
     long: bool
     patches: int
@@ -61,8 +61,8 @@ class Encoding:
 class _Items:
     """Of one request: by item's index those in line, by transfer those in hand."""
 
-    in_line: dict[int, Ticket[Wanted]] = field(default_factory=dict)
-    in_hand: dict[TransferId, Encoding] = field(default_factory=dict)
+    in_line: dict[int, Ticket[EncodeTask]] = field(default_factory=dict)
+    in_hand: dict[TransferId, InFlightEncode] = field(default_factory=dict)
 
 
 def cost_of(plan: ItemPlan) -> int:
@@ -70,7 +70,7 @@ def cost_of(plan: ItemPlan) -> int:
     return max(1, round(plan.cost))
 
 
-class Encodings:
+class EncodeDispatcher:
     """Which items wait, and who encodes the others."""
 
     def __init__(
@@ -91,19 +91,19 @@ class Encodings:
         self._tell = tell
         self._rate = rate
         self._clock = clock
-        self._line: FairQueue[Wanted] = FairQueue()
+        self._line: FairQueue[EncodeTask] = FairQueue()
         self._requests: dict[RequestId, _Items] = {}
-        self._in_hand: dict[TransferId, Encoding] = {}
-        self._unfinished: set[Encoding] = set()
+        self._in_hand: dict[TransferId, InFlightEncode] = {}
+        self._unfinished: set[InFlightEncode] = set()
 
-    def want(self, wanted: Wanted, priority: int) -> bool:
+    def want(self, wanted: EncodeTask, priority: int) -> bool:
         """Puts an item in line. Whether it is there or in hand already, for a transfer that this one replaces: after a
         preemption an item is needed anew. Call ``start`` afterwards."""
         items = self._requests.setdefault(wanted.request, _Items())
         anew = self._drop(items, wanted.index)
         plan = wanted.item.plan
         kind = "long" if plan.takes_turns(self._batch_patches) else "short"
-        items.in_line[wanted.index] = self._line.add(wanted, wanted.caller, cost_of(plan), priority, kind)
+        items.in_line[wanted.index] = self._line.add(wanted, wanted.client, cost_of(plan), priority, kind)
         return anew
 
     def start(self) -> None:
@@ -113,24 +113,24 @@ class Encodings:
             assert encoder is not None
             self._give(ticket.work, encoder)
 
-    def _with_room(self, wanted: Wanted) -> list[InstanceLease]:
+    def _with_room(self, wanted: EncodeTask) -> list[InstanceLease]:
         """The encode instances that may be given an item."""
         if not wanted.item.plan.takes_turns(self._batch_patches):
             return [one for one in self._encoders() if one.patches < self._max_patches]
         long = [encoding for encoding in self._unfinished if encoding.long]
         by_encoder = Counter(encoding.encoder.address for encoding in long)
-        own = Counter(encoding.encoder.address for encoding in long if encoding.wanted.caller == wanted.caller)
+        own = Counter(encoding.encoder.address for encoding in long if encoding.wanted.client == wanted.client)
         return [
             one
             for one in self._encoders()
-            if by_encoder[one.address] < LONG_ITEMS and own[one.address] < LONG_ITEMS_PER_CALLER
+            if by_encoder[one.address] < LONG_ITEMS and own[one.address] < LONG_ITEMS_PER_CLIENT
         ]
 
-    def _give(self, wanted: Wanted, encoder: InstanceLease) -> None:
+    def _give(self, wanted: EncodeTask, encoder: InstanceLease) -> None:
         item, plan = wanted.item, wanted.item.plan
         long = plan.takes_turns(self._batch_patches)
         patches = 0 if long else min(plan.patches, self._batch_patches)
-        items, encoding = self._requests[wanted.request], Encoding(wanted, encoder, long, patches)
+        items, encoding = self._requests[wanted.request], InFlightEncode(wanted, encoder, long, patches)
         del items.in_line[wanted.index]
         items.in_hand[wanted.transfer] = self._in_hand[wanted.transfer] = encoding
         self._unfinished.add(encoding)
@@ -139,8 +139,8 @@ class Encodings:
         now = self._clock()
         self._rate.look(now, busy=True)
         timeout = time_left(wanted.deadline, now)
-        salt, caller = wanted.cache_salt, wanted.caller
-        encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout, salt, caller)
+        salt, client = wanted.cache_salt, wanted.client
+        encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout, salt, client)
         self._tell(encoder.address, encode)
 
     def ahead(self, cost: float) -> float:
@@ -155,14 +155,14 @@ class Encodings:
             items.in_line or any(one in self._unfinished for one in items.in_hand.values())
         )
 
-    def get(self, transfer: TransferId) -> Encoding | None:
+    def get(self, transfer: TransferId) -> InFlightEncode | None:
         """The item that was given to an encode instance for that transfer, and whose request goes on."""
         return self._in_hand.get(transfer)
 
-    def encoded(self, encoding: Encoding, *, cached: bool) -> None:
+    def encoded(self, encoding: InFlightEncode, *, cached: bool) -> None:
         """The instance has done its part; ``cached`` when that was little."""
         if cached and encoding in self._unfinished:
-            self._line.charge(encoding.wanted.caller, -encoding.cost)
+            self._line.charge(encoding.wanted.client, -encoding.cost)
         self._settle(encoding, 0.0 if cached else encoding.cost)
         self.start()
 
@@ -207,7 +207,7 @@ class Encodings:
             self._line.remove(ticket)
         return bool(earlier or ticket)
 
-    def _settle(self, encoding: Encoding, done: float) -> None:
+    def _settle(self, encoding: InFlightEncode, done: float) -> None:
         """An encode instance has nothing more to do for an item; so much of its cost was really work."""
         if encoding in self._unfinished:
             self._unfinished.remove(encoding)

@@ -1,5 +1,5 @@
 """How long a request would take now: from how fast work was done lately. Holds no device and no socket; times are the
-caller's clock, in seconds.
+client's clock, in seconds.
 
 All that is measured is forgotten with time, whether more is measured or not: what was learned once can't keep requests
 out for ever.
@@ -21,7 +21,7 @@ ENOUGH = 8
 """Requests that must have ended before anybody is turned away for what was measured."""
 DEVIATIONS = 2.0
 MOST_TIMES = 2.0
-"""A margin is at most that: one caller's requests, however odd, don't keep everybody else out."""
+"""A margin is at most that: one client's requests, however odd, don't keep everybody else out."""
 
 
 @dataclass

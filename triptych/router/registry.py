@@ -52,7 +52,7 @@ class InstanceLease:
 
 @dataclass
 class Registry:
-    """All instances whose lease holds. Times are the caller's clock, in seconds."""
+    """All instances whose lease holds. Times are the client's clock, in seconds."""
 
     expiry: float
     _leases: dict[Address, InstanceLease] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from triptych import errors
-from triptych.config import EngineConfig, FrontDoorConfig, LeaseConfig
+from triptych.config import EngineConfig, FrontendConfig, LeaseConfig
 from triptych.errors import (
     DeadlineExceeded,
     InstanceLost,
@@ -26,36 +26,36 @@ from triptych.messages.rows import RowKind
 from triptych.messages.work import (
     AskStatus,
     Cancel,
+    Deregister,
     Encoded,
     EncodeFailed,
+    EncodeNeeded,
     Failed,
     Generate,
     Heartbeat,
-    Leave,
-    Need,
-    NeedPrefill,
     PeerLost,
     PlacedItem,
     Prefill,
+    PrefillNeeded,
     Register,
-    Rejected,
-    Reregister,
+    RegisterAgain,
+    Registered,
+    RegistrationRefused,
     RoleKept,
     RoleRefused,
-    Sampling,
+    SamplingParams,
     SetRole,
     Status,
     Tokens,
-    Welcome,
     time_left,
 )
 from triptych.observe.metrics import Metrics
-from triptych.observe.requests import begin_sequence, current_caller, seconds_spent
+from triptych.observe.requests import begin_generation, current_client, seconds_spent
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
-from triptych.router.admission import Admission, Waiting
-from triptych.router.assigned import Assigned, Prefilling
-from triptych.router.encode_dispatcher import Encodings, Wanted
+from triptych.router.admission import Admission, QueuedRequest
+from triptych.router.assigned import DispatchedRequest, RemotePrefill
+from triptych.router.encode_dispatcher import EncodeDispatcher, EncodeTask
 from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry, is_same
@@ -80,7 +80,7 @@ class Router:
         send: Send,
         forget: Callable[[Address], object],
         fingerprint: str,
-        front_door: FrontDoorConfig,
+        frontend: FrontendConfig,
         lease: LeaseConfig,
         engine: EngineConfig | None = None,
         expects_encoders: bool = True,
@@ -95,7 +95,7 @@ class Router:
         self._send = send
         self._forget = forget
         self._fingerprint = fingerprint
-        self._config = front_door
+        self._config = frontend
         self._lease = lease
         self._clock = clock
         self._ticked = clock()
@@ -103,25 +103,25 @@ class Router:
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.registry))
         engine = engine or EngineConfig()
-        self._admission = Admission(front_door, engine)
-        self._encodings = Encodings(
+        self._admission = Admission(frontend, engine)
+        self._encodings = EncodeDispatcher(
             encoders=lambda: self.registry.encoders(begun=True),
             batch_patches=engine.encode_batch_patches,
             tell=self._tell,
             rate=self._admission.forecast.encode_rate,
             clock=clock,
         )
-        self.metrics.watch("num_requests_queued", "requests in line at the front door", lambda: len(self._admission))
-        self.metrics.watch("num_items_queued", "media items in line at the front door", lambda: len(self._encodings))
+        self.metrics.watch("num_requests_queued", "requests in line at the frontend", lambda: len(self._admission))
+        self.metrics.watch("num_items_queued", "media items in line at the frontend", lambda: len(self._encodings))
         self._streams: dict[RequestId, TokenStream] = {}
-        self._requests: dict[RequestId, Assigned] = {}
+        self._requests: dict[RequestId, DispatchedRequest] = {}
         self._role_changes = RoleChanges(self.registry, tell=self._tell, answer=self._answer)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Register: self._on_register,
             Heartbeat: self._on_heartbeat,
-            Leave: self._on_leave,
-            NeedPrefill: self._on_need_prefill,
-            Need: self._on_need,
+            Deregister: self._on_leave,
+            PrefillNeeded: self._on_need_prefill,
+            EncodeNeeded: self._on_need,
             Encoded: self._on_encoded,
             EncodeFailed: self._on_encode_failed,
             Tokens: self._on_tokens,
@@ -136,7 +136,7 @@ class Router:
     def submit(
         self,
         prompt: PlannedPrompt,
-        sampling: Sampling,
+        sampling: SamplingParams,
         eos_token_ids: list[int],
         cache_salt: str = "",
         timeout: float = math.inf,
@@ -147,12 +147,12 @@ class Router:
         """Admits a request; a language instance is given it when it is its turn, lower ``priority`` first. ``timeout``
         is how many seconds it has, if those are fewer than are left of what the service allows. ``read`` may end it
         early; None takes all tokens. Raises as ``preparing`` does."""
-        caller = current_caller()
+        client = current_client()
         timeout = min(timeout, self._config.request_timeout - seconds_spent())
         cost = self._admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
         items_cost = sum(item.plan.cost for item in prompt.items)
         expected = self._check(
-            bool(prompt.items), caller=caller, cost=cost, items_cost=items_cost, priority=priority, timeout=timeout
+            bool(prompt.items), client=client, cost=cost, items_cost=items_cost, priority=priority, timeout=timeout
         )
         request = RequestId(secrets.token_hex(8))
         generate = Generate(
@@ -165,17 +165,17 @@ class Router:
             eos_token_ids=eos_token_ids,
             cache_salt=cache_salt,
             timeout=time_left(timeout, 0.0),
-            client=caller,
+            client=client,
         )
-        stream = TokenStream(request, begin_sequence(len(prompt.tokens), len(prompt.items)), read)
+        stream = TokenStream(request, begin_generation(len(prompt.tokens), len(prompt.items)), read)
         self.metrics.admitted(stream.record)
         now = self._clock()
         self._streams[request] = stream
         self._admission.add(
-            Waiting(
+            QueuedRequest(
                 prompt,
                 generate,
-                caller,
+                client,
                 priority,
                 submitted=now,
                 deadline=now + timeout,
@@ -193,26 +193,26 @@ class Router:
         costs neither a fetch nor a plan; ``submit`` asks again, because time passes until then. Those of lower
         ``priority`` go first; ``timeout`` is how many seconds there are for the answer, None for what the service
         allows. Raises Overloaded when there is no room for it or it wouldn't be answered in time, RateLimited when its
-        caller has too many, Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
-        caller = current_caller()
-        self._check(has_media, caller=caller, priority=priority, timeout=timeout)
-        with self._admission.preparing(caller):
+        client has too many, Unavailable when no instance could serve it, MediaNotServed when none is meant to."""
+        client = current_client()
+        self._check(has_media, client=client, priority=priority, timeout=timeout)
+        with self._admission.preparing(client):
             yield
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Around all that is done for a request that instances have no part in: it has a place in the house as well.
-        Raises Overloaded when there is no room for it, RateLimited when its caller has too many."""
-        caller = current_caller()
+        Raises Overloaded when there is no room for it, RateLimited when its client has too many."""
+        client = current_client()
         try:
-            self._admission.check_room(caller, self._requests.values(), self._clock())
+            self._admission.check_room(client, self._requests.values(), self._clock())
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
-        with self._admission.preparing(caller):
+        with self._admission.preparing(client):
             yield
 
-    def _check(self, has_media: bool, *, caller: str, **known: Any) -> float:
+    def _check(self, has_media: bool, *, client: str, **known: Any) -> float:
         """As ``Admission.check``; and counts refusals."""
         try:
             if self.draining:
@@ -221,7 +221,7 @@ class Router:
                 raise unavailable
             encoding = self._encodings.ahead(known.get("items_cost", 0.0)) if has_media else 0.0
             now, running = self._clock(), self._requests.values()
-            return self._admission.check(caller, running, has_media=has_media, now=now, encoding=encoding, **known)
+            return self._admission.check(client, running, has_media=has_media, now=now, encoding=encoding, **known)
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
@@ -242,7 +242,7 @@ class Router:
         while len(self._admission) and (started := self._admission.next(self._requests.values(), self._generators())):
             self._start(*started)
 
-    def _start(self, waiting: Waiting, generator: InstanceLease) -> None:
+    def _start(self, waiting: QueuedRequest, generator: InstanceLease) -> None:
         generate = msgspec.structs.replace(waiting.generate, timeout=time_left(waiting.deadline, self._clock()))
         stream = self._streams.pop(generate.request)
         try:
@@ -256,7 +256,7 @@ class Router:
         self._admission.works(waiting, now)
         if (started := time.time()) - stream.record.submitted > AT_ONCE:
             stream.intervals.append(Interval("queue", stream.record.submitted, started))
-        self._requests[generate.request] = Assigned(waiting, stream, generator, cost, generate, began=now)
+        self._requests[generate.request] = DispatchedRequest(waiting, stream, generator, cost, generate, began=now)
 
     def _refuse(self, stream: TokenStream, error: TriptychError) -> None:
         """A request ends that no instance knows."""
@@ -279,7 +279,7 @@ class Router:
         """As ``cancel``, for an answer that has all that it needs: it counts as one that ended by itself."""
         self._end_early(request, "stop")
 
-    def _end_early(self, request: RequestId, reason: str) -> Assigned | None:
+    def _end_early(self, request: RequestId, reason: str) -> DispatchedRequest | None:
         if entry := self._end(request, reason):
             self._tell(entry.generator.address, Cancel(entry.generate.request))
         return entry
@@ -312,7 +312,7 @@ class Router:
         """Whether requests may have media, now or as soon as every stage has an instance."""
         return self._expects_encoders or bool(self.registry.encoders())
 
-    def _end(self, request: RequestId, reason: str) -> Assigned | None:
+    def _end(self, request: RequestId, reason: str) -> DispatchedRequest | None:
         """Forgets a request, for which a finish reason is noted unless it has one, and takes its work off the books."""
         if (entry := self._requests.pop(request, None)) is None:
             return None
@@ -326,7 +326,7 @@ class Router:
         self._start_waiting()
         return entry
 
-    def _take_off_the_books(self, entry: Assigned) -> None:
+    def _take_off_the_books(self, entry: DispatchedRequest) -> None:
         entry.generator.outstanding -= entry.cost
         self._end_prefill(entry)
         self._encodings.forget(entry.stream.request)
@@ -342,7 +342,7 @@ class Router:
         if entry := self._end_early(request, "error"):
             entry.stream.put(error)
 
-    def _place_again(self, entry: Assigned, error: TriptychError) -> None:
+    def _place_again(self, entry: DispatchedRequest, error: TriptychError) -> None:
         """Another language instance goes on from the tokens that have come: which ones follow is the same wherever
         they are drawn. The request fails with ``error`` where there is no other."""
         request = entry.stream.request
@@ -367,19 +367,19 @@ class Router:
         self._look_for_media(request)
         self._tell(generator.address, entry.generate)
 
-    def _under_way(self, name: RequestId) -> Assigned | None:
+    def _under_way(self, name: RequestId) -> DispatchedRequest | None:
         """The request that its present generator knows by that name."""
         entry = self._requests.get(RequestId(name.partition(".")[0]))
         return entry if entry is not None and entry.generate.request == name else None
 
-    def _end_prefill(self, entry: Assigned) -> None:
+    def _end_prefill(self, entry: DispatchedRequest) -> None:
         """What it has not sent yet won't be waited for."""
         if entry.prefilling is not None and self.registry.get(entry.prefilling.prefiller.address):
             self._tell(entry.prefilling.prefiller.address, Cancel(entry.generate.request))
         self._settle_prefill(entry)
 
     @staticmethod
-    def _settle_prefill(entry: Assigned) -> None:
+    def _settle_prefill(entry: DispatchedRequest) -> None:
         if entry.prefilling is not None:
             entry.prefilling.prefiller.outstanding -= entry.prefilling.cost
             entry.prefilling = None
@@ -391,9 +391,9 @@ class Router:
         if handler := self._handlers.get(type(message)):
             handler(message)
         else:
-            log.warning("%s is not for the front door", type(message).__name__)
+            log.warning("%s is not for the frontend", type(message).__name__)
 
-    def _on_need_prefill(self, message: NeedPrefill) -> None:
+    def _on_need_prefill(self, message: PrefillNeeded) -> None:
         """A decode instance has pages for a request: its prompt goes to the prefill instance with the least to do."""
         entry = self._under_way(message.request)
         if entry is None or message.consumer != entry.generator.address:
@@ -406,12 +406,12 @@ class Router:
             return
         cost = max(0, len(entry.generate.tokens) + len(message.generated) - message.first_token)
         prefiller.give(cost)
-        entry.prefilling = Prefilling(message.transfer, prefiller, cost)
+        entry.prefilling = RemotePrefill(message.transfer, prefiller, cost)
         generate = msgspec.structs.replace(entry.generate, timeout=time_left(entry.waiting.deadline, self._clock()))
         prefill = Prefill(generate, message.generated, message.consumer, message.transfer, message.first_token)
         self._tell(prefiller.address, prefill)
 
-    def _on_need(self, message: Need) -> None:
+    def _on_need(self, message: EncodeNeeded) -> None:
         """A language instance lacks these items' rows."""
         if (entry := self._under_way(message.request)) is None:
             return
@@ -423,14 +423,14 @@ class Router:
                 self._fail(entry.stream.request, Unavailable("no encode instance is ready"))
                 return
             item = entry.waiting.prompt.items[needed.item]
-            wanted = Wanted(
+            wanted = EncodeTask(
                 entry.stream.request,
                 needed.item,
                 item,
                 needed.transfer,
                 message.consumer,
                 entry.waiting.deadline,
-                entry.waiting.caller,
+                entry.waiting.client,
                 entry.generate.cache_salt,
             )
             if self._encodings.want(wanted, entry.waiting.priority):
@@ -511,12 +511,12 @@ class Router:
             self._lose(held, "was replaced by another at its address, or has another role now")
         if misfit := self._misfit(message):
             log.warning("refused %s: %s", message.name, misfit)
-            self._tell(message.address, Rejected(message.name, message.pid, misfit))
+            self._tell(message.address, RegistrationRefused(message.name, message.pid, misfit))
             self._forget(message.address)
             return
         lease = self.registry.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
-        self._tell(lease.address, Welcome(self._lease.lease_expiry))
+        self._tell(lease.address, Registered(self._lease.lease_expiry))
         self._encodings.start()
         self._start_waiting()
 
@@ -525,7 +525,7 @@ class Router:
         instance, and any that prefills to any that decodes, so all agree on how they look."""
         for layout in message.layouts:
             if layout.model != self._fingerprint:
-                return "it serves another model than this front door"
+                return "it serves another model than this frontend"
             if misfit := self.registry.misfit(layout):
                 setting = " (--kv-cache-dtype)" if layout.kind is RowKind.KV else ""
                 return f"the {layout.kind} rows of {message.name} don't fit those of {misfit}{setting}"
@@ -533,10 +533,10 @@ class Router:
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         if not self.registry.refresh(message, self._clock()):
-            self._tell(message.address, Reregister())
+            self._tell(message.address, RegisterAgain())
             self._forget(message.address)  # it may have been refused, and be gone by now
 
-    def _on_leave(self, message: Leave) -> None:
+    def _on_leave(self, message: Deregister) -> None:
         if lease := self.registry.get(message.address):
             log.info("%s is leaving", lease.name)
             self._lose(lease, "has left")

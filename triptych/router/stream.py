@@ -1,4 +1,4 @@
-"""What a request's caller reads its tokens from."""
+"""What a request's client reads its tokens from."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 from triptych.errors import InternalError, TriptychError
 from triptych.messages.work import Tokens
-from triptych.observe.requests import SequenceRecord
+from triptych.observe.requests import GenerationRecord
 from triptych.observe.timeline import Interval
 from triptych.types import RequestId
 
@@ -23,7 +23,7 @@ complete."""
 class TokenStream:
     """The tokens of one request as they come. Ends after the tokens that carry a finish reason."""
 
-    def __init__(self, request: RequestId, record: SequenceRecord, read: Read | None = None) -> None:
+    def __init__(self, request: RequestId, record: GenerationRecord, read: Read | None = None) -> None:
         self.request = request
         self.record = record
         self._read = read

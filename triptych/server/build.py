@@ -13,9 +13,9 @@ from triptych.checkpoint.config_files import load_config, load_preprocessor_conf
 from triptych.checkpoint.fingerprint import fingerprint
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, LeaseConfig, TransferConfig, processes_of
-from triptych.encode.cache import RowCache, Rows
+from triptych.encode.cache import EncoderCache, Rows
 from triptych.encode.jobs import EncodeQueue
-from triptych.encode.loop import EncodeHost
+from triptych.encode.loop import EncodeLoop
 from triptych.encode.workers import PreprocessWorkers
 from triptych.engine.gpu_runner import GpuRunner
 from triptych.engine.grammar.service import Grammars
@@ -29,15 +29,15 @@ from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import Decoder
 from triptych.layers.devices import check_ranks, dtype_name, find_device, kv_dtype, weight_format, widens_kv
-from triptych.layers.encoder import Tower, TowerFamily
+from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device
 from triptych.layers.pinned import to_host
 from triptych.messages.channel import Channel
 from triptych.messages.rows import RowKind, RowLayout
-from triptych.models.base import ModelConfig, Planner, TowerInput
+from triptych.models.base import EncoderInput, ModelConfig, Planner
 from triptych.models.registry import family_of, resolve
 from triptych.sandbox.protocol import Limits
-from triptych.server.components import LanguageParts, Parts, layouts
+from triptych.server.components import Components, EngineComponents, layouts
 from triptych.server.instance import Instance
 from triptych.server.loading import Loading
 from triptych.server.ranks import ChildRanks, NoRanks, Ranks
@@ -63,7 +63,7 @@ class Model:
         self.files = family_of(self.config)
         self._processors = load_preprocessor_config(checkpoint.folder), load_video_config(checkpoint.folder)
         self.planner: Planner = resolve(self.files.planner)(self.config, *self._processors)
-        self.family: TowerFamily = resolve(self.files.tower)(self.config)
+        self.family: ModelAdapter = resolve(self.files.tower)(self.config)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
         self.kv_dtype = kv_dtype(engine, self.device, self.weights)
@@ -72,11 +72,11 @@ class Model:
 
     def num_bytes(self, role: Role) -> int:
         """What a role loads of the checkpoint, in bytes."""
-        stages = self.family.stage_bytes(self.checkpoint.tensors)
+        stages = self.family.weight_bytes_by_stage(self.checkpoint.tensors)
         return stages["tower"] * role.encodes + stages["decoder"] * role.has_decoder
 
-    def load_tower(self) -> Tower:
-        return self.family.load_tower(self.checkpoint, self.weights, self.device)
+    def load_encoder(self) -> Encoder:
+        return self.family.load_encoder(self.checkpoint, self.weights, self.device)
 
     def load_decoder(self, group: Group) -> Decoder:
         return self.family.load_decoder(self.checkpoint, self.weights, rank_device(self.device, group.rank), group)
@@ -96,7 +96,7 @@ class Model:
     @property
     def row_layout(self) -> RowLayout:
         """Rows have the dtype that the decoder computes in, so that nothing is converted on the way."""
-        dtype, width = self.weights.activations, self.family.row_width
+        dtype, width = self.weights.activations, self.family.embedding_width
         return RowLayout(self.fingerprint, dtype_name(dtype), width, width * dtype.itemsize)
 
     @property
@@ -113,7 +113,7 @@ def build_instance(
     name: str,
     role: Role,
     channel: Channel,
-    front_door: Address,
+    frontend: Address,
     engine: EngineConfig,
     transfer: TransferConfig,
     cluster_host: str,
@@ -129,7 +129,7 @@ def build_instance(
         role=role,
         layouts=layouts(model.row_layout, model.kv_layout, has_decoder=role.has_decoder),
         channel=channel,
-        front_door=front_door,
+        frontend=frontend,
         lease=lease,
     )
     ranks = _start_ranks(model, role, engine, instance)
@@ -155,7 +155,7 @@ def _load(
     transfer: TransferConfig,
     cluster_host: str,
     ranks: Ranks,
-) -> Parts:
+) -> Components:
     fabrics = open_fabrics(transfer, cluster_host)
     for fabric in fabrics:
         instance.at_end(fabric.close)
@@ -163,7 +163,7 @@ def _load(
     instance.compute.submit(use_threads, num_threads)
     with Loading(model.num_bytes(role)) as loading:
         model.checkpoint.on_read = loading.advance
-        tower = _loaded("towers", instance.compute.submit(model.load_tower)) if role.encodes else None
+        tower = _loaded("towers", instance.compute.submit(model.load_encoder)) if role.encodes else None
         group = ranks.connect(rank_device(model.device, 0))
         decoder = _loaded("decoder", instance.compute.submit(model.load_decoder, group)) if role.has_decoder else None
     sender = Sender({fabric.name: fabric for fabric in fabrics}, instance.channel.address, instance.send)
@@ -181,20 +181,20 @@ def _load(
             group=group,
             receiving=receiving,
         )
-        dtype, width = model.weights.activations, model.family.row_width
+        dtype, width = model.weights.activations, model.family.embedding_width
         always = transfer.checksum == "always"
-        language = LanguageParts(parts, cache, dtype, width, blocks, engine.receive_block_rows, always)
+        language = EngineComponents(parts, cache, dtype, width, blocks, engine.receive_block_rows, always)
     encoding = None
     if tower is not None:
         encoding = _encoding(model, tower, instance, engine, sender, num_threads=num_threads)
-    return Parts(
+    return Components(
         instance=instance,
         check_role=lambda role: check_role(model, role),
         media_layout=model.row_layout,
         kv_layout=model.kv_layout,
         fabrics=fabrics,
         sender=sender,
-        make_encode_host=encoding,
+        make_encode_loop=encoding,
         language=language,
     )
 
@@ -221,14 +221,14 @@ def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Insta
     return ChildRanks(str(model.checkpoint.folder), engine, size, instance.fail)
 
 
-class TowerEncoder:
+class EncoderRunner:
     """The tower as the encode host sees it: inputs in, bytes of rows out."""
 
-    def __init__(self, tower: Tower, dtype: torch.dtype) -> None:
+    def __init__(self, tower: Encoder, dtype: torch.dtype) -> None:
         self._tower = tower
         self._dtype = dtype
 
-    def __call__(self, inputs: Sequence[TowerInput]) -> list[Rows]:
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
         """Rows of each input, uint8 of shape (rows, row_bytes)."""
         with torch.inference_mode():
             return [_as_bytes(rows) for rows in to_host([r.to(self._dtype) for r in self._tower.encode(inputs)])]
@@ -254,20 +254,20 @@ def _preprocess_workers(model: Model, engine: EngineConfig, num_threads: int) ->
 
 
 def _encoding(
-    model: Model, tower: Tower, instance: Instance, engine: EngineConfig, sender: Sender, *, num_threads: int
-) -> Callable[[], EncodeHost]:
+    model: Model, tower: Encoder, instance: Instance, engine: EngineConfig, sender: Sender, *, num_threads: int
+) -> Callable[[], EncodeLoop]:
     """Makes encode hosts, one after the other; what one has encoded, the next knows too."""
-    cache = RowCache(engine.encode_cache_mb * 2**20)
-    return lambda: EncodeHost(
+    cache = EncoderCache(engine.encode_cache_mb * 2**20)
+    return lambda: EncodeLoop(
         preprocessors=_preprocess_workers(model, engine, num_threads),
-        encoder=TowerEncoder(tower, model.weights.activations),
+        encoder=EncoderRunner(tower, model.weights.activations),
         queue=EncodeQueue(engine.encode_batch_patches),
         cache=cache,
         sender=sender,
         layout=model.row_layout,
         compute=instance.compute,
         wake=instance.channel.wake,
-        front_door=instance.front_door,
+        frontend=instance.frontend,
         send=instance.send,
     )
 

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 
 import torch
 
-from triptych.encode.loop import EncodeHost
-from triptych.engine.embedding_source import IncomingMedia
+from triptych.encode.loop import EncodeLoop
+from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.kv_rows import LAYER_ROWS, CacheRows
-from triptych.engine.kv_sink import OutgoingKV
-from triptych.engine.kv_source import IncomingKV
-from triptych.engine.loop import Engine, LanguageHost
-from triptych.engine.runner import MediaRows
-from triptych.engine.split_loops import DecodeHost, PrefillHost
+from triptych.engine.kv_sink import KVSink
+from triptych.engine.kv_source import KVSource
+from triptych.engine.loop import Engine, EngineLoop
+from triptych.engine.runner import MediaEmbeddings
+from triptych.engine.split_loops import DecodeLoop, PrefillLoop
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
 from triptych.messages.rows import End, RowKind, RowLayout
-from triptych.server.instance import Composition, Instance
-from triptych.server.sender_loop import SendingHost
-from triptych.stage_loop import Host
+from triptych.server.instance import Instance, RoleLoops
+from triptych.server.sender_loop import SenderLoop
+from triptych.stage_loop import StageLoop
 from triptych.topology import Role
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.base import Fabric
@@ -28,24 +28,24 @@ from triptych.transfer.sender import Sender
 
 
 @dataclass(frozen=True)
-class LanguageParts:
+class EngineComponents:
     """The decoder's side: it stays, weights, KV cache and all it knows of prefixes, whatever is done with it.
-    ``row_width`` counts elements of ``row_dtype`` in a media row; ``receive_blocks`` are blocks for rows of each
+    ``embedding_width`` counts elements of ``row_dtype`` in a media row; ``receive_blocks`` are blocks for rows of each
     kind."""
 
     engine: Engine
     cache: KVTensors
     row_dtype: torch.dtype
-    row_width: int
+    embedding_width: int
     receive_blocks: dict[RowKind, int]
     block_rows: int
     check_always: bool
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """All that is loaded. ``check_role`` raises StartError for a role that these settings don't allow;
-    ``make_encode_host`` is None where no tower is loaded, ``language`` where no decoder is."""
+    ``make_encode_loop`` is None where no tower is loaded, ``language`` where no decoder is."""
 
     instance: Instance
     check_role: Callable[[Role], None]
@@ -53,50 +53,53 @@ class Parts:
     kv_layout: RowLayout
     fabrics: Sequence[Fabric]
     sender: Sender
-    make_encode_host: Callable[[], EncodeHost] | None
-    language: LanguageParts | None
+    make_encode_loop: Callable[[], EncodeLoop] | None
+    language: EngineComponents | None
 
     def check(self, role: Role) -> None:
         """Raises StartError, saying why, for a role that can't be had with these parts."""
-        if role.encodes and self.make_encode_host is None:
+        if role.encodes and self.make_encode_loop is None:
             raise StartError("it has not loaded the towers, so it can't encode")
         if role.has_decoder and self.language is None:
             raise StartError("it has not loaded the decoder, so it can neither prefill nor decode")
         self.check_role(role)
 
-    def compose(self, role: Role) -> Composition:
+    def compose(self, role: Role) -> RoleLoops:
         """New hosts, with a receive buffer of their own if they need one. Raises as ``check`` does, and what allocating
         and registering memory raise; then nothing is left behind."""
         self.check(role)
-        language = self._language_host(role, self.language) if role.has_decoder and self.language else None
-        hosts: list[tuple[Host, End | None]] = []
-        if role.encodes and self.make_encode_host:
-            hosts.append((self.make_encode_host(), None))
+        language = self._engine_loop(role, self.language) if role.has_decoder and self.language else None
+        hosts: list[tuple[StageLoop, End | None]] = []
+        if role.encodes and self.make_encode_loop:
+            hosts.append((self.make_encode_loop(), None))
         if role.encodes or role.sends_kv:
             # before the language host: when all is given up, transfers end without a word, and nobody is told twice
-            hosts.append((SendingHost(self.sender), End.CONSUMER))
+            hosts.append((SenderLoop(self.sender), End.CONSUMER))
         if language:
             hosts.append((language, End.PRODUCER))
-        return Composition(hosts, layouts(self.media_layout, self.kv_layout, has_decoder=self.language is not None))
+        return RoleLoops(hosts, layouts(self.media_layout, self.kv_layout, has_decoder=self.language is not None))
 
-    def _language_host(self, role: Role, parts: LanguageParts) -> LanguageHost:
+    def _engine_loop(self, role: Role, parts: EngineComponents) -> EngineLoop:
         """The engine behind prefill and decode, or behind one of them."""
         instance, engine = self.instance, parts.engine
         address, send = instance.channel.address, instance.send
-        place = {"address": address, "front_door": instance.front_door}
+        place = {"address": address, "frontend": instance.frontend}
         if role.takes_kv:
-            receiver, no_rows = self._receiver(self.kv_layout, parts), MediaRows.none(parts.row_width, parts.row_dtype)
-            arriving = IncomingKV(receiver, CacheRows(parts.cache), instance.name, address, no_rows=no_rows)
-            return DecodeHost(engine, arriving, **place, send=send)
+            receiver, no_rows = (
+                self._receiver(self.kv_layout, parts),
+                MediaEmbeddings.none(parts.embedding_width, parts.row_dtype),
+            )
+            arriving = KVSource(receiver, CacheRows(parts.cache), instance.name, address, no_rows=no_rows)
+            return DecodeLoop(engine, arriving, **place, send=send)
         receiver = self._receiver(self.media_layout, parts)
-        incoming = IncomingMedia(receiver, instance.name, address, parts.row_dtype, parts.row_width)
+        incoming = EmbeddingSource(receiver, instance.name, address, parts.row_dtype, parts.embedding_width)
         if role.sends_kv:
-            outgoing = OutgoingKV(self.sender, CacheRows(parts.cache), engine.scheduler.pool, self.kv_layout)
+            outgoing = KVSink(self.sender, CacheRows(parts.cache), engine.scheduler.pool, self.kv_layout)
             wake, name = instance.channel.wake, instance.name
-            return PrefillHost(engine, incoming, outgoing, wake=wake, name=name, **place, send=send)
-        return LanguageHost(engine, incoming, **place, send=send)
+            return PrefillLoop(engine, incoming, outgoing, wake=wake, name=name, **place, send=send)
+        return EngineLoop(engine, incoming, **place, send=send)
 
-    def _receiver(self, layout: RowLayout, parts: LanguageParts) -> Receiver:
+    def _receiver(self, layout: RowLayout, parts: EngineComponents) -> Receiver:
         buffer = RowBuffer(
             layout, parts.receive_blocks[layout.kind], parts.block_rows, self.fabrics, allocate=SharedMemory
         )

@@ -1,4 +1,4 @@
-"""The front door: HTTP in, work out to the instances, tokens back. No torch, no transformers."""
+"""The frontend: HTTP in, work out to the instances, tokens back. No torch, no transformers."""
 
 import asyncio
 import contextlib
@@ -17,10 +17,10 @@ from triptych.api.named_media import NamedMedia
 from triptych.api.security import secured
 from triptych.api.service import GenerationDefaults, Service
 from triptych.checkpoint.config_files import load_config
-from triptych.config import FrontDoorConfig, ServeConfig
+from triptych.config import FrontendConfig, ServeConfig
 from triptych.errors import InstanceLost, StartError, TriptychError
 from triptych.messages.channel import BadAddress, Channel
-from triptych.messages.work import Leave, Stop
+from triptych.messages.work import Deregister, Stop
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
 from triptych.prompt.caps import AudioLimits, MediaCaps, VideoLimits
@@ -50,7 +50,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class FrontDoor:
+class Frontend:
     """Channel, router and HTTP server of one service, on the running event loop. An async context manager: inside,
     requests are served as soon as instances have joined at ``control``."""
 
@@ -60,14 +60,14 @@ class FrontDoor:
         Raises StartError when that fails."""
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        caps = _media_caps(config.front_door)
+        caps = _media_caps(config.frontend)
         builder = PromptBuilder(config.model, config.engine.max_model_len or None, caps)
         secret = config.cluster.secret()
-        config.front_door.check_ssl()
-        self._media = _media_source(config.front_door)
-        self._socket = _listen(config.front_door.host, config.front_door.port)
+        config.frontend.check_ssl()
+        self._media = _media_source(config.frontend)
+        self._socket = _listen(config.frontend.host, config.frontend.port)
         try:
-            self.channel = Channel(config.cluster.cluster_host, config.front_door.control_port, secret)
+            self.channel = Channel(config.cluster.cluster_host, config.frontend.control_port, secret)
         except BadAddress as error:
             self._socket.close()
             raise StartError(str(error)) from None
@@ -75,7 +75,7 @@ class FrontDoor:
             send=self.channel.send,
             forget=self.channel.forget,
             fingerprint=builder.fingerprint,
-            front_door=config.front_door,
+            frontend=config.frontend,
             lease=config.lease,
             engine=config.engine,
             expects_encoders=expects_encoders and takes_media,
@@ -83,21 +83,21 @@ class FrontDoor:
         self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
         self._traces = _open_traces(config.observe.otlp_traces_endpoint)
         self.service = Service(
-            model_name=config.front_door.served_model_name or config.model.name,
+            model_name=config.frontend.served_model_name or config.model.name,
             router=self.router,
             prompt_builder=builder,
             tokenizer=builder.tokenizer,
             media=self._media,
-            named_media=NamedMedia(config.front_door.named_media_mb * 2**20),
+            named_media=NamedMedia(config.frontend.mm_uuid_cache_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
-            front_door=config.front_door,
+            frontend=config.frontend,
             # traces first: they give a request its trace id
             observers=tuple(observer for observer in (self._traces, self._log) if observer),
         )
         settings = uvicorn.Config(
-            secured(create_app(self.service), config.front_door),
-            ssl_certfile=config.front_door.ssl_certfile or None,
-            ssl_keyfile=config.front_door.ssl_keyfile or None,
+            secured(create_app(self.service), config.frontend),
+            ssl_certfile=config.frontend.ssl_certfile or None,
+            ssl_keyfile=config.frontend.ssl_keyfile or None,
             http=BoundedHttp,
             ws="none",
             log_config=None,
@@ -113,7 +113,7 @@ class FrontDoor:
     def url(self) -> str:
         """Where the HTTP server listens."""
         host, port = self._socket.getsockname()[:2]
-        scheme = "https" if self._config.front_door.ssl_certfile else "http"
+        scheme = "https" if self._config.frontend.ssl_certfile else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
@@ -121,7 +121,7 @@ class FrontDoor:
         """``HOST:PORT`` where instances join."""
         return self.channel.address.removeprefix("tcp://")
 
-    async def __aenter__(self) -> "FrontDoor":
+    async def __aenter__(self) -> "Frontend":
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._server.serve([self._socket]))]
         return self
@@ -137,7 +137,7 @@ class FrontDoor:
         for lease in self.router.registry:
             with contextlib.suppress(TriptychError):  # one that can't be told must not keep the others running
                 self.channel.send(lease.address, Stop())
-            self.router.handle(Leave(lease.address))
+            self.router.handle(Deregister(lease.address))
         ticking.cancel()
         await asyncio.gather(ticking, serving, return_exceptions=True)
         # those that the server gave up on still have to let go of their requests
@@ -179,7 +179,7 @@ class FrontDoor:
                 log.exception("the router's tick failed")
 
 
-def _media_caps(config: FrontDoorConfig) -> MediaCaps:
+def _media_caps(config: FrontendConfig) -> MediaCaps:
     return MediaCaps(
         config.max_image_pixels,
         config.max_request_pixels,
@@ -189,7 +189,7 @@ def _media_caps(config: FrontDoorConfig) -> MediaCaps:
     )
 
 
-def _media_source(config: FrontDoorConfig) -> MediaSource:
+def _media_source(config: FrontendConfig) -> MediaSource:
     """Raises ConfigError for hosts or a folder that aren't any."""
     limits = WebLimits(config.media_fetch_timeout, min(config.media_fetch_timeout, WebLimits.idle_seconds))
     networks = [ipaddress.ip_network(network) for network in config.allowed_media_networks]

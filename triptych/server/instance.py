@@ -21,48 +21,48 @@ from triptych.messages.rows import Abort, Done, End, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     ChangeRole,
+    Deregister,
     Heartbeat,
-    Leave,
     PeerLost,
     Register,
-    Rejected,
-    Reregister,
+    RegisterAgain,
+    Registered,
+    RegistrationRefused,
     RoleKept,
     Stop,
-    Welcome,
 )
 from triptych.observe.machine import resident_bytes
-from triptych.stage_loop import Host
+from triptych.stage_loop import StageLoop
 from triptych.topology import Role
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
 REGISTER_AGAIN = 4
-"""Heartbeats after which a registration that hasn't been answered, though the front door answers otherwise, is lost."""
+"""Heartbeats after which a registration that hasn't been answered, though the frontend answers otherwise, is lost."""
 REMIND_EVERY = 10.0
-"""Seconds between log lines about a front door that doesn't answer."""
+"""Seconds between log lines about a frontend that doesn't answer."""
 MAX_FAILURES = 5
 FAILURE_WINDOW = 60.0
 """An instance starts over after a bug, but not ``MAX_FAILURES`` times within this many seconds: then the bug isn't one
 request's, and an instance that is idle because it fails at everything would be given every new request."""
 
 
-class Composition(NamedTuple):
+class RoleLoops(NamedTuple):
     """The hosts of a role, each with who it talks to in transfers, as ``Instance.add`` takes them; and how rows look
     that they make or take."""
 
-    hosts: list[tuple[Host, End | None]]
+    hosts: list[tuple[StageLoop, End | None]]
     layouts: list[RowLayout]
 
 
-class Composer(Protocol):
+class LoopBuilder(Protocol):
     """Makes hosts for a role of what is loaded."""
 
     def check(self, role: Role) -> None:
         """Raises StartError, saying why, for a role that can't be had."""
 
-    def compose(self, role: Role) -> Composition:
+    def compose(self, role: Role) -> RoleLoops:
         """The role's hosts. Raises as ``check`` does, OSError, MemoryError, and any TriptychError; then nothing has
         changed."""
 
@@ -79,7 +79,7 @@ class _Change:
 class Instance:
     """Runs a role's hosts until it is told to stop, or, with a ``composer``, to go on in another role."""
 
-    composer: Composer | None = None
+    composer: LoopBuilder | None = None
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Instance:
         role: Role,
         layouts: list[RowLayout],
         channel: Channel,
-        front_door: Address,
+        frontend: Address,
         lease: LeaseConfig,
     ) -> None:
         self.name = name
@@ -96,14 +96,14 @@ class Instance:
         self.compute = ComputeThread(channel.wake)
         self._layouts = layouts
         self.channel = channel
-        self.front_door = front_door
+        self.frontend = frontend
         self._lease = lease
-        self.hosts: list[Host] = []
+        self.hosts: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
         self._handlers: dict[tuple[type[Any], End | None], Callable[[Any], object]] = {
-            (Welcome, None): self._on_welcome,
-            (Rejected, None): self._on_rejected,
-            (Reregister, None): lambda _: self._on_forgotten(),
+            (Registered, None): self._on_welcome,
+            (RegistrationRefused, None): self._on_rejected,
+            (RegisterAgain, None): lambda _: self._on_forgotten(),
             (PeerLost, None): self._on_peer_lost,
             (Stop, None): lambda _: self.stop(),
             (ChangeRole, None): self._on_change_role,
@@ -118,7 +118,7 @@ class Instance:
         self._register_deadline = self._remind_at = 0.0
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
-    def add(self, host: Host, far_end: End | None = None) -> None:
+    def add(self, host: StageLoop, far_end: End | None = None) -> None:
         """Takes in a host. ``far_end`` is who it talks to in transfers, if it does: of two hosts in one instance, one
         is the producer and one the consumer, and what either end says goes to the other."""
         self.hosts.append(host)
@@ -159,7 +159,7 @@ class Instance:
         self.channel.wake()
 
     def run(self) -> None:
-        """Registers and serves until ``stop``. Raises StartError when the front door doesn't take the instance, what
+        """Registers and serves until ``stop``. Raises StartError when the frontend doesn't take the instance, what
         ``fail`` was given, and what a host raised when starting over hasn't helped."""
         self._register()
         try:
@@ -169,7 +169,7 @@ class Instance:
                     self._expect_answer()
         finally:
             # however it ends: nobody should wait for the lease to run out
-            self.send(self.front_door, Leave(self.channel.address))
+            self.send(self.frontend, Deregister(self.channel.address))
             self.compute.close()
             for host in self.hosts:
                 host.close()
@@ -189,7 +189,7 @@ class Instance:
         if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
             self._notice_lapse()
             self._last_heartbeat = time.monotonic()
-            self.send(self.front_door, Heartbeat(self.channel.address, self._stats()))
+            self.send(self.frontend, Heartbeat(self.channel.address, self._stats()))
             self._check_idle()
 
     def _stats(self) -> InstanceStats:
@@ -220,18 +220,18 @@ class Instance:
             self._start_over()
 
     def _start_over(self) -> None:
-        """Gives up everything, in this order: nothing may be written any more once the front door tells the others that
+        """Gives up everything, in this order: nothing may be written any more once the frontend tells the others that
         what this instance held is free. It fails the requests, if it hasn't already, before it takes the instance on
         again."""
         for host in self.hosts:
-            host.lapse()
+            host.on_lease_lost()
         self._registered = False
         self._change = None  # whoever asked for it is told that this instance has left
-        self.send(self.front_door, Leave(self.channel.address))
+        self.send(self.frontend, Deregister(self.channel.address))
         self._register()
 
     def _change_role(self) -> None:
-        """Takes on the role that it was told to, as soon as nothing is under way. It registers anew, and the front door
+        """Takes on the role that it was told to, as soon as nothing is under way. It registers anew, and the frontend
         tells the others to let go of what they shared with it, as of any that comes back."""
         if (change := self._change) is None:
             return
@@ -256,7 +256,7 @@ class Instance:
     def _keep_role(self, reason: str) -> None:
         log.warning("it remains %s: %s", self.role, reason)
         self._change = None
-        self.send(self.front_door, RoleKept(self.channel.address, reason))
+        self.send(self.frontend, RoleKept(self.channel.address, reason))
 
     def _check_idle(self) -> None:
         try:
@@ -286,7 +286,7 @@ class Instance:
         self._asked = time.monotonic()
         self._register_deadline = self._asked + self._lease.start_timeout
         self._remind_at = self._asked + REMIND_EVERY
-        log.info("joining the front door at %s", self.front_door.removeprefix("tcp://"))
+        log.info("joining the frontend at %s", self.frontend.removeprefix("tcp://"))
         context_length = max((host.context_length for host in self.hosts), default=0)
         register = Register(
             name=self.name,
@@ -297,37 +297,36 @@ class Instance:
             context_length=context_length,
             stats=self._stats(),
         )
-        self.send(self.front_door, register)
+        self.send(self.frontend, register)
 
     def _expect_answer(self) -> None:
-        """A front door may be started later. But one that was given another secret never answers, and can't say why."""
+        """A frontend may be started later. But one that was given another secret never answers, and can't say why."""
         if (now := time.monotonic()) < min(self._register_deadline, self._remind_at):
             return
         self._remind_at = now + REMIND_EVERY
         silence = (
-            f"no answer from the front door at {self.front_door}: is it there, and has it the same "
-            "--cluster-secret-file?"
+            f"no answer from the frontend at {self.frontend}: is it there, and has it the same --cluster-secret-file?"
         )
         if now >= self._register_deadline:
             raise StartError(silence)
         log.warning("%s", silence)
 
     def _on_forgotten(self) -> None:
-        """The front door doesn't know this instance (any more): what was under way has no owner. A heartbeat or two may
-        be answered so before the new registration is; if it goes on, that one was lost with a front door that died."""
+        """The frontend doesn't know this instance (any more): what was under way has no owner. A heartbeat or two may
+        be answered so before the new registration is; if it goes on, that one was lost with a frontend that died."""
         if self._registered:
             self._start_over()
         elif time.monotonic() - self._asked > REGISTER_AGAIN * self._lease.heartbeat:
             self._register()
 
-    def _on_welcome(self, message: Welcome) -> None:
+    def _on_welcome(self, message: Registered) -> None:
         self._registered = True
         self._expiry = message.expiry
         log.info("ready")
 
-    def _on_rejected(self, message: Rejected) -> None:
+    def _on_rejected(self, message: RegistrationRefused) -> None:
         if (message.name, message.pid) == (self.name, os.getpid()):  # somebody else may have claimed its address
-            raise StartError(f"the front door refuses this instance: {message.reason}")
+            raise StartError(f"the frontend refuses this instance: {message.reason}")
 
     def _on_change_role(self, message: ChangeRole) -> None:
         try:

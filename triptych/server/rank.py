@@ -17,10 +17,10 @@ from triptych.layers.parallel import NO_TIMEOUT, ProcessGroup, arrived, rank_dev
 from triptych.observe import logs
 from triptych.observe.machine import end_with_parent
 from triptych.server.build import Model
-from triptych.server.ranks import WorkerConfig
+from triptych.server.ranks import RankConfig
 
 
-def run_worker(config: WorkerConfig) -> None:
+def run_rank(config: RankConfig) -> None:
     """Joins the group, loads this rank's shard and computes steps until rank 0 ends this process. Raises StartError for
     a checkpoint that can't be served, and RuntimeError when another rank is gone."""
     model = Model(Checkpoint(config.model), config.engine)
@@ -38,12 +38,12 @@ def run_worker(config: WorkerConfig) -> None:
     keep_freed_memory()
     with torch.inference_mode():
         while True:
-            forward(receive_step(group, model.family.row_width, decoder.dtype), cache, None)
+            forward(receive_step(group, model.family.embedding_width, decoder.dtype), cache, None)
 
 
 def main(argument: str) -> None:
-    """``argument`` is a ``WorkerConfig`` in JSON."""
-    config = msgspec.json.decode(argument, type=WorkerConfig)
+    """``argument`` is a ``RankConfig`` in JSON."""
+    config = msgspec.json.decode(argument, type=RankConfig)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # a terminal or a service manager may signal all of us; rank 0 decides
     end_with_parent(config.parent)
@@ -51,7 +51,7 @@ def main(argument: str) -> None:
     share_heap()
     torch.set_num_threads(config.threads)
     try:
-        run_worker(config)
+        run_rank(config)
     except StartError as error:
         logs.fatal(str(error))
         os._exit(1)  # the process is gone when its sockets are, so that rank 0 finds no other cause

@@ -36,7 +36,7 @@ NOTICE_WITHIN = 2.0
 """Seconds that the death of a process may be noticed later than its sockets' closing."""
 
 
-class WorkerConfig(msgspec.Struct, frozen=True):
+class RankConfig(msgspec.Struct, frozen=True):
     """What a rank other than 0 is told, on its command line. ``rendezvous`` and ``cache`` are the paths of files that
     only processes of this user can open: where the ranks meet, and where their KV cache lies if they share one.
     ``parent`` is the process id of rank 0."""
@@ -114,7 +114,7 @@ class ChildRanks:
         self._store = rendezvous(path, self._size)
         self._processes = [
             _start(
-                WorkerConfig(
+                RankConfig(
                     model=model,
                     engine=engine,
                     rank=rank,
@@ -191,7 +191,7 @@ def _path(file: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def _start(config: WorkerConfig) -> "subprocess.Popen[bytes]":
+def _start(config: RankConfig) -> "subprocess.Popen[bytes]":
     command = children.command("triptych.server.rank", msgspec.json.encode(config).decode())
     environment = children.environment() | {"OMP_NUM_THREADS": str(config.threads)}
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, cwd=children.FOLDER)

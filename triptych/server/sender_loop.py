@@ -11,7 +11,7 @@ from triptych.transfer.sender import Sender
 log = logging.getLogger(__name__)
 
 
-class SendingHost:
+class SenderLoop:
     """Keeps a sender going that the instance's other hosts give rows to."""
 
     context_length = 0
@@ -34,7 +34,7 @@ class SendingHost:
     def peer_lost(self, lost: PeerLost) -> None:
         self._sender.consumer_lost(lost.address)
 
-    def lapse(self) -> None:
+    def on_lease_lost(self) -> None:
         """Nothing may be written any more: the consumers are told that this instance is gone, and may grant the same
         blocks to others."""
         self._sender.forget_all()

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from triptych.messages.rows import Extent, Reach, RegionHandle, RowLayout
+from triptych.messages.rows import Extent, FabricId, RegionHandle, RowLayout
 from triptych.transfer.blocks import BlockPool, BlockRun
 from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.memory import Allocate, Bytes, Memory
@@ -54,7 +54,7 @@ class RowBuffer:
         """Twice for a moment when a producer is lost: see ``renew``."""
         return self.num_blocks * self._block_bytes
 
-    def reachable(self, reaches: Iterable[Reach]) -> Fabric | None:
+    def reachable(self, reaches: Iterable[FabricId]) -> Fabric | None:
         """The best of this buffer's fabrics that a producer with these has too."""
         theirs = {(reach.fabric, reach.domain) for reach in reaches}
         return next((fabric for fabric in self._fabrics if (fabric.name, fabric.domain) in theirs), None)

@@ -41,7 +41,7 @@ MAX_RESENDS = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """A transfer that won't complete; ``error`` names a class in triptych.errors. The caller closes it."""
+    """A transfer that won't complete; ``error`` names a class in triptych.errors. The client closes it."""
 
     transfer: TransferId
     error: str

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from triptych.errors import TransferError
 from triptych.messages.codec import Message, Send
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, Reach, RegionHandle, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, End, FabricId, Grant, Offer, RegionHandle, RowLayout, Wrote
 from triptych.messages.stats import SenderCounters
 from triptych.transfer.checksum import checksum
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
@@ -133,7 +133,7 @@ class Sender:
         self._transfers[transfer] = _Outgoing(
             transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock(), timeout)
         )
-        reaches = [Reach(fabric.name, fabric.domain) for fabric in self._fabrics.values()]
+        reaches = [FabricId(fabric.name, fabric.domain) for fabric in self._fabrics.values()]
         self._send(consumer, Offer(transfer, rows, self._address, layout, reaches))
 
     def provide(self, transfer: TransferId, rows: Bytes, first_row: int = 0) -> None:

@@ -23,7 +23,7 @@ from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
 from triptych.messages.stats import InstanceStats
-from triptych.messages.work import PeerLost, Register, Welcome
+from triptych.messages.work import PeerLost, Register, Registered
 from triptych.server.instance import Instance
 from triptych.stage_loop import Handlers
 from triptych.topology import Role
@@ -175,9 +175,9 @@ class _End:
         raise NotImplementedError
 
     def peer_lost(self, lost: PeerLost) -> None:
-        """The front door of this bench loses nobody."""
+        """The frontend of this bench loses nobody."""
 
-    def lapse(self) -> None:
+    def on_lease_lost(self) -> None:
         """And its leases are longer than its measurements."""
 
     def check_idle(self) -> None:
@@ -361,7 +361,7 @@ def _touched(num_bytes: int) -> Bytes:
     return np.full(num_bytes, 7, dtype=np.uint8)
 
 
-def _run_end(role: Role, fabric: str, front_door: str, pipe: Connection) -> None:
+def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
     """What runs in either process. Errors at start go up the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the bench, and its pipes with it
     channel = Channel()
@@ -371,7 +371,7 @@ def _run_end(role: Role, fabric: str, front_door: str, pipe: Connection) -> None
             role=role,
             layouts=[Payload(1, 1).layout],
             channel=channel,
-            front_door=Address(front_door),
+            frontend=Address(frontend),
             lease=LEASE,
         )
         fabrics = [item for item in open_fabrics(TransferConfig(fabric=fabric), HOST) if item.name == fabric]
@@ -485,13 +485,13 @@ class Pair:
         return answer
 
     def _welcome(self) -> dict[Role, Address]:
-        """Plays the front door until both have joined."""
+        """Plays the frontend until both have joined."""
         addresses: dict[Role, Address] = {}
         deadline = time.monotonic() + START_TIMEOUT
         while len(addresses) < len(self._pipes):
             for registered in _registrations(self._channel.receive(0.1)):
                 addresses[registered.role] = registered.address
-                self._channel.send(registered.address, Welcome(LEASE.lease_expiry))
+                self._channel.send(registered.address, Registered(LEASE.lease_expiry))
             for role, pipe in self._pipes.items():
                 if pipe.poll():
                     self._answer(role)

@@ -89,7 +89,7 @@ class PagedAttention:
 
     def shared_step(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> Step:
         """What all layers of a step have in common, of a ``shape`` (heads, kv heads, head_dim), for as long as there
-        is the ``batch``: the caller's own copy."""
+        is the ``batch``: the client's own copy."""
         if (self, shape) not in batch.prepared:
             tables = batch.paged(self._tile(*shape[:2]))
             batch.prepared[self, shape] = _step(tables, batch.slots, shape)

@@ -5,7 +5,7 @@ from triptych.models.shared.encoder import TowerSpec
 
 
 class Qwen25VL(Qwen2VL):
-    """``TowerFamily`` for model type ``qwen2_5_vl``."""
+    """``ModelAdapter`` for model type ``qwen2_5_vl``."""
 
     specs = (
         TowerSpec(

@@ -1,4 +1,4 @@
-"""Plans Qwen2.5-VL's images, videos and prompts. Front door; numpy only.
+"""Plans Qwen2.5-VL's images, videos and prompts. Frontend; numpy only.
 
 The reference is ``Qwen2VLImageProcessor``, ``Qwen2VLVideoProcessor``, ``Qwen2_5_VLProcessor`` and
 ``Qwen2_5_VLModel.get_rope_index`` in transformers.
@@ -10,7 +10,7 @@ import numpy as np
 
 from triptych.models.base import ModelConfig
 from triptych.models.shared.mrope import Shape, grid_shape
-from triptych.models.shared.planner import PatchPlanner, TowerWork
+from triptych.models.shared.planner import EncoderWork, PatchPlanner
 from triptych.models.shared.settings import setting, text_section
 from triptych.models.shared.video import EqualSteps, FrameGeometry
 from triptych.types import ItemPlan, VideoHeader
@@ -44,10 +44,10 @@ class Qwen25VLPlanner(PatchPlanner):
         return grid_shape(frames, height, width, float(np.float32(self._positions_per_second) * seconds))
 
 
-def _work(vision: ModelConfig) -> TowerWork:
+def _work(vision: ModelConfig) -> EncoderWork:
     """All layers but the listed ones attend within windows."""
     full = len(setting(vision, "fullatt_block_indexes", list))
-    return TowerWork(
+    return EncoderWork(
         hidden_size=setting(vision, "hidden_size", int),
         intermediate_size=setting(vision, "intermediate_size", int),
         mlp_matrices=3,

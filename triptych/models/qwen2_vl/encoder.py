@@ -12,12 +12,12 @@ from typing import Any
 from triptych.layers.decoder_config import RopeConfig
 from triptych.models.base import ModelConfig
 from triptych.models.shared.backbone import QWEN2
-from triptych.models.shared.encoder import PatchTowerFamily, TowerSpec
+from triptych.models.shared.encoder import PatchAdapter, TowerSpec
 from triptych.models.shared.settings import text_section
 
 
-class Qwen2VL(PatchTowerFamily):
-    """``TowerFamily`` for model type ``qwen2_vl``."""
+class Qwen2VL(PatchAdapter):
+    """``ModelAdapter`` for model type ``qwen2_vl``."""
 
     specs = (
         TowerSpec(

@@ -1,4 +1,4 @@
-"""Plans Qwen2-VL's images, videos and prompts. Front door; numpy only.
+"""Plans Qwen2-VL's images, videos and prompts. Frontend; numpy only.
 
 The reference is ``Qwen2VLImageProcessor``, ``Qwen2VLVideoProcessor`` and ``Qwen2VLModel.get_rope_index`` in
 transformers.
@@ -7,7 +7,7 @@ transformers.
 from typing import Any
 
 from triptych.models.base import ModelConfig
-from triptych.models.shared.planner import PatchPlanner, TowerWork
+from triptych.models.shared.planner import EncoderWork, PatchPlanner
 from triptych.models.shared.settings import setting, text_section
 from triptych.models.shared.video import EqualSteps, FrameGeometry
 
@@ -27,5 +27,5 @@ class Qwen2VLPlanner(PatchPlanner):
             preprocessor_config,
             video_config,
             context_length=setting(text_section(config), "max_position_embeddings", int),
-            work=TowerWork(hidden_size, hidden_size * setting(config, "vision_config.mlp_ratio", int, default=4)),
+            work=EncoderWork(hidden_size, hidden_size * setting(config, "vision_config.mlp_ratio", int, default=4)),
         )

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 class AudioTower:
-    """See ``triptych.layers.encoder.Tower``; a row is an embedding.
+    """See ``triptych.layers.encoder.Encoder``; a row is an embedding.
 
     transformers' own code would fill chunks up to the longest of those that it is called with, and so make an item's
     rows depend on the others. Here the preprocessor has filled them up, as for an item by itself, so the tower is told
     what it would otherwise work out: chunks, which of their tokens count, and where windows begin.
     """
 
-    def __init__(self, module: "PreTrainedModel", row_width: int) -> None:
+    def __init__(self, module: "PreTrainedModel", embedding_width: int) -> None:
         self.module = module
-        self.row_width = row_width
+        self.embedding_width = embedding_width
         self._chunk = 2 * module.config.n_window
 
     @torch.inference_mode()
     def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
-        """See ``triptych.layers.encoder.Tower``. Those that are shorter than a chunk go by themselves, with others as
+        """See ``triptych.layers.encoder.Encoder``. Those that are shorter than a chunk go by themselves, with others as
         short."""
         chunks = [min(len(item.patches), self._chunk) for item in inputs]
         rows: dict[int, Tensor] = {}

@@ -12,13 +12,13 @@ from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.qwen3_omni.audio_tower import AudioTower
 from triptych.models.qwen3_omni.plan import thinker_config
 from triptych.models.shared.backbone import QWEN3
-from triptych.models.shared.encoder import Halves, PatchTowerFamily, TowerSpec
+from triptych.models.shared.encoder import PatchAdapter, TowerSpec, WeightPrefixes
 
 _PACKAGE = "transformers.models.qwen3_omni_moe"
 
 
-class Qwen3Omni(PatchTowerFamily):
-    """``TowerFamily`` for model types ``qwen3_omni_moe`` and ``qwen3_omni_moe_thinker``."""
+class Qwen3Omni(PatchAdapter):
+    """``ModelAdapter`` for model types ``qwen3_omni_moe`` and ``qwen3_omni_moe_thinker``."""
 
     specs = (
         TowerSpec(
@@ -44,14 +44,14 @@ class Qwen3Omni(PatchTowerFamily):
         windows="none",
     )
     layouts = (
-        Halves(
+        WeightPrefixes(
             {VISION: "thinker.visual.", AUDIO: "thinker.audio_tower."},
             "thinker.model.",
             "thinker.lm_head.weight",
             others=("talker.", "code2wav."),
         ),
-        Halves({VISION: "model.visual.", AUDIO: "model.audio_tower."}, "model.language_model."),
-        Halves({VISION: "visual.", AUDIO: "audio_tower."}, "model."),
+        WeightPrefixes({VISION: "model.visual.", AUDIO: "model.audio_tower."}, "model.language_model."),
+        WeightPrefixes({VISION: "visual.", AUDIO: "audio_tower."}, "model."),
     )
 
     def __init__(self, config: ModelConfig) -> None:

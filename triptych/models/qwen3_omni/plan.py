@@ -1,4 +1,4 @@
-"""Plans Qwen3-Omni's images, videos, audio and prompts. Front door; numpy only.
+"""Plans Qwen3-Omni's images, videos, audio and prompts. Frontend; numpy only.
 
 The reference is ``Qwen2VLImageProcessor``, ``Qwen2VLVideoProcessor``, ``Qwen3OmniMoeProcessor`` and
 ``Qwen3OmniMoeThinkerForConditionalGeneration.get_rope_index`` in transformers.
@@ -15,7 +15,7 @@ from triptych.models.base import ModelConfig
 from triptych.models.qwen3_omni.audio import Hearing, HearingWork
 from triptych.models.qwen3_omni.interleaving import interleaved, runs_of_kinds
 from triptych.models.shared.mrope import Shape, interleaved_shapes, line_shape, timed_shape
-from triptych.models.shared.planner import VISION_TOKENS, PatchPlanner, TowerWork
+from triptych.models.shared.planner import VISION_TOKENS, EncoderWork, PatchPlanner
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import EqualSteps, FrameGeometry
 from triptych.types import AudioHeader, ItemPlan, SoundPlan, VideoHeader
@@ -56,7 +56,7 @@ class Qwen3OmniPlanner(PatchPlanner):
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         thinker = thinker_config(config)
-        work = TowerWork(
+        work = EncoderWork(
             hidden_size=setting(thinker, "vision_config.hidden_size", int),
             intermediate_size=setting(thinker, "vision_config.intermediate_size", int),
         )
@@ -74,7 +74,7 @@ class Qwen3OmniPlanner(PatchPlanner):
         self.placeholder_ids = {**self.placeholder_ids, "audio": setting(thinker, "audio_token_id", int)}
         self._audio_start = setting(thinker, "audio_start_token_id", int)
         self._audio_end = setting(thinker, AUDIO_END, int) if has_end else None
-        self.hears_videos = self._audio_end is not None
+        self.audio_in_video = self._audio_end is not None
         audio = setting(thinker, "audio_config", dict)
         self._hearing = Hearing.from_configs(audio, preprocessor_config)
         self._hearing_work = _hearing_work(audio, work.linear * setting(thinker, "vision_config.depth", int))

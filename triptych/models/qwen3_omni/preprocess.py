@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from triptych.errors import PlanMismatch
 from triptych.media.audio import decode_audio
-from triptych.models.base import AUDIO, ModelConfig, TowerInput
+from triptych.models.base import AUDIO, EncoderInput, ModelConfig
 from triptych.models.qwen3_omni.audio import Hearing
 from triptych.models.qwen3_omni.plan import thinker_config
 from triptych.models.shared.frames import VideoPreprocessor
@@ -27,7 +27,7 @@ class Qwen3OmniPreprocessor(VideoPreprocessor):
         super().__init__(thinker, preprocessor_config, video_config)
         self._hearing = Hearing.from_configs(setting(thinker, "audio_config", dict), preprocessor_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
         """As ``VideoPreprocessor``; of audio a part for each window, of a video that is heard both, in the order of its
         plan. A window's patches are its frames of features, float32 of shape (frames, bands), with zeros that fill up
         the last chunk: its grid has those that count. Raises MediaError for bytes that can't be decoded, PlanMismatch
@@ -38,7 +38,7 @@ class Qwen3OmniPreprocessor(VideoPreprocessor):
             return self._hear(data, plan.header, plan.grid[0])
         return super().__call__(data, plan)
 
-    def _see_and_hear(self, data: bytes, plan: ItemPlan, sound: SoundPlan) -> Iterator[TowerInput]:
+    def _see_and_hear(self, data: bytes, plan: ItemPlan, sound: SoundPlan) -> Iterator[EncoderInput]:
         seen, heard = super().__call__(data, plan), self._hear(data, sound.header, sound.frames)
         for number, rows in enumerate(plan.parts):
             part = next(heard if rows.heard else seen, None)
@@ -46,7 +46,7 @@ class Qwen3OmniPreprocessor(VideoPreprocessor):
                 raise PlanMismatch(f"a video that is heard has {number} parts; its plan says {len(plan.parts)}")
             yield part
 
-    def _hear(self, data: bytes, header: AudioHeader, frames: int) -> Iterator[TowerInput]:
+    def _hear(self, data: bytes, header: AudioHeader, frames: int) -> Iterator[EncoderInput]:
         """All features come first: how loud the loudest of them is counts for each."""
         mel = self._hearing.mel
         features = mel(decode_audio(data, header, mel.rate))
@@ -58,4 +58,4 @@ class Qwen3OmniPreprocessor(VideoPreprocessor):
             grid = length, 1, 1
             digest = blake3(np.array((*patches.shape, *grid)).tobytes())
             digest.update(patches.view(np.uint8).data)
-            yield TowerInput(patches=patches, grid=grid, name=digest.hexdigest(), tower=AUDIO)
+            yield EncoderInput(patches=patches, grid=grid, name=digest.hexdigest(), tower=AUDIO)

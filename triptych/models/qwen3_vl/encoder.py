@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from triptych.layers.decoder_config import RopeConfig
 from triptych.models.shared.backbone import QWEN3
-from triptych.models.shared.encoder import PatchTowerFamily, TowerSpec
+from triptych.models.shared.encoder import PatchAdapter, TowerSpec
 
 ROPE = RopeConfig(500_000.0, (24, 20, 20), interleaved=True)
 
 
-class Qwen3VL(PatchTowerFamily):
-    """``TowerFamily`` for model type ``qwen3_vl``."""
+class Qwen3VL(PatchAdapter):
+    """``ModelAdapter`` for model type ``qwen3_vl``."""
 
     specs = (
         TowerSpec(
@@ -30,6 +30,6 @@ class Qwen3VL(PatchTowerFamily):
 
 
 class Qwen3VLMoe(Qwen3VL):
-    """``TowerFamily`` for model type ``qwen3_vl_moe``: the same tower, and experts in the decoder."""
+    """``ModelAdapter`` for model type ``qwen3_vl_moe``: the same tower, and experts in the decoder."""
 
     backbone = replace(QWEN3, rope=ROPE, head_dim=None, experts=True, windows="none")

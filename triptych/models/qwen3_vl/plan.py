@@ -1,4 +1,4 @@
-"""Plans Qwen3-VL's images, videos and prompts. Front door; numpy only.
+"""Plans Qwen3-VL's images, videos and prompts. Frontend; numpy only.
 
 The reference is ``Qwen2VLImageProcessor`` (which Qwen3-VL uses), ``Qwen3VLVideoProcessor``, ``Qwen3VLProcessor`` and
 ``Qwen3VLModel.get_rope_index`` in transformers; tests hold the plans equal to all.
@@ -9,7 +9,7 @@ from typing import Any
 
 from triptych.models.base import ModelConfig
 from triptych.models.shared.mrope import Shape, grid_shape
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, PatchPlanner, TowerWork
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS, EncoderWork, PatchPlanner
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import ClipGeometry, EndToEnd
 from triptych.types import ItemPlan, VideoHeader
@@ -33,7 +33,7 @@ class Qwen3VLPlanner(PatchPlanner):
             preprocessor_config,
             video_config,
             context_length=setting(config, "text_config.max_position_embeddings", int),
-            work=TowerWork(
+            work=EncoderWork(
                 hidden_size=setting(config, "vision_config.hidden_size", int),
                 intermediate_size=setting(config, "vision_config.intermediate_size", int),
             ),

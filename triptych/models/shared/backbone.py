@@ -13,7 +13,7 @@ from triptych.models.shared.settings import setting
 
 
 @dataclass(frozen=True)
-class Backbone:
+class BackboneDefaults:
     """What configs of one kind of language model don't say, because its code does; and what that code assumes where a
     config is silent: ``rope``, ``rms_norm_eps``, ``norm_topk_prob``.
 
@@ -33,12 +33,12 @@ class Backbone:
     windows: Literal["none", "upper", "all"] = "none"
 
 
-QWEN2 = Backbone(qkv_bias=True, qk_norm=False, rope=RopeConfig(10_000.0), windows="upper")
-QWEN3 = Backbone(qkv_bias=None, qk_norm=True, rope=RopeConfig(10_000.0), head_dim=128, windows="upper")
+QWEN2 = BackboneDefaults(qkv_bias=True, qk_norm=False, rope=RopeConfig(10_000.0), windows="upper")
+QWEN3 = BackboneDefaults(qkv_bias=None, qk_norm=True, rope=RopeConfig(10_000.0), head_dim=128, windows="upper")
 
 
 def decoder_config(
-    text: Mapping[str, Any], backbone: Backbone, *, tie_embeddings: bool, num_deepstack_layers: int = 0
+    text: Mapping[str, Any], backbone: BackboneDefaults, *, tie_embeddings: bool, num_deepstack_layers: int = 0
 ) -> DecoderConfig:
     """The decoder's parameters. Raises CheckpointError for a setting that is missing, wrong or not served."""
     if (activation := text.get("hidden_act", "silu")) != "silu":
@@ -67,7 +67,7 @@ def decoder_config(
     )
 
 
-def _windows(text: Mapping[str, Any], backbone: Backbone) -> tuple[int | None, frozenset[int]]:
+def _windows(text: Mapping[str, Any], backbone: BackboneDefaults) -> tuple[int | None, frozenset[int]]:
     """The sliding window and the layers that have it."""
     # saved files say null where there is none
     if backbone.windows == "none" or not text.get("use_sliding_window") or text.get("sliding_window", 0) is None:
@@ -86,7 +86,7 @@ def _windows(text: Mapping[str, Any], backbone: Backbone) -> tuple[int | None, f
     return window, frozenset(index for index, kind in enumerate(types) if kind == "sliding_attention")
 
 
-def _moe_config(text: Mapping[str, Any], backbone: Backbone) -> MoEConfig:
+def _moe_config(text: Mapping[str, Any], backbone: BackboneDefaults) -> MoEConfig:
     """The experts' parameters. Files that transformers saved call ``num_experts`` ``num_local_experts``."""
     layers = range(setting(text, "num_hidden_layers", int))
     sparse_step = setting(text, "decoder_sparse_step", int, default=1)

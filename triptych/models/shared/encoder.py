@@ -14,13 +14,13 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.decoder import Decoder
-from triptych.layers.encoder import Tower, TowerItem, load_module
+from triptych.layers.encoder import Encoder, TowerItem, load_module
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.layers.pinned import to_device
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.registry import resolve
-from triptych.models.shared.backbone import Backbone, decoder_config, decoder_keys
+from triptych.models.shared.backbone import BackboneDefaults, decoder_config, decoder_keys
 from triptych.models.shared.settings import setting
 
 if TYPE_CHECKING:  # transformers is imported where the tower is loaded: a language instance does without
@@ -28,16 +28,16 @@ if TYPE_CHECKING:  # transformers is imported where the tower is loaded: a langu
 
 
 class PatchTower:
-    """The vision tower: patches in, embedding and deepstack features out. See ``triptych.layers.encoder.Tower``."""
+    """The vision tower: patches in, embedding and deepstack features out. See ``triptych.layers.encoder.Encoder``."""
 
-    def __init__(self, module: "PreTrainedModel", row_width: int) -> None:
+    def __init__(self, module: "PreTrainedModel", embedding_width: int) -> None:
         self.module = module
-        self.row_width = row_width
+        self.embedding_width = embedding_width
         self._patches_per_row = module.config.spatial_merge_size**2
 
     @torch.inference_mode()
     def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
-        """See ``triptych.layers.encoder.Tower``."""
+        """See ``triptych.layers.encoder.Encoder``."""
         if not inputs:
             return []
         for item in inputs:
@@ -48,29 +48,29 @@ class PatchTower:
         grids = torch.tensor([item.grid for item in inputs], device=device)  # [items, 3]
         output = self.module(patches.to(self.module.dtype), grid_thw=grids)
         features = getattr(output, "deepstack_features", None) or ()
-        rows = torch.cat((output.pooler_output, *features), dim=1)  # [rows of all items, row_width]
+        rows = torch.cat((output.pooler_output, *features), dim=1)  # [rows of all items, embedding_width]
         return list(rows.split([prod(item.grid) // self._patches_per_row for item in inputs]))
 
 
-class Towers:
-    """Several towers as one: each input goes to its own. See ``triptych.layers.encoder.Tower``.
+class Encoders:
+    """Several towers as one: each input goes to its own. See ``triptych.layers.encoder.Encoder``.
 
     All rows have one width. Where a tower has no deepstack features its rows end in zeros, which the decoder adds to
     what it has: that changes nothing, so no row has to say what it lacks.
     """
 
-    def __init__(self, towers: Mapping[str, Tower], row_width: int) -> None:
+    def __init__(self, towers: Mapping[str, Encoder], embedding_width: int) -> None:
         self.towers = towers
-        self.row_width = row_width
+        self.embedding_width = embedding_width
 
     @torch.inference_mode()
     def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
-        """See ``triptych.layers.encoder.Tower``."""
+        """See ``triptych.layers.encoder.Encoder``."""
         rows: dict[int, Tensor] = {}
         for name, tower in self.towers.items():
             numbers = [number for number, item in enumerate(inputs) if item.tower == name]
             made = tower.encode([inputs[number] for number in numbers]) if numbers else []
-            rows |= zip(numbers, (F.pad(one, (0, self.row_width - one.shape[1])) for one in made), strict=True)
+            rows |= zip(numbers, (F.pad(one, (0, self.embedding_width - one.shape[1])) for one in made), strict=True)
         return [rows[number] for number in range(len(inputs))]
 
 
@@ -87,11 +87,11 @@ class TowerSpec:
     deepstack: str | None = None
     name: str = VISION
     section: str = "vision_config"
-    tower: Callable[["PreTrainedModel", int], Tower] = PatchTower
+    tower: Callable[["PreTrainedModel", int], Encoder] = PatchTower
 
 
 @dataclass(frozen=True)
-class Halves:
+class WeightPrefixes:
     """How a checkpoint names its tensors: the prefixes of its towers by their names, that of the decoder, the output
     projection, and the prefixes of ``others``, which aren't served."""
 
@@ -103,18 +103,21 @@ class Halves:
 
 # In files older than transformers 4.52, and in those that it saves for such families, the decoder has the names of a
 # model of text alone. The longer prefixes come first: the shorter are theirs, too.
-LAYOUTS = (Halves({VISION: "model.visual."}, "model.language_model."), Halves({VISION: "visual."}, "model."))
+LAYOUTS = (
+    WeightPrefixes({VISION: "model.visual."}, "model.language_model."),
+    WeightPrefixes({VISION: "visual."}, "model."),
+)
 
 
-class PatchTowerFamily:
-    """``TowerFamily`` of a subclass's ``specs``, the first of which is the tower that sees, and ``backbone``.
+class PatchAdapter:
+    """``ModelAdapter`` of a subclass's ``specs``, the first of which is the tower that sees, and ``backbone``.
 
     Raises CheckpointError for a config that lacks a setting or asks for something that isn't served.
     """
 
     specs: ClassVar[Sequence[TowerSpec]]
-    backbone: ClassVar[Backbone]
-    layouts: ClassVar[Sequence[Halves]] = LAYOUTS
+    backbone: ClassVar[BackboneDefaults]
+    layouts: ClassVar[Sequence[WeightPrefixes]] = LAYOUTS
 
     def __init__(self, config: ModelConfig) -> None:
         text = self.text_config(config)
@@ -131,7 +134,7 @@ class PatchTowerFamily:
         self._check_deepstack(deepstack)
         for spec in self.specs:
             self._check_width(spec)
-        self.row_width = self.decoder_config.hidden_size * (1 + len(deepstack))
+        self.embedding_width = self.decoder_config.hidden_size * (1 + len(deepstack))
 
     def text_config(self, config: ModelConfig) -> Mapping[str, Any]:
         """The part of the config that describes the language model."""
@@ -145,10 +148,10 @@ class PatchTowerFamily:
         """The keys of the decoder's half, sorted. Raises CheckpointError for a key that is in neither half."""
         return self._split(all_keys)[1]
 
-    def load_tower(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Tower:
+    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """The towers alone. Raises CheckpointError for a config of theirs that transformers refuses, and for tensors
         missing, misshapen or unknown, and ConfigError for a weight format that the device can't use."""
-        towers: dict[str, Tower] = {}
+        towers: dict[str, Encoder] = {}
         all_keys, prefixes = self.tower_keys(checkpoint.tensors), self.halves(checkpoint.tensors).towers
         hidden_size = self.decoder_config.hidden_size
         for spec in self.specs:
@@ -156,8 +159,8 @@ class PatchTowerFamily:
             keys = {key.removeprefix(prefix): key for key in all_keys if key.startswith(prefix)}
             config, kind = self._transformers_config(spec), resolve(spec.module)
             module = load_module(kind, config, checkpoint, keys, weights=weights, device=device)
-            towers[spec.name] = spec.tower(module, self.row_width if spec.deepstack else hidden_size)
-        return towers[VISION] if len(towers) == 1 else Towers(towers, self.row_width)
+            towers[spec.name] = spec.tower(module, self.embedding_width if spec.deepstack else hidden_size)
+        return towers[VISION] if len(towers) == 1 else Encoders(towers, self.embedding_width)
 
     def load_decoder(
         self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device, group: Group = SINGLE_RANK
@@ -169,7 +172,7 @@ class PatchTowerFamily:
         keys = decoder_keys(self.decoder_config, checkpoint, halves.decoder, halves.head)
         return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
 
-    def stage_bytes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+    def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
         """Bytes in the checkpoint of each half: ``{"tower": …, "decoder": …}``."""
         tower, decoder = self._split(tensors)
         return {
@@ -177,7 +180,7 @@ class PatchTowerFamily:
             "decoder": sum(tensors[key].num_bytes for key in decoder),
         }
 
-    def halves(self, all_keys: Iterable[str]) -> Halves:
+    def halves(self, all_keys: Iterable[str]) -> WeightPrefixes:
         """How this checkpoint names its tensors: as the first of ``layouts`` whose decoder is there."""
         prefixes = tuple(layout.decoder for layout in self.layouts)
         found = {prefix for prefix in prefixes for key in all_keys if key.startswith(prefix)}

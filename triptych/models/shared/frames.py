@@ -13,7 +13,7 @@ from PIL import Image
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.media import frames
 from triptych.media.video import Frame, decode_frames
-from triptych.models.base import ModelConfig, TowerInput
+from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import (
     CHANNELS,
@@ -46,7 +46,7 @@ class VideoPreprocessor(PatchPreprocessor):
         self._video_mode = _mode(video_config or {})
         self._video_table = self._normalised_bytes(video_config or {})
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
         """As ``PatchPreprocessor``; of a video a part for each patch in time. The last frame fills up the last patch,
         as in the reference. Raises MediaError for bytes that can't be decoded, PlanMismatch as there."""
         if not isinstance(plan.header, VideoHeader):
@@ -61,7 +61,7 @@ class VideoPreprocessor(PatchPreprocessor):
     def _resize(self, pixels: NDArray[np.uint8], plan: ItemPlan) -> NDArray[np.uint8]:
         """uint8 (frames, height, width, channel) in the planned size, by the very kernel that torchvision calls:
         Pillow's differs from it in rounding, by up to 13 of 255, and takes several times as long."""
-        from torch import from_numpy  # not with the file: the front door imports it, and images do without
+        from torch import from_numpy  # not with the file: the frontend imports it, and images do without
         from torch.nn.functional import interpolate
 
         size = plan.resized_height, plan.resized_width

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
-from triptych.models.base import ModelConfig, TowerInput
+from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.shared.geometry import ImageGeometry
 from triptych.models.shared.images import decode_image
 from triptych.types import ImageHeader, ItemPlan
@@ -38,7 +38,7 @@ class PatchPreprocessor:
         self._resample = resampling(preprocessor_config)
         self._table = _normalised_bytes(preprocessor_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[TowerInput]:
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
         """Decodes, resizes and cuts one image; ``patches`` is float32 of shape (patches, 3 * temporal * patch²).
 
         Raises UnsupportedMedia or TruncatedMedia for bytes that can't be decoded, PlanMismatch when the decoded size
@@ -54,7 +54,7 @@ class PatchPreprocessor:
             )
         yield self._input(np.asarray(image.resize((width, height), self._resample))[None], self._table, plan)
 
-    def _input(self, pixels: NDArray[np.uint8], table: NDArray[np.float32], plan: ItemPlan) -> TowerInput:
+    def _input(self, pixels: NDArray[np.uint8], table: NDArray[np.float32], plan: ItemPlan) -> EncoderInput:
         """uint8 (frames, height, width, channel), of one patch in time or of one frame that fills it, to the tower's
         input. ``table`` says what each byte becomes: float32 (channel, 256)."""
         _, height, width, _ = pixels.shape
@@ -65,7 +65,7 @@ class PatchPreprocessor:
         digest = blake3(np.array(pixels.shape).tobytes())
         digest.update(table.tobytes())
         digest.update(pixels.data)
-        return TowerInput(patches=self._patches(pixels, table), grid=grid, name=digest.hexdigest())
+        return EncoderInput(patches=self._patches(pixels, table), grid=grid, name=digest.hexdigest())
 
     def _patches(self, pixels: NDArray[np.uint8], table: NDArray[np.float32]) -> NDArray[np.float32]:
         """uint8 (frames, height, width, channel) to normalised float32 (patches, channel * temporal * patch²).

@@ -1,4 +1,4 @@
-"""Plans images and videos for towers that take any grid of patches, and prompts in M-RoPE positions. Front door; numpy
+"""Plans images and videos for towers that take any grid of patches, and prompts in M-RoPE positions. Frontend; numpy
 only."""
 
 import math
@@ -31,7 +31,7 @@ VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "v
 
 
 @dataclass(frozen=True)
-class TowerWork:
+class EncoderWork:
     """What a tower of transformer layers computes. ``mlp_matrices`` is 3 for a gated MLP, else 2; in a
     ``windowed_share`` of the layers, attention reaches over ``window`` patches only."""
 
@@ -66,7 +66,7 @@ class PatchPlanner:
 
     video_sampling: ClassVar[type[VideoSampling]]
     video_geometry: ClassVar[type[VideoGeometry]]
-    hears_videos = False
+    audio_in_video = False
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class PatchPlanner:
         video_config: dict[str, Any] | None = None,
         *,
         context_length: int,
-        work: TowerWork,
+        work: EncoderWork,
         media_tokens: Sequence[str] = VISION_TOKENS,
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:

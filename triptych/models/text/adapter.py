@@ -14,24 +14,24 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.errors import CheckpointError
 from triptych.layers.decoder import Decoder
-from triptych.layers.encoder import Tower
+from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.models.base import ModelConfig
-from triptych.models.shared.backbone import QWEN2, QWEN3, Backbone, decoder_config, decoder_keys
+from triptych.models.shared.backbone import QWEN2, QWEN3, BackboneDefaults, decoder_config, decoder_keys
 
 PREFIX, HEAD = "model.", "lm_head.weight"
 
 
-class TextFamily:
-    """``TowerFamily`` of a model that has no tower. Raises CheckpointError as the others do."""
+class TextAdapter:
+    """``ModelAdapter`` of a model that has no tower. Raises CheckpointError as the others do."""
 
-    backbone: ClassVar[Backbone]
+    backbone: ClassVar[BackboneDefaults]
 
     def __init__(self, config: ModelConfig) -> None:
         tied = bool(config.get("tie_word_embeddings", False))
         self.decoder_config = decoder_config(config, self.backbone, tie_embeddings=tied)
-        self.row_width = self.decoder_config.hidden_size
+        self.embedding_width = self.decoder_config.hidden_size
 
     def tower_keys(self, all_keys: Iterable[str]) -> list[str]:
         """None."""
@@ -45,7 +45,7 @@ class TextFamily:
                 raise CheckpointError(f"tensor {key!r} belongs to no part of a model of text alone")
         return keys
 
-    def load_tower(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Tower:
+    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """Raises CheckpointError."""
         raise CheckpointError(f"{checkpoint.folder}: a model of text alone has no tower")
 
@@ -58,24 +58,24 @@ class TextFamily:
         keys = decoder_keys(self.decoder_config, checkpoint, PREFIX, HEAD)
         return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
 
-    def stage_bytes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+    def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
         """Bytes in the checkpoint of each half: ``{"tower": 0, "decoder": …}``."""
         return {"tower": 0, "decoder": sum(tensors[key].num_bytes for key in self.decoder_keys(tensors))}
 
 
-class Qwen2(TextFamily):
+class Qwen2(TextAdapter):
     """Model type ``qwen2``: Qwen2 and Qwen2.5."""
 
     backbone = QWEN2
 
 
-class Qwen3(TextFamily):
+class Qwen3(TextAdapter):
     """Model type ``qwen3``."""
 
     backbone = QWEN3
 
 
-class Qwen3Moe(TextFamily):
+class Qwen3Moe(TextAdapter):
     """Model type ``qwen3_moe``."""
 
     backbone = replace(QWEN3, head_dim=None, experts=True, norm_topk_prob=False, windows="all")

@@ -1,4 +1,4 @@
-"""Plans prompts of models that take text alone. Front door; numpy only."""
+"""Plans prompts of models that take text alone. Frontend; numpy only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ class TextPlanner:
     placeholder_ids: Mapping[str, int] = {}
     media_token_ids: frozenset[int] = frozenset()
     max_image_pixels = 0
-    hears_videos = False
+    audio_in_video = False
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """Reads what an MP4 or QuickTime file says about its video track, and its audio track (ISO/IEC 14496-12), hopping from
 box to box.
 
-Untrusted bytes: every loop advances and is bounded, and nothing but MediaError and ``struct.error`` (which the caller
+Untrusted bytes: every loop advances and is bounded, and nothing but MediaError and ``struct.error`` (which the client
 takes for a truncated file) leaves here.
 """
 

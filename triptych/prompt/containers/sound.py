@@ -1,7 +1,7 @@
 """Reads what WAV, FLAC, MP3 and Ogg files say about their length, hopping from piece to piece.
 
 Untrusted bytes: every loop advances and is bounded, and nothing leaves here but MediaError, and ``struct.error`` or
-IndexError, which the caller takes for a truncated file.
+IndexError, which the client takes for a truncated file.
 """
 
 import struct

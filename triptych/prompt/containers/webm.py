@@ -4,7 +4,7 @@ to element.
 Where the header has the duration, as all files have that were finished, the clusters aren't looked at. Where it hasn't
 (a recording that was broken off, or made by a browser), their blocks are counted. That duration is the longest track's:
 how long the sound is, its first and its last blocks say. Untrusted bytes: every loop advances and is bounded, and
-nothing but MediaError and ``struct.error`` or ``IndexError`` (which the caller takes for a truncated file) leaves here.
+nothing but MediaError and ``struct.error`` or ``IndexError`` (which the client takes for a truncated file) leaves here.
 """
 
 import struct

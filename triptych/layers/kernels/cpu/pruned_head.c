@@ -25,7 +25,7 @@ typedef struct {
     Linear exact, rough;
     /* [outputs]: how far apart the two may be, times the token's length and times the largest value of low */
     const float *per_length, *per_low;
-} Shortlist;
+} PrunedHead;
 
 /* A token's operands and results. */
 typedef struct {
@@ -38,12 +38,12 @@ typedef struct {
     float length, largest_low, threshold; /* a lower bound of the smallest output that is wanted */
 } Token;
 
-const int shortlist_most = MOST;
+const int pruned_head_most = MOST;
 /* Without VNNI int8 takes long to compute with. */
 #if defined __AVX512VNNI__ || defined __AVXVNNI__
-const int shortlist_is_faster = 1;
+const int pruned_head_is_faster = 1;
 #else
-const int shortlist_is_faster = 0;
+const int pruned_head_is_faster = 0;
 #endif
 
 inlined floats size_of(floats x) { return choose(x > 0, x, -x); }
@@ -67,7 +67,7 @@ static void split(Token *token, int64_t inputs) {
     token->largest_low = largest_of(left);
 }
 
-static void bound(const Shortlist *list, Token *token, int64_t first, int64_t last) {
+static void bound(const PrunedHead *list, Token *token, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += LANES) {
         int64_t left = last - i;
         floats sum = load(token->lower + i, left) + load(token->upper + i, left);
@@ -118,7 +118,7 @@ static void choose_panels(Token *token, int64_t outputs, int64_t wanted, int64_t
     for (int64_t i = 0; i < outputs; i++) token->output[i] = -INFINITY;
 }
 
-static void compute(const Shortlist *list, const Token *token, int64_t panel) {
+static void compute(const PrunedHead *list, const Token *token, int64_t panel) {
     int64_t first = panel * OUTPUTS;
     float_panel(&list->exact, token->input, token->output, panel);
     for (int64_t i = first; i < least(first + OUTPUTS, list->exact.outputs); i++)
@@ -132,7 +132,7 @@ typedef struct {
 
 static int64_t limit_of(int64_t panels) { return least(panels, most(16, panels / 4)); }
 
-static Places places_for(const Shortlist *list, int64_t tokens) {
+static Places places_for(const PrunedHead *list, int64_t tokens) {
     int64_t inputs = list->exact.inputs, outputs = list->exact.outputs, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
     Places places = {.tokens = (int8_room(&list->rough, 2 * tokens) + 63) / 64 * 64};
     places.halves = places.tokens + tokens * sizeof(Token);
@@ -143,12 +143,12 @@ static Places places_for(const Shortlist *list, int64_t tokens) {
 }
 
 /* Bytes of memory to work in for so many tokens. */
-int64_t shortlist_room(const Shortlist *list, int64_t tokens) { return places_for(list, tokens).end; }
+int64_t pruned_head_room(const PrunedHead *list, int64_t tokens) { return places_for(list, tokens).end; }
 
 /* input [tokens, inputs], stride floats from one token to the next, to output [tokens, outputs]; of each token as many of
  * the largest outputs as ``wanted`` [tokens] says, from 1 to MOST. ``found`` [tokens] tells which are done: not those of
  * which too many outputs may be among the largest, nor any with a NaN or an infinity. */
-void shortlist(const Shortlist *list, const float *input, int64_t stride, float *output, const int64_t *wanted,
+void pruned_head(const PrunedHead *list, const float *input, int64_t stride, float *output, const int64_t *wanted,
                int64_t *found, int64_t tokens, char *room) {
     int64_t inputs = list->exact.inputs, outputs = list->exact.outputs, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
     int64_t limit = limit_of(panels), stretches = (outputs + STRETCH - 1) / STRETCH;
