@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.make_checkpoint import PRESETS, Sizes, model_config, weight_shapes
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.engine.sampler import SamplingInput
 from triptych.messages.work import SamplingParams
 from triptych.types import RequestId
@@ -56,15 +56,15 @@ class RandomCheckpoint(Checkpoint):
         return torch.randn(shape, dtype=self._dtype, device=self._device) * fan_in**-0.5
 
 
-def made_up(index: int, num_tokens: int, pages: Iterable[int]) -> Sequence:
-    """A sequence of that length in these pages."""
+def made_up(index: int, num_tokens: int, pages: Iterable[int]) -> Request:
+    """A request of that length in these pages."""
     tokens = [(31 * index + place) % 200 for place in range(num_tokens)]
     positions = np.broadcast_to(np.arange(num_tokens), (3, num_tokens))
     greedy = SamplingParams(max_tokens=1, temperature=0)
-    sequence = Sequence(RequestId(str(index)), tokens, positions, num_tokens, [], greedy, frozenset())
-    sequence.pages = list(pages)
-    return sequence
+    request = Request(RequestId(str(index)), tokens, positions, num_tokens, [], greedy, frozenset())
+    request.pages = list(pages)
+    return request
 
 
-def draws(sequences: Iterable[Sequence]) -> list[SamplingInput]:
-    return [SamplingInput(one.sampling, one.history, frozenset()) for one in sequences]
+def draws(requests: Iterable[Request]) -> list[SamplingInput]:
+    return [SamplingInput(one.sampling, one.history, frozenset()) for one in requests]

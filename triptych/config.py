@@ -277,9 +277,8 @@ class FrontendConfig:
         media = self.max_media_mb if fetches else min(self.max_media_mb, self.max_body_mb)
         if self.max_inflight_mb < 2 * (self.max_body_mb + media):
             raise ConfigError(
-                f"--max-inflight-mb {self.max_inflight_mb} is too small: one client may hold half of it, and one request "
-                f"may have {self.max_body_mb + media} MiB, a body of --max-body-mb {self.max_body_mb} and {media} MiB of "
-                "media"
+                f"--max-inflight-mb {self.max_inflight_mb} is too small: one client may use half of it, one request "
+                f"may take {self.max_body_mb + media} MiB (--max-body-mb {self.max_body_mb}, and {media} MiB of media)"
             )
 
     def _check_media(self) -> None:

@@ -208,7 +208,7 @@ class TestFile:
     ) -> None:
         path = self.write(
             tmp_path,
-            "max-num-seqs = 1\nmax_queue = 2\nrequest-timeout = 3\nkv-memory = '4GiB'\n"
+            "max-num-seqs = 1\nmax_queue = 2\nrequest-timeout = 3\nkv-cache-memory = '4GiB'\n"
             "enable-prefix-caching = false\nallowed-media-domains = ['a.org', 'b.org']\nshutdown-timeout = 5.5\n",
         )
         monkeypatch.setenv("TRIPTYCH_MAX_QUEUE", "20")

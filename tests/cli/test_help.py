@@ -13,7 +13,7 @@ from triptych import __version__
 from triptych.cli import COMMANDS, flags, main, make_parser
 
 PRIVATE = re.compile(
-    r"frontend|house|in hand|anew|so many|nobody|somebody|let in|\bkin\b|\b(in|the) line\b|signs of life|\btold?\b"
+    r"front.door|house|in hand|anew|so many|nobody|somebody|let in|\bkin\b|\b(in|the) line\b|signs of life|\btold?\b"
     r"|remember|they tell|says?\b",
     re.IGNORECASE,
 )

@@ -1,4 +1,4 @@
-"""Which prefilled sequences are held, offered and given up, message by message."""
+"""Which prefilled requests are held, offered and given up, message by message."""
 
 from dataclasses import dataclass
 
@@ -24,16 +24,16 @@ REQUEST = RequestId("r")
 
 @dataclass
 class Pages:
-    """A sequence, as far as its KV's leaving goes."""
+    """A request, as far as its KV's leaving goes."""
 
-    request: RequestId
+    request_id: RequestId
     pages: list[int]
     sends_pages: bool = True
 
 
 @dataclass
 class Chunk:
-    sequence: Pages
+    request: Pages
     start: int
     length: int
 
@@ -51,7 +51,7 @@ class RouterHarness:
         self.outgoing.expect(Prefill(generate, [], D, TransferId(transfer), 0), 8)
 
     def start(self) -> None:
-        """The sequence's first step; the scheduler lets go of its pages at once."""
+        """The request's first step; the scheduler lets go of its pages at once."""
         pages = self.pool.take(2)
         self.outgoing.started([Chunk(Pages(REQUEST, pages), 0, 4)])  # type: ignore[list-item]
         self.pool.free(pages)

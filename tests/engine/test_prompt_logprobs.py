@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.layers.generating import sequence
+from tests.layers.generating import request
 from triptych.engine.prompt_logprobs import asked_of, joined, score
 from triptych.engine.runner import num_largest
 from triptych.engine.scheduler import Chunk
@@ -16,17 +16,17 @@ def test_rows_are_those_of_the_chunks_that_ask() -> None:
     """Beside others that sample, or neither ask nor sample."""
     plain, asking = SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, prompt_logprobs=2)
     chunks = [
-        Chunk(sequence("0", [1, 2, 3], plain), 0, 3),  # samples
-        Chunk(sequence("1", [4, 5, 6, 7], asking), 0, 2),  # tells of 5 and 6
-        Chunk(sequence("2", [1, 2, 3], plain), 0, 2),  # neither
-        Chunk(sequence("3", [8, 9, 10], asking), 1, 2),  # tells of 10, and samples
-        Chunk(sequence("4", [3], asking), 0, 1),  # has nothing to tell of
+        Chunk(request("0", [1, 2, 3], plain), 0, 3),  # samples
+        Chunk(request("1", [4, 5, 6, 7], asking), 0, 2),  # tells of 5 and 6
+        Chunk(request("2", [1, 2, 3], plain), 0, 2),  # neither
+        Chunk(request("3", [8, 9, 10], asking), 1, 2),  # tells of 10, and samples
+        Chunk(request("4", [3], asking), 0, 1),  # has nothing to tell of
     ]
     assert [list(chunk.wanted) for chunk in chunks] == [[2], [0, 1], [], [0, 1], [0]]
     assert [num_largest(chunk) for chunk in chunks] == [[1], [0, 0], [], [0, 1], [1]]
     told = asked_of(chunks)
     assert [(one.first_row, one.tokens, one.most) for one in told] == [(1, [5, 6], 2), (3, [10], 2)]
-    answering = sequence("5", [1, 2, 3], asking)
+    answering = request("5", [1, 2, 3], asking)
     answering.tokens.append(4)
     assert list(Chunk(answering, 0, 4).wanted) == [3], "with the first token all has been told"
 
@@ -35,8 +35,8 @@ def test_scores_by_definition() -> None:
     logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(1))
     logits[4, 3:6] = logits[4].max() + 1  # three that are equally likely
     chunks = [
-        Chunk(sequence("0", [4, 5, 6, 7, 8], SamplingParams(max_tokens=1, prompt_logprobs=3)), 1, 3),
-        Chunk(sequence("1", [1, 4, 9], SamplingParams(max_tokens=1, prompt_logprobs=0)), 0, 2),
+        Chunk(request("0", [4, 5, 6, 7, 8], SamplingParams(max_tokens=1, prompt_logprobs=3)), 1, 3),
+        Chunk(request("1", [1, 4, 9], SamplingParams(max_tokens=1, prompt_logprobs=0)), 0, 2),
     ]
     asked = asked_of(chunks)
     parts = score(logits, asked)
@@ -56,7 +56,7 @@ def test_scores_by_definition() -> None:
 
 def test_the_parts_of_a_prompt_are_joined_in_order() -> None:
     logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(2))
-    whole = sequence("0", [1, 2, 3, 4, 5], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    whole = request("0", [1, 2, 3, 4, 5], SamplingParams(max_tokens=1, prompt_logprobs=2))
     first, second = Chunk(whole, 0, 3), Chunk(whole, 3, 2)
     parts = [*score(logits[:3], asked_of([first])), *score(logits[3:], asked_of([second]))]
     assert joined(parts) == score(logits, asked_of([Chunk(whole, 0, 5)]))[0]
@@ -67,7 +67,7 @@ def test_the_parts_of_a_prompt_are_joined_in_order() -> None:
 def test_logits_that_are_not_finite_fail_their_prompt_alone(value: float) -> None:
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
     chunks = [
-        Chunk(sequence(str(n), [1, 4, 9], SamplingParams(max_tokens=1, prompt_logprobs=2)), 0, 2 + (n == 1))
+        Chunk(request(str(n), [1, 4, 9], SamplingParams(max_tokens=1, prompt_logprobs=2)), 0, 2 + (n == 1))
         for n in range(2)
     ]
     expected = score(logits, asked_of(chunks))

@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.messages.work import SamplingParams
 from triptych.types import RequestId
 
 
-def sequence(**sampling: object) -> Sequence:
-    return Sequence(
-        request=RequestId("r"),
+def request(**sampling: object) -> Request:
+    return Request(
+        id=RequestId("r"),
         tokens=[10, 11, 12],
         positions=np.array([[0, 1, 1], [0, 1, 2], [0, 1, 3]]),
         next_position=4,
@@ -19,7 +19,7 @@ def sequence(**sampling: object) -> Sequence:
 
 
 def test_positions_go_on_beyond_the_prompts_end() -> None:
-    one = sequence()
+    one = request()
     whole = np.array([[0, 1, 1, 4, 5, 6], [0, 1, 2, 4, 5, 6], [0, 1, 3, 4, 5, 6]])
     for start in range(6):
         for count in range(1, 7 - start):
@@ -27,7 +27,7 @@ def test_positions_go_on_beyond_the_prompts_end() -> None:
 
 
 def test_positions_go_on_between_whole_numbers() -> None:
-    one = sequence()
+    one = request()
     one.next_position = 8.75
     np.testing.assert_array_equal(one.positions_of(2, 3), [[1, 8.75, 9.75], [2, 8.75, 9.75], [3, 8.75, 9.75]])
 
@@ -46,13 +46,13 @@ def test_positions_go_on_between_whole_numbers() -> None:
     ],
 )
 def test_why_generation_ends(sampling: dict[str, object], generated: list[int], reason: str | None) -> None:
-    one = sequence(**sampling)
+    one = request(**sampling)
     one.tokens += generated
     assert one.finish_reason() == reason
 
 
 def test_decoding_means_that_only_the_newest_token_is_left() -> None:
-    one = sequence()
+    one = request()
     one.num_computed = 2
     assert not one.decoding  # the prompt's last token is not decoding
     one.num_computed = 3

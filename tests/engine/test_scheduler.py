@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.engine.kv_cache import PagePool
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.engine.scheduler import MAX_SCORED, Scheduler, Step
 from triptych.messages.work import PlacedItem, SamplingParams
 from triptych.types import Placement, RequestId, Span
 
 
-def sequence(name: str, prompt: int, max_tokens: int, first_token: int = 1) -> Sequence:
-    return Sequence(
-        request=RequestId(name),
+def request(name: str, prompt: int, max_tokens: int, first_token: int = 1) -> Request:
+    return Request(
+        id=RequestId(name),
         tokens=[first_token] + [1] * (prompt - 1),
         positions=np.zeros((3, prompt), dtype=np.int64),
         next_position=prompt,
@@ -23,23 +23,23 @@ def sequence(name: str, prompt: int, max_tokens: int, first_token: int = 1) -> S
     )
 
 
-def everything(one: Sequence) -> int:
+def everything(one: Request) -> int:
     return len(one.tokens)
 
 
-def check(scheduler: Scheduler, step: Step, ready: Callable[[Sequence], int], budget: int) -> None:
+def check(scheduler: Scheduler, step: Step, ready: Callable[[Request], int], budget: int) -> None:
     pages = {page for one in scheduler for page in one.pages}
     assert len(pages) == scheduler.pool.num_pages - scheduler.pool.num_free
     assert step.num_tokens <= budget
-    computing = [chunk.sequence for chunk in step.chunks]
+    computing = [chunk.request for chunk in step.chunks]
     assert len({id(one) for one in computing}) == len(computing)
     assert not any(one is victim for one in computing for victim in step.preempted)
     assert all(not victim.pages and victim.num_computed == 0 for victim in step.preempted)
     for chunk in step.chunks:
         assert chunk.length > 0
-        assert chunk.start == chunk.sequence.num_computed
-        assert chunk.start + chunk.length <= ready(chunk.sequence)
-        assert len(chunk.sequence.pages) * scheduler.pool.page_size >= chunk.start + chunk.length
+        assert chunk.start == chunk.request.num_computed
+        assert chunk.start + chunk.length <= ready(chunk.request)
+        assert len(chunk.request.pages) * scheduler.pool.page_size >= chunk.start + chunk.length
 
 
 class Contents:
@@ -53,7 +53,7 @@ class Contents:
         """Checks that what a chunk attends to is its own past, then writes the chunk; nobody else's past is harmed,
         because every chunk is checked in every step."""
         for chunk in step.chunks:
-            one = chunk.sequence
+            one = chunk.request
             slots = [(one.pages[i // self.page_size], i % self.page_size) for i in range(chunk.start + chunk.length)]
             for i in range(chunk.start):
                 assert self.slots[slots[i]] == tuple(one.tokens[: i + 1])
@@ -61,14 +61,14 @@ class Contents:
                 self.slots[slots[i]] = tuple(one.tokens[: i + 1])
 
 
-def run(scheduler: Scheduler, step: Step) -> list[Sequence]:
-    """Pretends to compute; the sequences that got a token."""
+def run(scheduler: Scheduler, step: Step) -> list[Request]:
+    """Pretends to compute; the requests that got a token."""
     scheduler.computed(step)
-    sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
+    sampling = [chunk.request for chunk in step.chunks if chunk.samples]
     for one in sampling:
         one.tokens.append(2)
         if one.finish_reason():
-            scheduler.remove(one.request)
+            scheduler.remove(one.id)
     return sampling
 
 
@@ -82,11 +82,11 @@ def test_any_load_is_scheduled_soundly_and_ends(data: st.DataObject) -> None:
     scheduler = Scheduler(pool, data.draw(st.integers(1, 5)), budget, reuse_prefixes=data.draw(st.booleans()))
     chance = data.draw(st.randoms(use_true_random=False))
     contents = Contents(page_size)
-    waiting = [sequence(f"r{number}", prompt, new, chance.randint(1, 2)) for number, (prompt, new) in enumerate(shapes)]
+    waiting = [request(f"r{number}", prompt, new, chance.randint(1, 2)) for number, (prompt, new) in enumerate(shapes)]
     landed: dict[RequestId, int] = {}
 
-    def ready(one: Sequence) -> int:
-        known = max(landed[one.request], one.num_computed)  # what was found in the cache needn't land
+    def ready(one: Request) -> int:
+        known = max(landed[one.id], one.num_computed)  # what was found in the cache needn't land
         return len(one.tokens) if known >= one.num_prompt else known
 
     calm_steps = 0
@@ -94,13 +94,13 @@ def test_any_load_is_scheduled_soundly_and_ends(data: st.DataObject) -> None:
         if waiting and chance.random() < 0.4:
             scheduler.add(waiting.pop(0))
         for one in scheduler:
-            landed[one.request] = landed.get(one.request, 0) + chance.randint(0, 4)
+            landed[one.id] = landed.get(one.id, 0) + chance.randint(0, 4)
         if len(scheduler) and chance.random() < 0.05:
-            scheduler.remove(chance.choice(list(scheduler)).request)
+            scheduler.remove(chance.choice(list(scheduler)).id)
         step = scheduler.schedule(ready)
         check(scheduler, step, ready, budget)
         for victim in step.preempted:
-            landed[victim.request] = 0
+            landed[victim.id] = 0
         contents.compute(step)
         run(scheduler, step)
         calm_steps += not waiting
@@ -110,17 +110,17 @@ def test_any_load_is_scheduled_soundly_and_ends(data: st.DataObject) -> None:
 
 def test_decodes_go_before_prefill_and_prefill_takes_the_rest_of_the_budget() -> None:
     scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=6)
-    first, second = sequence("first", 3, 5), sequence("second", 30, 5)
+    first, second = request("first", 3, 5), request("second", 30, 5)
     scheduler.add(first)
     run(scheduler, scheduler.schedule(everything))
     scheduler.add(second)
     step = scheduler.schedule(everything)
-    assert [(chunk.sequence, chunk.start, chunk.length) for chunk in step.chunks] == [(first, 3, 1), (second, 0, 5)]
+    assert [(chunk.request, chunk.start, chunk.length) for chunk in step.chunks] == [(first, 3, 1), (second, 0, 5)]
 
 
 def test_the_last_to_arrive_gives_up_its_pages_and_is_computed_again() -> None:
     scheduler = Scheduler(PagePool(5, 2), 8, max_num_batched_tokens=16)
-    first, last = sequence("first", 4, 4), sequence("last", 3, 4, first_token=9)
+    first, last = request("first", 4, 4), request("last", 3, 4, first_token=9)
     for one in (first, last):
         scheduler.add(one)
         run(scheduler, scheduler.schedule(everything))
@@ -138,41 +138,41 @@ def test_the_last_to_arrive_gives_up_its_pages_and_is_computed_again() -> None:
 def test_the_first_in_line_is_not_starved_by_an_endless_row_of_small_ones() -> None:
     """It waits for those that decode already, but nobody new gets the pages it waits for."""
     scheduler = Scheduler(PagePool(8, 1), 8, max_num_batched_tokens=8)
-    big = sequence("big", 7, 1)
+    big = request("big", 7, 1)
     waits = [True]
 
-    def ready(one: Sequence) -> int:
+    def ready(one: Request) -> int:
         return 0 if one is big and waits[0] else len(one.tokens)
 
     scheduler.add(big)
     for number in range(50):
-        scheduler.add(sequence(f"small {number}", 1, 3))
+        scheduler.add(request(f"small {number}", 1, 3))
         run(scheduler, scheduler.schedule(ready))
         waits[0] = number < 2  # its media come late
-    assert scheduler.get(big.request) is None
+    assert scheduler.get(big.id) is None
 
 
 def test_one_that_waits_for_its_media_does_not_hold_up_the_others() -> None:
     scheduler = Scheduler(PagePool(8, 1), 8, max_num_batched_tokens=8)
-    waiting, other = sequence("waiting", 4, 1), sequence("other", 4, 1)
+    waiting, other = request("waiting", 4, 1), request("other", 4, 1)
     scheduler.add(waiting)
     scheduler.add(other)
     step = scheduler.schedule(lambda one: 0 if one is waiting else len(one.tokens))
-    assert [chunk.sequence for chunk in step.chunks] == [other]
+    assert [chunk.request for chunk in step.chunks] == [other]
 
 
 def test_no_more_than_max_num_seqs_run_at_a_time() -> None:
     scheduler = Scheduler(PagePool(8, 1), 2, max_num_batched_tokens=8)
     for number in range(3):
-        scheduler.add(sequence(str(number), 1, 2))
-    assert [chunk.sequence.request for chunk in scheduler.schedule(everything).chunks] == ["0", "1"]
+        scheduler.add(request(str(number), 1, 2))
+    assert [chunk.request.id for chunk in scheduler.schedule(everything).chunks] == ["0", "1"]
 
 
-def finish(scheduler: Scheduler, one: Sequence) -> int:
-    """Runs one sequence alone to its end; how many tokens were computed for it."""
+def finish(scheduler: Scheduler, one: Request) -> int:
+    """Runs one request alone to its end; how many tokens were computed for it."""
     scheduler.add(one)
     computed = 0
-    while scheduler.get(one.request):
+    while scheduler.get(one.id):
         step = scheduler.schedule(everything)
         computed += step.num_tokens
         run(scheduler, step)
@@ -181,21 +181,21 @@ def finish(scheduler: Scheduler, one: Sequence) -> int:
 
 def test_a_prefix_that_is_known_is_not_computed_again() -> None:
     scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
-    assert finish(scheduler, sequence("first", 18, 3)) == 18 + 2
-    same = sequence("same", 18, 3)
+    assert finish(scheduler, request("first", 18, 3)) == 18 + 2
+    same = request("same", 18, 3)
     assert finish(scheduler, same) == 2 + 2
     assert same.num_reused == 0, "given back with the pages"
     # the prompt's last token is computed even when whole pages would cover it
-    assert finish(scheduler, sequence("whole pages", 16, 1)) == 4
-    assert finish(scheduler, sequence("another", 18, 3, first_token=7)) == 18 + 2
+    assert finish(scheduler, request("whole pages", 16, 1)) == 4
+    assert finish(scheduler, request("another", 18, 3, first_token=7)) == 18 + 2
     scheduler.pool.check_all_free()
 
 
 def test_what_was_generated_is_part_of_the_prefix_of_the_next_turn() -> None:
     scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
-    first = sequence("first", 6, 7)
+    first = request("first", 6, 7)
     finish(scheduler, first)
-    second = sequence("second", 14, 1)
+    second = request("second", 14, 1)
     second.tokens[:13] = first.tokens
     assert finish(scheduler, second) == 14 - 12
 
@@ -203,7 +203,7 @@ def test_what_was_generated_is_part_of_the_prefix_of_the_next_turn() -> None:
 def test_a_salt_keeps_prefixes_apart() -> None:
     scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
     for salt, computed in (("a", 9), ("b", 9), ("a", 1)):
-        one = sequence(f"{salt}{computed}", 9, 1)
+        one = request(f"{salt}{computed}", 9, 1)
         one.cache_salt = salt
         assert finish(scheduler, one) == computed
 
@@ -211,8 +211,8 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 def test_a_prefix_is_named_by_its_media_and_by_what_stands_before_them() -> None:
     scheduler = Scheduler(PagePool(40, 4), 8, max_num_batched_tokens=64)
 
-    def picture(name: str, key: str, start: int = 2) -> Sequence:
-        one = sequence(name, 15, 1)
+    def picture(name: str, key: str, start: int = 2) -> Request:
+        one = request(name, 15, 1)
         one.items = [PlacedItem(key, Placement((Span(start, 8),)), 8)]
         return one
 
@@ -225,23 +225,23 @@ def test_a_prefix_is_named_by_its_media_and_by_what_stands_before_them() -> None
 def test_the_longest_idle_prefix_goes_first_and_its_end_before_its_beginning() -> None:
     pool = PagePool(7, 1)
     scheduler = Scheduler(pool, 8, max_num_batched_tokens=64)
-    finish(scheduler, sequence("old", 3, 1, first_token=5))
-    finish(scheduler, sequence("new", 3, 1, first_token=6))
-    finish(scheduler, sequence("third", 2, 1, first_token=7))  # takes the last page of the old one
-    assert finish(scheduler, sequence("new again", 3, 1, first_token=6)) == 1
-    assert finish(scheduler, sequence("old again", 3, 1, first_token=5)) == 2
+    finish(scheduler, request("old", 3, 1, first_token=5))
+    finish(scheduler, request("new", 3, 1, first_token=6))
+    finish(scheduler, request("third", 2, 1, first_token=7))  # takes the last page of the old one
+    assert finish(scheduler, request("new again", 3, 1, first_token=6)) == 1
+    assert finish(scheduler, request("old again", 3, 1, first_token=5)) == 2
 
 
 def test_one_that_waits_with_its_prefix_gives_it_up_to_those_before_it() -> None:
     pool = PagePool(4, 1)
     scheduler = Scheduler(pool, 8, max_num_batched_tokens=64)
-    finish(scheduler, sequence("teacher", 3, 1))
-    first, later = sequence("first", 4, 1, first_token=8), sequence("later", 4, 1)
+    finish(scheduler, request("teacher", 3, 1))
+    first, later = request("first", 4, 1, first_token=8), request("later", 4, 1)
     scheduler.add(first)
     scheduler.add(later)
     assert later.num_computed == 3
     step = scheduler.schedule(everything)
-    assert [chunk.sequence for chunk in step.chunks] == [first]
+    assert [chunk.request for chunk in step.chunks] == [first]
     assert step.preempted == [later]
     run(scheduler, step)
     while len(scheduler):
@@ -249,8 +249,8 @@ def test_one_that_waits_with_its_prefix_gives_it_up_to_those_before_it() -> None
     pool.check_all_free()
 
 
-def scoring(name: str, prompt: int) -> Sequence:
-    one = sequence(name, prompt, 1)
+def scoring(name: str, prompt: int) -> Request:
+    one = request(name, prompt, 1)
     one.sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
     return one
 
@@ -258,13 +258,13 @@ def scoring(name: str, prompt: int) -> Sequence:
 def test_prompts_are_scored_a_few_tokens_at_a_time_and_others_take_the_rest_of_the_budget() -> None:
     scheduler = Scheduler(PagePool(200, 4), 8, max_num_batched_tokens=512)
     first, second = scoring("first", 100), scoring("second", 100)
-    for one in (first, second, plain := sequence("plain", 300, 1)):
+    for one in (first, second, plain := request("plain", 300, 1)):
         scheduler.add(one)
     steps = []
     while len(scheduler):
         step = scheduler.schedule(everything)
         assert step.num_scored <= MAX_SCORED
-        steps.append({chunk.sequence.request: chunk.length for chunk in step.chunks})
+        steps.append({chunk.request.id: chunk.length for chunk in step.chunks})
         run(scheduler, step)
     assert steps[0] == {"first": MAX_SCORED, "plain": 300}
     assert steps[1] == {"first": 36, "second": MAX_SCORED - 35}, "the last token is not scored, but sampled from"
@@ -274,8 +274,8 @@ def test_prompts_are_scored_a_few_tokens_at_a_time_and_others_take_the_rest_of_t
 
 def test_a_prompt_that_is_scored_is_computed_whole_and_others_find_it() -> None:
     scheduler = Scheduler(PagePool(40, 4), 8, max_num_batched_tokens=64)
-    assert finish(scheduler, sequence("plain", 18, 1)) == 18
+    assert finish(scheduler, request("plain", 18, 1)) == 18
     queries = scheduler.num_prefix_queries
     assert finish(scheduler, scoring("scored", 18)) == 18
     assert scheduler.num_prefix_queries == queries
-    assert finish(scheduler, sequence("again", 18, 1)) == 2
+    assert finish(scheduler, request("again", 18, 1)) == 2

@@ -1,4 +1,4 @@
-"""Sequences that wait for media, KV or pages beside sequences that are ready: the scheduler without devices."""
+"""Requests that wait for media, KV or pages beside requests that are ready: the scheduler without devices."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.engine.kv_cache import PagePool
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.engine.scheduler import MAX_PASSED, Scheduler, Step
 from triptych.messages.work import PlacedItem, SamplingParams
 from triptych.types import Placement, RequestId, Span
@@ -20,12 +20,12 @@ from triptych.types import Placement, RequestId, Span
 ROLES = {"PD": (True, True), "P": (True, False), "D": (False, True)}
 
 
-def sequence(name: str, prompt: int, max_tokens: int = 1, *, media: int = 0, role: str = "PD") -> Sequence:
+def request(name: str, prompt: int, max_tokens: int = 1, *, media: int = 0, role: str = "PD") -> Request:
     """A prompt of ``prompt`` tokens of its own, the last ``media`` of them a picture's."""
     prefilled_here, decoded_here = ROLES[role]
     placement = Placement((Span(prompt - media, media),)) if media else None
-    return Sequence(
-        request=RequestId(name),
+    return Request(
+        id=RequestId(name),
         tokens=[zlib.crc32(name.encode()) % 1000] + [1] * (prompt - 1),
         positions=np.zeros((3, prompt), dtype=np.int64),
         next_position=prompt,
@@ -50,10 +50,10 @@ class World:
     blocks: int = 10_000
     reuse: bool = False
     chance: random.Random = field(default_factory=lambda: random.Random(0))
-    lands: Callable[[Sequence], bool] = lambda _: True
-    """Whether a token of a sequence's media lands now, or its prefill instance has it all."""
+    lands: Callable[[Request], bool] = lambda _: True
+    """Whether a token of a request's media lands now, or its prefill instance has it all."""
     tokens: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """By sequence in which step which tokens were computed."""
+    """By request in which step which tokens were computed."""
 
     def __post_init__(self) -> None:
         pool = PagePool(self.pages, self.page_size)
@@ -64,67 +64,67 @@ class World:
         self.num_steps = 0
         self.idle_turns = 0
 
-    def add(self, one: Sequence) -> Sequence:
+    def add(self, one: Request) -> Request:
         self.scheduler.add(one)
         self.need(one)
         return one
 
-    def need(self, one: Sequence) -> None:
+    def need(self, one: Request) -> None:
         """Its transfers start over."""
-        self.asked.discard(one.request)
-        self.offered.discard(one.request)
+        self.asked.discard(one.id)
+        self.offered.discard(one.id)
         if one.admitted:
-            self.asked.add(one.request)
+            self.asked.add(one.id)
         before_media = one.items[0].placement.start if one.items else len(one.tokens)
-        self.landed[one.request] = max(before_media, one.num_computed)
+        self.landed[one.id] = max(before_media, one.num_computed)
 
-    def ready(self, one: Sequence) -> int:
+    def ready(self, one: Request) -> int:
         if self.role == "D":
-            comes = not one.items or one.request in self.offered or (one.admitted and one.request not in self.asked)
+            comes = not one.items or one.id in self.offered or (one.admitted and one.id not in self.asked)
             return len(one.tokens) if comes else one.num_computed
-        landed = self.landed[one.request]
+        landed = self.landed[one.id]
         return len(one.tokens) if landed >= one.num_prompt else max(landed, one.num_computed)
 
-    def held(self, one: Sequence) -> int:
+    def held(self, one: Request) -> int:
         """Media tokens that lie in the receive pool."""
         if not one.items:
             return 0
         start = max(one.num_computed, one.items[0].placement.start)
-        return max(0, min(self.landed[one.request], one.num_prompt) - start)
+        return max(0, min(self.landed[one.id], one.num_prompt) - start)
 
     def land(self) -> None:
         """Tokens land in order of arrival, the first in line at the expense of the others."""
         head = True
         for one in self.scheduler:
-            if not one.items or self.landed[one.request] >= one.num_prompt:
+            if not one.items or self.landed[one.id] >= one.num_prompt:
                 continue
             used = sum(self.held(other) for other in self.scheduler)
             if used >= self.blocks and head:
                 later = [o for o in self.scheduler if o.arrival > one.arrival and self.held(o) and not o.sends_pages]
                 if later:
-                    self.landed[later[-1].request] -= self.held(later[-1])
+                    self.landed[later[-1].id] -= self.held(later[-1])
                     used = sum(self.held(other) for other in self.scheduler)
             head = False
             if used < self.blocks and self.lands(one):
-                self.landed[one.request] += 1
+                self.landed[one.id] += 1
 
     def prefill(self) -> None:
         """What other instances do for one that only decodes."""
         for one in list(self.scheduler):
-            if one.request not in self.asked:
+            if one.id not in self.asked:
                 continue
-            if one.request in self.offered or not one.items:
+            if one.id in self.offered or not one.items:
                 if self.chance.random() < 0.7:
-                    self.asked.discard(one.request)
+                    self.asked.discard(one.id)
                     self.scheduler.arrived(one, len(one.tokens))
                     self.took_token(one)
             elif self.lands(one):
-                self.offered.add(one.request)
+                self.offered.add(one.id)
 
-    def took_token(self, one: Sequence) -> None:
+    def took_token(self, one: Request) -> None:
         one.tokens.append(2)
         if one.finish_reason() or not one.decoded_here:
-            self.scheduler.remove(one.request)
+            self.scheduler.remove(one.id)
 
     def turn(self) -> Step:
         """One look at what has come, and one step."""
@@ -137,14 +137,14 @@ class World:
             self.need(one)
         self.scheduler.computed(step)
         for chunk in step.chunks:
-            self.tokens.setdefault(chunk.sequence.request, []).append((self.num_steps, chunk.length))
+            self.tokens.setdefault(chunk.request.id, []).append((self.num_steps, chunk.length))
             if chunk.samples:
-                self.took_token(chunk.sequence)
+                self.took_token(chunk.request)
         self.num_steps += bool(step.chunks)
         self.idle_turns = 0 if step.chunks or step.admitted else self.idle_turns + 1
         return step
 
-    def check(self, step: Step, sending: list[Sequence]) -> None:
+    def check(self, step: Step, sending: list[Request]) -> None:
         scheduler, pool = self.scheduler, self.scheduler.pool
         assert len({page for one in scheduler for page in one.pages}) == pool.num_held
         assert len(step.chunks) <= self.max_num_seqs
@@ -154,8 +154,8 @@ class World:
         assert all(one.sends_pages for one in sending), "pages that KV is sent from were taken"
         assert all(one.wholly_ready for one in scheduler if one.sends_pages)
         for chunk in step.chunks:
-            assert chunk.start + chunk.length <= self.ready(chunk.sequence)
-            assert len(chunk.sequence.pages) * self.page_size >= chunk.start + chunk.length
+            assert chunk.start + chunk.length <= self.ready(chunk.request)
+            assert len(chunk.request.pages) * self.page_size >= chunk.start + chunk.length
         if not step.chunks and not step.admitted:
             again = scheduler.schedule(self.ready)
             assert not again.chunks and not again.admitted, "a step was there, but only at the second look"
@@ -167,11 +167,11 @@ class World:
                 self.scheduler.pool.check_all_free()
                 return
             self.turn()
-        raise AssertionError(f"after {limit} turns there are {[one.request for one in self.scheduler]}")
+        raise AssertionError(f"after {limit} turns there are {[one.id for one in self.scheduler]}")
 
 
 def computing(step: Step) -> list[str]:
-    return [chunk.sequence.request for chunk in step.chunks]
+    return [chunk.request.id for chunk in step.chunks]
 
 
 # ── by example ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,15 +180,15 @@ def computing(step: Step) -> list[str]:
 @pytest.mark.parametrize("role", ["PD", "P"])
 def test_a_prompt_whose_known_prefix_ends_in_its_picture_holds_up_nobody(role: str) -> None:
     world = World(role, pages=64, page_size=4, reuse=True, budget=64)
-    world.add(sequence("warm", 10, media=8, role=role))
+    world.add(request("warm", 10, media=8, role=role))
     world.finish(20)
     world.lands = lambda _: False
-    asked_again = sequence("warm", 10, media=8, role=role)
-    asked_again.request = RequestId("again")
+    asked_again = request("warm", 10, media=8, role=role)
+    asked_again.id = RequestId("again")
     world.add(asked_again)
     assert asked_again.num_reused == 8
     for number in range(3):
-        world.add(sequence(f"text {number}", 6, role=role))
+        world.add(request(f"text {number}", 6, role=role))
     assert computing(world.turn()) == ["text 0", "text 1", "text 2"]
 
 
@@ -196,11 +196,11 @@ def test_a_prompt_whose_known_prefix_ends_in_its_picture_holds_up_nobody(role: s
 def test_prompts_that_wait_have_no_place_among_those_that_run(role: str) -> None:
     world = World(role, pages=1000, max_num_seqs=2, budget=64, lands=lambda _: False)
     for number in range(20):
-        world.add(sequence(f"media {number}", 8, media=6, role=role))
+        world.add(request(f"media {number}", 8, media=6, role=role))
     for _ in range(20):
         world.turn()
     for number in range(2):
-        world.add(sequence(f"text {number}", 6, 4, role=role))
+        world.add(request(f"text {number}", 6, 4, role=role))
     for _ in range(20):
         world.turn()
     assert len(world.scheduler) == 20
@@ -210,12 +210,12 @@ def test_prompts_that_wait_have_no_place_among_those_that_run(role: str) -> None
 
 @pytest.mark.parametrize("role", ["PD", "P", "D"])
 def test_pages_of_prompts_that_wait_are_taken_whatever_came_first(role: str) -> None:
-    world = World(role, pages=12, budget=64, lands=lambda one: role != "D" and world.landed[one.request] < 8)
-    media = [world.add(sequence(f"media {number}", 10, media=8, role=role)) for number in range(3)]
+    world = World(role, pages=12, budget=64, lands=lambda one: role != "D" and world.landed[one.id] < 8)
+    media = [world.add(request(f"media {number}", 10, media=8, role=role)) for number in range(3)]
     for _ in range(30):
         world.turn()
     assert world.scheduler.pool.num_free < 12
-    world.add(sequence("text", 12, role=role))
+    world.add(request("text", 12, role=role))
     for _ in range(20):
         world.turn()
     assert world.scheduler.get(RequestId("text")) is None
@@ -225,16 +225,16 @@ def test_pages_of_prompts_that_wait_are_taken_whatever_came_first(role: str) -> 
 
 
 def test_a_prefill_instance_sends_once_all_is_ready_and_can_take_back_what_it_computed_before() -> None:
-    world = World("P", pages=12, budget=4, lands=lambda one: world.landed[one.request] < 6)
-    media = world.add(sequence("media", 10, media=8, role="P"))
+    world = World("P", pages=12, budget=4, lands=lambda one: world.landed[one.id] < 6)
+    media = world.add(request("media", 10, media=8, role="P"))
     for _ in range(10):
         world.turn()
     assert (media.num_computed, media.sends_pages, len(media.pages)) == (6, False, 6)
-    world.add(sequence("text", 10, role="P"))
+    world.add(request("text", 10, role="P"))
     step = world.turn()
     assert (computing(step), step.preempted) == (["text"], [media])
     world.lands = lambda _: True
-    world.landed[media.request] = 10
+    world.landed[media.id] = 10
     for computed in (0, 0, 0, 4, 8):
         assert media.num_computed == computed
         world.turn()
@@ -246,51 +246,51 @@ def test_a_large_prompt_whose_rows_come_one_by_one_is_not_passed_for_ever() -> N
     """Between two rows it waits, and there is always a text that would take its pages."""
     for role in ("PD", "P"):
         world = World(role, pages=12, blocks=1, budget=64)
-        large = world.add(sequence("large", 11, media=10, role=role))
+        large = world.add(request("large", 11, media=10, role=role))
         numbers = itertools.count()
         for _ in range(60 * MAX_PASSED):
             while sum(not one.items for one in world.scheduler) < 3:
-                world.add(sequence(f"text {next(numbers)}", 4, 3, role=role))
+                world.add(request(f"text {next(numbers)}", 4, 3, role=role))
             world.turn()
-            if not world.scheduler.get(large.request):
+            if not world.scheduler.get(large.id):
                 break
-        assert world.scheduler.get(large.request) is None
+        assert world.scheduler.get(large.id) is None
         assert large.num_passed <= MAX_PASSED
 
 
 def test_a_decode_instance_asks_for_a_prompt_with_media_though_there_are_always_texts() -> None:
     world = World("D", pages=12, budget=64, lands=lambda _: world.chance.random() < 0.2)
-    large = world.add(sequence("large", 12, media=10, role="D"))
+    large = world.add(request("large", 12, media=10, role="D"))
     numbers = itertools.count()
     for _ in range(100 * MAX_PASSED):
         while sum(not one.items for one in world.scheduler) < 3:
-            world.add(sequence(f"text {next(numbers)}", 4, 3, role="D"))
+            world.add(request(f"text {next(numbers)}", 4, 3, role="D"))
         world.turn()
-        if not world.scheduler.get(large.request):
+        if not world.scheduler.get(large.id):
             break
-    assert world.scheduler.get(large.request) is None
+    assert world.scheduler.get(large.id) is None
 
 
 def test_two_that_wait_in_turns_do_not_take_each_others_pages_for_ever() -> None:
     for role in ("PD", "P"):
         world = World(role, pages=12, blocks=1, budget=64)
         for number in range(2):
-            world.add(sequence(f"large {number}", 12, media=11, role=role))
+            world.add(request(f"large {number}", 12, media=11, role=role))
         world.finish(100)
         assert world.scheduler.num_preemptions < 40
 
 
 def test_one_whose_media_have_landed_gets_its_turn_before_those_that_came_later() -> None:
     world = World("PD", pages=100, max_num_seqs=1, budget=4, lands=lambda _: False)
-    media = world.add(sequence("media", 4, media=3))
-    texts = [world.add(sequence(f"text {number}", 4, 5)) for number in range(3)]
+    media = world.add(request("media", 4, media=3))
+    texts = [world.add(request(f"text {number}", 4, 5)) for number in range(3)]
     world.turn()
     world.turn()
-    world.landed[media.request] = 4
+    world.landed[media.id] = 4
     order: list[str] = []
     while len(world.scheduler):
         order += [name for name in computing(world.turn()) if name not in order]
-    assert order == [texts[0].request, media.request, texts[1].request, texts[2].request]
+    assert order == [texts[0].id, media.id, texts[1].id, texts[2].id]
 
 
 # ── by chance ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -319,17 +319,17 @@ def test_whatever_waits_for_whatever_everything_ends(data: st.DataObject) -> Non
         lands=lambda _: chance.random() < speed,
     )
     waiting = [
-        sequence(f"{number % 3}" if chance.random() < 0.3 else f"r{number}", prompt, new, media=min(media, prompt - 1))
+        request(f"{number % 3}" if chance.random() < 0.3 else f"r{number}", prompt, new, media=min(media, prompt - 1))
         for number, (prompt, media, new) in enumerate(shapes)
     ]
     for number, one in enumerate(waiting):
-        one.request = RequestId(f"r{number}")
+        one.id = RequestId(f"r{number}")
         one.prefilled_here, one.decoded_here = ROLES[role]
     while waiting:
         if chance.random() < 0.4:
             world.add(waiting.pop(0))
         if len(world.scheduler) and chance.random() < 0.05:
-            world.scheduler.remove(chance.choice(list(world.scheduler)).request)
+            world.scheduler.remove(chance.choice(list(world.scheduler)).id)
         world.turn()
     world.finish(4000)
 
@@ -354,11 +354,11 @@ def test_texts_beside_prompts_that_never_get_their_media_end_as_if_alone(data: s
         for number, kind in enumerate(order):
             if kind == 0:
                 prompt, new = next(coming_texts)
-                world.add(sequence(f"text {number}", prompt, new, role=role))
+                world.add(request(f"text {number}", prompt, new, role=role))
             else:
                 before, rows = next(coming_media)
                 if beside_media:
-                    world.add(sequence(f"media {number}", before + rows, media=rows, role=role))
+                    world.add(request(f"media {number}", before + rows, media=rows, role=role))
         for turn in range(2000):
             if not any(not one.items for one in world.scheduler):
                 return turn
@@ -374,29 +374,29 @@ def test_texts_beside_prompts_that_never_get_their_media_end_as_if_alone(data: s
 def test_an_answer_that_waits_before_each_token_goes_on_beside_long_ones(role: str, places: int) -> None:
     """As one does whose grammar takes three steps to judge a token."""
     scheduler = Scheduler(PagePool(10_000, 4), places, 64, reuse_prefixes=False)
-    slow = sequence("slow", 8, 30, role=role)
+    slow = request("slow", 8, 30, role=role)
     scheduler.add(slow)
     judging = steps = 0
 
-    def ready(one: Sequence) -> int:
+    def ready(one: Request) -> int:
         return len(one.tokens) - (one is slow and one.lacks_newest_only and judging > 0)
 
     while slow.num_generated < 30:
         steps += 1
         judging -= 1
         while len(scheduler) < 2 * places + 1:
-            scheduler.add(sequence(f"other {steps} {len(scheduler)}", 4, 200, role=role))
+            scheduler.add(request(f"other {steps} {len(scheduler)}", 4, 200, role=role))
         step = scheduler.schedule(ready)
         for one in step.admitted:
             scheduler.arrived(one, len(one.tokens))
             one.tokens.append(1)
-        assert len({chunk.sequence.request for chunk in step.chunks}) <= places
+        assert len({chunk.request.id for chunk in step.chunks}) <= places
         scheduler.computed(step)
         for chunk in step.chunks:
             if chunk.samples:
-                chunk.sequence.tokens.append(1)
-            if chunk.sequence is slow:
+                chunk.request.tokens.append(1)
+            if chunk.request is slow:
                 judging = 4
-            if chunk.sequence.finish_reason():
-                scheduler.remove(chunk.sequence.request)
+            if chunk.request.finish_reason():
+                scheduler.remove(chunk.request.id)
         assert steps < 30 * 8, "each of its tokens waits for another answer's end"

@@ -1,6 +1,6 @@
 """Scheduler, runner and sampler without an instance around them: prompts in, tokens out. Not a test."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.padding import only_decodes
 from triptych.engine.prompt_logprobs import asked_of, joined
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.engine.runner import MediaEmbeddings, Runner
 from triptych.engine.sampler import SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler
@@ -23,7 +23,7 @@ PAGE_SIZE = 4
 @dataclass
 class Generating:
     """Answers of ``runner``, over a pool of ``num_pages``. Every prompt has rows for its tokens 2 to 4: as media have,
-    but made up. ``batches`` counts the steps that only decoded, by their number of sequences."""
+    but made up. ``batches`` counts the steps that only decoded, by their number of requests."""
 
     runner: Runner
     decoder: Decoder
@@ -35,60 +35,60 @@ class Generating:
     scored: dict[int, PromptLogprobs | None] = field(default_factory=dict)
     """What the prompts' log probabilities are, by the prompts' numbers."""
 
-    def answers(self, prompts: Rows[list[int]], samplings: Rows[SamplingParams]) -> list[list[int]]:
+    def answers(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> list[list[int]]:
         """The generated tokens of each prompt."""
         pool = PagePool(self.num_pages, PAGE_SIZE)
         scheduler = Scheduler(pool, self.max_num_seqs, self.budget, reuse_prefixes=False)
-        sequences = [
-            sequence(str(index), tokens, sampling)
+        requests = [
+            request(str(index), tokens, sampling)
             for index, (tokens, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
-        for one in sequences:
+        for one in requests:
             scheduler.add(one)
         while scheduler:
             self._step(scheduler)
         pool.check_all_free()
         self.num_preemptions = scheduler.num_preemptions
-        return [one.tokens[one.num_prompt :] for one in sequences]
+        return [one.tokens[one.num_prompt :] for one in requests]
 
     def _step(self, scheduler: Scheduler) -> None:
         step = scheduler.schedule(lambda one: len(one.tokens))
         batch = self.runner.batch(step.chunks, self._media(step.chunks))
-        sampling = [c.sequence for c in step.chunks if c.samples]
+        sampling = [c.request for c in step.chunks if c.samples]
         draws = [SamplingInput(s.sampling, s.history, s.end_token_ids) for s in sampling]
         self.runner.prepare(step.chunks)
         outcome = self.runner.run(batch, draws, asked_of(step.chunks))
-        for one, scored in zip([c.sequence for c in step.chunks if c.num_scored], outcome.scored, strict=True):
+        for one, scored in zip([c.request for c in step.chunks if c.num_scored], outcome.scored, strict=True):
             one.prompt_logprobs.append(scored)
         if only_decodes(batch):
             self.batches[len(step.chunks)] = self.batches.get(len(step.chunks), 0) + 1
         scheduler.computed(step)
         for one, token in zip(sampling, outcome.drawn, strict=True):
             one.tokens.append(token.token)
-            self.scored[int(one.request)] = self.scored.get(int(one.request)) or joined(one.prompt_logprobs)
+            self.scored[int(one.id)] = self.scored.get(int(one.id)) or joined(one.prompt_logprobs)
             if one.finish_reason():
-                scheduler.remove(one.request)
+                scheduler.remove(one.id)
 
-    def _media(self, chunks: Rows[Chunk]) -> MediaEmbeddings:
+    def _media(self, chunks: Sequence[Chunk]) -> MediaEmbeddings:
         config, index, rows, first = self.decoder.config, [], [], 0
         width = config.hidden_size * (1 + config.num_deepstack_layers)
         for chunk in chunks:
             for place in range(max(2, chunk.start), min(5, chunk.start + chunk.length)):
                 index.append(first + place - chunk.start)
-                generator = torch.Generator().manual_seed(sum(chunk.sequence.tokens[:2]) + place)
+                generator = torch.Generator().manual_seed(sum(chunk.request.tokens[:2]) + place)
                 rows.append(0.5 * torch.randn(width, generator=generator))
             first += chunk.length
         stacked = torch.stack(rows) if rows else torch.empty(0, width)
         return MediaEmbeddings(torch.tensor(index, dtype=torch.int64), stacked.to(self.decoder.dtype))
 
 
-def sequence(name: str, tokens: list[int], sampling: SamplingParams) -> Sequence:
+def request(name: str, tokens: list[int], sampling: SamplingParams) -> Request:
     """A prompt whose positions are those of text."""
     positions = np.broadcast_to(np.arange(len(tokens)), (3, len(tokens)))
-    return Sequence(RequestId(name), list(tokens), positions, len(tokens), [], sampling, frozenset())
+    return Request(RequestId(name), list(tokens), positions, len(tokens), [], sampling, frozenset())
 
 
-def prompts(vocabulary: int, lengths: Rows[int], seed: int = 0) -> list[list[int]]:
+def prompts(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]

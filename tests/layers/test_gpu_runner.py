@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from tests.layers.generating import PAGE_SIZE, Generating, prompts, sequence
+from tests.layers.generating import PAGE_SIZE, Generating, prompts, request
 from triptych.engine.buckets import bucket_for, bucket_sizes
 from triptych.engine.padding import only_decodes, padded
 from triptych.engine.runner import MediaEmbeddings, Runner
@@ -148,19 +148,19 @@ def test_padding_harms_nobody(plain: Decoder, num_rows: int) -> None:
 
 
 def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
-    """Three sequences whose prompts are computed, and the step of their last tokens."""
+    """Three requests whose prompts are computed, and the step of their last tokens."""
     cache = cache_of(decoder)
     runner = Runner(decoder, cache, PAGE_SIZE)
-    sequences = [
-        sequence(str(index), tokens, SAMPLINGS[0])
+    requests = [
+        request(str(index), tokens, SAMPLINGS[0])
         for index, tokens in enumerate(prompts(decoder.config.vocab_size, [6, 3, 9]))
     ]
-    for one, pages in zip(sequences, ([0, 7], [3], [19, 5, 1]), strict=True):
+    for one, pages in zip(requests, ([0, 7], [3], [19, 5, 1]), strict=True):
         one.pages = pages
     width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
     media = MediaEmbeddings(torch.empty(0, dtype=torch.int64), torch.empty(0, width))
-    runner.run(runner.batch([Chunk(one, 0, len(one.tokens) - 1) for one in sequences], media), [])
-    return runner, cache, runner.batch([Chunk(one, len(one.tokens) - 1, 1) for one in sequences], media)
+    runner.run(runner.batch([Chunk(one, 0, len(one.tokens) - 1) for one in requests], media), [])
+    return runner, cache, runner.batch([Chunk(one, len(one.tokens) - 1, 1) for one in requests], media)
 
 
 def test_graphs_only_suit_steps_that_fit(plain: Decoder) -> None:
@@ -175,7 +175,7 @@ def test_graphs_only_suit_steps_that_fit(plain: Decoder) -> None:
 
 def test_what_is_prepared_is_used_while_it_holds(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuRunner(plain, cache_of(plain), PAGE_SIZE, CPU)
-    one = sequence("0", [1, 2, 3, 4, 5], SAMPLINGS[0])
+    one = request("0", [1, 2, 3, 4, 5], SAMPLINGS[0])
     one.pages = [3, 7]
     runner.prepare([Chunk(one, 2, 3)])
     one.tokens.append(6)

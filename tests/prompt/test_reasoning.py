@@ -43,7 +43,7 @@ def parsed(text: str, cuts: list[int]) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("text", "thought", "expected"),
+    ("text", "reasoning", "expected"),
     [
         ("Hm.\n</think>\n\nYes.", Reasoning.OPEN, ("Hm.", "Yes.")),
         ("\nHm", Reasoning.OPEN, ("Hm", "")),
@@ -69,7 +69,7 @@ def test_thoughts_are_the_same_for_any_split(text: str, reasoning: Reasoning, cu
 
 
 @pytest.mark.parametrize(
-    ("prompt", "thought"),
+    ("prompt", "reasoning"),
     [
         ("<|im_start|>assistant\n<think>\n", Reasoning.OPEN),
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Reasoning.NONE),

@@ -6,7 +6,7 @@ import torch
 
 from triptych.config import FrontendConfig
 from triptych.engine.embedding_source import EmbeddingSource
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.errors import ConfigError
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
@@ -21,9 +21,9 @@ from triptych.types import Address, Placement, RequestId, Span, TransferId
 LAYOUT = RowLayout("m", "float32", 4, 16)
 
 
-def sequence(timeout: float) -> Sequence:
-    return Sequence(
-        request=RequestId("r"),
+def request(timeout: float) -> Request:
+    return Request(
+        id=RequestId("r"),
         tokens=[0] * 9,
         positions=np.zeros((3, 9)),
         next_position=9,
@@ -40,7 +40,7 @@ def test_an_item_waits_for_its_encoder_as_long_as_its_request_may(timeout: float
     buffer = RowBuffer(LAYOUT, 4, 4, [LocalFabric()], allocate=PlainMemory)
     receiver = Receiver(buffer, Address("me"), lambda *_: None, clock=lambda: now[0])
     incoming = EmbeddingSource(receiver, "pd0", Address("me"), torch.float32, 4)
-    assert incoming.need(sequence(timeout))
+    assert incoming.need(request(timeout))
     now[0] = last
     assert not incoming.take_failures()
     now[0] = last + 1

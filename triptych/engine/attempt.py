@@ -1,7 +1,6 @@
 """A step's work as it can be tried again in parts, until it is known which of its requests make the step fail."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,7 +13,7 @@ class Attempt:
     """Chunks to be computed in one forward pass, and the media rows that were taken for them: these can be taken from
     the receive buffer only once."""
 
-    chunks: Rows[Chunk]
+    chunks: Sequence[Chunk]
     media: MediaEmbeddings
 
     def halves(self) -> list["Attempt"]:
@@ -27,7 +26,7 @@ class Attempt:
         kept = [number for number, chunk in enumerate(self.chunks) if not gone(chunk)]
         return self if len(kept) == len(self.chunks) else self._of(kept)
 
-    def _of(self, numbers: Rows[int]) -> "Attempt":
+    def _of(self, numbers: Sequence[int]) -> "Attempt":
         chunks = [self.chunks[number] for number in numbers]
         starts = list(accumulate((chunk.length for chunk in self.chunks), initial=0))
         offsets = accumulate((chunk.length for chunk in chunks), initial=0)

@@ -31,7 +31,7 @@ class DecodeGraphs:
 
     def __init__(self, decoder: Decoder, cache: KVTensors, sizes: list[int], max_pages: int, record: Record) -> None:
         """Records a step for each of ``sizes``, ascending. ``max_pages``: the most that the page tables of a step's
-        sequences have together."""
+        requests have together."""
         self._decoder = decoder
         self._cache = cache
         self._sizes = sizes

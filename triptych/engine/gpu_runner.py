@@ -1,12 +1,12 @@
 """Steps on a GPU: what the next step needs is prepared while one runs."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.engine.runner import ChunkInputs, Forward, Runner
 from triptych.engine.scheduler import Chunk
 from triptych.layers.attention.base import KVTensors
@@ -14,9 +14,9 @@ from triptych.layers.attention.base import KVTensors
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The inputs of a sequence's next token, as its pages were then."""
+    """The inputs of a request's next token, as its pages were then."""
 
-    sequence: Sequence
+    request: Request
     start: int
     pages: list[int]
     inputs: ChunkInputs
@@ -32,28 +32,28 @@ class GpuRunner(Runner):
         self._device = device
         self._prepared: dict[int, _Prepared] = {}
 
-    def prepare(self, chunks: Rows[Chunk]) -> None:
-        """Prepares the inputs of each sampling sequence's next token, which don't depend on which token that is. Those
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        """Prepares the inputs of each sampling request's next token, which don't depend on which token that is. Those
         for which a page must be taken first are left."""
         self._prepared = {}
         for chunk in chunks:
-            following = Chunk(chunk.sequence, chunk.start + chunk.length, 1)
-            pages = list(chunk.sequence.pages)
+            following = Chunk(chunk.request, chunk.start + chunk.length, 1)
+            pages = list(chunk.request.pages)
             if chunk.samples and following.start < len(pages) * self._page_size:
                 inputs = super()._inputs(following)
-                self._prepared[id(chunk.sequence)] = _Prepared(chunk.sequence, following.start, pages, inputs)
+                self._prepared[id(chunk.request)] = _Prepared(chunk.request, following.start, pages, inputs)
 
     def _placed(self) -> AbstractContextManager[object]:
         # Triton launches on the thread's current device; -1 leaves it as it is
         return torch.cuda.device(-1 if self._device.index is None else self._device.index)
 
     def _inputs(self, chunk: Chunk) -> ChunkInputs:
-        sequence, prepared = chunk.sequence, self._prepared.get(id(chunk.sequence))
+        request, prepared = chunk.request, self._prepared.get(id(chunk.request))
         if (
             prepared is not None
-            and prepared.sequence is sequence
+            and prepared.request is request
             and (prepared.start, 1) == (chunk.start, chunk.length)
-            and prepared.pages == sequence.pages  # it may have been preempted, and have begun again, meanwhile
+            and prepared.pages == request.pages  # it may have been preempted, and have begun again, meanwhile
         ):
             return prepared.inputs
         return super()._inputs(chunk)

@@ -28,7 +28,7 @@ class GroupMemory:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Of the KV cache, in pages (of which the last belongs to nobody), and of the longest sequence, in tokens."""
+    """Of the KV cache, in pages (of which the last belongs to nobody), and of the longest request, in tokens."""
 
     num_pages: int
     context_length: int

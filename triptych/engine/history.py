@@ -1,4 +1,4 @@
-"""A sequence's tokens, and how often each is among them."""
+"""A request's tokens, and how often each is among them."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class TokenCounts:
 
 @dataclass(eq=False)
 class History:
-    """``tokens`` are a sequence's, to which their owner adds those that come; ``num_prompt`` of them are the
+    """``tokens`` are a request's, to which their owner adds those that come; ``num_prompt`` of them are the
     prompt's."""
 
     tokens: list[int]

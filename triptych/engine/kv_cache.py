@@ -13,7 +13,7 @@ from triptych.errors import BlockError
 
 
 class PagePool:
-    """Hands out pages one by one, lowest first, so that a sequence's pages tend to be consecutive. A page may have
+    """Hands out pages one by one, lowest first, so that a request's pages tend to be consecutive. A page may have
     several holders, each of which took it or found it by its key."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:

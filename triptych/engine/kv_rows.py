@@ -1,4 +1,4 @@
-"""In which order a sequence's keys and values travel: a transfer's rows, and the KV cache as rows.
+"""In which order a request's keys and values travel: a transfer's rows, and the KV cache as rows.
 
 A row is one token's keys, or its values, in one layer. Tokens go in groups, so that what prefill computes first goes
 first; within a group the keys and then the values of layer 0, of layer 1, …, each token by token: what a layer leaves
@@ -83,7 +83,7 @@ class CacheRows:
         return len(self._parts)
 
     def of(self, layer: int, part: int, pages: list[int], token: int, num_tokens: int) -> Iterator[NDArray[np.uint8]]:
-        """Tokens ``[token, token + num_tokens)`` of a sequence that lies in these pages: as few views as there are
+        """Tokens ``[token, token + num_tokens)`` of a request that lies in these pages: as few views as there are
         consecutive runs, uint8 of shape (n, row_bytes)."""
         end = token + num_tokens
         while token < end:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from triptych.engine.kv_cache import PagePool
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Leaving:
-    """A sequence's KV on its way. Tokens ``[first_token, …)`` of it go; once it has all its pages it is offered, and
+    """A request's KV on its way. Tokens ``[first_token, …)`` of it go; once it has all its pages it is offered, and
     its ``pages`` are held until that is over. ``provided`` is, by layer, the first token that has not been provided."""
 
-    request: RequestId
+    request_id: RequestId
     transfer: TransferId
     consumer: Address
     first_token: int
@@ -33,7 +33,7 @@ class _Leaving:
 
 
 class KVSink:
-    """The transfers of all sequences that an instance prefills, over its sender."""
+    """The transfers of all requests that an instance prefills, over its sender."""
 
     def __init__(self, sender: Sender, cache: CacheRows, pool: PagePool, layout: RowLayout) -> None:
         self._sender = sender
@@ -46,48 +46,48 @@ class KVSink:
 
     def expect(self, prefill: Prefill, num_tokens: int) -> None:
         """The KV of so many tokens will go. Raises TransferError for a transfer that is under way."""
-        request, transfer = prefill.generate.request, prefill.transfer
+        request_id, transfer = prefill.generate.request, prefill.transfer
         if transfer in self._sender or any(leaving.transfer == transfer for leaving in self._leaving.values()):
             raise TransferError(f"transfer {transfer} is under way already")
         rows = KVRows(self._cache.num_layers, num_tokens - prefill.first_token)
         provided, timeout = [prefill.first_token] * self._cache.num_layers, prefill.generate.timeout
-        self._leaving[request] = _Leaving(
-            request, transfer, prefill.consumer, prefill.first_token, rows, provided, timeout
+        self._leaving[request_id] = _Leaving(
+            request_id, transfer, prefill.consumer, prefill.first_token, rows, provided, timeout
         )
 
-    def started(self, chunks: Rows[Chunk]) -> None:
-        """A step begins. Those of its sequences that have all their pages now, for good, are new here: their KV is
+    def started(self, chunks: Sequence[Chunk]) -> None:
+        """A step begins. Those of its requests that have all their pages now, for good, are new here: their KV is
         offered, and what the cache holds of it goes."""
         for chunk in chunks:
-            leaving = self._leaving.get(chunk.sequence.request) if chunk.sequence.sends_pages else None
-            if leaving is not None and not leaving.pages and self._offer(leaving, chunk.sequence.pages):
+            leaving = self._leaving.get(chunk.request.id) if chunk.request.sends_pages else None
+            if leaving is not None and not leaving.pages and self._offer(leaving, chunk.request.pages):
                 for layer in range(self._cache.num_layers):
                     self._provide(leaving, layer, chunk.start)
 
-    def computed(self, layer: int, chunks: Rows[Chunk]) -> None:
+    def computed(self, layer: int, chunks: Sequence[Chunk]) -> None:
         """A layer of a step is done: its keys and values go, unless they went before in a step that then failed."""
         for chunk in chunks:
-            leaving = self._leaving.get(chunk.sequence.request)
+            leaving = self._leaving.get(chunk.request.id)
             if leaving is not None and leaving.pages:
                 self._provide(leaving, layer, chunk.start + chunk.length)
 
-    def leave(self, request: RequestId) -> None:
-        """All of the sequence's KV has been provided; what is left to do is the sender's."""
-        del self._leaving[request]
+    def leave(self, request_id: RequestId) -> None:
+        """All of the request's KV has been provided; what is left to do is the sender's."""
+        del self._leaving[request_id]
 
-    def give_up(self, request: RequestId, reason: str) -> None:
+    def give_up(self, request_id: RequestId, reason: str) -> None:
         """The rest will never exist."""
-        if leaving := self._leaving.pop(request, None):
+        if leaving := self._leaving.pop(request_id, None):
             self._sender.abort(leaving.transfer, reason)
 
     def take_unwanted(self) -> list[RequestId]:
-        """The sequences whose KV nobody waits for any more, though they aren't done."""
+        """The requests whose KV nobody waits for any more, though they aren't done."""
         unwanted, self._unwanted = self._unwanted, []
-        return [leaving.request for leaving in unwanted if self._leaving.get(leaving.request) is leaving]
+        return [leaving.request_id for leaving in unwanted if self._leaving.get(leaving.request_id) is leaving]
 
     def of_consumer(self, consumer: Address) -> list[RequestId]:
-        """The sequences whose KV isn't all there yet, and goes to that instance."""
-        return [leaving.request for leaving in self._leaving.values() if leaving.consumer == consumer]
+        """The requests whose KV isn't all there yet, and goes to that instance."""
+        return [leaving.request_id for leaving in self._leaving.values() if leaving.consumer == consumer]
 
     def check_idle(self) -> None:
         """Raises BlockError when pages are held for transfers that are over."""
@@ -135,5 +135,5 @@ class KVSink:
         self._holding.remove(leaving)
         self._pool.free(leaving.pages)
         # all its rows may be there before the token after them is
-        if self._leaving.get(leaving.request) is leaving and not complete:
+        if self._leaving.get(leaving.request_id) is leaving and not complete:
             self._unwanted.append(leaving)

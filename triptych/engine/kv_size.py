@@ -10,7 +10,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class KVSize:
-    """``context_length`` is the longest sequence, in tokens: what the model, the settings and the pages allow."""
+    """``context_length`` is the longest request, in tokens: what the model, the settings and the pages allow."""
 
     num_pages: int
     page_size: int
@@ -20,15 +20,15 @@ class KVSize:
     def __str__(self) -> str:
         return (
             f"KV cache: {self.num_pages * self.page_size:,} tokens in {self.num_pages:,} pages, {gib(self.num_bytes)} "
-            f"when full; sequences of up to {self.context_length:,} tokens"
+            f"when full; requests of up to {self.context_length:,} tokens"
         )
 
 
 def kv_size(engine: EngineConfig, *, token_bytes: int, model_context: int, available: int) -> KVSize:
     """The KV cache of one instance. ``token_bytes``: keys and values of one token in all layers; ``model_context``: the
-    longest sequence the model was made for, in tokens; ``available``: bytes of free memory.
+    longest request the model was made for, in tokens; ``available``: bytes of free memory.
 
-    Raises StartError when the settings ask for more than there is, or for sequences that wouldn't fit.
+    Raises StartError when the settings ask for more than there is, or for requests that wouldn't fit.
     """
     if engine.max_model_len > model_context:
         raise StartError(f"--max-model-len {engine.max_model_len} exceeds the {model_context} tokens of the model")
@@ -39,7 +39,7 @@ def kv_size(engine: EngineConfig, *, token_bytes: int, model_context: int, avail
     if capacity < engine.max_model_len:
         raise StartError(
             f"--max-model-len {engine.max_model_len} takes {gib(longest * token_bytes)} of KV cache, but {room}: give "
-            "it more, or shorten the sequences"
+            "it more, or shorten the requests"
         )
     if not num_pages:
         raise StartError(f"{room}; a page of {engine.page_size} takes {gib(engine.page_size * token_bytes)}")
@@ -54,7 +54,7 @@ def _num_pages(engine: EngineConfig, page_bytes: int, longest: int, available: i
     memory = parse_memory(engine.kv_cache_memory, "--kv-cache-memory")
     num_bytes = int(memory * available) if isinstance(memory, float) else memory
     most = engine.max_num_seqs * -(-longest // engine.page_size)
-    return min(num_bytes // page_bytes, most)  # no more than all sequences could use at their longest
+    return min(num_bytes // page_bytes, most)  # no more than all requests could use at their longest
 
 
 def _amount(engine: EngineConfig) -> str:

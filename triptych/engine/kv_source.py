@@ -1,12 +1,11 @@
-"""How a sequence that another instance prefills gets its keys and values: through the receive buffer into its pages."""
+"""How a request that another instance prefills gets its keys and values: through the receive buffer into its pages."""
 
 import time
-from collections.abc import Collection
-from collections.abc import Sequence as Rows
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from triptych.engine.kv_rows import CacheRows, KVRows
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
 from triptych.engine.source import RowSource
@@ -19,10 +18,10 @@ from triptych.types import Address, RequestId, TransferId
 
 @dataclass
 class _Arriving:
-    """A sequence's KV on its way: of tokens from ``first_token`` on, into ``pages``. ``has_token``: the token after it
+    """A request's KV on its way: of tokens from ``first_token`` on, into ``pages``. ``has_token``: the token after it
     has come, too."""
 
-    sequence: Sequence
+    request: Request
     transfer: TransferId
     first_token: int
     rows: KVRows
@@ -37,7 +36,7 @@ class _Arriving:
 
 
 class KVSource(RowSource):
-    """The KV of all sequences of an instance that only decodes, over its receiver."""
+    """The KV of all requests of an instance that only decodes, over its receiver."""
 
     def __init__(
         self, receiver: Receiver, cache: CacheRows, name: str, address: Address, no_rows: MediaEmbeddings
@@ -50,90 +49,92 @@ class KVSource(RowSource):
         self._arriving: dict[RequestId, _Arriving] = {}
         self._intervals: dict[RequestId, Interval] = {}
 
-    def need(self, sequence: Sequence) -> PrefillNeeded | None:
-        """Starts over with a sequence; what to ask for, once it has pages to put it in."""
-        self.release(sequence.request)
-        if not sequence.admitted:
+    def need(self, request: Request) -> PrefillNeeded | None:
+        """Starts over with a request; what to ask for, once it has pages to put it in."""
+        self.release(request.id)
+        if not request.admitted:
             return None
-        transfer = self._name(sequence.request, next(self._numbers))
-        first, end = sequence.num_computed, len(sequence.tokens)
+        transfer = self._name(request.id, next(self._numbers))
+        first, end = request.num_computed, len(request.tokens)
         rows = KVRows(self._cache.num_layers, end - first)
         # In line when it is offered, which is when its prefill begins: what has blocks then gets its rows whatever
         # the others do. Blocks for one that waits for its turn could be what those before it wait for.
-        self._receiver.expect(transfer, rows.num_rows, timeout=sequence.timeout)
-        self._arriving[sequence.request] = _Arriving(sequence, transfer, first, rows, list(sequence.pages))
-        return PrefillNeeded(sequence.request, self._address, transfer, first, sequence.tokens[sequence.num_prompt :])
+        self._receiver.expect(transfer, rows.num_rows, timeout=request.timeout)
+        self._arriving[request.id] = _Arriving(request, transfer, first, rows, list(request.pages))
+        return PrefillNeeded(request.id, self._address, transfer, first, request.tokens[request.num_prompt :])
 
-    def release(self, request: RequestId) -> None:
+    def release(self, request_id: RequestId) -> None:
         """Gives up what is still to come."""
-        self._intervals.pop(request, None)
-        if arriving := self._arriving.pop(request, None):
+        self._intervals.pop(request_id, None)
+        if arriving := self._arriving.pop(request_id, None):
             if not arriving.whole:
                 self._receiver.close(arriving.transfer, "the request ended or starts over")
             del self._requests[arriving.transfer]
 
-    def token_came(self, transfer: TransferId) -> Sequence | None:
-        """The sequence that the token after a transfer's rows is for; None when nobody waits for it any more."""
+    def token_came(self, transfer: TransferId) -> Request | None:
+        """The request that the token after a transfer's rows is for; None when nobody waits for it any more."""
         arriving = self._arriving.get(self._requests.get(transfer, RequestId("")))
         if arriving is None or arriving.has_token:
             return None
         arriving.has_token = True
         self._forget_if_over(arriving)
-        return arriving.sequence
+        return arriving.request
 
-    def arrived(self) -> list[tuple[Sequence, int]]:
-        """Copies what has landed into the pages. The sequences of which all is there now, and how many tokens that
+    def arrived(self) -> list[tuple[Request, int]]:
+        """Copies what has landed into the pages. The requests of which all is there now, and how many tokens that
         is."""
         whole = []
         for arriving in [arriving for arriving in self._arriving.values() if not arriving.whole]:
             self._copy(arriving)
             if arriving.whole:
-                self._intervals[arriving.sequence.request] = Interval("transfer", arriving.began, time.time())
-                whole.append((arriving.sequence, arriving.first_token + arriving.rows.num_tokens))
+                self._intervals[arriving.request.id] = Interval("transfer", arriving.began, time.time())
+                whole.append((arriving.request, arriving.first_token + arriving.rows.num_tokens))
                 self._forget_if_over(arriving)
         return whole
 
-    def ready_tokens(self, sequence: Sequence) -> int:
+    def ready_tokens(self, request: Request) -> int:
         """All: the KV will come without waiting for anything else. But of a prompt with media or a grammar, not before
         its prefill instance offers it, which it does once the last row and the first mask are there."""
-        if not sequence.items and sequence.sampling.grammar is None:
-            return len(sequence.tokens)
-        arriving = self._arriving.get(sequence.request)
+        if not request.items and request.sampling.grammar is None:
+            return len(request.tokens)
+        arriving = self._arriving.get(request.id)
         if arriving is None:
-            comes = sequence.admitted
-        else:
-            comes = arriving.whole or self._receiver.is_offered(arriving.transfer)
-        return len(sequence.tokens) if comes else sequence.num_computed
+            return len(request.tokens) if request.admitted else request.num_computed
+        comes = arriving.whole or self._receiver.is_offered(arriving.transfer)
+        return len(request.tokens) if comes else request.num_computed
 
-    def take(self, chunks: Rows[Chunk]) -> MediaEmbeddings:
+    def take(self, chunks: Sequence[Chunk]) -> MediaEmbeddings:
         """Media tokens are prefilled elsewhere: there are no rows for any."""
         return self._no_rows
 
-    def intervals(self, request: RequestId) -> list[Interval]:
+    def intervals(self, request_id: RequestId) -> list[Interval]:
         """From the first row's writing until all was in its place."""
-        interval = self._intervals.get(request)
+        interval = self._intervals.get(request_id)
         return [interval] if interval else []
 
     def take_failures(self) -> list[tuple[RequestId, Failure]]:
         """Those of which the token will never come are among them."""
         missed, self._missed = self._missed, []
-        return [*((request, f) for request, f in missed if f.transfer in self._requests), *super().take_failures()]
+        return [
+            *((request_id, f) for request_id, f in missed if f.transfer in self._requests),
+            *super().take_failures(),
+        ]
 
     def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
         """The receiver has done with what is whole; but the token after it won't come any more."""
         super().producer_lost(producer, offering)
-        for request, arriving in self._arriving.items():
+        for request_id, arriving in self._arriving.items():
             if arriving.whole and arriving.transfer in offering:
                 failure = Failure(arriving.transfer, "InstanceLost", "it was lost before it said the next token")
-                self._missed.append((request, failure))
+                self._missed.append((request_id, failure))
 
-    def _note_landed(self, request: RequestId, wrote: Wrote) -> None:
-        if arriving := self._arriving.get(request):
+    def _note_landed(self, request_id: RequestId, wrote: Wrote) -> None:
+        if arriving := self._arriving.get(request_id):
             arriving.began = arriving.began or wrote.began
 
     def _forget_if_over(self, arriving: _Arriving) -> None:
         if arriving.whole and arriving.has_token:
-            del self._arriving[arriving.sequence.request], self._requests[arriving.transfer]
+            del self._arriving[arriving.request.id], self._requests[arriving.transfer]
 
     def _copy(self, arriving: _Arriving) -> None:
         landed = self._receiver.landed(arriving.transfer)

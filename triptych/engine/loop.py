@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +14,7 @@ from triptych.engine.attempt import Attempt
 from triptych.engine.grammar.matching import Matching
 from triptych.engine.grammar.service import Grammars
 from triptych.engine.prompt_logprobs import Asked, asked_of, joined
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.engine.runner import Runner, StepOutput
 from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler, Step
@@ -44,7 +44,7 @@ class _RunningStep:
 
 @dataclass
 class _Times:
-    """When a sequence got where, in seconds since the epoch; 0 for not yet. And ``reused``: how many of its tokens the
+    """When a request got where, in seconds since the epoch; 0 for not yet. And ``reused``: how many of its tokens the
     KV cache knew when it came."""
 
     received: float
@@ -115,8 +115,8 @@ class EngineLoop:
     next_advance = float("inf")
 
     def advance(self) -> None:
-        for request, failure in self._incoming.take_failures():
-            self._on_failure(request, failure)
+        for request_id, failure in self._incoming.take_failures():
+            self._on_failure(request_id, failure)
         self._end_unmatched()
         self._collect()
         self._end_late()
@@ -129,8 +129,8 @@ class EngineLoop:
 
     def on_lease_lost(self) -> None:
         """The frontend fails the requests by itself."""
-        for sequence in self.scheduler:
-            self._remove(sequence.request)
+        for request in self.scheduler:
+            self._remove(request.id)
 
     def check_idle(self) -> None:
         if not self.scheduler and self._running is None:
@@ -142,8 +142,8 @@ class EngineLoop:
         return not self.scheduler and self._running is None and not self._untold and self._incoming.idle
 
     def add_stats(self, stats: InstanceStats) -> None:
-        running = [sequence for sequence in self.scheduler if sequence.running]
-        decoding = sum(sequence.num_generated > 0 for sequence in running)
+        running = [request for request in self.scheduler if request.running]
+        decoding = sum(request.num_generated > 0 for request in running)
         pool = self.scheduler.pool
         stats.received = self._incoming.stats()
         stats.language = LanguageStats(
@@ -171,79 +171,79 @@ class EngineLoop:
             raise InvalidRequest("a request of that id is running")
         self._begin(message, message.generated)
 
-    def _begin(self, message: Generate, generated: list[int]) -> Sequence | None:
+    def _begin(self, message: Generate, generated: list[int]) -> Request | None:
         """Takes in a request whose answer begins with the tokens ``generated``; None for one that can't be."""
         try:
-            sequence = _sequence(message, generated, self.context_length, self._vocabulary)
+            request = _request_of(message, generated, self.context_length, self._vocabulary)
         except TriptychError as error:
             self._send(self._frontend, Failed(message.request, self._address, type(error).__name__, str(error)))
             return None
-        sequence.prefilled_here, sequence.decoded_here = self.prefills, self.decodes
-        self.scheduler.add(sequence)
-        self._times[sequence.request] = _Times(time.time(), reused=min(sequence.num_reused, sequence.num_prompt))
-        self._deadlines[sequence.request] = time.monotonic() + message.timeout
-        if (grammar := sequence.sampling.grammar) is not None:
+        request.prefilled_here, request.decoded_here = self.prefills, self.decodes
+        self.scheduler.add(request)
+        self._times[request.id] = _Times(time.time(), reused=min(request.num_reused, request.num_prompt))
+        self._deadlines[request.id] = time.monotonic() + message.timeout
+        if (grammar := request.sampling.grammar) is not None:
             # an end token is how a grammar ends, even for those who ignore it elsewhere
-            end_tokens = sequence.end_token_ids | sequence.eos_token_ids
+            end_tokens = request.end_token_ids | request.eos_token_ids
             matching = self._grammars.start(grammar, end_tokens, generated, message.client)
-            self._matchings[sequence.request] = matching
-        self._need(sequence)
-        return sequence
+            self._matchings[request.id] = matching
+        self._need(request)
+        return request
 
-    def _need(self, sequence: Sequence) -> None:
-        if message := self._incoming.need(sequence):
+    def _need(self, request: Request) -> None:
+        if message := self._incoming.need(request):
             self._send(self._frontend, message)
 
-    def _on_failure(self, request: RequestId, failure: Failure) -> None:
-        self._fail(request, failure.error, failure.reason)
+    def _on_failure(self, request_id: RequestId, failure: Failure) -> None:
+        self._fail(request_id, failure.error, failure.reason)
 
-    def _remove(self, request: RequestId) -> None:
-        self._incoming.release(request)
-        self.scheduler.remove(request)
-        self._times.pop(request, None)
-        self._deadlines.pop(request, None)
-        if matching := self._matchings.pop(request, None):
+    def _remove(self, request_id: RequestId) -> None:
+        self._incoming.release(request_id)
+        self.scheduler.remove(request_id)
+        self._times.pop(request_id, None)
+        self._deadlines.pop(request_id, None)
+        if matching := self._matchings.pop(request_id, None):
             matching.close()
 
-    def _fail(self, request: RequestId, error: str, message: str) -> None:
+    def _fail(self, request_id: RequestId, error: str, message: str) -> None:
         # before others, whom it ends for, say less
-        self._send(self._frontend, Failed(request, self._address, error, message))
-        self._remove(request)
+        self._send(self._frontend, Failed(request_id, self._address, error, message))
+        self._remove(request_id)
 
     def _end_late(self) -> None:
         """The frontend ends them, too, but its word may be late, and work for nobody delays the others."""
         now = time.monotonic()
-        for request in [request for request, deadline in self._deadlines.items() if deadline < now]:
-            self._fail(request, "DeadlineExceeded", "the request's time ran out")
+        for request_id in [request_id for request_id, deadline in self._deadlines.items() if deadline < now]:
+            self._fail(request_id, "DeadlineExceeded", "the request's time ran out")
 
     # ── grammars ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _end_unmatched(self) -> None:
         """Fails the requests whose grammar makes no sense or costs too much."""
-        for request, matching in list(self._matchings.items()):
+        for request_id, matching in list(self._matchings.items()):
             if (error := matching.error) is not None:
                 if isinstance(error, InternalError):
-                    log.error("request %s: %s", request, error)
-                self._fail(request, type(error).__name__, str(error))
+                    log.error("request %s: %s", request_id, error)
+                self._fail(request_id, type(error).__name__, str(error))
 
-    def _ready_tokens(self, sequence: Sequence) -> int:
+    def _ready_tokens(self, request: Request) -> int:
         """Everything whose media rows have landed; but the last token only if its grammar has judged it, or most likely
         will have by the time that the step has logits."""
-        ready = self._incoming.ready_tokens(sequence)
-        matching = self._matchings.get(sequence.request)
+        ready = self._incoming.ready_tokens(request)
+        matching = self._matchings.get(request.id)
         # what follows the prompt may be drawn elsewhere
         if (
             matching is None
-            or not (self.prefills or sequence.lacks_newest_only)
+            or not (self.prefills or request.lacks_newest_only)
             or matching.last_was_quick
             or matching.ready
         ):
             return ready
-        return min(ready, len(sequence.tokens) - 1)
+        return min(ready, len(request.tokens) - 1)
 
-    def _draw(self, sequence: Sequence) -> SamplingInput:
-        matching = self._matchings.get(sequence.request)
-        return SamplingInput(sequence.sampling, sequence.history, sequence.end_token_ids, matching)
+    def _draw(self, request: Request) -> SamplingInput:
+        matching = self._matchings.get(request.id)
+        return SamplingInput(request.sampling, request.history, request.end_token_ids, matching)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -255,7 +255,7 @@ class EngineLoop:
         if (attempt := self._next_again() or self._next_step()) is None:
             return
         batch = self.runner.batch(attempt.chunks, attempt.media)
-        draws = [self._draw(chunk.sequence) for chunk in attempt.chunks if chunk.samples]
+        draws = [self._draw(chunk.request) for chunk in attempt.chunks if chunk.samples]
         future = self._submit(attempt.chunks, batch, draws, asked_of(attempt.chunks))
         self._running = _RunningStep(attempt, time.time(), future)
         self.runner.prepare(attempt.chunks)
@@ -263,17 +263,17 @@ class EngineLoop:
     def _next_step(self) -> Attempt | None:
         """What the scheduler says; None when nothing is ready."""
         step = self.scheduler.schedule(self._ready_tokens)
-        for sequence in step.preempted:
-            self._need(sequence)
-        for sequence in step.admitted:
-            self._note_scheduled(sequence)
-            self._need(sequence)
+        for request in step.preempted:
+            self._need(request)
+        for request in step.admitted:
+            self._note_scheduled(request)
+            self._need(request)
         for chunk in step.chunks:
-            self._note_scheduled(chunk.sequence)
+            self._note_scheduled(chunk.request)
         return Attempt(step.chunks, self._incoming.take(step.chunks)) if step.chunks else None
 
-    def _note_scheduled(self, sequence: Sequence) -> None:
-        times = self._times[sequence.request]
+    def _note_scheduled(self, request: Request) -> None:
+        times = self._times[request.id]
         times.scheduled = times.scheduled or time.time()
 
     def _next_again(self) -> Attempt | None:
@@ -285,12 +285,12 @@ class EngineLoop:
         return None
 
     def _is_gone(self, chunk: Chunk) -> bool:
-        """Whether the sequence has ended, or has lost its pages, since the chunk was scheduled."""
-        sequence = chunk.sequence
-        return not (self._alive(sequence) and sequence.running and sequence.num_computed == chunk.start)
+        """Whether the request has ended, or has lost its pages, since the chunk was scheduled."""
+        request = chunk.request
+        return not (self._alive(request) and request.running and request.num_computed == chunk.start)
 
     def _submit(
-        self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[SamplingInput], asked: Rows[Asked]
+        self, chunks: Sequence[Chunk], batch: ForwardBatch, draws: Sequence[SamplingInput], asked: Sequence[Asked]
     ) -> Future[StepOutput]:
         return self._compute.submit(self.runner.run, batch, draws, asked)
 
@@ -309,56 +309,56 @@ class EngineLoop:
         self.num_steps += 1
         self.num_computed_tokens += step.num_tokens
         for chunk in step.chunks:
-            if (times := self._times.get(chunk.sequence.request)) and not times.first_token:
+            if (times := self._times.get(chunk.request.id)) and not times.first_token:
                 times.add_prefill(running.began, time.time())
-        scoring = [chunk.sequence for chunk in step.chunks if chunk.num_scored]
-        for sequence, scored in zip(scoring, outcome.scored, strict=True):
+        scoring = [chunk.request for chunk in step.chunks if chunk.num_scored]
+        for request, scored in zip(scoring, outcome.scored, strict=True):
             if isinstance(scored, TriptychError):
-                self._fail_with(sequence, scored)
+                self._fail_with(request, scored)
             else:
-                sequence.prompt_logprobs.append(scored)
-        sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        for sequence, drawn in zip(sampling, outcome.drawn, strict=True):
+                request.prompt_logprobs.append(scored)
+        sampling = [chunk.request for chunk in step.chunks if chunk.samples]
+        for request, drawn in zip(sampling, outcome.drawn, strict=True):
             if isinstance(drawn, TriptychError):
-                self._fail_with(sequence, drawn)
-            elif drawn is not None and self._alive(sequence):
-                self._take_token(sequence, drawn)
+                self._fail_with(request, drawn)
+            elif drawn is not None and self._alive(request):
+                self._take_token(request, drawn)
 
     def _try_parts(self, attempt: Attempt, error: BaseException) -> None:
         """A step has failed: its halves are tried by themselves, until the requests are found that make it fail. The
         others go on with the tokens that they would have had."""
         if len(attempt.chunks) > 1:
-            log.warning("a step of %d sequences failed (%r); trying its halves", len(attempt.chunks), error)
+            log.warning("a step of %d requests failed (%r); trying its halves", len(attempt.chunks), error)
             self._again.extendleft(reversed(attempt.halves()))
             return
         [chunk] = attempt.chunks
-        log.error("the step of request %s failed", chunk.sequence.request, exc_info=error)
-        self._fail_with(chunk.sequence, InternalError("the model failed on this request"))
+        log.error("the step of request %s failed", chunk.request.id, exc_info=error)
+        self._fail_with(chunk.request, InternalError("the model failed on this request"))
 
-    def _fail_with(self, sequence: Sequence, error: TriptychError) -> None:
-        if self._alive(sequence):
-            self._fail(sequence.request, type(error).__name__, str(error))
+    def _fail_with(self, request: Request, error: TriptychError) -> None:
+        if self._alive(request):
+            self._fail(request.id, type(error).__name__, str(error))
 
-    def _alive(self, sequence: Sequence) -> bool:
-        return self.scheduler.get(sequence.request) is sequence
+    def _alive(self, request: Request) -> bool:
+        return self.scheduler.get(request.id) is request
 
-    def _take_token(self, sequence: Sequence, drawn: SampledToken) -> None:
-        sequence.tokens.append(drawn.token)
-        times = self._times[sequence.request]
+    def _take_token(self, request: Request, drawn: SampledToken) -> None:
+        request.tokens.append(drawn.token)
+        times = self._times[request.id]
         if not times.first_token:
             times.first_token = time.time()
-            times.transfers += self._incoming.intervals(sequence.request)
-        reason = sequence.finish_reason()
-        # a grammar ends by an end token alone, and none before min_tokens: the sequence knows as much
-        if reason is None and (matching := self._matchings.get(sequence.request)):
+            times.transfers += self._incoming.intervals(request.id)
+        reason = request.finish_reason()
+        # a grammar ends by an end token alone, and none before min_tokens: the request knows as much
+        if reason is None and (matching := self._matchings.get(request.id)):
             matching.accept(drawn.token)
         intervals = times.intervals() if reason else []
         logprob = logprob_of(drawn)
         logprobs = [logprob] if logprob else []
-        told, sequence.prompt_logprobs = joined(sequence.prompt_logprobs), []
-        self._untold.append(Tokens(sequence.request, [drawn.token], logprobs, reason, times.reused, intervals, told))
+        told, request.prompt_logprobs = joined(request.prompt_logprobs), []
+        self._untold.append(Tokens(request.id, [drawn.token], logprobs, reason, times.reused, intervals, told))
         if reason:
-            self._remove(sequence.request)
+            self._remove(request.id)
 
     def _tell(self) -> None:
         """Sends what the last step drew, while the next one runs."""
@@ -367,7 +367,7 @@ class EngineLoop:
             self._send(self._frontend, tokens)
 
 
-def _computed(chunks: Rows[Chunk], outcome: StepOutput) -> list[Chunk]:
+def _computed(chunks: Sequence[Chunk], outcome: StepOutput) -> list[Chunk]:
     """What of a step counts as computed: all but the last token of a chunk after which nothing could be drawn."""
     drawn = iter(outcome.drawn)
     return [
@@ -379,8 +379,8 @@ def logprob_of(drawn: SampledToken) -> TokenLogprob | None:
     return None if drawn.logprob is None else TokenLogprob(drawn.logprob, list(drawn.top))
 
 
-def _sequence(message: Generate, generated: list[int], context_length: int, vocabulary: int) -> Sequence:
-    """The message as a sequence. Raises RequestError for one that can't be: messages from outside aren't trusted."""
+def _request_of(message: Generate, generated: list[int], context_length: int, vocabulary: int) -> Request:
+    """The message as a request. Raises RequestError for one that can't be: messages from outside aren't trusted."""
     num_tokens = len(message.tokens)
     if not num_tokens:
         raise InvalidRequest("the prompt is empty")
@@ -405,8 +405,8 @@ def _sequence(message: Generate, generated: list[int], context_length: int, voca
             end = span.end
         if not item.placement.spans:
             raise InvalidRequest("an item has no place in the prompt")
-    sequence = Sequence(
-        request=message.request,
+    request = Request(
+        id=message.request,
         tokens=list(message.tokens),
         positions=np.frombuffer(message.positions, dtype="<f8").reshape(3, num_tokens),
         next_position=message.next_position,
@@ -416,5 +416,5 @@ def _sequence(message: Generate, generated: list[int], context_length: int, voca
         cache_salt=message.cache_salt,
         timeout=message.timeout,
     )
-    sequence.tokens += generated
-    return sequence
+    request.tokens += generated
+    return request

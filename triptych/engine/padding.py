@@ -10,12 +10,12 @@ from triptych.layers.decoder import ForwardBatch
 
 
 def only_decodes(batch: ForwardBatch) -> bool:
-    """Whether every sequence has one new token, none of them media."""
+    """Whether every request has one new token, none of them media."""
     return not len(batch.media_index) and all(query_len == 1 for query_len in batch.attention.query_lens)
 
 
 def padded(batch: ForwardBatch, num_rows: int, scratch_page: int, page_size: int) -> ForwardBatch:
-    """A step that only decodes with further rows up to ``num_rows``: each one the first token of a sequence of its own,
+    """A step that only decodes with further rows up to ``num_rows``: each one the first token of a request of its own,
     whose K and V go to the first slot of the scratch page, which belongs to nobody. No row sees another, so the results
     of the rest don't change; nor does ``logits_index``."""
     rows = num_rows - len(batch.tokens)

@@ -10,17 +10,17 @@ from array import array
 
 from blake3 import blake3
 
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 
 
-def extend_page_hashes(sequence: Sequence, page_size: int, num_pages: int) -> None:
-    """Adds to ``sequence.page_hashes`` until there are ``num_pages`` (which must be full of tokens)."""
-    keys = sequence.page_hashes
+def extend_page_hashes(request: Request, page_size: int, num_pages: int) -> None:
+    """Adds to ``request.page_hashes`` until there are ``num_pages`` (which must be full of tokens)."""
+    keys = request.page_hashes
     while len(keys) < num_pages:
         start = len(keys) * page_size
-        digest = blake3(keys[-1] if keys else sequence.cache_salt.encode())
-        digest.update(array("q", sequence.tokens[start : start + page_size]).tobytes())
-        for item in sequence.items:
+        digest = blake3(keys[-1] if keys else request.cache_salt.encode())
+        digest.update(array("q", request.tokens[start : start + page_size]).tobytes())
+        for item in request.items:
             for token, row, length in item.placement.runs(start, start + page_size):
                 digest.update(f"|{item.key}|{token - start}|{row}|{length}".encode())
         keys.append(digest.digest())

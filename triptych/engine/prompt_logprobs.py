@@ -1,6 +1,6 @@
 """Log probabilities of a prompt's own tokens: which of a step's logits tell of them, and what those say."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,18 +22,18 @@ class Asked:
     most: int
 
 
-def asked_of(chunks: Rows[Chunk]) -> list[Asked]:
+def asked_of(chunks: Sequence[Chunk]) -> list[Asked]:
     """For a step whose logits are those that its chunks want (``Chunk.wanted``), in order."""
     asked, row = [], 0
     for chunk in chunks:
         if chunk.num_scored:
-            following = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
-            asked.append(Asked(row, following, chunk.sequence.sampling.prompt_logprobs or 0))
+            following = chunk.request.tokens[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
+            asked.append(Asked(row, following, chunk.request.sampling.prompt_logprobs or 0))
         row += len(chunk.wanted)
     return asked
 
 
-def score(logits: Tensor, asked: Rows[Asked]) -> list[PromptLogprobs | TriptychError]:
+def score(logits: Tensor, asked: Sequence[Asked]) -> list[PromptLogprobs | TriptychError]:
     """The answers, in order, NonFiniteLogits for one that has none. ``logits`` is float32 of shape (rows, vocabulary),
     on any device: the step's, before penalties and temperature."""
     rows = torch.tensor([row for one in asked for row in range(one.first_row, one.first_row + len(one.tokens))])
@@ -55,7 +55,7 @@ def _answer(most: int, logprobs: Tensor, tokens: Tensor, ranks: Tensor) -> Promp
     return PromptLogprobs(most, _bytes(tokens[:, within]), _bytes(logprobs[:, within]), _bytes(ranks))
 
 
-def joined(parts: Rows[PromptLogprobs]) -> PromptLogprobs | None:
+def joined(parts: Sequence[PromptLogprobs]) -> PromptLogprobs | None:
     """Those of one prompt's chunks as one; None for none."""
     if not parts:
         return None

@@ -11,7 +11,7 @@ from triptych.types import RequestId
 
 
 @dataclass(eq=False)
-class Sequence:
+class Request:
     """Prompt, output and progress of one request.
 
     ``tokens`` is the prompt followed by what was generated; ``positions`` is float64 of shape (3, prompt tokens);
@@ -29,7 +29,7 @@ class Sequence:
     (``sends_pages``).
     """
 
-    request: RequestId
+    id: RequestId
     tokens: list[int]
     positions: NDArray[np.float64]
     next_position: float
@@ -67,7 +67,7 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """The most tokens the sequence can come to. The last one generated is never computed, but counts."""
+        """The most tokens the request can come to. The last one generated is never computed, but counts."""
         return self.num_prompt + self.sampling.max_tokens
 
     @property

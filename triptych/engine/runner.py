@@ -1,7 +1,6 @@
 """Shapes and devices: turns a scheduler's step into one forward pass of the decoder."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -41,14 +40,14 @@ class MediaEmbeddings:
         return MediaEmbeddings(self.index[within] - start + offset, self.rows[within])
 
     @classmethod
-    def joined(cls, parts: "Rows[MediaEmbeddings]") -> "MediaEmbeddings":
+    def joined(cls, parts: "Sequence[MediaEmbeddings]") -> "MediaEmbeddings":
         """Several, of the same step and of one row width, as one."""
         return cls(torch.cat([part.index for part in parts]), torch.cat([part.rows for part in parts]))
 
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """What a chunk brings to a step besides its tokens: their rope positions, on three axes; its sequence's page table,
+    """What a chunk brings to a step besides its tokens: their rope positions, on three axes; its request's page table,
     int64 [pages]; and their slots."""
 
     positions: list[list[float]]
@@ -63,7 +62,7 @@ class StepOutput:
     None in that of a token: the chunk's last token is to be computed again."""
 
     drawn: list[Choice]
-    scored: Rows[PromptLogprobs | TriptychError] = ()
+    scored: Sequence[PromptLogprobs | TriptychError] = ()
 
 
 class Runner:
@@ -74,7 +73,7 @@ class Runner:
         self._cache = cache
         self._page_size = page_size
 
-    def batch(self, chunks: Rows[Chunk], media: MediaEmbeddings) -> ForwardBatch:
+    def batch(self, chunks: Sequence[Chunk], media: MediaEmbeddings) -> ForwardBatch:
         """The step's tokens, packed in the order of ``chunks``. By lists and one way to make tensors of them: between
         two steps the processor has none of this in its caches, and each further function costs more than the work."""
         inputs = [self._inputs(chunk) for chunk in chunks]
@@ -82,7 +81,7 @@ class Runner:
         wanted = [start + token for start, chunk in zip(starts, chunks, strict=False) for token in chunk.wanted]
         return ForwardBatch(
             tokens=torch.tensor(
-                [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]], dtype=torch.int64
+                [token for c in chunks for token in c.request.tokens[c.start : c.start + c.length]], dtype=torch.int64
             ),
             positions=torch.tensor(
                 [[position for one in inputs for position in one.positions[axis]] for axis in range(3)],
@@ -100,15 +99,15 @@ class Runner:
             num_largest=[number for chunk in chunks for number in num_largest(chunk)],
         )
 
-    def prepare(self, chunks: Rows[Chunk]) -> None:
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
         """Called while a step of these chunks runs: what can be done now for those that will go on. On CPUs nothing,
         since the step has the cores."""
 
     def run(
         self,
         batch: ForwardBatch,
-        draws: Rows[SamplingInput],
-        asked: Rows[Asked] = (),
+        draws: Sequence[SamplingInput],
+        asked: Sequence[Asked] = (),
         after_layer: AfterLayer | None = None,
     ) -> StepOutput:
         """``draws`` are for the chunks that sample, in order; ``asked`` is what ``asked_of`` makes of the chunks;
@@ -129,9 +128,9 @@ class Runner:
         return self.decoder(batch, self._cache, after_layer)
 
     def _inputs(self, chunk: Chunk) -> ChunkInputs:
-        pages, size = chunk.sequence.pages, self._page_size
+        pages, size = chunk.request.pages, self._page_size
         return ChunkInputs(
-            positions=chunk.sequence.positions_of(chunk.start, chunk.length),
+            positions=chunk.request.positions_of(chunk.start, chunk.length),
             page_table=torch.tensor(pages, dtype=torch.int64),
             slots=[
                 pages[token // size] * size + token % size for token in range(chunk.start, chunk.start + chunk.length)
@@ -141,4 +140,4 @@ class Runner:
 
 def num_largest(chunk: Chunk) -> list[int]:
     """For each token that the chunk wants logits of, as ``ForwardBatch.num_largest`` has it."""
-    return [0] * chunk.num_scored + [num_candidates(chunk.sequence.sampling)] * chunk.samples
+    return [0] * chunk.num_scored + [num_candidates(chunk.request.sampling)] * chunk.samples

@@ -3,8 +3,7 @@ place alone, never on what else is in the batch. A row that no token can be draw
 """
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +36,7 @@ Choice = SampledToken | TriptychError | None
 its last token is to be computed again."""
 
 
-def sample(logits: Tensor, draws: Rows[SamplingInput]) -> list[Choice]:
+def sample(logits: Tensor, draws: Sequence[SamplingInput]) -> list[Choice]:
     """One token per row, or the error that ends the row's request: NonFiniteLogits where the logits have a NaN or an
     infinity that is not a ban, NoTokenAllowed where every token is ruled out. None where nothing could be drawn yet, as
     ``Choice`` has it. ``logits`` is float32 of shape (rows, vocabulary), on any device, and isn't changed.
@@ -66,7 +65,7 @@ def sample(logits: Tensor, draws: Rows[SamplingInput]) -> list[Choice]:
     return _checked(logits, tops, plan, _drawn(draws, plan, found.tolist(), logprobs))
 
 
-def _checked(logits: Tensor, highest: Tensor, plan: Plan, drawn: Rows[SampledToken]) -> list[Choice]:
+def _checked(logits: Tensor, highest: Tensor, plan: Plan, drawn: Sequence[SampledToken]) -> list[Choice]:
     """What was drawn, where that means something. ``highest``, on the host, is each row's highest adjusted logit."""
     checked: list[Choice] = [
         one if math.isfinite(top) and _tells_finite_logprobs(one) else _why_undrawn(logits[row], top)
@@ -166,7 +165,9 @@ def _logprobs(logits: Tensor, tokens: Tensor, plan: Plan) -> list[Tensor]:
     return [chosen, *torch.topk(logprobs, plan.most_logprobs)]
 
 
-def _drawn(draws: Rows[SamplingInput], plan: Plan, tokens: Rows[int], logprobs: Rows[Tensor]) -> list[SampledToken]:
+def _drawn(
+    draws: Sequence[SamplingInput], plan: Plan, tokens: Sequence[int], logprobs: Sequence[Tensor]
+) -> list[SampledToken]:
     drawn = [SampledToken(token) for token in tokens]
     if not logprobs:
         return drawn

@@ -2,7 +2,7 @@
 while the model computes them."""
 
 import time
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -24,7 +24,7 @@ MASK_PATIENCE = 0.005
 
 @dataclass(frozen=True)
 class SamplingInput:
-    """What to choose one token by. ``history`` is the sequence's, ``end_tokens`` are those that end it; ``grammar``
+    """What to choose one token by. ``history`` is the request's, ``end_tokens`` are those that end it; ``grammar``
     says which may come next."""
 
     sampling: SamplingParams
@@ -65,7 +65,7 @@ class Plan:
     ``postponed_rows`` are those whose mask isn't there in time. What there is none of is None.
     """
 
-    def __init__(self, draws: Rows[SamplingInput], vocabulary: int, device: torch.device) -> None:
+    def __init__(self, draws: Sequence[SamplingInput], vocabulary: int, device: torch.device) -> None:
         random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
         self.limited_rows = [row for row in random if _is_limited(draws[row].sampling, vocabulary)]
         free_rows = sorted(set(random) - set(self.limited_rows))
@@ -83,7 +83,7 @@ class Plan:
         self.masks = dict(zip(masks, moved, strict=True))
 
 
-def _masks(draws: Rows[SamplingInput]) -> tuple[dict[int, Tensor], list[int]]:
+def _masks(draws: Sequence[SamplingInput]) -> tuple[dict[int, Tensor], list[int]]:
     """The masks that are there within MASK_PATIENCE, by row, and the rows of the others."""
     masks: dict[int, Tensor] = {}
     late = []
@@ -98,7 +98,7 @@ def _masks(draws: Rows[SamplingInput]) -> tuple[dict[int, Tensor], list[int]]:
     return masks, late
 
 
-def chances_of(draws: Rows[SamplingInput], rows: Rows[int], device: torch.device) -> RandomRows:
+def chances_of(draws: Sequence[SamplingInput], rows: Sequence[int], device: torch.device) -> RandomRows:
     """By what some of the rows are drawn, on a device."""
     return RandomRows(*to_device(_chances(draws, rows), device))
 
@@ -118,7 +118,7 @@ def uniform(seed: int, index: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())
 
 
-def _chances(draws: Rows[SamplingInput], rows: Rows[int]) -> RandomRows:
+def _chances(draws: Sequence[SamplingInput], rows: Sequence[int]) -> RandomRows:
     chosen = [draws[row] for row in rows]
     numbers = [
         (d.sampling.temperature, uniform(d.sampling.seed, d.index), d.sampling.top_p, d.sampling.min_p) for d in chosen
@@ -138,7 +138,7 @@ Entry = tuple[int, NDArray[np.int64], NDArray[np.float32]]
 """A row, tokens [N], and the numbers that their logits are changed by [N]."""
 
 
-def _changes(entries: Rows[Entry]) -> LogitEdits | None:
+def _changes(entries: Sequence[Entry]) -> LogitEdits | None:
     if not entries:
         return None
     rows = np.repeat([row for row, _, _ in entries], [len(tokens) for _, tokens, _ in entries])
@@ -146,7 +146,7 @@ def _changes(entries: Rows[Entry]) -> LogitEdits | None:
     return LogitEdits(torch.from_numpy(rows), torch.from_numpy(tokens), torch.from_numpy(numbers))
 
 
-def _seen(draws: Rows[SamplingInput]) -> list[Entry]:
+def _seen(draws: Sequence[SamplingInput]) -> list[Entry]:
     return [
         (row, tokens, np.full(len(tokens), draw.sampling.repetition_penalty, np.float32))
         for row, draw in enumerate(draws)
@@ -155,7 +155,7 @@ def _seen(draws: Rows[SamplingInput]) -> list[Entry]:
     ]
 
 
-def _generated(draws: Rows[SamplingInput]) -> list[Entry]:
+def _generated(draws: Sequence[SamplingInput]) -> list[Entry]:
     return [
         (row, tokens, counts * np.float32(draw.sampling.frequency_penalty) + np.float32(draw.sampling.presence_penalty))
         for row, draw in enumerate(draws)
@@ -164,7 +164,7 @@ def _generated(draws: Rows[SamplingInput]) -> list[Entry]:
     ]
 
 
-def _biases(draws: Rows[SamplingInput]) -> list[Entry]:
+def _biases(draws: Sequence[SamplingInput]) -> list[Entry]:
     """Each token once a row: a ban is a bias of minus infinity, and outweighs any other."""
     entries: list[Entry] = []
     for row, draw in enumerate(draws):

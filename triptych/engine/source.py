@@ -1,12 +1,11 @@
-"""What sequences need from other instances before they can go on: rows that land in the instance's receive buffer."""
+"""What requests need from other instances before they can go on: rows that land in the instance's receive buffer."""
 
 import itertools
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from collections.abc import Sequence as Rows
+from collections.abc import Collection, Sequence
 
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
 from triptych.messages.codec import Message
@@ -19,7 +18,7 @@ from triptych.types import Address, RequestId, TransferId
 
 
 class RowSource(ABC):
-    """The incoming transfers of all sequences of an instance, over its receiver."""
+    """The incoming transfers of all requests of an instance, over its receiver."""
 
     def __init__(self, receiver: Receiver, name: str, address: Address) -> None:
         self._receiver = receiver
@@ -39,28 +38,28 @@ class RowSource(ABC):
         }
 
     @abstractmethod
-    def need(self, sequence: Sequence) -> Message | None:
-        """Starts over with a sequence. What to ask the frontend for, if anything. Called when a sequence has arrived,
+    def need(self, request: Request) -> Message | None:
+        """Starts over with a request. What to ask the frontend for, if anything. Called when a request has arrived,
         when it was admitted, and when it has lost its pages."""
 
     @abstractmethod
-    def release(self, request: RequestId) -> None:
-        """Gives up what a sequence still waits for."""
+    def release(self, request_id: RequestId) -> None:
+        """Gives up what a request still waits for."""
 
     @abstractmethod
-    def ready_tokens(self, sequence: Sequence) -> int:
+    def ready_tokens(self, request: Request) -> int:
         """How many tokens, from the first on, can be computed."""
 
     @abstractmethod
-    def take(self, chunks: Rows[Chunk]) -> MediaEmbeddings:
+    def take(self, chunks: Sequence[Chunk]) -> MediaEmbeddings:
         """The rows of a step's media tokens."""
 
     @abstractmethod
-    def intervals(self, request: RequestId) -> list[Interval]:
+    def intervals(self, request_id: RequestId) -> list[Interval]:
         """When the request's rows were on their way."""
 
     @abstractmethod
-    def _note_landed(self, request: RequestId, wrote: Wrote) -> None:
+    def _note_landed(self, request_id: RequestId, wrote: Wrote) -> None:
         """Rows of one of the request's transfers have landed."""
 
     def grant(self) -> None:
@@ -99,13 +98,13 @@ class RowSource(ABC):
     def __str__(self) -> str:
         return str(self._receiver.counters)
 
-    def _name(self, request: RequestId, number: int) -> TransferId:
+    def _name(self, request_id: RequestId, number: int) -> TransferId:
         """A transfer of the request's, by a number that no other has."""
         transfer = TransferId(f"{self._prefix}/{number}")
-        self._requests[transfer] = request
+        self._requests[transfer] = request_id
         return transfer
 
     def _on_wrote(self, wrote: Wrote) -> None:
         self._receiver.on_wrote(wrote)
-        if (request := self._requests.get(wrote.transfer)) is not None:
-            self._note_landed(request, wrote)
+        if (request_id := self._requests.get(wrote.transfer)) is not None:
+            self._note_landed(request_id, wrote)

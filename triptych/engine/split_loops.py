@@ -2,8 +2,7 @@
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +13,7 @@ from triptych.engine.kv_sink import KVSink
 from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import Engine, EngineLoop, logprob_of
 from triptych.engine.prompt_logprobs import Asked, joined
-from triptych.engine.request import Sequence
+from triptych.engine.request import Request
 from triptych.engine.runner import StepOutput
 from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk
@@ -54,7 +53,7 @@ class PrefillLoop(EngineLoop):
         self._wake = wake
         self._name = name
         self._prefills: dict[RequestId, Prefill] = {}
-        self._layers: deque[tuple[int, Rows[Chunk]]] = deque()
+        self._layers: deque[tuple[int, Sequence[Chunk]]] = deque()
 
     @property
     def handlers(self) -> Handlers:
@@ -63,14 +62,14 @@ class PrefillLoop(EngineLoop):
         return handlers
 
     def advance(self) -> None:
-        for request in self._outgoing.take_unwanted():
-            self._remove(request)
+        for request_id in self._outgoing.take_unwanted():
+            self._remove(request_id)
         super().advance()
 
     def peer_lost(self, lost: PeerLost) -> None:
         super().peer_lost(lost)
-        for request in self._outgoing.of_consumer(lost.address):
-            self._remove(request)
+        for request_id in self._outgoing.of_consumer(lost.address):
+            self._remove(request_id)
 
     def check_idle(self) -> None:
         self._outgoing.check_idle()
@@ -82,24 +81,26 @@ class PrefillLoop(EngineLoop):
         return self._outgoing.idle and super().idle
 
     def _on_prefill(self, message: Prefill) -> None:
-        request = message.generate.request
-        self._remove(request)  # the decode instance may have lost its pages, or what was sent to it
+        request_id = message.generate.request
+        self._remove(request_id)  # the decode instance may have lost its pages, or what was sent to it
         length = len(message.generate.tokens) + len(message.generated)
         if message.first_token >= length:
-            self._fail(request, "InternalError", f"token {message.first_token} of {length} can't be the first to send")
+            self._fail(
+                request_id, "InternalError", f"token {message.first_token} of {length} can't be the first to send"
+            )
             return
         try:
             self._outgoing.expect(message, length)
         except TransferError as error:
-            self._fail(request, "InternalError", str(error))
+            self._fail(request_id, "InternalError", str(error))
             return
         if self._begin(message.generate, message.generated):
-            self._prefills[request] = message
+            self._prefills[request_id] = message
         else:
-            self._outgoing.give_up(request, "the request can't be prefilled")
+            self._outgoing.give_up(request_id, "the request can't be prefilled")
 
     def _submit(
-        self, chunks: Rows[Chunk], batch: ForwardBatch, draws: Rows[SamplingInput], asked: Rows[Asked]
+        self, chunks: Sequence[Chunk], batch: ForwardBatch, draws: Sequence[SamplingInput], asked: Sequence[Asked]
     ) -> Future[StepOutput]:
         self._outgoing.started(chunks)
 
@@ -116,27 +117,27 @@ class PrefillLoop(EngineLoop):
         if over:
             super()._collect()
 
-    def _take_token(self, sequence: Sequence, drawn: SampledToken) -> None:
-        request = sequence.request
-        prefill, times = self._prefills[request], self._times[request]
-        times.transfers += self._incoming.intervals(request)
+    def _take_token(self, request: Request, drawn: SampledToken) -> None:
+        request_id = request.id
+        prefill, times = self._prefills[request_id], self._times[request_id]
+        times.transfers += self._incoming.intervals(request_id)
         intervals = [msgspec.structs.replace(one, engine=self._name) for one in times.until_first_token()]
-        logprob, told = logprob_of(drawn), joined(sequence.prompt_logprobs)
+        logprob, told = logprob_of(drawn), joined(request.prompt_logprobs)
         self._send(prefill.consumer, Prefilled(prefill.transfer, drawn.token, logprob, times.reused, intervals, told))
-        self._outgoing.leave(request)
-        self._remove(request)
+        self._outgoing.leave(request_id)
+        self._remove(request_id)
 
-    def _fail(self, request: RequestId, error: str, message: str) -> None:
+    def _fail(self, request_id: RequestId, error: str, message: str) -> None:
         """The transfer is given up when the router's Cancel comes: otherwise the decode instance could say first, of
         this failure, that the transfer was aborted."""
-        self._send(self._frontend, Failed(request, self._address, error, message))
-        self._prefills.pop(request, None)
-        super()._remove(request)
+        self._send(self._frontend, Failed(request_id, self._address, error, message))
+        self._prefills.pop(request_id, None)
+        super()._remove(request_id)
 
-    def _remove(self, request: RequestId) -> None:
-        self._outgoing.give_up(request, "the request has ended, or starts over")
-        self._prefills.pop(request, None)
-        super()._remove(request)
+    def _remove(self, request_id: RequestId) -> None:
+        self._outgoing.give_up(request_id, "the request has ended, or starts over")
+        self._prefills.pop(request_id, None)
+        super()._remove(request_id)
 
 
 class DecodeLoop(EngineLoop):
@@ -155,59 +156,59 @@ class DecodeLoop(EngineLoop):
         return {**super().handlers, Prefilled: self._on_prefilled}
 
     def advance(self) -> None:
-        for sequence, num_tokens in self._incoming_kv.arrived():
-            self.scheduler.arrived(sequence, num_tokens)
-            if (times := self._times[sequence.request]).first_token:
-                times.transfers += self._incoming.intervals(sequence.request)
+        for request, num_tokens in self._incoming_kv.arrived():
+            self.scheduler.arrived(request, num_tokens)
+            if (times := self._times[request.id]).first_token:
+                times.transfers += self._incoming.intervals(request.id)
         self._report_first_tokens()
         super().advance()
 
     def _on_prefilled(self, message: Prefilled) -> None:
-        if (sequence := self._incoming_kv.token_came(message.transfer)) is None:
+        if (request := self._incoming_kv.token_came(message.transfer)) is None:
             return
         if message.token >= self._vocabulary:
             reason = f"the prefill instance drew token {message.token} of a vocabulary of {self._vocabulary}"
-            self._fail(sequence.request, "InternalError", reason)
+            self._fail(request.id, "InternalError", reason)
             return
-        self._first_tokens[sequence.request] = message
-        self._attempts.pop(sequence.request, None)
+        self._first_tokens[request.id] = message
+        self._attempts.pop(request.id, None)
 
     def _report_first_tokens(self) -> None:
         """They go out whether the KV is here or not."""
         first_tokens, self._first_tokens = self._first_tokens, {}
-        for request, message in first_tokens.items():
-            sequence, times = self.scheduler.get(request), self._times[request]
-            if sequence is None:
+        for request_id, message in first_tokens.items():
+            request, times = self.scheduler.get(request_id), self._times[request_id]
+            if request is None:
                 continue
-            if not sequence.num_generated:  # later, what the prefill instance knows is this request's own
+            if not request.num_generated:  # later, what the prefill instance knows is this request's own
                 times.reused = max(times.reused, message.reused)
-                sequence.prompt_logprobs = [message.prompt_logprobs] if message.prompt_logprobs else []
+                request.prompt_logprobs = [message.prompt_logprobs] if message.prompt_logprobs else []
             times.transfers += message.intervals
             logprob = message.logprob
             self._take_token(
-                sequence,
+                request,
                 SampledToken(
                     message.token, logprob.logprob if logprob else None, tuple(logprob.top) if logprob else ()
                 ),
             )
 
-    def _on_failure(self, request: RequestId, failure: Failure) -> None:
+    def _on_failure(self, request_id: RequestId, failure: Failure) -> None:
         """A prefill that is lost with its instance is another's work."""
-        sequence = self.scheduler.get(request)
-        self._attempts[request] += 1
-        if sequence is None or failure.error != "InstanceLost" or self._attempts[request] >= MAX_PREFILLS:
-            super()._on_failure(request, failure)
+        request = self.scheduler.get(request_id)
+        self._attempts[request_id] += 1
+        if request is None or failure.error != "InstanceLost" or self._attempts[request_id] >= MAX_PREFILLS:
+            super()._on_failure(request_id, failure)
             return
-        log.info("request %s is prefilled again: %s", request, failure.reason)
-        self.scheduler.preempt(sequence)
-        self._need(sequence)
+        log.info("request %s is prefilled again: %s", request_id, failure.reason)
+        self.scheduler.preempt(request)
+        self._need(request)
 
-    def _need(self, sequence: Sequence) -> None:
+    def _need(self, request: Request) -> None:
         self._tell()  # or they would be taken for what the new prefill brings
-        self._first_tokens.pop(sequence.request, None)
-        super()._need(sequence)
+        self._first_tokens.pop(request.id, None)
+        super()._need(request)
 
-    def _remove(self, request: RequestId) -> None:
-        self._first_tokens.pop(request, None)
-        self._attempts.pop(request, None)
-        super()._remove(request)
+    def _remove(self, request_id: RequestId) -> None:
+        self._first_tokens.pop(request_id, None)
+        self._attempts.pop(request_id, None)
+        super()._remove(request_id)

@@ -8,7 +8,7 @@ from triptych.layers.decoder import ForwardBatch
 from triptych.layers.parallel import Group
 
 _HEADER = 5
-"""Numbers of tokens, media rows, logits and sequences, and the length of all page tables together."""
+"""Numbers of tokens, media rows, logits and requests, and the length of all page tables together."""
 
 
 def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None:
@@ -29,8 +29,8 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
 def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
     """The step that rank 0 sends, on the CPU. Called on the other ranks; waits for as long as there is none.
     ``embedding_width`` and ``row_dtype``: of media rows."""
-    tokens, media, logits, sequences, pages = _receive(group, _HEADER).tolist()
-    sizes = [tokens, 3 * tokens, media, logits, *[sequences] * 3, tokens, pages]
+    tokens, media, logits, requests, pages = _receive(group, _HEADER).tolist()
+    sizes = [tokens, 3 * tokens, media, logits, *[requests] * 3, tokens, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)
     token_ids, positions, media_index, logits_index, query_lens, kv_lens, table_lens, slots, tables = integers
     rows = torch.empty(media, embedding_width, dtype=row_dtype)
