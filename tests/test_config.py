@@ -109,7 +109,7 @@ def test_one_request_is_never_more_than_its_client_may_hold() -> None:
         FrontendConfig(max_body_mb=64, max_media_mb=256, max_inflight_mb=640, **allowed)
         with pytest.raises(ConfigError, match=r"--max-inflight-mb 639 .* 320 MiB .*64, and 256 MiB"):
             FrontendConfig(max_body_mb=64, max_media_mb=256, max_inflight_mb=639, **allowed)
-    with pytest.raises(ConfigError, match=r"--max-inflight-mb 255 .* 128 MiB, .* 64 and 64 MiB"):
+    with pytest.raises(ConfigError, match=r"--max-inflight-mb 255 .* 128 MiB .*64, and 64 MiB"):
         FrontendConfig(max_body_mb=64, max_inflight_mb=255)
 
 

@@ -26,7 +26,7 @@ REQUEST = RequestId("r")
 class Pages:
     """A request, as far as its KV's leaving goes."""
 
-    request_id: RequestId
+    id: RequestId
     pages: list[int]
     sends_pages: bool = True
 
