@@ -1,6 +1,7 @@
 """Whose turn it is: properties of the queue over random clients, costs and cancellations."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,9 @@ def drained(queue: FairQueue[int]) -> list[Ticket[int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(WORK, st.sampled_from(["pop", "remove"])), max_size=80), st.randoms())
-def test_everything_comes_out_once_in_its_clients_order_unless_it_was_taken_out(steps: list, chance: object) -> None:
+def test_everything_comes_out_once_in_its_clients_order_unless_it_was_taken_out(
+    steps: list[Any], chance: object
+) -> None:
     queue: FairQueue[int] = FairQueue()
     waiting: list[Ticket[int]] = []
     out: list[Ticket[int]] = []
@@ -60,7 +63,7 @@ def test_while_two_clients_have_work_neither_gets_ahead_by_more_than_a_piece(one
     for client, costs in (("a", one), ("b", other)):
         for cost in costs:
             queue.add(cost, client, cost)
-    had = Counter({"a": 0.0, "b": 0.0})
+    had = {"a": 0.0, "b": 0.0}
     left = {"a": len(one), "b": len(other)}
     while all(left.values()):
         ticket = queue.pop()
@@ -86,7 +89,9 @@ def test_who_comes_late_neither_waits_for_the_crowd_nor_is_owed_anything(crowd: 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(WORK, max_size=60), WORK, st.booleans())
-def test_no_more_is_started_before_new_work_than_was_foretold(before: list, new: tuple, of_its_kind: bool) -> None:
+def test_no_more_is_started_before_new_work_than_was_foretold(
+    before: list[Any], new: tuple[Any, ...], of_its_kind: bool
+) -> None:
     queue: FairQueue[int] = FairQueue()
     for number, (client, cost, priority, kind) in enumerate(before):
         queue.add(number, client, cost, priority, kind)

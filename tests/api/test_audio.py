@@ -159,7 +159,7 @@ def test_a_model_that_does_not_hear(service: Served) -> None:
 
 
 def test_limits(hears: Path) -> None:
-    limits = {"limit_mm_per_prompt": "audio=1", "max_audio_mb": 1, "max_item_tokens": 30}
+    limits: dict[str, Any] = {"limit_mm_per_prompt": "audio=1", "max_audio_mb": 1, "max_item_tokens": 30}
     limits |= {"max_audio_seconds": 3.0, "max_audio_gigasamples": 0.0002}
     with served(hears, **limits) as service:
 

@@ -42,7 +42,7 @@ def test_openais_asynchronous_client(thinker: Served) -> None:
     async def both() -> list[str]:
         url = f"{thinker.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
-            return await asyncio.gather(ask(client, "Hello"), ask(client, PICTURE))
+            return list(await asyncio.gather(ask(client, "Hello"), ask(client, PICTURE)))
 
     assert asyncio.run(both()) == [expected(thinker, "Hello"), expected(thinker, PICTURE)]
 

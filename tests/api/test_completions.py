@@ -40,7 +40,7 @@ def test_text_and_its_tokens_are_continued_alike(service: Served) -> None:
 
 
 def test_choices_are_numbered_prompt_by_prompt(service: Served) -> None:
-    settings = {"temperature": 1.0, "seed": 3}
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": 3}
     made = answer(service, prompt=["a", "b"], n=2, **settings)
     assert [choice["index"] for choice in made["choices"]] == [0, 1, 2, 3]
     assert made["usage"]["completion_tokens"] == 32
@@ -89,7 +89,8 @@ def test_logprobs_have_an_entry_for_each_token(service: Served) -> None:
 def test_offsets_count_characters_of_the_text(service: Served) -> None:
     """A character of several tokens counts once, and its tokens have its place."""
     text = "héllo 🎉 世"
-    for fields in ({"echo": True, "max_tokens": 0}, {"echo": True, "max_tokens": 3, "temperature": 0}):
+    cases: list[dict[str, Any]] = [{"echo": True, "max_tokens": 0}, {"echo": True, "max_tokens": 3, "temperature": 0}]
+    for fields in cases:
         choice = answer(service, prompt=text, logprobs=0, **fields)["choices"][0]
         offsets = choice["logprobs"]["text_offset"]
         assert offsets == sorted(offsets)
@@ -134,7 +135,7 @@ def test_the_prompt_is_told_with_its_logprobs(service: Served) -> None:
 
 
 def test_the_prompt_alone(service: Served) -> None:
-    fields = {"prompt": "Once upon a time", "logprobs": 1, "echo": True, "temperature": 0}
+    fields: dict[str, Any] = {"prompt": "Once upon a time", "logprobs": 1, "echo": True, "temperature": 0}
     count = answer(service, "/tokenize", prompt=fields["prompt"])["count"]
     alone, with_more = answer(service, **fields, max_tokens=0), answer(service, **fields)
     (choice,) = alone["choices"]
@@ -150,7 +151,7 @@ def test_the_prompt_alone(service: Served) -> None:
 
 
 def test_prompt_logprobs_in_vllms_words(service: Served) -> None:
-    fields = {"prompt": ["Once upon", "a time"], "prompt_logprobs": 2, "temperature": 0}
+    fields: dict[str, Any] = {"prompt": ["Once upon", "a time"], "prompt_logprobs": 2, "temperature": 0}
     made = answer(service, **fields)
     echoed = answer(service, **fields, echo=True, logprobs=5)
     for choice, other, prompt in zip(made["choices"], echoed["choices"], fields["prompt"], strict=True):
@@ -201,7 +202,7 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
     assert len(made.json()["choices"]) == 8
     assert len(made.json()["prompt_logprobs"]) == num_prompt
     assert num_prompt * 21 < MAX_TOLD < num_prompt * 21 * 8
-    fields = {"prompt": [[5] * 900], "prompt_logprobs": 20, "n": 8, "max_tokens": 1}
+    fields: dict[str, Any] = {"prompt": [[5] * 900], "prompt_logprobs": 20, "n": 8, "max_tokens": 1}
     the_error(post(service, **fields), 400, "prompt_logprobs")  # each choice would tell of it
 
 

@@ -74,7 +74,7 @@ def test_a_request_that_another_context_closes_is_told_of() -> None:
 
     async def start() -> Any:
         request = Observed(app, [told.append])(scope, None, None)  # type: ignore[arg-type]
-        copy_context().run(request.send, None)  # type: ignore[attr-defined]
+        copy_context().run(request.send, None)
         return request
 
     asyncio.run(start()).close()

@@ -82,7 +82,8 @@ def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
             monkeypatch.undo()
             raise RuntimeError("secret of /the/server")
 
-    monkeypatch.setattr(*((encode, "_start_batch") if stage == "encode" else (language, "_start")), fail)
+    target: tuple[Any, str] = (encode, "_start_batch") if stage == "encode" else (language, "_start")
+    monkeypatch.setattr(*target, fail)
     message = the_error(small.post([image_part(image(seed=400))]), 503, None, "instance_lost")
     assert "secret" not in message
     wait_for(lambda: len(small.running.frontend.router.registry) == 2)

@@ -2,7 +2,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -38,11 +38,14 @@ def test_results_and_errors_come_back() -> None:
 
 def test_one_client_never_has_all_threads() -> None:
     async def work(threads: FairExecutor) -> None:
-        opened, begun = threading.Event(), []
-        waiting = [
-            asyncio.create_task(threads.run("a", lambda n=n: (begun.append(n), opened.wait(20))))
-            for n in range(6)  # type: ignore[misc]
-        ]
+        opened = threading.Event()
+        begun: list[int] = []
+
+        def begin(number: int) -> None:
+            begun.append(number)
+            opened.wait(20)
+
+        waiting = [asyncio.create_task(threads.run("a", partial(begin, number))) for number in range(6)]
         while len(begun) < 2:
             await asyncio.sleep(0.001)
         assert await threads.run("b", lambda: "mine") == "mine"
@@ -56,7 +59,8 @@ def test_one_client_never_has_all_threads() -> None:
 
 def test_who_had_least_goes_first() -> None:
     async def work(threads: FairExecutor) -> None:
-        opened, order = threading.Event(), []
+        order: list[Any] = []
+        opened = threading.Event()
         blocking = [asyncio.create_task(threads.run(name, lambda: opened.wait(20))) for name in "aab"]
         await asyncio.sleep(0.2)  # of which a has had twice as much as b
         queued = [

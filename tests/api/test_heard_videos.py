@@ -16,7 +16,8 @@ SECONDS = 3.0
 
 
 def film(seconds: float = SECONDS, **options: Any) -> bytes:
-    return clip(**({"container": "mp4", "frames": 30, "sound": tone(seconds, 48_000)} | options))
+    settings: dict[str, Any] = {"container": "mp4", "frames": 30, "sound": tone(seconds, 48_000)}
+    return clip(**(settings | options))
 
 
 def options(**more: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -16,7 +17,7 @@ from tests.support.image_cases import picture
 from tests.support.serving import Served, image_part, served
 from triptych.encode.loop import EncodeLoop
 
-FORMATS = {
+FORMATS: dict[str, dict[str, Any]] = {
     "JPEG": {"quality": 80},
     "JPEG progressive": {"progressive": True},
     "PNG": {},

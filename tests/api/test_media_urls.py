@@ -56,7 +56,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fetching(folder: Path, files: Path, pictures: int) -> Iterator[Served]:
-    settings = {
+    settings: dict[str, Any] = {
         "allowed_media_domains": (f"127.0.0.1:{pictures}", f"127.0.0.2:{pictures}", "127.0.0.1:1"),
         "allowed_media_networks": ("127.0.0.1/32",),
         "allowed_local_media_path": str(files),

@@ -24,7 +24,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def events(service: Served, **fields: Any) -> list[Any]:
     text = post(service, stream=True, **fields).text
-    made = []
+    made: list[Any] = []
     for block in text.strip().split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))

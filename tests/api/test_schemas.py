@@ -141,7 +141,13 @@ def test_what_is_not_json(body: bytes) -> None:
 
 
 def test_what_openai_clients_send_by_default_is_taken() -> None:
-    neutral = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "frequency_penalty": 0, "temperature": 1}
+    neutral: dict[str, Any] = {
+        "n": 1,
+        "logprobs": False,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "temperature": 1,
+    }
     neutral |= {"response_format": {"type": "text"}, "user": "u", "stream": False, "stream_options": None}
     request = parse(
         ChatCompletionRequest, json.dumps(with_content([IMAGE, {"type": "text", "text": "x"}], **neutral)).encode()

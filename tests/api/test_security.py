@@ -26,7 +26,7 @@ def guarded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"{SECOND}\n\n  {THIRD}  \n")
     file.chmod(0o600)
-    settings = {"api_key": (FIRST,), "api_key_file": str(file), "allowed_origins": (ORIGIN,)}
+    settings: dict[str, Any] = {"api_key": (FIRST,), "api_key_file": str(file), "allowed_origins": (ORIGIN,)}
     with served(folder, "1PD", **settings) as service:
         yield service
 

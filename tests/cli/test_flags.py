@@ -4,6 +4,7 @@ import argparse
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,13 +78,14 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
     }
     for config in (EngineConfig, FrontendConfig, LeaseConfig):
         for item in fields(config):
+            default: Any = item.default
             if item.name in ("lease_expiry", "ssl_certfile", "ssl_keyfile"):
                 continue  # no shorter than the heartbeat: below; and not one without the other
-            value = given.get(item.name) or str(item.default + 1)
-            if isinstance(item.default, bool):
+            value = given.get(item.name) or str(default + 1)
+            if isinstance(default, bool):
                 continue  # a flag without a value: below
-            several = isinstance(item.default, tuple)
-            expected = tuple(value.split(", ")) if several else type(item.default)(value)
+            several = isinstance(default, tuple)
+            expected = tuple(value.split(", ")) if several else type(default)(value)
             monkeypatch.setenv(f"TRIPTYCH_{item.name.upper()}", value)
             from_variable = flags.settings(config, parsed(folder))
             assert getattr(from_variable, item.name) == expected

@@ -34,7 +34,7 @@ def of(lines: list[str], process: str) -> list[str]:
 
 
 @pytest.fixture(params=["flag", "variable", "file"])
-def in_json(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+def in_json(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Arguments and variables that ask for JSON."""
     if request.param == "flag":
         return ("--log-format", "json"), {}
@@ -78,7 +78,7 @@ def test_an_instance_that_fails_says_why_in_its_last_object(folder_without_a_key
     assert any(MISSING_KEY in message for message in of(command.lines, "pd0"))
 
 
-def test_it_is_a_setting_like_others(folder: Path, in_json: tuple[tuple[str, ...], dict[str, str]]) -> None:
+def test_it_is_a_setting_like_others(folder: Path, in_json: tuple[tuple[str, ...], dict[str, Any]]) -> None:
     flags, variables = in_json
     with triptych("serve", folder, "--port", "x", *flags, **variables) as command:
         assert command.end(30) == 1

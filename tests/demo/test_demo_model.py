@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -29,7 +30,8 @@ def test_answers_over_http_are_right_and_those_of_transformers(questions: int) -
 def test_checkpoint_is_small_and_whole() -> None:
     files = list(MODEL_DIR.glob("*.safetensors"))
     assert sum(file.stat().st_size for file in files) < 15_000_000
-    model, info = Qwen3VLForConditionalGeneration.from_pretrained(MODEL_DIR, output_loading_info=True)
+    loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(MODEL_DIR, output_loading_info=True)
+    model, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert len(AutoTokenizer.from_pretrained(MODEL_DIR)) <= model.config.text_config.vocab_size

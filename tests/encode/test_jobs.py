@@ -92,12 +92,12 @@ def test_long_items_take_turns_and_few_are_begun() -> None:
         turns.add(job)
     order = []
     for _ in range(6):
-        (job,) = [turns.next()]
-        assert job is not None
+        turn = turns.next()
+        assert turn is not None
         assert turns.next() is None, "one worker, one turn"
-        order.append(jobs.index(job))
-        turns.ended(job, 0.2)
-        turns.add(job)
+        order.append(jobs.index(turn))
+        turns.ended(turn, 0.2)
+        turns.add(turn)
     assert order == [0, 1, 0, 1, 0, 1]
     turns.remove(jobs[0])
     assert {jobs.index(next_turn(turns)) for _ in range(4)} == {1, 2}

@@ -25,6 +25,7 @@ from triptych.engine.grammar.matching import Matching
 from triptych.engine.grammar.service import Grammars
 from triptych.errors import GrammarTooCostly, InternalError, InvalidRequest, TriptychError
 from triptych.messages.work import GrammarKind, GrammarSpec
+from triptych.sandbox.forks import ForkServer
 
 FOLDER = Path(MODEL_DIR)
 VOCABULARY = load_config(FOLDER)["text_config"]["vocab_size"]
@@ -275,7 +276,7 @@ def test_a_costly_answer_fails_alone(  # noqa: PLR0917
     message: str,
 ) -> None:
     monkeypatch.setattr(matching_module, constant, seconds)
-    monkeypatch.setattr(service, "KILL_SECONDS", matching_module.KILL_SECONDS)
+    monkeypatch.setattr(service, "KILL_SECONDS", vars(matching_module)["KILL_SECONDS"])
     same, other = made.start("regex", SLOW), made.start("regex", "a+")
     want = expected("regex", SLOW, [A] * 4)
     assert masks_of(made, same, [A] * 2) == want[:3]
@@ -414,7 +415,7 @@ def test_a_process_that_cannot_be_started_fails_its_own_requests(
         def fail(*_: Any) -> None:
             raise OSError("too many open files")
 
-        broken.setattr(service.ForkServer, *(("fork", fail) if what == "fork" else ("__init__", fail)))
+        broken.setattr(ForkServer, *(("fork", fail) if what == "fork" else ("__init__", fail)))
         failed = [made.start("regex", "b" * number, client="c") for number in range(1, 6)]
         assert all(isinstance(made.wait(one), InternalError) for one in failed)
         live.close()

@@ -31,7 +31,7 @@ CONFIG = DecoderConfig(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rank(SingleRank):
     rank: int
     size: int
@@ -78,10 +78,10 @@ def test_what_ranks_write_rank_0_sees_as_rows_of_one_process(dtype: torch.dtype,
         for part in range(2):
             found = list(rows.of(layer, part, pages, 1, 10))
             assert len(found) == 2, "as many views as in one process"
-            for ours, theirs in zip(found, expected.of(layer, part, pages, 1, 10), strict=True):
-                assert ours.flags.c_contiguous
-                assert (ours == theirs).all()
-                ours[:] = 0
+            for mine, theirs in zip(found, expected.of(layer, part, pages, 1, 10), strict=True):
+                assert mine.flags.c_contiguous
+                assert (mine == theirs).all()
+                mine[:] = 0
     written = torch.zeros(PAGES * PAGE_SIZE, dtype=torch.bool)
     written[[13, 14, 15, 16, 17, 18, 19, 0, 1, 2]] = True
     for cache in ranks:

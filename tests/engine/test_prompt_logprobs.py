@@ -7,7 +7,7 @@ from triptych.engine.prompt_logprobs import asked_of, joined, score
 from triptych.engine.runner import num_largest
 from triptych.engine.scheduler import Chunk
 from triptych.errors import NonFiniteLogits
-from triptych.messages.work import SamplingParams
+from triptych.messages.work import PromptLogprobs, SamplingParams
 
 VOCABULARY = 11
 
@@ -42,6 +42,7 @@ def test_scores_by_definition() -> None:
     parts = score(logits, asked)
     expected = logits.double().log_softmax(dim=-1).numpy()
     for one, part in zip(asked, parts, strict=True):
+        assert isinstance(part, PromptLogprobs)
         width = 1 + one.most
         tokens = np.frombuffer(part.tokens, "<i4").reshape(-1, width)
         logprobs = np.frombuffer(part.logprobs, "<f4").reshape(-1, width)
@@ -59,7 +60,10 @@ def test_the_parts_of_a_prompt_are_joined_in_order() -> None:
     whole = request("0", [1, 2, 3, 4, 5], SamplingParams(max_tokens=1, prompt_logprobs=2))
     first, second = Chunk(whole, 0, 3), Chunk(whole, 3, 2)
     parts = [*score(logits[:3], asked_of([first])), *score(logits[3:], asked_of([second]))]
-    assert joined(parts) == score(logits, asked_of([Chunk(whole, 0, 5)]))[0]
+    assert (
+        joined([part for part in parts if isinstance(part, PromptLogprobs)])
+        == score(logits, asked_of([Chunk(whole, 0, 5)]))[0]
+    )
     assert joined([]) is None
 
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -6,7 +8,7 @@ from triptych.messages.work import SamplingParams
 from triptych.types import RequestId
 
 
-def request(**sampling: object) -> Request:
+def request(**sampling: Any) -> Request:
     return Request(
         id=RequestId("r"),
         tokens=[10, 11, 12],
@@ -45,7 +47,7 @@ def test_positions_go_on_between_whole_numbers() -> None:
         ({"stop_token_ids": [99], "ignore_eos": True}, [99], "stop"),
     ],
 )
-def test_why_generation_ends(sampling: dict[str, object], generated: list[int], reason: str | None) -> None:
+def test_why_generation_ends(sampling: dict[str, Any], generated: list[int], reason: str | None) -> None:
     one = request(**sampling)
     one.tokens += generated
     assert one.finish_reason() == reason

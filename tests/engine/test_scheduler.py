@@ -260,7 +260,7 @@ def test_prompts_are_scored_a_few_tokens_at_a_time_and_others_take_the_rest_of_t
     first, second = scoring("first", 100), scoring("second", 100)
     for one in (first, second, plain := request("plain", 300, 1)):
         scheduler.add(one)
-    steps = []
+    steps: list[dict[str, int]] = []
     while len(scheduler):
         step = scheduler.schedule(everything)
         assert step.num_scored <= MAX_SCORED

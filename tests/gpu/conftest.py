@@ -3,6 +3,7 @@ docs/gpu.md."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     """``make_checkpoint`` into a folder of its own, made once per set of options."""
     made: dict[str, Path] = {}
 
-    def make(**options: object) -> Path:
+    def make(**options: Any) -> Path:
         name = repr(sorted(options.items()))
         if name not in made:
             made[name] = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **options)

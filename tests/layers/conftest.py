@@ -4,6 +4,7 @@ import ctypes
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     """``make_checkpoint`` into a folder of its own, made once per set of options. Tests don't write to it."""
     made: dict[str, Path] = {}
 
-    def make(**options: object) -> Path:
+    def make(**options: Any) -> Path:
         name = repr(sorted(options.items()))
         if name not in made:
             made[name] = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **options)

@@ -95,9 +95,9 @@ def test_what_fp16_makes_of_values(kernel: compiled.PagedAttention) -> None:
     assert torch.equal(expected.isnan(), values.isnan())
     for attend in (kernel, CpuAttention(None)):
         caches = torch.empty(2, len(values), 1, 2, 40, dtype=torch.float16)
-        attend(nothing, values, nothing, *caches, batch)
+        attend(nothing, values, nothing, caches[0], caches[1], batch)
         torch.testing.assert_close(caches[0, :, 0], expected, atol=0, rtol=0, equal_nan=True)
-        attended = attend(nothing, nothing, values, *caches, batch)
+        attended = attend(nothing, nothing, values, caches[0], caches[1], batch)
         torch.testing.assert_close(caches[1, :, 0], expected, atol=0, rtol=0, equal_nan=True)
         torch.testing.assert_close(attended, expected.float(), atol=0, rtol=0, equal_nan=True)
 
@@ -112,7 +112,7 @@ def test_the_compiled_kernel_with_windows(
     for lengths in BATCHES.values():
         one, same = (make_case(shape, *lengths, torch.float32, cache_dtype, CPU) for _ in range(2))
         outputs = [
-            attend(case.query, case.key, case.value, *case.caches, case.batch, window)
+            attend(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch, window)
             for attend, case in ((kernel, one), (CpuAttention(None), same))
         ]
         torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
@@ -123,8 +123,8 @@ def test_large_scores(kernel: compiled.PagedAttention) -> None:
     for lengths in BATCHES.values():
         case = make_case(SHAPES[1], *lengths, torch.float32, torch.float32, CPU)
         case.query.mul_(30)
-        attended = kernel(case.query, case.key, case.value, *case.caches, case.batch)
-        expected = CpuAttention(None)(case.query, case.key, case.value, *case.caches, case.batch)
+        attended = kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)
+        expected = CpuAttention(None)(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)
         torch.testing.assert_close(attended, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -133,11 +133,11 @@ def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention, 
     """Bit by bit the same whatever the chunk of several that a token comes in and whatever else is in the step."""
     shape, length = Shape(16, 8, 128, 16), 90
     case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU)
-    whole = kernel(case.query, case.key, case.value, *case.caches, case.batch)[:length]
+    whole = kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)[:length]
     for begin, end in ((0, 33), (33, 50), (50, 88), (88, 90)):
         part = slice(begin, end)
         batch = AttentionBatch([end - begin], [end], case.batch.page_tables[:1], case.batch.slots[part])
-        chunk = kernel(case.query[part], case.key[part], case.value[part], *case.caches, batch)
+        chunk = kernel(case.query[part], case.key[part], case.value[part], case.caches[0], case.caches[1], batch)
         torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
 
 
@@ -153,15 +153,15 @@ def test_long_contexts(
     """A single token's history is gone through in parts, whose bounds depend on nothing else: neither on the other
     sequences nor on how many threads there are."""
     case = make_case(shape, [1] * len(LONG), LONG, torch.float32, cache_dtype, CPU)
-    operands = case.query, case.key, case.value
-    together = kernel(*operands, *case.caches, case.batch, window)
-    expected = CpuAttention(None)(*operands, *case.caches, case.batch, window)
+    query, key, value = case.query, case.key, case.value
+    together = kernel(query, key, value, case.caches[0], case.caches[1], case.batch, window)
+    expected = CpuAttention(None)(query, key, value, case.caches[0], case.caches[1], case.batch, window)
     torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
     torch.set_num_threads(3)
     for index, length in enumerate(LONG):
         part = slice(index, index + 1)
         batch = AttentionBatch([1], [length], case.batch.page_tables[part], case.batch.slots[part])
-        alone = kernel(*(operand[part] for operand in operands), *case.caches, batch, window)
+        alone = kernel(query[part], key[part], value[part], case.caches[0], case.caches[1], batch, window)
         torch.testing.assert_close(alone, together[part], atol=0, rtol=0)
 
 
@@ -171,7 +171,7 @@ def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str,
     """In every token that sees it, which are all new ones of the first sequence, and in no other."""
     case = make_case(SHAPES[1], *BATCHES[batch], torch.float32, cache_dtype, CPU)
     case.key[:1] = torch.nan
-    attended = kernel(case.query, case.key, case.value, *case.caches, case.batch)
+    attended = kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)
     first, others = attended.tensor_split([case.batch.query_lens[0]])
     assert first.isnan().all()
     assert not others.isnan().any()
@@ -185,7 +185,7 @@ def test_pages_that_there_are_not(kernel: compiled.PagedAttention, slots: list[i
     caches, query = torch.zeros(2, 3, 4, 2, 8), torch.ones(2, 4, 8)
     batch = AttentionBatch([2], [8], [torch.tensor(table)], torch.tensor(slots))
     with pytest.raises(IndexError, match="beyond the 3 pages"):
-        kernel(query, query[:, :2], query[:, :2], *caches, batch)
+        kernel(query, query[:, :2], query[:, :2], caches[0], caches[1], batch)
     assert not caches.any()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoints import load_family
-from tests.support.forward import Pool, Prompt, Running, step
+from tests.support.forward import Pool, Prompt, Running, Wanted, layers_of, step
 from tests.support.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise
@@ -54,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def load(folder: Path, weights: WeightFormat, backend: CpuAttention | None = None) -> Decoder:
     """With ``backend``'s kernels instead of those that the process has built for itself."""
     decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
-    for layer in decoder.layers:
+    for layer in layers_of(decoder):
         layer.attention.backend = backend or layer.attention.backend
         layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
     return decoder
@@ -82,9 +82,10 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
     for tensor in (*pool.cache.keys, *pool.cache.values):
         tensor.zero_()
     steps = [(37, 1, 19), (1, 40, 1), (1, 1, 0), (1, 0, 0), (20, 3, 0)]
+    kinds: tuple[Wanted, ...] = ("all", "odd", "last", "all", "last")
     found = [
         step(pool, [(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count], wanted)
-        for counts, wanted in zip(steps, ("all", "odd", "last", "all", "last"), strict=True)
+        for counts, wanted in zip(steps, kinds, strict=True)
     ]
     assert [sequence.left for sequence in sequences] == [0, 0, 0]
     return [*found, *pool.cache.keys, *pool.cache.values]
@@ -100,11 +101,11 @@ def test_the_same_bits(
 ) -> None:
     """Families differ in biases, norms of heads, windows and experts."""
     decoder = load(folders(name), FORMATS[weights], backend)
-    assert any(layer.attention.window for layer in decoder.layers) == ("window" in name)
-    for layer in decoder.layers:
+    assert any(layer.attention.window for layer in layers_of(decoder)) == ("window" in name)
+    for layer in layers_of(decoder):
         assert is_compiled(layer) == (True, isinstance(layer.mlp, GatedMLP))
     found = answers(decoder, cache_dtype)
-    for layer in decoder.layers:
+    for layer in layers_of(decoder):
         layer.compiled_attend = layer.compiled_finish = None
     assert all(torch.equal(one, other) for one, other in zip(found, answers(decoder, cache_dtype), strict=True))
     torch.set_num_threads(3)
@@ -117,11 +118,11 @@ def test_what_the_kernels_are_not_made_for_goes_module_by_module(
 ) -> None:
     folder = folders("qwen2")
     decoder = load(folder, WEIGHT_FORMATS["bfloat16"], backend)
-    assert {is_compiled(layer) for layer in decoder.layers} == {(False, False)}
+    assert {is_compiled(layer) for layer in layers_of(decoder)} == {(False, False)}
     decoder = load(folder, FORMATS["float32"], CpuAttention(None))
-    assert {is_compiled(layer) for layer in decoder.layers} == {(False, True)}
+    assert {is_compiled(layer) for layer in layers_of(decoder)} == {(False, True)}
     monkeypatch.setattr(native, "library", lambda: None)
-    assert {is_compiled(layer) for layer in load(folder, FORMATS["float16"], backend).layers} == {(False, False)}
+    assert {is_compiled(layer) for layer in layers_of(load(folder, FORMATS["float16"], backend))} == {(False, False)}
 
 
 def test_pages_that_are_not_there(folders: Folders, backend: CpuAttention) -> None:

@@ -1,6 +1,7 @@
 """Which device, and what it has. GPUs are made up here."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_formats_of_cpus() -> None:
     ],
 )
 def test_the_kv_cache_of_cpus_has_the_dtype_of_weights_unless_told(
-    settings: dict[str, str], dtype: torch.dtype
+    settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
     engine = EngineConfig(**settings)
     assert kv_dtype(engine, CPU, weight_format(engine, CPU, tensors(BF16=1))) == dtype

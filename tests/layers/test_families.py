@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,8 +79,9 @@ def make_prompt_of_text(tokens: torch.Tensor, width: int) -> Prompt:
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_tower_rows(tiny: Tiny, name: str) -> None:
     folder = tiny(name, "published")
-    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
-    for module in (one.module for one in (tower.towers.values() if isinstance(tower, Encoders) else [tower])):
+    tower: Any = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    towers: list[Any] = list(tower.towers.values()) if isinstance(tower, Encoders) else [tower]
+    for module in (one.module for one in towers):
         assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         assert {type(one) for one in module.modules() if type(one).__name__.endswith("Attention")} == {TowerAttention}
     rows = tower.encode(IMAGES)
@@ -157,7 +159,7 @@ def _as_the_modules(key: str) -> str:
 
 
 @pytest.mark.parametrize("weights", [WEIGHT_FORMATS["float16"], QUANTIZED_FORMATS["int8"]])
-def test_packed_experts(tiny: Tiny, weights: object) -> None:
+def test_packed_experts(tiny: Tiny, weights: Any) -> None:
     """Separate experts are packed one by one, like stacked ones, to the same logits."""
     prompt = make_prompt_of_text(torch.arange(3, 43), 64)
     logits = []
@@ -205,7 +207,7 @@ def test_a_convolution_over_more_than_single_patches(
     tiny: Tiny, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Convolution(modeling_qwen2_vl.PatchEmbed):
-        def __init__(self, *args: object, **options: object) -> None:
+        def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             vars(self.proj).update(change)
 

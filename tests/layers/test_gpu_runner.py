@@ -133,11 +133,11 @@ def test_padding_harms_nobody(plain: Decoder, num_rows: int) -> None:
     """On the CPU's backend, too: neither the logits nor any page but the scratch page differ."""
 
     def decode(rows: int | None) -> tuple[Tensor, KVTensors]:
-        runner, cache, batch = three_decodes(plain)
+        _, cache, batch = three_decodes(plain)
         assert only_decodes(batch)
         batch = batch if rows is None else padded(batch, rows, NUM_PAGES, PAGE_SIZE)
         assert rows is None or len(batch.tokens) == len(batch.attention.slots) == rows
-        return runner.decoder(batch, cache), cache
+        return plain(batch, cache), cache
 
     (logits, cache), (padded_logits, padded_cache) = decode(None), decode(num_rows)
     torch.testing.assert_close(padded_logits, logits, atol=1e-5, rtol=1e-5)

@@ -17,7 +17,9 @@ from tests.support.forward import (
     Pool,
     Prompt,
     Running,
+    Wanted,
     assert_close,
+    layers_of,
     make_prompt,
     random_input,
     reference_logits,
@@ -59,12 +61,12 @@ def pool_of(decoder: Decoder) -> Pool:
     return pool
 
 
-class MediaBudget:
+class Counted:
     """Notes over how many rows each layer's parts after its attention run."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.rows: dict[tuple[int, str], list[int]] = {}
-        for index, layer in enumerate(decoder.layers):
+        for index, layer in enumerate(layers_of(decoder)):
             if layer.compiled_finish is not None:
                 rows = self.rows.setdefault((index, "both"), [])
                 layer.compiled_finish = self._counted(layer.compiled_finish, rows)
@@ -87,13 +89,13 @@ class MediaBudget:
 
 @pytest.mark.parametrize("options", [{}, {"moe": True}, {"sizes": DEEPSTACK_TO_THE_END}], ids=repr)
 @pytest.mark.parametrize("wanted", ["last", "none", "odd"])
-def test_only_what_is_wanted_goes_on(checkpoint_folder: Folder, options: dict[str, Any], wanted: EncodeTask) -> None:
+def test_only_what_is_wanted_goes_on(checkpoint_folder: Folder, options: dict[str, Any], wanted: Wanted) -> None:
     """Two prompts share steps: their first chunks, in which images begin, and then what is left."""
     folder = checkpoint_folder(**options)
     prompts, expected = prompts_of(folder)
     whole = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
     decoder = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
-    counted, pool, reference = MediaBudget(decoder), pool_of(decoder), pool_of(whole)
+    counted, pool, reference = Counted(decoder), pool_of(decoder), pool_of(whole)
     sequences, others = ([Running(prompt) for prompt in prompts] for _ in range(2))
     counts = [(7, 3), tuple(sequence.left - count for sequence, count in zip(sequences, (7, 3), strict=True))]
     for chunks in counts:
@@ -135,7 +137,8 @@ def test_every_weight_format_takes_few_rows_and_none(checkpoint_folder: Folder, 
     (prompt, _), _ = prompts_of(folder)
     decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
     every = step(Pool(decoder, dtype=decoder.dtype), [(Running(prompt), len(prompt.tokens))])
-    for wanted, of in (("none", every[:0]), ("last", every[-1:]), ("odd", every[1::2])):
+    cases: list[tuple[Wanted, Tensor]] = [("none", every[:0]), ("last", every[-1:]), ("odd", every[1::2])]
+    for wanted, of in cases:
         logits = step(Pool(decoder, dtype=decoder.dtype), [(Running(prompt), len(prompt.tokens))], wanted)
         assert logits.shape == of.shape
         if len(of):
@@ -173,7 +176,7 @@ def test_all_ranks_have_written_a_layer_when_it_is_told(checkpoint_folder: Folde
         attention=AttentionBatch([8], [8], [torch.tensor([0, 1])], torch.arange(8)),
     )
     complete: list[bool] = []
-    store = distributed.HashStore()
+    store = distributed.HashStore()  # type: ignore[attr-defined]
 
     def run(rank: int) -> Tensor:
         torch.set_num_threads(1)
@@ -182,7 +185,7 @@ def test_all_ranks_have_written_a_layer_when_it_is_told(checkpoint_folder: Folde
         cache = KVTensors.within(memory, Dimension(config.num_kv_heads).part(group))
         if rank == 0:
             return decoder(batch, cache, lambda layer: complete.append(not memory[layer].isnan().any()))
-        for layer in decoder.layers:
+        for layer in layers_of(decoder):
             layer.attention.backend = Slow(layer.attention.backend)
             layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
         return decoder(batch, cache)

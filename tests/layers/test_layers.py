@@ -1,6 +1,7 @@
 """Linear layers, weight formats, norm and rope by themselves."""
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,9 @@ def test_norm_equals_transformers(dtype: torch.dtype) -> None:
     reference = Qwen3VLTextRMSNorm(32, eps=1e-6).to(dtype).requires_grad_(False)
     reference.weight.copy_(torch.randn(32))
     activations = (10 * torch.randn(7, 32)).to(dtype)
-    exactly = {"atol": 0, "rtol": 0} if dtype == torch.bfloat16 else {}  # a float32 kernel may add up in another order
+    exactly: Any = (
+        {"atol": 0, "rtol": 0} if dtype == torch.bfloat16 else {}
+    )  # a float32 kernel may add up in another order
     torch.testing.assert_close(RMSNorm(reference.weight, 1e-6)(activations), reference(activations), **exactly)
 
 
@@ -124,8 +127,8 @@ def test_rope_equals_transformers(
     torch.manual_seed(0)
     parameters = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(section)}
     if interleaved:
-        config = Qwen3VLTextConfig(head_dim=head_dim, rope_parameters=parameters | {"mrope_interleaved": True})
-        reference = Qwen3VLTextRotaryEmbedding(config)
+        config: Any = Qwen3VLTextConfig(head_dim=head_dim, rope_parameters=parameters | {"mrope_interleaved": True})
+        reference: Any = Qwen3VLTextRotaryEmbedding(config)
     else:
         config = Qwen2VLTextConfig(hidden_size=2 * head_dim, num_attention_heads=2, rope_parameters=parameters)
         reference = Qwen2VLRotaryEmbedding(config)

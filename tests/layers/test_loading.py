@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from tests.support.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
-from triptych.layers.decoder import Decoder
 from triptych.layers.linear import WEIGHT_FORMATS, PackedLinear, PlainFormat, WeightFormat
 from triptych.models.base import EncoderInput
 
@@ -27,7 +26,8 @@ FP32 = PlainFormat(torch.float32)
 """Which shows what becomes of each tensor."""
 
 
-def load_decoder(folder: Path, weights: WeightFormat = FP32) -> Decoder:
+def load_decoder(folder: Path, weights: WeightFormat = FP32) -> Any:
+    """A decoder, whose modules' attributes torch types as tensors or modules."""
     return load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
 
 
@@ -70,7 +70,7 @@ def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, l
     assert all(key.startswith("model.visual.") for key in tower_keys)
 
     reference = load_reference(folder)
-    tower = model.load_encoder(checkpoint, FP32, CPU)
+    tower: Any = model.load_encoder(checkpoint, FP32, CPU)
     assert num_parameters(tower.module) == num_parameters(reference.model.visual)
     assert all(not tensor.is_meta for tensor in (*tower.module.parameters(), *tower.module.buffers()))
     # The fused query-key norm repeats its weight per head: 6 heads instead of 2 weights, in each layer.
@@ -103,7 +103,7 @@ def test_weights_that_need_no_change_stay_in_the_file(checkpoint_folder: Callabl
     assert is_mapped(decoder.head.linear.weight, file)
     assert is_mapped(decoder.layers[0].mlp.experts[3].gate_up.weight, file)
     assert not is_mapped(decoder.layers[0].attention.qkv.weight, file)
-    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    tower: Any = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     assert all(is_mapped(parameter, file) for parameter in tower.module.parameters() if parameter.numel())
 
 
@@ -270,7 +270,7 @@ def test_a_config_of_another_size(tmp_path: Path) -> None:
 
 def test_patches_that_do_not_fill_their_grid(checkpoint_folder: Callable[..., Path]) -> None:
     folder = checkpoint_folder()
-    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    tower: Any = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     with pytest.raises(PlanMismatch, match="7 patches"):
         tower.encode([EncoderInput(torch.zeros(7, 1536).numpy(), (1, 2, 4), "name")])
 
@@ -278,7 +278,7 @@ def test_patches_that_do_not_fill_their_grid(checkpoint_folder: Callable[..., Pa
 def test_the_rest_of_a_made_folder(checkpoint_folder: Callable[..., Path]) -> None:
     """The tokenizer round-trips any text, and the template has one placeholder per image."""
     folder = checkpoint_folder()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     text = "naïve 三 🎨\n"
     ids = tokenizer(text).input_ids
     assert len(ids) == len(text.encode())

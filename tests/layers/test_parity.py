@@ -192,7 +192,7 @@ def test_tower_in_bf16(models: Callable[..., Model]) -> None:
 def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
     """Rounded to fp16 where a linear layer is, and nothing of its fp32 weights kept."""
     model = models()
-    tower = model.family.load_encoder(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
+    tower: Any = model.family.load_encoder(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
     assert any(isinstance(module, PackedLinear) for module in tower.module.modules())
     assert not any(isinstance(module, nn.Linear) for module in tower.module.modules())
     rows = torch.cat(tower.encode(IMAGES))

@@ -5,7 +5,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -194,13 +194,13 @@ def test_where_it_is_of_use(kernels: ctypes.CDLL) -> None:
 def test_weights_that_no_bounds_hold_for(value: float) -> None:
     weight = torch.randn(300, 100)
     weight[7, 3] = value
-    product = float_product(weight, None)
+    product: Any = float_product(weight, None)
     with pytest.raises(ValueError, match="whose sums are finite"):
         PrunedHead(product, weight)
     assert pruned_head_of(product, weight) is None
     wide = torch.ones(1, 2**16 + 1)
     with pytest.raises(ValueError, match="at most 65536 inputs"):
-        PrunedHead(float_product(wide, None), wide)
+        PrunedHead(cast(Any, float_product(wide, None)), wide)
 
 
 FEW = [{}, {"temperature": 1.0, "top_k": 9}]
@@ -214,7 +214,7 @@ def test_answers_are_the_same(
 ) -> None:
     folder = checkpoint_folder(tied=True)
     weights = (WEIGHT_FORMATS | QUANTIZED_FORMATS)[name]
-    decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, torch.device("cpu"))
+    decoder: Any = load_family(folder).load_decoder(Checkpoint(folder), weights, torch.device("cpu"))
     lengths = [7, 13, 1, 9, 20, 5, 2, 9]
     samplings = [SamplingParams(max_tokens=8, seed=row, **settings[row % len(settings)]) for row in range(len(lengths))]
 
@@ -227,7 +227,13 @@ def test_answers_are_the_same(
     asked: list[int] = []
     pruned_head = PrunedHead(decoder.head.linear.product, decoder.embedding)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrunedHead, "__call__", lambda *a, call=PrunedHead.__call__: asked.extend(a[2]) or call(*a))
+        call = PrunedHead.__call__
+
+        def noted(head: PrunedHead, hidden: Tensor, counts: list[int]) -> Any:
+            asked.extend(counts)
+            return call(head, hidden, counts)
+
+        patch.setattr(PrunedHead, "__call__", noted)
         found = answers(pruned_head)
     assert set(asked) == ({1, 9} if settings == FEW else {0, 1, 9})
     assert found == answers(None)

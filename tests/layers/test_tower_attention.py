@@ -46,22 +46,22 @@ def test_each_token_sees_its_segment(
 def test_what_the_kernel_is_not_made_for_goes_through_pytorch(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int]
 ) -> None:
-    tensors = operands(sum(lengths), 4, 64)
-    wanted = expected(tensors, lengths, 0.125)
-    halves = attend(*(tensor.bfloat16() for tensor in tensors), lengths, 0.125)
+    query, key, value = operands(sum(lengths), 4, 64)
+    wanted = expected([query, key, value], lengths, 0.125)
+    halves = attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), lengths, 0.125)
     assert halves.dtype == torch.bfloat16
     torch.testing.assert_close(halves.float(), wanted, atol=0.03, rtol=0.03)
     monkeypatch.setattr(tower, "paged_attention", lambda: None)
-    torch.testing.assert_close(attend(*tensors, lengths, 0.125), wanted, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(attend(query, key, value, lengths, 0.125), wanted, atol=2e-5, rtol=2e-5)
 
 
 def test_segments_of_other_tokens_than_there_are(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = operands(20, 4, 64)
+    query, key, value = operands(20, 4, 64)
     for kernel in (PagedAttention(kernels), None):
         monkeypatch.setattr(tower, "paged_attention", lambda kernel=kernel: kernel)
         for lengths in ([8, 8], [8, 16]):
             with pytest.raises((ValueError, RuntimeError)):
-                attend(*tensors, lengths, 0.125)
+                attend(query, key, value, lengths, 0.125)
 
 
 def test_the_kernel_refuses_what_it_has_no_answer_to(kernels: ctypes.CDLL) -> None:

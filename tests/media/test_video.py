@@ -4,6 +4,7 @@ import io
 import random
 import time
 from fractions import Fraction
+from typing import Any
 
 import av
 import numpy as np
@@ -64,10 +65,10 @@ def test_few_frames_are_decoded_for_few_that_are_wanted(monkeypatch: pytest.Monk
     data = clip("mp4", frames=120)
     header = probe_video(data)
     sent = []
-    original = av.video.codeccontext.VideoCodecContext.decode
+    original: Any = av.video.codeccontext.VideoCodecContext.decode
 
     class Counting:
-        def __init__(self, context: object) -> None:
+        def __init__(self, context: Any) -> None:
             object.__setattr__(self, "context", context)
 
         def __getattr__(self, name: str) -> object:
@@ -76,7 +77,7 @@ def test_few_frames_are_decoded_for_few_that_are_wanted(monkeypatch: pytest.Monk
         def __setattr__(self, name: str, value: object) -> None:
             setattr(self.context, name, value)
 
-        def decode(self, packet: object) -> object:
+        def decode(self, packet: Any) -> object:
             sent.append(packet)
             return original(self.context, packet)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from triptych.errors import Unavailable
@@ -270,7 +271,7 @@ def test_the_right_key_of_the_server_alone_lets_nobody_in(knows_server_key: bool
 
 def test_without_the_doorkeeper_nobody_new_gets_in() -> None:
     with channel(secret=SECRET) as inbox, channel(secret=SECRET) as friend:
-        assert inbox._zap_authenticator
+        assert isinstance(inbox._zap_authenticator, ThreadAuthenticator)
         inbox._zap_authenticator.stop()
         friend.send(inbox.address, beat(1))
         silence(inbox)

@@ -30,7 +30,7 @@ from tests.support.serving import image, image_part, wait_for
 from triptych.cluster.operator import Operator
 from triptych.config import ClusterConfig
 
-TOPOLOGIES = {
+TOPOLOGIES: dict[str, tuple[str, ...]] = {
     "1EPD": (),
     "1E1PD": (),
     "1E1P1D": (),
@@ -82,7 +82,7 @@ class Service:
 @contextmanager
 def service(folder: Path, topology: str) -> Iterator[Service]:
     control = _free_port()
-    settings = ("--port", "0", "--control-port", control, "--threads", "1", "--dtype", "float32")
+    settings = ("--port", "0", "--control-port", str(control), "--threads", "1", "--dtype", "float32")
     room = ("--kv-cache-tokens", "8192", "--max-model-len", "512", "--log-level", "warning")
     with triptych("serve", folder, "--topology", topology, *TOPOLOGIES[topology], *settings, *room) as command:
         yield Service(command.wait_until_ready(), control, command, "E" in topology)

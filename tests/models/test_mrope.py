@@ -46,7 +46,7 @@ class Mix:
 
     def add(self, planner: Planner, plan: ItemPlan, marks: tuple[int, int] | None) -> None:
         """``marks`` stand before and behind each run."""
-        spans = []
+        spans: list[Span] = []
         for run in planner.runs(plan):
             if spans:
                 self.add_text(3)  # a time
@@ -115,7 +115,7 @@ def reference_of(family: str) -> Any:
     """A model without weights: ``get_rope_index`` reads the config only."""
     if family == "qwen3_omni_moe":
         model_class: Any = Qwen3OmniMoeThinkerForConditionalGeneration
-        config = Qwen3OmniMoeThinkerConfig(**TINY[family].config["thinker_config"])
+        config: Any = Qwen3OmniMoeThinkerConfig(**TINY[family].config["thinker_config"])
     else:
         folder, prefix = ROPE_INDEX[family]
         package = f"transformers.models.{folder}"

@@ -50,7 +50,7 @@ def test_as_many_tokens_as_the_reference_counts() -> None:
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 44_100, 48_000, 384_000])
 def test_plans_are_exact_whatever_the_rate(rate: int) -> None:
     source = random.Random(rate)
-    extractor = WhisperFeatureExtractor(feature_size=20)
+    extractor: Any = WhisperFeatureExtractor(feature_size=20)
     for seconds in (0.026, 0.5, 1.0, source.uniform(0.1, 5), source.uniform(5, 30)):
         samples = round(seconds * rate)
         plan = heard(samples, rate)
@@ -93,7 +93,8 @@ def test_features_are_the_references(container: str, rate: int, channels: int, s
     assert len(parts) == plan.num_parts
     assert {part.tower for part in parts} == {AUDIO}
     samples = decode_audio(data, header, 16_000)
-    made = WhisperFeatureExtractor(feature_size=20)(samples, sampling_rate=16_000, padding=True, truncation=False)
+    extractor: Any = WhisperFeatureExtractor(feature_size=20)
+    made = extractor(samples, sampling_rate=16_000, padding=True, truncation=False)
     features = np.concatenate([part.patches[: part.grid[0]] for part in parts])
     np.testing.assert_allclose(features, made["input_features"][0].T, atol=1e-4)
     assert not any(part.patches[part.grid[0] :].any() for part in parts)

@@ -20,8 +20,8 @@ from triptych.models.shared.images import decode_image
 from triptych.prompt.probe import probe_image
 from triptych.types import ItemPlan
 
-SMALL = {"size": {"shortest_edge": 1024, "longest_edge": 16384}, "patch_size": 16}
-QWEN3_VL = {
+SMALL: dict[str, Any] = {"size": {"shortest_edge": 1024, "longest_edge": 16384}, "patch_size": 16}
+QWEN3_VL: dict[str, Any] = {
     "size": {"shortest_edge": 65536, "longest_edge": 16777216},
     "patch_size": 16,
     "temporal_patch_size": 2,

@@ -59,7 +59,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environm
 
 def checked(environment: Environment, folder: Path) -> Environment:
     """It has its own Triptych."""
-    command = [environment.bin / "python", "-P", "-c", "import triptych; print(triptych.__file__)"]
+    command = [str(environment.bin / "python"), "-P", "-c", "import triptych; print(triptych.__file__)"]
     found = subprocess.check_output(command, text=True, env=environment.variables, cwd="/").strip()
     assert Path(found).is_relative_to(folder), f"{found} is not in {folder}"
     return environment

@@ -28,7 +28,7 @@ def encodings(service: Running) -> int:
 def chat(*turns: str, images: int = 2) -> Messages:
     """A conversation that begins with pictures; every second turn is the assistant's."""
     pictures = [{"type": "image", "data": png(picture(128, 96 + 32 * number, number))} for number in range(images)]
-    messages = [
+    messages: Messages = [
         {"role": ("user", "assistant")[number % 2], "content": [{"type": "text", "text": text}]}
         for number, text in enumerate(turns)
     ]

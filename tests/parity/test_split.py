@@ -167,7 +167,8 @@ def test_what_the_decode_instance_knows_is_not_sent_again(model: Model) -> None:
         async with running(model.folder, "1E1P1D") as service:
             for messages, answer in zip(REQUESTS, model.answers, strict=True):
                 prompt = service.frontend.service.prompt_builder.build(messages)
-                layers = decode_loops(service)[0].runner.decoder.config.num_layers
+                decoder: Any = decode_loops(service)[0].runner.decoder
+                layers = decoder.config.num_layers
                 before = kv_rows(service)
                 assert await service.answer(messages) == answer
                 first = kv_rows(service)

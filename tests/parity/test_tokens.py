@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -105,7 +106,7 @@ def test_first_token_logits(model: Model) -> None:
 
 
 def test_seeded_sampling_is_the_same_alone_and_in_a_batch(model: Model) -> None:
-    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234}
+    sampling: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234}
 
     async def run() -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         async with running(model.folder, "1E1PD") as service:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model
 )
 @pytest.mark.parametrize("family", VIDEO_ANSWERS)
 def test_as_the_reference(
-    models: dict[str, Model], family: str, topology: str, chunk: int, pool: dict[str, int]
+    models: dict[str, Model], family: str, topology: str, chunk: int, pool: dict[str, Any]
 ) -> None:
     engine = replace(FLOAT32, max_num_batched_tokens=chunk, **pool)
     assert answered(models[family], topology, engine) == models[family].answers

@@ -18,7 +18,7 @@ from triptych.messages.work import GrammarKind, GrammarSpec
 SCHEMA = """{"type": "object", "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer"}},
 "required": ["colour", "count"], "additionalProperties": false}"""
 GREEDY: dict[str, Any] = {}
-SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 21, "frequency_penalty": 0.4, "max_tokens": 12}
+SEEDED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 21, "frequency_penalty": 0.4, "max_tokens": 12}
 STRUCTURED = {"grammar": GrammarSpec(GrammarKind.JSON_SCHEMA, SCHEMA), "ignore_eos": False, "seed": 3} | {
     "temperature": 0.6
 }

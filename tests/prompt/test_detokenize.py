@@ -25,7 +25,8 @@ stops = st.lists(st.text(alphabet="ab é😀", min_size=1, max_size=4), max_size
 
 def streamed(detokenizer: Detokenizer, tokens: list[int], cuts: list[int]) -> str:
     """The text of pushes of the given sizes, again and again, and of the end."""
-    pieces, place = [], 0
+    pieces: list[str] = []
+    place = 0
     while place < len(tokens):
         size = cuts[len(pieces) % len(cuts)]
         pieces.append(detokenizer.push(tokens[place : place + size]))

@@ -6,6 +6,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -51,10 +52,8 @@ class Site:
 
 
 @asynccontextmanager
-async def site(
-    address: str = "127.0.0.1", answer: bytes = OK, port: int = 0, **settings: object
-) -> AsyncIterator[Site]:
-    one = Site(answer=answer, **settings)  # type: ignore[arg-type]
+async def site(address: str = "127.0.0.1", answer: bytes = OK, port: int = 0, **settings: Any) -> AsyncIterator[Site]:
+    one = Site(answer=answer, **settings)
     server = await asyncio.start_server(one.serve, address, port)
     one.port = server.sockets[0].getsockname()[1]
     async with server:
@@ -73,8 +72,8 @@ def names(**known: str | list[str]) -> Callable[[str, int], Awaitable[list[str]]
     return resolve
 
 
-async def fetched(url: str, *hosts: str, max_bytes: int = 1000, **settings: object) -> bytes:
-    fetcher = WebFetcher(AllowedHosts(hosts), **({"limits": LIMITS} | settings))  # type: ignore[arg-type]
+async def fetched(url: str, *hosts: str, max_bytes: int = 1000, **settings: Any) -> bytes:
+    fetcher = WebFetcher(AllowedHosts(hosts), **({"limits": LIMITS} | settings))
     try:
         return bytes(await fetcher.fetch(url, max_bytes))
     finally:
@@ -283,7 +282,7 @@ def test_entries_that_are_no_hosts(entry: str) -> None:
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def answered(answer: bytes, max_bytes: int = 1000, **settings: object) -> bytes:
+def answered(answer: bytes, max_bytes: int = 1000, **settings: Any) -> bytes:
     async def attempt() -> bytes:
         async with site(answer=answer, **settings) as one:
             host = f"127.0.0.1:{one.port}"
@@ -422,7 +421,7 @@ def test_tls_goes_by_the_name_not_the_address() -> None:
 
     async def attempt() -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.sni_callback = lambda _, name, __: asked.append(name)  # type: ignore[assignment]
+        context.sni_callback = lambda _, name, __: asked.append(name)
         server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
         port = server.sockets[0].getsockname()[1]
         async with server:

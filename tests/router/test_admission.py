@@ -30,7 +30,7 @@ from triptych.observe.timeline import Interval
 from triptych.router.admission import FIRST
 from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CLIENT
 from triptych.router.forecast import ENOUGH
-from triptych.router.router import TokenStream
+from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId
 
 ROOM = 4 + 2

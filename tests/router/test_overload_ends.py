@@ -21,7 +21,7 @@ from triptych.messages.work import (
 )
 from triptych.observe.timeline import Interval
 from triptych.router.forecast import LAST, MEMORY
-from triptych.router.router import TokenStream
+from triptych.router.stream import TokenStream
 from triptych.types import TransferId
 
 STEP = 0.02
@@ -110,8 +110,8 @@ def test_whatever_the_history_an_idle_service_admits_and_forecasts_come_back_to_
         service.run(seconds)
         for stream in streams[::2]:
             service.desk.router.cancel(stream.request)
-    for stream in list(service.desk.router._streams):
-        service.desk.router.cancel(stream)
+    for request in list(service.desk.router._streams):
+        service.desk.router.cancel(request)
     for request in list(service.desk.router._requests):
         service.desk.router.cancel(request)
     service.desk.router.cancel(service.submit(10_000, timeout=0.001).request)

@@ -14,12 +14,12 @@ def register(name: str, role: Role = Role.PD, pid: int = 1) -> Register:
     return Register(name, role, Address(name), [LAYOUT], pid, context_length=100)
 
 
-def lease(outstanding: float) -> InstanceLease:
+def lease(outstanding: int) -> InstanceLease:
     return InstanceLease("x", Role.E, Address("x"), 1, [LAYOUT], 100, 0.0, outstanding)
 
 
 def test_the_least_outstanding_is_chosen_and_the_first_of_equals() -> None:
-    leases = [lease(3.0), lease(1.0), lease(1.0)]
+    leases = [lease(3), lease(1), lease(1)]
     assert least_outstanding(leases) is leases[1]
     assert least_outstanding([]) is None
 

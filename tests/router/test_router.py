@@ -36,7 +36,7 @@ from triptych.messages.work import (
     Tokens,
 )  # fmt: skip
 from triptych.observe.timeline import Interval
-from triptych.router.router import TokenStream
+from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId
 
 
@@ -77,8 +77,8 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
     assert tokens_of(second) == [5, 6, 7]
     assert second.intervals == [Interval("decode", 0.0, 1.0, engine="pd1")]
     assert desk.router.num_requests == 1
-    assert desk.router.registry.get(PD1).outstanding == 0
-    assert desk.router.registry.get(PD0).outstanding == 7  # three prompt tokens, four to come
+    assert desk.lease(PD1).outstanding == 0
+    assert desk.lease(PD0).outstanding == 7  # three prompt tokens, four to come
     desk.router.cancel(first.request)
     desk.router.cancel(first.request)
     assert desk.of(Cancel) == [(PD0, Cancel(first.request))]
@@ -150,7 +150,7 @@ def test_items_go_to_the_encoder_with_the_least_outstanding() -> None:
     )
     desk.router.handle(Encoded(transfers[3], False, [Interval("encode", 1.0, 2.0)]))
     desk.router.handle(Encoded(transfers[3], False, []))
-    assert [desk.router.registry.get(address).outstanding for address in (E0, E1)] == [5.0, 4.0]
+    assert [desk.lease(address).outstanding for address in (E0, E1)] == [5.0, 4.0]
     assert stream.intervals == [Interval("encode", 1.0, 2.0, 3, "e1")]
 
 
@@ -201,7 +201,7 @@ def test_a_request_whose_instance_is_lost_goes_on_at_another_from_where_it_was()
     assert to == PD1
     assert second == msgspec.structs.replace(first[1], request=second.request, generated=[5, 6])
     assert desk.router._encodings._in_hand == {}
-    assert desk.router.registry.get(E0).outstanding == 0
+    assert desk.lease(E0).outstanding == 0
     for message in (
         Tokens(lost.request, [7], finish_reason="stop"),
         Failed(lost.request, PD0, "InternalError", ""),
@@ -354,7 +354,7 @@ def test_a_prefill_that_another_takes_over_is_ended_and_has_no_say_any_more() ->
     stream = desk.submit()
     for number in range(2):
         desk.router.handle(PrefillNeeded(stream.request, D0, TransferId(f"d/{number}"), 0, []))
-        desk.router.registry.get(desk.of(Prefill)[0][0]).outstanding += 100.0
+        desk.lease(desk.of(Prefill)[0][0]).outstanding += 100
     (first, _), (second, _) = desk.of(Prefill)
     assert {first, second} == {P0, P1}
     assert desk.of(Cancel) == [(first, Cancel(stream.request))]

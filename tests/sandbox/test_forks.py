@@ -85,7 +85,7 @@ def test_a_process_has_no_files_of_others(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("what", "code"), [("spin", -signal.SIGPROF), ("crash", -signal.SIGSEGV)])
-def test_how_one_ends_concerns_it_alone(server: ForkServer, what: str, code: int) -> None:
+def test_how_one_ends_concerns_it_alone(server: Server, what: str, code: int) -> None:
     (number, culprit), (_, other) = server.fork(), server.fork()
     assert ask(other, "echo") == b"hello"
     assert ask(culprit, what, seconds=0.2) is None

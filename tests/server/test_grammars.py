@@ -172,7 +172,7 @@ def test_a_costly_answer_fails_by_name(  # noqa: PLR0917
 ) -> None:
     monkeypatch.setattr(matching, constant, seconds)
     [letter] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a", add_special_tokens=False).ids
-    slow = {"grammar": SLOW, "logit_bias": {letter: 100.0}, "max_tokens": 1500}
+    slow: dict[str, Any] = {"grammar": SLOW, "logit_bias": {letter: 100.0}, "max_tokens": 1500}
 
     async def run() -> None:
         async with served(folder, topology) as service:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from tests.support.forward import (
     Prompt,
     Running,
     assert_close,
+    layers_of,
     make_prompt,
     random_input,
     reference_logits,
@@ -46,7 +48,7 @@ NUM_PAGES = 64
 IMAGES = [random_input((1, 4, 6), 1), random_input((1, 8, 4), 3)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rank(SingleRank):
     """One of several, alone: enough to load a shard."""
 
@@ -74,7 +76,7 @@ def shared(
             agree_on_size(group, CacheSize(NUM_PAGES, 0))
         pool = Pool(decoder, NUM_PAGES, decoder.dtype)
         pool.cache = Model(Checkpoint(folder), engine).make_cache(group, NUM_PAGES, ranks.cache).own
-        pool.decoder = ranks.lead(decoder, group, decoder.dtype)
+        pool.decoder = ranks.lead(decoder, group, decoder.dtype)  # type: ignore[assignment]
         yield pool
     finally:
         ranks.close()
@@ -106,7 +108,8 @@ class Case:
 
 def run(pool: Pool, prompts: list[Prompt]) -> list[Tensor]:
     """All logits of the prompts: chunks, and then single tokens, of both share steps; one step wants no logits."""
-    sequences, collected = [Running(prompt) for prompt in prompts], [[] for _ in prompts]
+    sequences = [Running(prompt) for prompt in prompts]
+    collected: list[list[Tensor]] = [[] for _ in prompts]
     for chunks in ((7, 3), (9, 20), *[(1, 1)] * 3):
         parts = step(pool, list(zip(sequences, chunks, strict=True))).split(chunks)
         for logits, part in zip(collected, parts, strict=True):
@@ -155,7 +158,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, make: Callable[[Path],
         pytest.param({"dtype": "auto", "quantization": "int8"}, 0.5, marks=pytest.mark.slow),
     ],
 )
-def test_other_weight_formats(tmp_path: Path, changes: dict[str, str], tolerance: float) -> None:
+def test_other_weight_formats(tmp_path: Path, changes: dict[str, Any], tolerance: float) -> None:
     """As close to the whole decoder as rounding allows: fp16 weights are the same in shards, but sums of bf16 are
     rounded once more, and a scale of int8 is a shard's own."""
     case, engine = Case.of(make_checkpoint(tmp_path, moe=True)), replace(FP32, **changes)
@@ -168,7 +171,8 @@ def test_other_weight_formats(tmp_path: Path, changes: dict[str, str], tolerance
 
 
 def test_a_rank_that_fails_is_named_and_ends_the_group(tmp_path: Path) -> None:
-    case, failures = Case.of(make_checkpoint(tmp_path)), []
+    failures: list[StartError] = []
+    case = Case.of(make_checkpoint(tmp_path))
     with shared(case.folder, failures=failures) as pool:
         run(pool, case.prompts)
         beyond = Running(case.prompts[1], pages=[NUM_PAGES, NUM_PAGES + 1])  # no rank has such pages
@@ -188,7 +192,8 @@ def started(folder: Path, failures: list[StartError]) -> Iterator[ChildRanks]:
 
 
 def test_a_rank_that_is_killed_before_it_arrives_or_while_nothing_happens(tmp_path: Path) -> None:
-    folder, failures = make_checkpoint(tmp_path), []
+    failures: list[StartError] = []
+    folder = make_checkpoint(tmp_path)
     with started(folder, failures) as ranks:
         ranks._processes[0].kill()
         began = time.monotonic()
@@ -255,14 +260,14 @@ def test_a_rank_keeps_its_shard_alone(tmp_path: Path) -> None:
 
 def test_only_rank_0_adds_the_output_bias(tmp_path: Path) -> None:
     folder = with_biases(make_checkpoint(tmp_path))
-    outputs = [load(folder, Rank(rank), PLAIN).layers[0].attention.output.module for rank in range(2)]
+    outputs = [layers_of(load(folder, Rank(rank), PLAIN))[0].attention.output.module for rank in range(2)]
     assert all(isinstance(output, PlainLinear) for output in outputs)
     assert [output.bias is not None for output in outputs] == [True, False]
 
 
 def test_packed_weights_are_a_shards(tmp_path: Path) -> None:
     decoder = load(make_checkpoint(tmp_path), Rank(1), replace(FP32, dtype="auto"))
-    products = [module.product for module in decoder.layers[0].modules() if isinstance(module, PackedLinear)]
+    products: list[Any] = [module.product for module in decoder.layers[0].modules() if isinstance(module, PackedLinear)]
     hidden = DENSE.hidden
     expected = [(64, hidden), (hidden, 32), (96, hidden), (hidden, 48)]  # half of q, k, v; o; gate, up; down
     assert [(product.outputs, product.inputs) for product in products] == expected
@@ -305,7 +310,7 @@ def test_parts_of_a_dimension(units: int, size: int, parts: list[tuple[int, int]
         ({"vocabulary": 265}, 2, "2 doesn't divide the model's tokens in the vocabulary, of which there are 265"),
     ],
 )
-def test_sizes_that_do_not_divide(tmp_path: Path, changes: dict[str, int], size: int, message: str) -> None:
+def test_sizes_that_do_not_divide(tmp_path: Path, changes: dict[str, Any], size: int, message: str) -> None:
     folder = make_checkpoint(tmp_path, sizes=replace(MOE, **changes))
     with pytest.raises(ConfigError, match=message):
         load(folder, Rank(0, size))

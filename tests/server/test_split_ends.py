@@ -10,7 +10,7 @@ from tests.support.harness import Running, running
 from triptych.engine.split_loops import PrefillLoop
 from triptych.errors import InternalError, TransferError
 from triptych.messages.work import Prefill, SamplingParams
-from triptych.router.router import TokenStream
+from triptych.router.stream import TokenStream
 
 MESSAGES = [{"role": "user", "content": "one two three " * 20}]
 

@@ -78,7 +78,7 @@ class Hears(Model):
 
     def _features(self, data: bytes, header: AudioHeader) -> Tensor:
         samples = decode_audio(data, header, RATE)
-        extractor = WhisperFeatureExtractor.from_pretrained(self.folder)
+        extractor: Any = WhisperFeatureExtractor.from_pretrained(self.folder)
         made = extractor(samples, sampling_rate=RATE, padding=True, truncation=False, return_tensors="pt")
         features = made["input_features"][0]
         assert isinstance(features, Tensor)

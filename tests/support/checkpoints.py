@@ -125,9 +125,10 @@ def _save_pretrained(folder: Path, sizes: Sizes, seed: int, dtype: torch.dtype, 
     """Weights and config as a model that transformers made, not loaded, saves them."""
     config = model_config(sizes)
     if sizes.experts:
-        model: PreTrainedModel = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**config)).to(dtype)
+        model: Any = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**config))
     else:
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**config)).to(dtype)
+        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**config))
+    model = model.to(dtype)
     weights = {name: random_weight(name, shape, sizes, seed, dtype) for name, shape in weight_shapes(config).items()}
     missing = model.load_state_dict(weights, strict=False).missing_keys
     if missing != (["lm_head.weight"] if sizes.tied else []):

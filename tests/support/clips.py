@@ -80,8 +80,8 @@ def sound_only() -> bytes:
 
 def all_frames(data: bytes) -> list[NDArray[np.uint8]]:
     """Every frame, decoded from the first on."""
-    with av.open(io.BytesIO(data)) as file:
-        return [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    with av.open(io.BytesIO(data), "r") as file:
+        return [np.asarray(frame.to_ndarray(format="rgb24"), np.uint8) for frame in file.decode(video=0)]
 
 
 def turned(data: bytes, degrees: int) -> bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.models.base import EncoderInput
 
 PAGE_SIZE = 4
+
+Wanted = Literal["all", "last", "none", "odd"]
+"""Which tokens' logits a step computes: of each chunk all, the last, none or every second one."""
 
 
 def random_input(grid: tuple[int, int, int], seed: int = 0, patch_values: int = 1536) -> EncoderInput:
@@ -68,8 +71,8 @@ def reference_logits(reference: PreTrainedModel, prompt: Prompt, inputs: Sequenc
         }
     is_media = (prompt.tokens == reference.config.image_token_id)[None]
     mask = torch.ones_like(prompt.tokens[None])
-    inputs = {"input_ids": prompt.tokens[None], "attention_mask": mask} | media_types(reference, is_media)
-    return reference(**inputs, **media).logits[0].float()
+    text = {"input_ids": prompt.tokens[None], "attention_mask": mask} | media_types(reference, is_media)
+    return reference(**text, **media).logits[0].float()
 
 
 def media_types(reference: PreTrainedModel, is_image: Tensor) -> dict[str, Tensor]:
@@ -116,9 +119,7 @@ class Running:
         return [self.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
 
 
-def step(
-    pool: Pool, work: Sequence[tuple[Running, int]], logits: Literal["all", "last", "none", "odd"] = "all"
-) -> Tensor:
+def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all") -> Tensor:
     """Runs the next ``count`` tokens of each sequence in one packed batch. Returns the logits of all the tokens, of
     each sequence's last, of none, or of every second one in the batch."""
     counts = [count for _, count in work]
@@ -163,3 +164,8 @@ def assert_close(ours: Tensor, reference: Tensor, tolerance: float) -> None:
     """Fails with the largest error when it exceeds ``tolerance``."""
     error = (ours - reference).abs().max().item()
     assert error <= tolerance, f"max error {error:.3g} over {tolerance:.3g}; values up to {reference.abs().max():.3g}"
+
+
+def layers_of(decoder: Decoder) -> Any:
+    """The decoder's layers. torch types a module's attributes as tensors or modules, whatever they are."""
+    return decoder.layers

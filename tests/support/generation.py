@@ -11,7 +11,7 @@ from triptych.engine.padding import only_decodes
 from triptych.engine.prompt_logprobs import asked_of, joined
 from triptych.engine.request import Request
 from triptych.engine.runner import MediaEmbeddings, Runner
-from triptych.engine.sampler import SamplingInput
+from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler
 from triptych.layers.decoder import Decoder
 from triptych.messages.work import PromptLogprobs, SamplingParams
@@ -59,11 +59,13 @@ class Generating:
         self.runner.prepare(step.chunks)
         outcome = self.runner.run(batch, draws, asked_of(step.chunks))
         for one, scored in zip([c.request for c in step.chunks if c.num_scored], outcome.scored, strict=True):
+            assert isinstance(scored, PromptLogprobs)
             one.prompt_logprobs.append(scored)
         if only_decodes(batch):
             self.batches[len(step.chunks)] = self.batches.get(len(step.chunks), 0) + 1
         scheduler.computed(step)
         for one, token in zip(sampling, outcome.drawn, strict=True):
+            assert isinstance(token, SampledToken)
             one.tokens.append(token.token)
             self.scored[int(one.id)] = self.scored.get(int(one.id)) or joined(one.prompt_logprobs)
             if one.finish_reason():
@@ -84,7 +86,7 @@ class Generating:
 
 def request(name: str, tokens: list[int], sampling: SamplingParams) -> Request:
     """A prompt whose positions are those of text."""
-    positions = np.broadcast_to(np.arange(len(tokens)), (3, len(tokens)))
+    positions = np.broadcast_to(np.arange(len(tokens), dtype=np.float64), (3, len(tokens)))
     return Request(RequestId(name), list(tokens), positions, len(tokens), [], sampling, frozenset())
 
 

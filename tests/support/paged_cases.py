@@ -2,12 +2,13 @@
 them in Triton's interpreter, ``tests/gpu`` on a GPU."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from triptych.layers.attention.base import AttentionBackend, AttentionBatch
+from triptych.layers.attention.base import AttentionBatch
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def make_case(  # noqa: PLR0917 (a case is what it is made of)
     caches = filled.clone()
     caches.flatten(1, 2)[:, torch.cat(new_slots)] = torch.nan
     batch = AttentionBatch(query_lens, kv_lens, list(tables), torch.cat(new_slots).to(device))
-    on_device = packed.to(device).split(widths, dim=1)
-    return Case(*on_device, caches.to(device), batch, filled, torch.cat(expected))
+    query, key, value = packed.to(device).split(widths, dim=1)
+    return Case(query, key, value, caches.to(device), batch, filled, torch.cat(expected))
 
 
 def written_out(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """By the query's dtype: weights are rounded to it before they multiply the values."""
 
 
-def check(case: Case, backend: AttentionBackend) -> None:
+def check(case: Case, backend: Callable[..., Tensor]) -> None:
     """Fails when the backend writes anything but the new tokens' slots, or attends to anything else than it should."""
     output = backend(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)
     torch.testing.assert_close(case.caches.cpu(), case.filled, atol=0, rtol=0, equal_nan=True)

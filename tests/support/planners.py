@@ -43,7 +43,9 @@ def random_video(source: random.Random) -> tuple[VideoHeader, FrameSampling]:
     rate = source.choice([1.0, 2.0, 12.5, 24.0, 29.97002997002997])
     size = source.randint(20, 300), source.randint(20, 300)
     header = VideoHeader("MP4", *size, source.randint(1, 100), rate, chosen=source.random() < 0.2)
-    asked = source.choice([{}, {"fps": 2.0}, {"fps": 3.0}, {"fps": 0.7}, {"num_frames": source.randint(1, 24)}])
+    asked: dict[str, Any] = source.choice(
+        [{}, {"fps": 2.0}, {"fps": 3.0}, {"fps": 0.7}, {"num_frames": source.randint(1, 24)}]
+    )
     return header, FrameSampling(**asked)
 
 

@@ -174,8 +174,8 @@ def vision_config(sizes: Sizes, kind: str) -> dict[str, Any]:
 def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight as transformers' modules hold them; found out without allocating any."""
     moe = config["model_type"] == "qwen3_vl_moe"
-    config_class = Qwen3VLMoeConfig if moe else Qwen3VLConfig
-    model_class = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
+    config_class: Any = Qwen3VLMoeConfig if moe else Qwen3VLConfig
+    model_class: Any = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
     with torch.device("meta"):
         shapes = {name: tuple(w.shape) for name, w in model_class(config_class(**config)).state_dict().items()}
     if config["tie_word_embeddings"]:
@@ -235,7 +235,7 @@ def made_up_words(ids: Iterable[int]) -> dict[str, int]:
 def write_tokenizer(folder: Path, vocabulary: int, ids: Mapping[str, int] | None = None) -> None:
     """``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``. ``ids`` are the special tokens',
     if they are other ones."""
-    ids = ids or token_ids(vocabulary)
+    ids = dict(ids or token_ids(vocabulary))
     bytes_vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     words = made_up_words(range(256, min(ids.values())))
     tokenizer = Tokenizer(models.BPE(vocab=bytes_vocabulary | words | ids, merges=[]))

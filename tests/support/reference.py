@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor, PreTrainedModel
+from transformers import AutoImageProcessor
 
 from tests.support.checkpoints import load_reference
 from tests.support.forward import media_types
@@ -23,7 +24,7 @@ class Reference:
     folder: Path
 
     @cached_property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> Any:
         return load_reference(self.folder)
 
     def generate(self, prompt: PlannedPrompt, images: Sequence[Image.Image], max_new_tokens: int = 32) -> list[int]:

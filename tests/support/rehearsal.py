@@ -67,7 +67,8 @@ class Recorder:
 def forward_of(decoder: Decoder, cache: KVTensors, recorder: Recorder | None) -> GpuForward:
     """With graphs, if there is a recorder."""
     with torch.inference_mode():
-        graphs = recorder and DecodeGraphs(decoder, cache, bucket_sizes(MAX_NUM_SEQS), MAX_PAGES, recorder)
+        sizes = bucket_sizes(MAX_NUM_SEQS)
+        graphs = DecodeGraphs(decoder, cache, sizes, MAX_PAGES, recorder) if recorder else None
     return GpuForward(decoder, CPU, graphs)
 
 

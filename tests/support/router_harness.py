@@ -1,7 +1,7 @@
 """A router with a clock of its own, whose messages are collected."""
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,9 +12,13 @@ from triptych.messages.work import EncodeNeeded, Heartbeat, MissingItem, Registe
 from triptych.models.base import Positions
 from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
-from triptych.router.router import Router, TokenStream
+from triptych.router.registry import InstanceLease
+from triptych.router.router import Router
+from triptych.router.stream import TokenStream
 from triptych.topology import Role
 from triptych.types import Address, ImageHeader, ItemPlan, Placement, Span, TransferId
+
+Kind = TypeVar("Kind")
 
 E0, E1, PD0, PD1, P0, P1, D0, D1, D2 = (
     Address(name) for name in ("e0", "e1", "pd0", "pd1", "p0", "p1", "d0", "d1", "d2")
@@ -86,8 +90,14 @@ class RouterHarness:
         self.router.handle(EncodeNeeded(stream.request, PD0, needed))
         return [one.transfer for one in needed]
 
-    def of(self, kind: type) -> list[tuple[Address, Message]]:
+    def of(self, kind: type[Kind]) -> list[tuple[Address, Kind]]:
+        """The messages of a type that were sent, with their receivers."""
         return [(to, message) for to, message in self.sent if isinstance(message, kind)]
+
+    def lease(self, address: Address) -> InstanceLease:
+        lease = self.router.registry.get(address)
+        assert lease is not None
+        return lease
 
     def outstanding(self) -> float:
         return sum(lease.outstanding for lease in self.router.registry)

@@ -97,7 +97,7 @@ class Served:
             if isinstance(host, EngineLoop):
                 try:
                     host.scheduler.pool.check_all_free()
-                    host._incoming._receiver.buffer.pool.check_all_free()  # type: ignore[attr-defined]
+                    host._incoming._receiver.buffer.pool.check_all_free()
                 except TriptychError:
                     return False
         return True

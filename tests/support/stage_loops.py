@@ -1,6 +1,6 @@
 """Looks into the stage loops of a service's instances."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from triptych.encode.loop import EncodeLoop
 from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineLoop
 from triptych.engine.split_loops import DecodeLoop
-from triptych.layers.decoder import Decoder, ForwardBatch
+from triptych.layers.decoder import ForwardBatch
 from triptych.models.base import EncoderInput
 from triptych.server.instance import Instance
 
@@ -25,7 +25,7 @@ def engine_loop(instance: Instance) -> EngineLoop:
 class Recording:
     """A decoder that keeps the logits it returns, of which none are left out."""
 
-    def __init__(self, decoder: Decoder, recorded: list[Tensor]) -> None:
+    def __init__(self, decoder: Callable[..., Tensor], recorded: list[Tensor]) -> None:
         self._decoder = decoder
         self._recorded = recorded
 

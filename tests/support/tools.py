@@ -67,7 +67,7 @@ def without_ids(made: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {str(IDS["</think>"]): 5}}
+THINKING: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {str(IDS["</think>"]): 5}}
 
 
 class weather(pydantic.BaseModel):  # noqa: N801 - the tool's name is the class's

@@ -9,7 +9,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +54,7 @@ def produce(consumer: Address, count: int, faults: Faults) -> None:
     channel, fabric = Channel(), FaultyFabric(SharedMemoryFabric(), faults)
     before = left()
     sender = Sender({fabric.name: fabric}, channel.address, channel.send)
-    handlers = {Grant: sender.on_grant, Done: sender.on_done, Abort: sender.on_abort}
+    handlers: dict[type, Callable[[Any], None]] = {Grant: sender.on_grant, Done: sender.on_done, Abort: sender.on_abort}
     begun: list[TransferId] = []
     waiting: list[int] = []  # offered, and provided a turn later
     while len(begun) < count or not sender.idle:

@@ -60,7 +60,7 @@ class Model:
     @cached_property
     def answers(self) -> list[list[int]]:
         """What transformers says to what its own processor would make of the videos (``tests/models``)."""
-        reference = load_reference(self.folder)
+        reference: Any = load_reference(self.folder)
         answers = []
         for prompt in self.prompts:
             with torch.inference_mode():

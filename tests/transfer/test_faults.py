@@ -1,7 +1,7 @@
 """The protocol over a wire whose fabric breaks, with producers that are lost, and the deadline of every state."""
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -41,12 +41,18 @@ def is_clean(w: Wire) -> None:
 # ── faults of one write ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+def faults_of(name: str) -> Faults:
+    """One fault, every time."""
+    settings: dict[str, Any] = {name: 1.0}
+    return Faults(**settings)
+
+
 @pytest.mark.parametrize(
     ("fault", "resent", "retries"),
     [("drop", 1, 0), ("delay", 0, 0), ("duplicate", 0, 0), ("reorder", 0, 0), ("corrupt", 1, 0), ("half", 0, 1)],
 )
 def test_one_fault_and_then_clean(fabric: str, fault: str, resent: int, retries: int) -> None:
-    with wire(fabric, 8, 2, Faults(**{fault: 1.0})) as w:
+    with wire(fabric, 8, 2, faults_of(fault)) as w:
         struck = w.struck[PRODUCERS[0]]
         struck.times = 1
         hole = w.buffer.take(0, 2)  # so that the grant has two pieces
@@ -70,7 +76,7 @@ def test_one_fault_and_then_clean(fabric: str, fault: str, resent: int, retries:
 
 @pytest.mark.parametrize("fault", ["corrupt", "drop"])
 def test_rows_garbled_for_ever_fail_their_transfer_and_nothing_else(fabric: str, fault: str) -> None:
-    with wire(fabric, 4, 2, Faults(**{fault: 1.0})) as w:
+    with wire(fabric, 4, 2, faults_of(fault)) as w:
         w.struck[PRODUCERS[1]].times = 0
         bad, good = w.expect(3, (0, 0)), w.expect(3, (1, 0), PRODUCERS[1])
         w.land(bad, good)

@@ -17,7 +17,7 @@ def test_plain_memory_is_zeros() -> None:
 def test_shared_memory_has_no_name_and_is_gone_when_closed() -> None:
     named, mapped, files = sorted(os.listdir("/dev/shm")), maps(), len(os.listdir("/proc/self/fd"))
     memory = SharedMemory(10_000)
-    assert (memory.bytes.nbytes, memory.bytes.any()) == (10_000, False)
+    assert (memory.bytes.nbytes, bool(memory.bytes.any())) == (10_000, False)
     assert os.fstat(memory.file).st_size == 10_000 + TOKEN_BYTES
     assert sorted(os.listdir("/dev/shm")) == named
     assert maps() == mapped + 1

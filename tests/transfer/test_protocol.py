@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -343,7 +344,7 @@ def test_an_offer_that_nobody_wants_any_more_is_called_off(fabric: str) -> None:
 
 def test_an_offer_that_does_not_fit_is_named_and_leaves_no_trace(fabric: str) -> None:
     with wire(fabric, 2, 2) as w:
-        for changed, named in [
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"rows": 3}, "4 rows planned here, 3 offered"),
             ({"layout": RowLayout("another", "uint8", 5, 5)}, "model m here, another there"),
             (
@@ -352,7 +353,8 @@ def test_an_offer_that_does_not_fit_is_named_and_leaves_no_trace(fabric: str) ->
             ),
             ({"reaches": [FabricId("carrier pigeon", "")]}, "no fabric in common; theirs: carrier pigeon"),
             ({"reaches": [FabricId(fabric, "another machine")]}, "no fabric in common"),
-        ]:
+        ]
+        for changed, named in cases:
             item = w.expect(4, (0, len(w.items)))
             w.offer(item)
             offered = decode(w.queues[PRODUCERS[0], CONSUMER].pop())
