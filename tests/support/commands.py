@@ -1,5 +1,6 @@
 """``triptych`` as a user starts it: a process whose lines are collected."""
 
+import os
 import re
 import signal
 import subprocess
@@ -18,6 +19,8 @@ import psutil
 from tests.support.serving import image_part, text_part
 
 ROOT = Path(__file__).parents[2]
+MEASURED = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+"""What makes processes measure their coverage, when the tests' is measured."""
 
 
 @dataclass
@@ -103,7 +106,7 @@ def running(words: Sequence[str], folder: Path, environment: Mapping[str, str]) 
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"} | dict(environment),
+        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"} | MEASURED | dict(environment),
     )
     command = Command(process)
     assert process.stdout is not None
