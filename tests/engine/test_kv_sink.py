@@ -58,57 +58,57 @@ class RouterHarness:
 
 
 @pytest.fixture
-def desk() -> RouterHarness:
+def harness() -> RouterHarness:
     return RouterHarness()
 
 
 def test_a_prefill_that_is_asked_for_anew_is_wanted_though_the_former_was_given_up_in_the_same_moment(
-    desk: RouterHarness,
+    harness: RouterHarness,
 ) -> None:
-    desk.expect("t1")
-    desk.start()
-    desk.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
-    desk.outgoing.give_up(REQUEST, "starts over")
-    desk.expect("t2")
-    assert desk.outgoing.take_unwanted() == []
-    desk.start()
-    assert [message.transfer for message in desk.sent if isinstance(message, Offer)] == ["t1", "t2"]
+    harness.expect("t1")
+    harness.start()
+    harness.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
+    harness.outgoing.give_up(REQUEST, "starts over")
+    harness.expect("t2")
+    assert harness.outgoing.take_unwanted() == []
+    harness.start()
+    assert [message.transfer for message in harness.sent if isinstance(message, Offer)] == ["t1", "t2"]
 
 
-def test_kv_that_its_consumer_gives_up_is_unwanted(desk: RouterHarness) -> None:
-    desk.expect("t1")
-    desk.start()
-    desk.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
-    assert desk.outgoing.take_unwanted() == [REQUEST]
-    assert desk.outgoing.idle
-    desk.pool.check_all_free()
+def test_kv_that_its_consumer_gives_up_is_unwanted(harness: RouterHarness) -> None:
+    harness.expect("t1")
+    harness.start()
+    harness.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
+    assert harness.outgoing.take_unwanted() == [REQUEST]
+    assert harness.outgoing.idle
+    harness.pool.check_all_free()
 
 
-def test_a_name_that_is_taken_ends_its_request_and_nothing_else(desk: RouterHarness) -> None:
-    desk.expect("t1")
-    desk.sender.offer(TransferId("t1"), D, 3, LAYOUT)
-    desk.start()
-    assert desk.outgoing.take_unwanted() == [REQUEST]
-    assert desk.outgoing.idle
-    desk.pool.check_all_free()
+def test_a_name_that_is_taken_ends_its_request_and_nothing_else(harness: RouterHarness) -> None:
+    harness.expect("t1")
+    harness.sender.offer(TransferId("t1"), D, 3, LAYOUT)
+    harness.start()
+    assert harness.outgoing.take_unwanted() == [REQUEST]
+    assert harness.outgoing.idle
+    harness.pool.check_all_free()
 
 
-def test_a_transfer_is_expected_once(desk: RouterHarness) -> None:
-    desk.expect("t1")
+def test_a_transfer_is_expected_once(harness: RouterHarness) -> None:
+    harness.expect("t1")
     with pytest.raises(TransferError, match="under way already"):
-        desk.expect("t1")
+        harness.expect("t1")
 
 
-def test_what_was_to_go_to_an_instance_is_known(desk: RouterHarness) -> None:
-    desk.expect("t1")
-    assert desk.outgoing.of_consumer(D) == [REQUEST]
-    assert desk.outgoing.of_consumer(P) == []
+def test_what_was_to_go_to_an_instance_is_known(harness: RouterHarness) -> None:
+    harness.expect("t1")
+    assert harness.outgoing.of_consumer(D) == [REQUEST]
+    assert harness.outgoing.of_consumer(P) == []
 
 
-def test_pages_that_nothing_is_sent_from_are_missed(desk: RouterHarness) -> None:
-    desk.expect("t1")
-    desk.start()
-    desk.outgoing.check_idle()
-    desk.sender._transfers.clear()
+def test_pages_that_nothing_is_sent_from_are_missed(harness: RouterHarness) -> None:
+    harness.expect("t1")
+    harness.start()
+    harness.outgoing.check_idle()
+    harness.sender._transfers.clear()
     with pytest.raises(BlockError, match="1 transfers"):
-        desk.outgoing.check_idle()
+        harness.outgoing.check_idle()

@@ -52,13 +52,13 @@ class History:
     def __post_init__(self) -> None:
         rng = self.rng
         self.addresses = rng.choice(SERVICES)
-        self.desk = RouterHarness(
+        self.harness = RouterHarness(
             *self.addresses,
             max_queue=40,
             max_num_seqs=rng.choice([1, 2, 4]),
             encode_batch_patches=rng.choice([1, 4, 1024]),
         )
-        self.router, send = self.desk.router, self.desk.router._send
+        self.router, send = self.harness.router, self.harness.router._send
 
         def sometimes(to: Address, message: Message) -> None:
             if rng.random() < self.lost:
@@ -124,7 +124,7 @@ class History:
 
     def given(self) -> tuple[Address, Generate | Prefill] | None:
         """What a language instance was given at any time; it may be about it, or late."""
-        sent = [(to, message) for to, message in self.desk.sent if isinstance(message, Generate | Prefill)]
+        sent = [(to, message) for to, message in self.harness.sent if isinstance(message, Generate | Prefill)]
         return self.rng.choice(sent) if sent else None
 
     def need(self) -> None:
@@ -142,7 +142,7 @@ class History:
             )
 
     def encoded(self) -> None:
-        if encodes := [message for _, message in self.desk.of(Encode) if isinstance(message, Encode)]:
+        if encodes := [message for _, message in self.harness.of(Encode) if isinstance(message, Encode)]:
             transfer = self.rng.choice(encodes).transfer
             if self.rng.random() < 0.2:
                 self.router.handle(EncodeFailed(transfer, "DecodeFailed", "x"))
@@ -150,7 +150,7 @@ class History:
                 self.router.handle(Encoded(transfer, self.rng.random() < 0.3, []))
 
     def tokens(self) -> None:
-        if generates := [message for _, message in self.desk.of(Generate) if isinstance(message, Generate)]:
+        if generates := [message for _, message in self.harness.of(Generate) if isinstance(message, Generate)]:
             request = self.rng.choice(generates).request
             tokens = [1] * self.rng.choice([1, 1, 3])
             self.router.handle(Tokens(request, tokens, [], self.rng.choice([None, None, "stop"])))
@@ -166,11 +166,11 @@ class History:
         if self.rng.random() < 0.4:
             self.router.handle(Deregister(address))
         else:
-            self.desk.register(address, pid=self.rng.choice([1, 1, 2]))
+            self.harness.register(address, pid=self.rng.choice([1, 1, 2]))
 
     def time(self) -> None:
         alive = [address for address in self.addresses if self.rng.random() < 0.9]
-        self.desk.wait(self.rng.choice([0.25, 1, 3, 11]), *alive)
+        self.harness.wait(self.rng.choice([0.25, 1, 3, 11]), *alive)
 
     def operator(self) -> None:
         address = self.rng.choice(self.addresses)
@@ -224,8 +224,8 @@ class History:
         self.lost = 0.0
         for address in self.addresses:
             router.handle(Deregister(address))
-            self.desk.register(address, pid=3)
-        self.router.cancel(self.desk.submit(timeout=0.01).request)
+            self.harness.register(address, pid=3)
+        self.router.cancel(self.harness.submit(timeout=0.01).request)
 
 
 def play(seeds: range) -> None:
