@@ -27,17 +27,17 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 def test_tokens_that_came_and_nobody_took_are_told_as_they_are_recorded(tokenizer: Tokenizer) -> None:
     """A choice that has all that it needs (one call, where calls aren't to be parallel) is ended by who reads it."""
-    desk = RouterHarness(PD0)
-    stream = desk.submit()
+    harness = RouterHarness(PD0)
+    stream = harness.submit()
     fields = CompletionRequest(model="tiny", prompt="x")
-    service: Any = SimpleNamespace(router=desk.router, tokenizer=tokenizer)
+    service: Any = SimpleNamespace(router=harness.router, tokenizer=tokenizer)
     client = RequestContext("", math.inf, SimpleNamespace())  # type: ignore[arg-type]
     generation = Generation(
         service, [prompt()], [SamplingParams(max_tokens=4)], fields, client, "id", _streams=[stream]
     )
     (token,) = tokenizer.encode("a")
     for _ in range(MAX_JOINED + 3):
-        desk.router.handle(Tokens(stream.request, [token, token]))
+        harness.router.handle(Tokens(stream.request, [token, token]))
 
     async def read() -> None:
         pieces = generation._pieces(0, _Text(tokenizer, fields), stream)

@@ -13,7 +13,7 @@ from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.stats import Load, Pool
 from triptych.messages.work import (
-    AskStatus,
+    GetStatus,
     InstanceStatus,
     RoleRefused,
     RoleSet,
@@ -52,7 +52,7 @@ def frontend(secret: bytes | None = None) -> Iterator[tuple[str, list[Message]]]
     def serve() -> None:
         while not over.is_set():
             for message in channel.receive(0.05):
-                assert isinstance(message, AskStatus | SetRole)
+                assert isinstance(message, GetStatus | SetRole)
                 asked.append(message)
                 channel.send(message.reply_to, answer(message))
 

@@ -108,7 +108,7 @@ def test_a_peer_that_does_not_read_becomes_unavailable_and_others_do_not(
             one.send(nobody, beat(number))
     one.send(other.address, beat(1))
     assert receive(other, 1) == [beat(1)]
-    one.forget(nobody)
+    one.disconnect(nobody)
     one.send(nobody, beat(1))  # a new outbox
 
 
@@ -207,19 +207,19 @@ def test_a_forgotten_peer_gets_what_was_sent_and_can_be_written_to_again(pair: t
     with no_growth():
         for number in range(5):
             one.send(other.address, beat(number))
-            one.forget(other.address)
+            one.disconnect(other.address)
             assert receive(other, 1) == [beat(number)]
 
 
 def test_a_flood_is_taken_in_parts() -> None:
-    count = 3 * channels.FRAMES_AT_A_TIME
+    count = 3 * channels.MAX_FRAMES_PER_DRAIN
     with channel() as one, channel() as other:
         for number in range(count):
             one.send(other.address, beat(number))
         received: list[Message] = []
         while len(received) < count:
             part = other.receive(5.0)
-            assert 0 < len(part) <= channels.FRAMES_AT_A_TIME
+            assert 0 < len(part) <= channels.MAX_FRAMES_PER_DRAIN
             received += part
         assert received == [beat(number) for number in range(count)]
         assert not other.pending

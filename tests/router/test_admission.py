@@ -27,9 +27,9 @@ from triptych.messages.work import (
 )
 from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.observe.timeline import Interval
-from triptych.router.admission import FIRST
+from triptych.router.admission import PROBE_PRIORITY
 from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CLIENT
-from triptych.router.forecast import ENOUGH
+from triptych.router.forecast import MIN_SAMPLES
 from triptych.router.router import TokenStream
 from triptych.types import Address, RequestId, TransferId
 
@@ -47,7 +47,7 @@ def placed(harness: RouterHarness) -> list[str]:
 
 def name(harness: RouterHarness, stream: TokenStream) -> RequestId:
     """What the instance that generates for a request calls it."""
-    return harness.router._requests[stream.request].generate.request
+    return harness.router.debug_state().dispatched[stream.request].generate.request
 
 
 def begin(harness: RouterHarness, stream: TokenStream) -> None:
@@ -56,21 +56,21 @@ def begin(harness: RouterHarness, stream: TokenStream) -> None:
 
 def finish(harness: RouterHarness, stream: TokenStream) -> None:
     """The instance has worked on it all the time since it was given it."""
-    worked = [Interval("decode", harness.router._requests[stream.request].began, harness.now)]
+    worked = [Interval("decode", harness.router.debug_state().dispatched[stream.request].dispatched, harness.now)]
     harness.router.handle(Tokens(name(harness, stream), [1], finish_reason="length", intervals=worked))
 
 
 def test_who_could_not_be_sent_anywhere_has_had_nothing() -> None:
     harness = harness_of()
-    sent = harness.router._send
+    sent = harness.send
 
     def fails(to: Address, message: Message) -> None:
         raise Unavailable("a peer has stopped reading its messages")
 
-    harness.router._send = fails
+    harness.send = fails
     with pytest.raises(Unavailable):
         tokens_of(harness.submit(*[1.0] * 200, client="unlucky"))
-    harness.router._send = sent
+    harness.send = sent
     crowd = [harness.submit(client="other") for _ in range(ROOM + 20)]
     late = harness.submit(client="unlucky")
     for stream in crowd[:2]:
@@ -199,7 +199,7 @@ def test_long_items_take_no_place_of_others_and_one_clients_leave_one_to_the_nex
     others = [need(harness, submit_long(harness, "b"), 1)[0] for _ in range(2)]
     assert encodes(harness)[LONG_ITEMS_PER_CLIENT + 2 :] == others[:1]
     for _ in range(10):
-        for transfer in list(harness.router._encodings._in_hand):
+        for transfer in list(harness.router.debug_state().encode.in_flight):
             harness.router.handle(Encoded(transfer, False, []))
     assert set(encodes(harness)) == {*crowd, *photos, *others}
     assert harness.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
@@ -213,14 +213,16 @@ def test_items_in_line_leave_it_with_their_request_and_are_asked_for_anew_once()
     harness.router.handle(EncodeNeeded(stream.request, PD0, again))
     assert encodes(harness)[:4] == first[:4]
     for _ in range(20):
-        waiting = [transfer for transfer in encodes(harness) if transfer in harness.router._encodings._in_hand]
+        waiting = [
+            transfer for transfer in encodes(harness) if transfer in harness.router.debug_state().encode.in_flight
+        ]
         for transfer in waiting:
             harness.router.handle(Encoded(transfer, False, []))
     assert encodes(harness)[4:] == [needed.transfer for needed in again]
     (single,) = need(harness, other, 1)
     need(harness, stream, 8)
     harness.router.cancel(stream.request)
-    assert len(harness.router._encodings) == 0
+    assert len(harness.router.debug_state().encode.queue) == 0
     assert single in encodes(harness)
     harness.router.cancel(other.request)
     assert harness.outstanding() == 0
@@ -335,15 +337,15 @@ def admitted_by(harness: RouterHarness) -> int:
 
 def test_fewer_are_let_in_where_requests_took_longer_than_forecast() -> None:
     as_reasoning, longer = (busy_harness(2.0, request_timeout=20.0) for _ in range(2))
-    for _ in range(ENOUGH):
-        longer.router._admission.forecast.margin.add(1.0, 2.0, longer.now)
+    for _ in range(MIN_SAMPLES):
+        longer.router.debug_state().forecast.margin.add(1.0, 2.0, longer.now)
     assert 2 <= admitted_by(longer) <= 0.7 * admitted_by(as_reasoning)
 
 
 def lessons(harness: RouterHarness) -> list[float]:
     """How long each request took, from now on, that the margin is told of."""
     told: list[float] = []
-    margin = harness.router._admission.forecast.margin
+    margin = harness.router.debug_state().forecast.margin
     add = margin.add
 
     def noted(expected: float, seconds: float, now: float) -> None:
@@ -356,12 +358,12 @@ def lessons(harness: RouterHarness) -> list[float]:
 
 def test_those_who_were_too_late_tell_too_in_line_and_at_work() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
-    told, margin = lessons(harness), harness.router._admission.forecast.margin
+    told, margin = lessons(harness), harness.router.debug_state().forecast.margin
     streams = [harness.submit() for _ in range(2 * ROOM)]
     harness.wait(21, PD0)
     assert all(stream.record.error == "DeadlineExceeded" for stream in streams)
     assert len(told) == 2 * ROOM
-    assert margin.times(harness.now) > 1.5
+    assert margin.factor(harness.now) > 1.5
 
 
 def pictures_ahead(harness: RouterHarness, cost: float) -> list[TokenStream]:
@@ -371,7 +373,7 @@ def pictures_ahead(harness: RouterHarness, cost: float) -> list[TokenStream]:
         pictures.append(harness.submit(cost))
         need(harness, pictures[-1], 1)
     pictures += [harness.submit(cost) for _ in range(10)]
-    assert len(harness.router._admission) == 10
+    assert len(harness.router.debug_state().admission.queue) == 10
     return pictures
 
 
@@ -393,9 +395,9 @@ def test_pictures_in_line_keep_no_text_out_whose_places_are_free() -> None:
 def test_media_in_line_that_encoders_will_be_long_at_keep_no_text_out() -> None:
     harness = busy_harness(2.0, request_timeout=600.0)
     harness.register(E0)
-    admission = harness.router._admission
-    admission.forecast.encode_rate.look(harness.now - 1, busy=True)
-    admission.forecast.encode_rate.done(1.0, harness.now)
+    encode_rate = harness.router.debug_state().forecast.encode_rate
+    encode_rate.set_busy(harness.now - 1, busy=True)
+    encode_rate.add(1.0, harness.now)
     pictures_ahead(harness, 10.0)
     assert harness.submit(timeout=5.0).request in placed(harness)
 
@@ -403,18 +405,18 @@ def test_media_in_line_that_encoders_will_be_long_at_keep_no_text_out() -> None:
 def test_what_an_answer_waited_at_its_instance_is_not_its_work_if_a_stop_string_ends_it() -> None:
     """It is ended before its instance has said when it worked."""
     harness = busy_harness(2.0)
-    forecast = harness.router._admission.forecast
-    pace, mean_cost = forecast._pace.seconds_per_cost, forecast.mean_cost
+    forecast = harness.router.debug_state().forecast
+    pace, mean_cost = forecast.seconds_per_cost, forecast.mean_cost
 
     def stops(report: Tokens) -> Tokens:
         return msgspec.structs.replace(report, finish_reason="stop")
 
-    for _ in range(ENOUGH):
+    for _ in range(MIN_SAMPLES):
         stream = harness.submit(read=stops)
         harness.wait(20, PD0)
         harness.router.handle(Tokens(name(harness, stream), [1, 1]))
         assert stream.record.finish_reason == "stop"
-    assert forecast._pace.seconds_per_cost == pace
+    assert forecast.seconds_per_cost == pace
     assert forecast.mean_cost > mean_cost, "what it cost is known"
 
 
@@ -444,12 +446,12 @@ def test_who_has_little_time_is_told_before_its_prompt_is_made() -> None:
 
 def test_a_probe_of_the_stages_is_let_in_whatever_the_forecast_and_teaches_nothing() -> None:
     harness = busy_harness(4.0, request_timeout=20.0)
-    forecast = harness.router._admission.forecast
+    forecast = harness.router.debug_state().forecast
     harness.submit()
     with pytest.raises(Overloaded):
         harness.submit(timeout=1.0)
     before, told = forecast.mean_cost, lessons(harness)
-    probe = harness.submit(timeout=1.0, priority=FIRST)
+    probe = harness.submit(timeout=1.0, priority=PROBE_PRIORITY)
     finish(harness, probe)
     assert (forecast.mean_cost, told) == (before, [])
 
@@ -466,7 +468,9 @@ def test_who_hangs_up_early_tells_nothing_and_late_how_long_it_took_at_least() -
 
 
 STEPS: dict[str, Callable[[RouterHarness, TokenStream], object]] = {
-    "need": lambda harness, stream: need(harness, stream, len(harness.router._requests[stream.request].waiting.prompt.items)),
+    "need": lambda harness, stream: need(
+        harness, stream, len(harness.router.debug_state().dispatched[stream.request].queued.prompt.items)
+    ),
     "token": begin,
     "finish": finish,
     "cancel": lambda harness, stream: harness.router.cancel(stream.request),
@@ -480,15 +484,15 @@ def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(da
     streams: list[TokenStream] = []
     for _ in range(data.draw(st.integers(1, 60))):
         step = data.draw(st.sampled_from(["submit", "submit", "need", "encoded", "token", "finish", "cancel", "leave"]))
-        alive = [stream for stream in streams if stream.request in harness.router._requests]
+        alive = [stream for stream in streams if stream.request in harness.router.debug_state().dispatched]
         if step == "submit":
             costs = data.draw(st.lists(st.just(1.0), max_size=6))
             try:
                 streams.append(harness.submit(*costs, client=data.draw(st.sampled_from("abc"))))
             except (Overloaded, Unavailable):
                 continue
-        elif step == "encoded" and harness.router._encodings._in_hand:
-            transfers = list(harness.router._encodings._in_hand)
+        elif step == "encoded" and harness.router.debug_state().encode.in_flight:
+            transfers = list(harness.router.debug_state().encode.in_flight)
             harness.router.handle(Encoded(transfers[data.draw(st.integers(0, len(transfers) - 1))], False, []))
         elif step == "leave":
             address = data.draw(st.sampled_from([E0, E1, PD0, PD1]))
@@ -498,13 +502,14 @@ def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(da
             stream = alive[data.draw(st.integers(0, len(alive) - 1))]
             STEPS[step](harness, stream)
     for _ in range(200):
-        for transfer in list(harness.router._encodings._in_hand):
+        for transfer in list(harness.router.debug_state().encode.in_flight):
             harness.router.handle(Encoded(transfer, False, []))
         for stream in streams:
-            if stream.request in harness.router._requests:
+            if stream.request in harness.router.debug_state().dispatched:
                 finish(harness, stream)
     assert harness.router.num_requests == 0
     assert harness.outstanding() == 0
     assert all(lease.patches == 0 for lease in harness.router.registry)
-    assert (harness.router._encodings._requests, harness.router._streams, len(harness.router._encodings)) == ({}, {}, 0)
+    state = harness.router.debug_state()
+    assert (state.encode.requests, state.queued, len(state.encode.queue)) == (set(), set(), 0)
     assert all(stream.record.finish_reason for stream in streams)

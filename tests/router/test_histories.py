@@ -58,14 +58,14 @@ class History:
             max_num_seqs=rng.choice([1, 2, 4]),
             encode_batch_patches=rng.choice([1, 4, 1024]),
         )
-        self.router, send = self.harness.router, self.harness.router._send
+        self.router, send = self.harness.router, self.harness.send
 
         def sometimes(to: Address, message: Message) -> None:
             if rng.random() < self.lost:
                 raise Unavailable("a peer has stopped reading its messages")
             send(to, message)
 
-        self.router._send = sometimes
+        self.harness.send = sometimes
 
     def step(self) -> None:
         steps = {
@@ -188,38 +188,35 @@ class History:
         self.lost = self.rng.choice([0.0, 0.0, 0.3])
 
     def check_books(self) -> None:
-        """What instances are said to have is what they were given, and no more are busy than there are."""
-        router = self.router
-        for lease in router.registry:
-            cost = sum(one.cost for one in router._requests.values() if one.generator is lease)
-            prefills = (one.prefilling for one in router._requests.values() if one.prefilling)
-            cost += sum(one.cost for one in prefills if one.prefiller is lease)
-            items = [one for one in router._encodings._unfinished if one.encoder is lease]
+        """Each lease's outstanding work is exactly that of the requests and items dispatched to it."""
+        state = self.router.debug_state()
+        for lease in self.router.registry:
+            cost = sum(one.cost for one in state.dispatched.values() if one.instance is lease)
+            prefills = (one.remote_prefill for one in state.dispatched.values() if one.remote_prefill)
+            cost += sum(one.cost for one in prefills if one.instance is lease)
+            items = [one for one in state.encode.unfinished if one.instance is lease]
             assert lease.outstanding == cost + sum(one.cost for one in items)
             assert lease.patches == sum(one.patches for one in items)
-        requests = set(router._requests)
-        waiting = {request for request in requests if router._encodings.waits(request)}
-        assert router._admission._working == requests - waiting
-        assert router._admission.forecast.rate._busy == bool(requests - waiting)
-        assert router._admission.forecast.encode_rate._busy == bool(router._encodings._unfinished)
-        assert set(router._encodings._requests) <= requests
-        assert len(router._streams) == len(router._admission) == len(router._admission._tickets)
-        for line in (router._admission._line, router._encodings._line):
-            assert min(line._counters.values(), default=0.0) >= 0, "nobody is owed anything"
-            assert all(
-                flow.cost == pytest.approx(sum(one.cost for one in flow.tickets)) for flow in line._flows.values()
-            )
+        requests = set(state.dispatched)
+        computing = requests - state.encode.pending
+        assert state.admission.computing == computing
+        assert state.forecast.rate.busy == bool(computing)
+        assert state.forecast.encode_rate.busy == bool(state.encode.unfinished)
+        assert state.encode.requests <= requests
+        assert len(state.queued) == len(state.admission.queue) == state.admission.num_tickets
+        for queue in (state.admission.queue, state.encode.queue):
+            assert min(queue.counters.values(), default=0.0) >= 0, "no client has credit"
+            assert all(total == pytest.approx(sum(costs)) for total, costs in queue.flows.values())
 
     def end(self) -> None:
         for stream in self.streams:
             self.router.cancel(stream.request)
         self.check_books()
-        router, line = self.router, self.router._admission._line
+        router, state = self.router, self.router.debug_state()
         assert [lease.outstanding for lease in router.registry if lease.outstanding] == []
-        assert (router.num_requests, router._requests, router._streams) == (0, {}, {})
-        items = router._encodings
-        assert (items._requests, items._in_hand, items._line._flows) == ({}, {}, {})
-        assert (len(line), line._flows) == (0, {})
+        assert (router.num_requests, state.dispatched, state.queued) == (0, {}, set())
+        assert (state.encode.requests, state.encode.in_flight, state.encode.queue.flows) == (set(), {}, {})
+        assert state.admission.queue.flows == {}
         assert all(stream.record.finish_reason for stream in self.streams)
         self.lost = 0.0
         for address in self.addresses:

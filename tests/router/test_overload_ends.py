@@ -20,7 +20,7 @@ from triptych.messages.work import (
     Tokens,
 )
 from triptych.observe.timeline import Interval
-from triptych.router.forecast import LAST, MEMORY
+from triptych.router.forecast import MEAN_WINDOW, RATE_WINDOW
 from triptych.router.router import TokenStream
 from triptych.types import TransferId
 
@@ -55,7 +55,9 @@ class Service:
             generates = [message for _, message in self.harness.of(Generate)]
             self.here += [_Sequence(generate) for generate in generates[self.seen :]]
             self.seen = len(generates)
-            self.here = [one for one in self.here if one.generate.request in self.harness.router._requests]
+            self.here = [
+                one for one in self.here if one.generate.request in self.harness.router.debug_state().dispatched
+            ]
             for one in self.here[:SLOTS]:
                 one.began = one.began or self.harness.now
             self.harness.now += STEP
@@ -63,7 +65,9 @@ class Service:
             for one in self.here[:SLOTS]:
                 one.num_tokens += 1
                 over = one.num_tokens == one.generate.sampling.max_tokens
-                intervals = [Interval("queue", 0.0, 1e6), Interval("decode", one.began, self.harness.now)] if over else []
+                intervals = (
+                    [Interval("queue", 0.0, 1e6), Interval("decode", one.began, self.harness.now)] if over else []
+                )
                 reason = "length" if over else None
                 self.harness.router.handle(Tokens(one.generate.request, [1], [], reason, intervals=intervals))
 
@@ -75,7 +79,7 @@ class Service:
 
     def work(self, max_tokens: int) -> float:
         """The forecast for a request's own work, in seconds."""
-        forecast = self.harness.router._admission.forecast
+        forecast = self.harness.router.debug_state().forecast
         return forecast.seconds(1.0, forecast.cost_of(1, max_tokens), 0.0, self.harness.now)[1]
 
 
@@ -110,18 +114,18 @@ def test_whatever_the_history_an_idle_service_admits_and_forecasts_come_back_to_
         service.run(seconds)
         for stream in streams[::2]:
             service.harness.router.cancel(stream.request)
-    for stream in list(service.harness.router._streams):
+    for stream in list(service.harness.router.debug_state().queued):
         service.harness.router.cancel(stream)
-    for request in list(service.harness.router._requests):
+    for request in list(service.harness.router.debug_state().dispatched):
         service.harness.router.cancel(request)
     service.harness.router.cancel(service.submit(10_000, timeout=0.001).request)
-    for _ in range(LAST):
+    for _ in range(MEAN_WINDOW):
         service.submit(later)
     service.run()
     for asked in (1, 30, 300):
         assert service.work(asked) <= 10 * (asked + 1) * STEP
     service.pass_time(3600)
-    assert service.work(300) == 0, "forgotten"
+    assert service.work(300) == 0, "disconnected"
 
 
 def test_nobody_is_refused_for_what_was_measured_long_ago_though_somebody_is_always_here() -> None:
@@ -133,7 +137,7 @@ def test_nobody_is_refused_for_what_was_measured_long_ago_though_somebody_is_alw
     service.submit(1000)
     with pytest.raises(Overloaded, match="would take about"):
         service.submit(1000, timeout=0.1)
-    service.pass_time(MEMORY + 1)
+    service.pass_time(RATE_WINDOW + 1)
     service.submit(1000, timeout=0.1)
 
 
@@ -143,17 +147,17 @@ def test_a_rate_is_what_is_done_not_what_has_ended() -> None:
     for _ in range(20):
         service.submit(30)
     service.run()
-    rate = service.harness.router._admission.forecast.rate
+    rate = service.harness.router.debug_state().forecast.rate
     before = rate.per_second(service.harness.now)
     for _ in range(SLOTS):
         service.submit(10_000)
-    service.run(3 * MEMORY)
+    service.run(3 * RATE_WINDOW)
     assert rate.per_second(service.harness.now) == pytest.approx(before, rel=0.2)
 
 
 def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None:
     harness = RouterHarness(E0, PD0, max_queue=1000, max_num_seqs=64, request_timeout=600.0)
-    forecast = harness.router._admission.forecast
+    forecast = harness.router.debug_state().forecast
 
     def text() -> None:
         stream = harness.submit(timeout=5.0)
@@ -171,12 +175,17 @@ def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None
         text()
         harness.wait(2, PD0, E0)
     assert forecast.rate.per_second(harness.now) == pytest.approx(before, rel=0.2)
-    while encodes := [m.transfer for _, m in harness.of(Encode) if harness.router._encodings.get(m.transfer) is not None]:
+    while encodes := [
+        m.transfer for _, m in harness.of(Encode) if m.transfer in harness.router.debug_state().encode.in_flight
+    ]:
         for transfer in encodes:
             harness.router.handle(Encoded(transfer, False, []))
         for stream in pictures:
-            if not harness.router._encodings.waits(stream.request) and stream.request in harness.router._requests:
+            if (
+                stream.request not in harness.router.debug_state().encode.pending
+                and stream.request in harness.router.debug_state().dispatched
+            ):
                 harness.router.handle(Tokens(stream.request, [1], [], "length"))
     assert not harness.router.num_requests
-    assert not forecast.rate._busy
-    assert not forecast.encode_rate._busy
+    assert not forecast.rate.busy
+    assert not forecast.encode_rate.busy

@@ -11,10 +11,10 @@ from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats, LanguageStats, Load, Pool
 from triptych.messages.work import (
-    AskStatus,
     ChangeRole,
     Deregister,
     Generate,
+    GetStatus,
     Heartbeat,
     InstanceStatus,
     PeerLost,
@@ -30,7 +30,7 @@ from triptych.messages.work import (
     Status,
     Tokens,
 )
-from triptych.router.role_changes import harm
+from triptych.router.role_changes import role_change_impact
 from triptych.router.router import Router, TokenStream
 from triptych.topology import Role, Topology
 from triptych.types import Address, RequestId, TransferId
@@ -47,7 +47,7 @@ class RouterHarness:
         self.sent: list[tuple[Address, Message]] = []
         self.router = Router(
             send=lambda to, message: self.sent.append((to, message)),
-            forget=lambda _: None,
+            disconnect=lambda _: None,
             fingerprint="model",
             frontend=FrontendConfig(request_timeout=60.0),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
@@ -88,8 +88,8 @@ def test_an_idle_instance_is_told_and_its_operator_hears_when_it_has_changed() -
     assert harness.answers() == [RoleSet("p0", Role.D)]
     assert {to for to, message in harness.of(PeerLost) if message == PeerLost(Address("p0"), [])} == {"p1", "d0"}
     assert harness.of(Registered)[-1][0] == "p0"
-    assert {lease.name for lease in harness.router.registry.generators()} == {"p0", "d0"}
-    assert [lease.name for lease in harness.router.registry.prefillers()] == ["p1"]
+    assert {lease.name for lease in harness.router.registry.decode_instances()} == {"p0", "d0"}
+    assert [lease.name for lease in harness.router.registry.prefill_instances()] == ["p1"]
 
 
 def test_what_has_the_role_already_is_not_asked() -> None:
@@ -189,12 +189,20 @@ def test_without_another_generator_it_fails() -> None:
     ("names", "change", "reason"),
     [
         (["pd0"], ("nobody", Role.P), "no instance of that name"),
-        (["p0", "d0"], ("p0", Role.D), "nobody else prefills, so requests would be refused until it has changed"),
-        (["p0", "d0"], ("d0", Role.P), "nobody else decodes"),
-        (["pd0"], ("pd0", Role.P), "nobody else prefills or decodes"),
-        (["pd0", "pd1"], ("pd0", Role.D), "afterwards nobody would prefill for instances that only decode"),
-        (["pd0", "pd1"], ("pd0", Role.P), "afterwards instances that only prefill would have nobody to prefill for"),
-        (["epd0", "p0", "d0"], ("epd0", Role.PD), "nobody else encodes"),
+        (
+            ["p0", "d0"],
+            ("p0", Role.D),
+            "no other instance prefills, so requests would be rejected until it has changed",
+        ),
+        (["p0", "d0"], ("d0", Role.P), "no other instance decodes"),
+        (["pd0"], ("pd0", Role.P), "no other instance prefills or decodes"),
+        (["pd0", "pd1"], ("pd0", Role.D), "afterwards no instance would prefill for instances that only decode"),
+        (
+            ["pd0", "pd1"],
+            ("pd0", Role.P),
+            "afterwards instances that only prefill would have no instance to prefill for",
+        ),
+        (["epd0", "p0", "d0"], ("epd0", Role.PD), "no other instance encodes"),
     ],
 )
 def test_refusals(names: list[str], change: tuple[str, Role], reason: str) -> None:
@@ -212,7 +220,7 @@ def test_a_second_change_waits_for_the_first() -> None:
     harness = RouterHarness("pd0", "pd1", "pd2")
     harness.set_role("pd0", Role.P, force=True)
     (answer,) = harness.set_role("pd0", Role.D, force=True)
-    assert answer == RoleRefused("pd0", Role.D, "it is about to become P already")
+    assert answer == RoleRefused("pd0", Role.D, "it is already changing to P")
     (other,) = harness.set_role("pd1", Role.D)
     assert isinstance(other, RoleRefused), "what one is about to become doesn't count before it is"
 
@@ -241,7 +249,7 @@ def test_status_says_who_is_there_and_what_they_have_in_hand() -> None:
     harness.submit()
     harness.set_role("d1", Role.P)
     harness.now += 1.5
-    harness.router.handle(AskStatus(ME))
+    harness.router.handle(GetStatus(ME))
     (status,) = harness.answers()
     assert isinstance(status, Status)
     assert (status.ready, status.draining, status.requests) == (True, False, 1)
@@ -258,7 +266,7 @@ def test_a_change_does_no_harm_exactly_where_the_topologies_on_the_way_can_be_se
                 if not _is_whole([*others, now]):
                     continue
                 harmless = _is_whole([*others, then]) and _can_serve([*others])
-                assert (harm(others, now, then) == "") == harmless, (others, now, then)
+                assert (role_change_impact(others, now, then) == "") == harmless, (others, now, then)
 
 
 def _can_serve(roles: list[Role]) -> bool:

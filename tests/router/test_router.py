@@ -80,10 +80,10 @@ class RouterHarness:
         engine = {name: settings.pop(name) for name in list(settings) if name in EngineConfig.__dataclass_fields__}
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
-        self.forgotten: list[tuple[Address, int]] = []
+        self.disconnected: list[tuple[Address, int]] = []
         self.router = Router(
-            send=lambda to, message: self.sent.append((to, message)),
-            forget=lambda address: self.forgotten.append((address, len(self.sent))),
+            send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
+            disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
             fingerprint="model",
             frontend=FrontendConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
             engine=EngineConfig(**engine),
@@ -92,6 +92,10 @@ class RouterHarness:
         )
         for address in addresses:
             self.register(address)
+
+    def send(self, to: Address, message: Message) -> None:
+        """Tests replace this to make sending fail."""
+        self.sent.append((to, message))
 
     def register(self, address: Address, pid: int = 1, model: str = "model", dtype: str = "float32") -> None:
         layout = RowLayout(model, dtype, 4, 16)
@@ -129,7 +133,11 @@ def test_admission_can_be_asked_for_without_a_request() -> None:
     harness = RouterHarness(PD0, max_queue=1)
     with pytest.raises(Unavailable, match="encode"), harness.router.preparing(has_media=True):
         pass
-    with harness.router.preparing(has_media=False), pytest.raises(Overloaded), harness.router.preparing(has_media=False):
+    with (
+        harness.router.preparing(has_media=False),
+        pytest.raises(Overloaded),
+        harness.router.preparing(has_media=False),
+    ):
         pass
     assert (harness.router.num_requests, harness.outstanding(), harness.of(Generate)) == (0, 0, [])
     harness.submit()
@@ -139,17 +147,17 @@ def test_admission_can_be_asked_for_without_a_request() -> None:
 
 def test_what_is_only_read_needs_room_but_no_instance() -> None:
     harness = RouterHarness(max_queue=1)
-    with harness.router.reading(), pytest.raises(Overloaded), harness.router.reading():
+    with harness.router.holding_slot(), pytest.raises(Overloaded), harness.router.holding_slot():
         pass
-    with harness.router.reading():
+    with harness.router.holding_slot():
         pass
     harness = RouterHarness(PD0, max_queue=2, max_queue_per_client=1)
-    with harness.router.reading(), pytest.raises(RateLimited), harness.router.preparing(has_media=False):
+    with harness.router.holding_slot(), pytest.raises(RateLimited), harness.router.preparing(has_media=False):
         pass
-    with harness.router.preparing(has_media=False), pytest.raises(RateLimited), harness.router.reading():
+    with harness.router.preparing(has_media=False), pytest.raises(RateLimited), harness.router.holding_slot():
         pass
     harness.submit()
-    with pytest.raises(RateLimited), harness.router.reading():
+    with pytest.raises(RateLimited), harness.router.holding_slot():
         pass
 
 
@@ -166,7 +174,9 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
     first, second = harness.submit(1.0), harness.submit()
     assert [to for to, _ in harness.of(Generate)] == [PD0, PD1]
     harness.router.handle(Tokens(second.request, [5]))
-    harness.router.handle(Tokens(second.request, [6, 7], finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)]))
+    harness.router.handle(
+        Tokens(second.request, [6, 7], finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)])
+    )
     assert tokens_of(second) == [5, 6, 7]
     assert second.intervals == [Interval("decode", 0.0, 1.0, engine="pd1")]
     assert harness.router.num_requests == 1
@@ -194,7 +204,7 @@ def test_an_answer_that_its_reader_ends_counts_as_finished_and_is_cancelled_at_i
     assert (harness.router.num_requests, harness.outstanding()) == (0, 0)
     assert tokens_of(stream) == [5, 6]
     assert (stream.record.finish_reason, stream.record.num_tokens) == ("stop", 2)
-    forecast = harness.router._admission.forecast
+    forecast = harness.router.debug_state().forecast
     learnt = (forecast.mean_cost, forecast.cost(0, 100))
     assert learnt == (forecast.cost_of(1, 2), forecast.cost_of(0, 2))
 
@@ -293,7 +303,7 @@ def test_a_request_whose_instance_is_lost_goes_on_at_another_from_where_it_was()
     (first, (to, second)) = [(to, message) for to, message in harness.of(Generate) if message.request != kept.request]
     assert to == PD1
     assert second == msgspec.structs.replace(first[1], request=second.request, generated=[5, 6])
-    assert harness.router._encodings._in_hand == {}
+    assert harness.router.debug_state().encode.in_flight == {}
     assert harness.router.registry.get(E0).outstanding == 0
     for message in (
         Tokens(lost.request, [7], finish_reason="stop"),
@@ -357,17 +367,17 @@ def test_whoever_is_gone_is_forgotten_after_all_that_was_to_say_and_may_come_bac
     harness = RouterHarness(E0, PD0, PD1)
     harness.submit(1.0)
     harness.router.handle(Deregister(PD0))
-    assert harness.forgotten == [(PD0, len(harness.sent))]
+    assert harness.disconnected == [(PD0, len(harness.sent))]
     assert harness.of(Cancel)[-1][0] == PD0
     harness.register(PD0, pid=2)
     assert PD0 in {lease.address for lease in harness.router.registry}
     harness.wait(11)
-    assert {address for address, _ in harness.forgotten[1:]} == {E0, PD0, PD1}
+    assert {address for address, _ in harness.disconnected[1:]} == {E0, PD0, PD1}
     harness.register(E1, model="another")
-    assert harness.forgotten[-1] == (E1, len(harness.sent))
+    assert harness.disconnected[-1] == (E1, len(harness.sent))
     harness.router.handle(Heartbeat(E1))
     assert harness.sent[-1] == (E1, RegisterAgain())
-    assert harness.forgotten[-1] == (E1, len(harness.sent))
+    assert harness.disconnected[-1] == (E1, len(harness.sent))
 
 
 def test_a_request_that_outlasts_its_deadline_fails() -> None:
@@ -490,7 +500,7 @@ def test_a_peer_that_cannot_be_reached_harms_nobody_else() -> None:
     def fail(*_: object) -> None:
         raise Unavailable("a peer has stopped reading its messages")
 
-    harness.router._send = fail
+    harness.send = fail
     with pytest.raises(Unavailable):
         tokens_of(harness.submit())
     harness.need(stream, 0)
@@ -522,4 +532,4 @@ def test_costs_settle_to_zero_however_requests_end(data: st.DataObject) -> None:
     for stream in streams:
         harness.router.cancel(stream.request)
     assert harness.outstanding() == 0
-    assert harness.router._encodings._in_hand == {}
+    assert harness.router.debug_state().encode.in_flight == {}

@@ -185,7 +185,7 @@ def test_changes_under_load_lose_no_request(folder: Path, answers: list[list[int
         ("1E1PD", "pd1=EPD", True, "it has not loaded the towers, so it can't encode"),
         ("1E1PD", "e0=PD", True, "it has not loaded the decoder"),
         ("1E1PD", "x=PD", True, "no instance of that name"),
-        ("1P1D", "p0=PD", False, "nobody else prefills"),
+        ("1P1D", "p0=PD", False, "no other instance prefills"),
     ],
 )
 def test_refusals_leave_all_as_it_was(folder: Path, topology: str, change: str, force: bool, reason: str) -> None:

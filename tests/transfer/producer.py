@@ -69,7 +69,7 @@ def produce(consumer: Address, count: int, faults: Faults) -> None:
         sender.poll()
         sender.check_deadlines()
     sender.consumer_lost(consumer)
-    channel.forget(consumer)
+    channel.disconnect(consumer)
     sys.stdin.readline()  # the consumer has closed its end, too
     counters = {"retries": sender.counters.retries, "aborted": sender.counters.aborted}
     print(json.dumps({"struck": fabric.struck, "before": before, "after": left_soon(before)} | counters), flush=True)

@@ -119,7 +119,7 @@ class Generation:
         its last piece were generated all the same, and count."""
         stream = self._streams[choice]
         self.service.router.complete(stream.request)
-        self.num_generated += stream.num_untaken
+        self.num_generated += stream.num_unread
         stream.close()
 
     def _submit(self, choice: int, text: "_Text") -> TokenStream:
@@ -163,7 +163,7 @@ class _Text:
         self._detokenizer = Detokenizer(
             tokenizer, fields.stop_strings, fields.skip_special_tokens, fields.min_tokens or 0
         )
-        self._untaken: list[str] = []
+        self._unread: list[str] = []
         self._by_token = False
         """Whether a token has ended the answer, not a stop string."""
 
@@ -171,12 +171,12 @@ class _Text:
         """What of the report belongs to the answer: nothing behind the token that completes a stop string."""
         self._by_token = report.finish_reason == "stop"
         for used, token in enumerate(self.shown(report), start=1):
-            self._untaken.append(self._detokenizer.push([token]))
+            self._unread.append(self._detokenizer.push([token]))
             if self._detokenizer.stopped:
                 self._by_token = False
                 return _cut(report, used)
         if report.finish_reason is not None:
-            self._untaken.append(self._detokenizer.finish())
+            self._unread.append(self._detokenizer.finish())
             if self._detokenizer.stopped:
                 # what was missing of it is the answer's end, and all tokens up to there were needed for it
                 return _cut(report, len(report.tokens))
@@ -189,8 +189,8 @@ class _Text:
 
     def take(self, report: Tokens) -> str:
         """What became certain with the report's tokens, the next that haven't been taken."""
-        count = len(report.tokens) if report.finish_reason is None else len(self._untaken)
-        texts, self._untaken = self._untaken[:count], self._untaken[count:]
+        count = len(report.tokens) if report.finish_reason is None else len(self._unread)
+        texts, self._unread = self._unread[:count], self._unread[count:]
         return "".join(texts)
 
 

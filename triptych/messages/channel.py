@@ -31,20 +31,20 @@ OUTBOX_MESSAGES = 10_000
 MAX_OUTBOXES = 256
 """Peers that a process is connected to at a time: several times as many as a service has processes. Messages carry
 addresses to answer to, so without a limit they could use up this process's descriptors."""
-FRAMES_AT_A_TIME = 1000
+MAX_FRAMES_PER_DRAIN = 1000
 """Frames that one look at the inbox takes: a peer that sends faster than it is read must not stop the loop."""
-LAST_WORDS = 1000
+CLOSE_LINGER_MS = 1000
 """Milliseconds that messages to a forgotten peer get to leave: it may be there, and about to register anew."""
-HANDSHAKE = 10_000
+HANDSHAKE_TIMEOUT_MS = 10_000
 """Milliseconds after which a connection that hasn't proved that it knows the secret is closed."""
-KEEPALIVE = 60
+KEEPALIVE_IDLE = 60
 """Seconds of silence after which the kernel asks whether a connection's other end still exists."""
 POLL_RESOLUTION = 1e-3
 """Seconds: polling waits in whole milliseconds; what is shorter is slept through."""
-COMPLAIN_EVERY = 10.0
+LOG_INTERVAL = 10.0
 """Seconds between log lines about frames that aren't messages: these may come by the thousand."""
 
-NOT_COPIED = 64 * 2**10
+ZERO_COPY_BYTES = 64 * 2**10
 """Bytes from which on a message is worth what handing it over without a copy costs."""
 
 _POLLIN = int(zmq.POLLIN)
@@ -80,7 +80,7 @@ class Channel:
         self._outboxes: OrderedDict[Address, zmq.Socket[bytes]] = OrderedDict()
         self._to_self: deque[Message] = deque()
         self._num_dropped = 0
-        self._complain_at = 0.0
+        self._log_at = 0.0
         where = endpoint(host, port or "*")
         with contextlib.ExitStack() as undo:
             try:
@@ -95,8 +95,8 @@ class Channel:
                 self._prepare_inbox(ipv6="[" in where)
                 self._inbox.bind(where)
                 self.address = Address(self._inbox.get_string(zmq.LAST_ENDPOINT))
-                if (shortcut := _ipc_endpoint(self.address)) is not None:
-                    self._inbox.bind(shortcut)
+                if (ipc := _ipc_endpoint(self.address)) is not None:
+                    self._inbox.bind(ipc)
             except (OSError, RuntimeError, zmq.ZMQError) as error:
                 raise BadAddress(f"can't listen on {host}:{port}: {error}") from None
             undo.pop_all()
@@ -113,7 +113,7 @@ class Channel:
             return
         try:
             frame = encode(message)
-            self._outbox(to).send(frame, flags=zmq.NOBLOCK, copy=len(frame) < NOT_COPIED)
+            self._outbox(to).send(frame, flags=zmq.NOBLOCK, copy=len(frame) < ZERO_COPY_BYTES)
         except zmq.Again:
             raise Unavailable("a peer has stopped reading its messages") from None
         except zmq.ZMQError as error:  # no descriptor left, or the channel is closed
@@ -129,13 +129,13 @@ class Channel:
         """What has arrived, without waiting, and not all of it if that is a lot."""
         messages = list(self._to_self)
         self._to_self.clear()
-        for _ in range(FRAMES_AT_A_TIME):
+        for _ in range(MAX_FRAMES_PER_DRAIN):
             if not self._has_frame() or (frame := self._next_frame()) is None:
                 break
             try:
                 messages.append(decode(frame))
             except BadMessage as error:
-                self._complain(frame, error)
+                self._log_dropped(frame, error)
         return messages
 
     @property
@@ -151,10 +151,10 @@ class Channel:
         """A descriptor for event loops: when it becomes readable, ``drain`` until nothing is ``pending``."""
         return self._inbox_fd
 
-    def forget(self, peer: Address) -> None:
+    def disconnect(self, peer: Address) -> None:
         """Closes the connection to a peer that is gone. A later message to it makes a new one."""
         if outbox := self._outboxes.pop(peer, None):
-            outbox.close(linger=LAST_WORDS)
+            outbox.close(linger=CLOSE_LINGER_MS)
 
     def close(self, linger: float = 1.0) -> None:
         """Closes all sockets; messages already sent have ``linger`` seconds to leave."""
@@ -171,10 +171,10 @@ class Channel:
         self._inbox.set(zmq.LINGER, 0)
         self._inbox.set(zmq.IPV6, int(ipv6))  # with it, an IPv4 address would be named as IPv6 maps it
         self._inbox.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)  # larger frames are dropped by the socket itself
-        self._inbox.set(zmq.HANDSHAKE_IVL, HANDSHAKE)
+        self._inbox.set(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         # a machine that loses its power doesn't say so; its connections must not stay for ever
         self._inbox.set(zmq.TCP_KEEPALIVE, 1)
-        self._inbox.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE)
+        self._inbox.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE)
         if self._keys:
             self._inbox.set(zmq.CURVE_SERVER, 1)
             self._inbox.set(zmq.CURVE_SECRETKEY, self._keys.server.secret)
@@ -189,7 +189,7 @@ class Channel:
         if not _is_endpoint(to):
             raise BadAddress(f"{to[:100]!r} is not an address of a process")
         if len(self._outboxes) >= MAX_OUTBOXES:
-            self._outboxes.popitem(last=False)[1].close(linger=LAST_WORDS)
+            self._outboxes.popitem(last=False)[1].close(linger=CLOSE_LINGER_MS)
         outbox = self._context.socket(zmq.PUSH)
         try:
             outbox.set(zmq.SNDHWM, OUTBOX_MESSAGES)
@@ -224,10 +224,10 @@ class Channel:
         except zmq.Again:
             return None
 
-    def _complain(self, frame: bytes, error: BadMessage) -> None:
+    def _log_dropped(self, frame: bytes, error: BadMessage) -> None:
         self._num_dropped += 1
-        if (now := time.monotonic()) >= self._complain_at:
-            self._complain_at = now + COMPLAIN_EVERY
+        if (now := time.monotonic()) >= self._log_at:
+            self._log_at = now + LOG_INTERVAL
             log.warning("dropped %d frames, the last of %d bytes: %s", self._num_dropped, len(frame), error)
             self._num_dropped = 0
 
@@ -257,7 +257,7 @@ def _ip(endpoint: re.Match[str]) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
         return None
 
 
-class _OneKey:
+class _SingleKeyCredentials:
     """Says who may connect: who has the client key.
 
     A peer that gets as far as being asked about has shown that it knows the inbox's public key, which is derived from
@@ -275,6 +275,6 @@ class _OneKey:
 def _zap_authenticator(context: "zmq.Context[zmq.Socket[bytes]]", keys: ClusterKeys) -> ThreadAuthenticator:
     """Starts the thread that inboxes ask about whoever connects. It logs nothing above debug about those it refuses."""
     zap_authenticator = ThreadAuthenticator(context)
-    zap_authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(keys.client.public))
+    zap_authenticator.configure_curve_callback(_ZAP_DOMAIN, _SingleKeyCredentials(keys.client.public))
     zap_authenticator.start()
     return zap_authenticator

@@ -103,7 +103,7 @@ class RoleKept(Struct, frozen=True, tag=True):
 # ── operators: triptych status ⇄ frontend ──────────────────────────────────────────────────────────────────
 
 
-class AskStatus(Struct, frozen=True, tag=True):
+class GetStatus(Struct, frozen=True, tag=True):
     """Operator → frontend: who is there, doing what?"""
 
     reply_to: Address
@@ -378,7 +378,7 @@ class Cancel(Struct, frozen=True, tag=True):
 
 WorkMessage = (
     Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Deregister | PeerLost
-    | Stop | ChangeRole | RoleKept | AskStatus | Status | SetRole | RoleSet | RoleRefused
+    | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | Encoded | EncodeFailed
     | Tokens | Failed | Cancel
 )  # fmt: skip

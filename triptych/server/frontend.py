@@ -73,7 +73,7 @@ class Frontend:
             raise StartError(str(error)) from None
         self.router = Router(
             send=self.channel.send,
-            forget=self.channel.forget,
+            disconnect=self.channel.disconnect,
             fingerprint=builder.fingerprint,
             frontend=config.frontend,
             lease=config.lease,

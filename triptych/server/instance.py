@@ -343,4 +343,4 @@ class Instance:
     def _on_peer_lost(self, message: PeerLost) -> None:
         for host in self.hosts:
             host.peer_lost(message)
-        self.channel.forget(message.address)
+        self.channel.disconnect(message.address)
