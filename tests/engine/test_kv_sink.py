@@ -11,7 +11,7 @@ from triptych.engine.kv_sink import KVSink
 from triptych.errors import BlockError, TransferError
 from triptych.layers.attention.base import KVTensors
 from triptych.messages.codec import Message
-from triptych.messages.rows import Abort, End, Offer, RowKind, RowLayout
+from triptych.messages.rows import Abort, Offer, RowKind, RowLayout, TransferSide
 from triptych.messages.work import Generate, Prefill, SamplingParams
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.sender import Sender
@@ -67,7 +67,7 @@ def test_a_prefill_that_is_asked_for_anew_is_wanted_though_the_former_was_given_
 ) -> None:
     harness.expect("t1")
     harness.start()
-    harness.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
+    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "starts over"))
     harness.outgoing.give_up(REQUEST, "starts over")
     harness.expect("t2")
     assert harness.outgoing.take_unwanted() == []
@@ -78,7 +78,7 @@ def test_a_prefill_that_is_asked_for_anew_is_wanted_though_the_former_was_given_
 def test_kv_that_its_consumer_gives_up_is_unwanted(harness: RouterHarness) -> None:
     harness.expect("t1")
     harness.start()
-    harness.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
+    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "starts over"))
     assert harness.outgoing.take_unwanted() == [REQUEST]
     assert harness.outgoing.idle
     harness.pool.check_all_free()

@@ -32,7 +32,7 @@ from triptych.engine.loop import EngineLoop
 from triptych.errors import InstanceLost, Unavailable
 from triptych.messages.channel import Channel
 from triptych.messages.codec import BadMessage, Message, decode, encode
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowMessage, Wrote
+from triptych.messages.rows import Abort, Done, Grant, Offer, RowMessage, TransferSide, Wrote
 from triptych.messages.work import (
     Cancel,
     ChangeRole,
@@ -350,8 +350,8 @@ class Attacker:
         # whichever of them the target answers, it does so after all that came before
         for question in (
             Heartbeat(self._ear.address),
-            Abort(TransferId("the last"), End.CONSUMER, self._ear.address, ""),
-            Abort(TransferId("the last"), End.PRODUCER, self._ear.address, ""),
+            Abort(TransferId("the last"), TransferSide.CONSUMER, self._ear.address, ""),
+            Abort(TransferId("the last"), TransferSide.PRODUCER, self._ear.address, ""),
         ):
             self._socket.send(encode(question))
         assert self._ear.receive(60.0), "it doesn't answer any more"

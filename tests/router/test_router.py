@@ -19,7 +19,7 @@ from triptych.errors import (
     Unavailable,
 )
 from triptych.messages.codec import Message
-from triptych.messages.rows import Done, End, RowLayout
+from triptych.messages.rows import Done, RowLayout, TransferSide
 from triptych.messages.work import (
     Cancel,
     Deregister,
@@ -479,7 +479,7 @@ def test_messages_about_what_nobody_knows_change_nothing() -> None:
         Encoded(transfer, False, []),
         EncodeFailed(transfer, "InternalError", ""),
         Deregister(Address("nowhere")),
-        Done(transfer, End.PRODUCER),
+        Done(transfer, TransferSide.PRODUCER),
     ):
         harness.router.handle(message)
     assert harness.sent == []

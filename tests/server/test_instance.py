@@ -14,7 +14,7 @@ from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.rows import End, RowLayout
+from triptych.messages.rows import RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     Cancel,
@@ -96,7 +96,7 @@ class Composing:
         if self.refusal is not None:
             raise self.refusal
         self.composed.append(Recorder())
-        return RoleLoops([(self.composed[-1], End.CONSUMER)], [OTHER_LAYOUT])
+        return RoleLoops([(self.composed[-1], TransferSide.CONSUMER)], [OTHER_LAYOUT])
 
 
 class RouterHarness:
@@ -107,7 +107,7 @@ class RouterHarness:
         self.instance = Instance(
             name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), frontend=self.channel.address, lease=lease
         )
-        self.instance.add(host, far_end=End.PRODUCER)
+        self.instance.add(host, far_end=TransferSide.PRODUCER)
         self.received: list[Message] = []
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -261,7 +261,10 @@ def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Call
     harness.instance.channel.wake()
     _until(lambda: "on_lease_lost" in harness.host.told)
     harness.await_count(Register, 2)
-    leave, register = (harness.received.index(Deregister(harness.instance.channel.address)), _last(harness.received, Register))
+    leave, register = (
+        harness.received.index(Deregister(harness.instance.channel.address)),
+        _last(harness.received, Register),
+    )
     assert leave < register, "the frontend is to fail what was under way, even if it noticed nothing"
     assert harness.host.told.count("on_lease_lost") == 1
 

@@ -56,8 +56,8 @@ class RowBuffer:
 
     def reachable(self, reaches: Iterable[FabricId]) -> Fabric | None:
         """The best of this buffer's fabrics that a producer with these has too."""
-        theirs = {(reach.fabric, reach.domain) for reach in reaches}
-        return next((fabric for fabric in self._fabrics if (fabric.name, fabric.domain) in theirs), None)
+        theirs = {(reach.fabric, reach.scope) for reach in reaches}
+        return next((fabric for fabric in self._fabrics if (fabric.name, fabric.scope) in theirs), None)
 
     def handle(self, fabric: Fabric) -> RegionHandle:
         """What a producer writes to over that fabric."""

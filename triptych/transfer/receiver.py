@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from triptych.errors import TransferError, TriptychError
 from triptych.messages.codec import Send
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, Wrote
+from triptych.messages.rows import Abort, Done, Grant, Offer, RegionHandle, TransferSide, Wrote
 from triptych.messages.stats import ReceiverCounters
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.checksum import checksum
@@ -201,7 +201,7 @@ class Receiver:
         if not self._exposed(incoming):
             self._drop(incoming)
         if producer is not None:
-            self._send(producer, Abort(transfer, End.CONSUMER, self._address, reason))
+            self._send(producer, Abort(transfer, TransferSide.CONSUMER, self._address, reason))
 
     def producer_lost(self, producer: Address, offering: Collection[TransferId] = ()) -> None:
         """Nothing more will come from this producer, which was going to offer the transfers ``offering`` if it hadn't
@@ -238,17 +238,22 @@ class Receiver:
         """Takes note of who has the rows. The transfer fails when the two ends don't fit together."""
         incoming = self._transfers.get(offer.transfer)
         if incoming is None or incoming.closing or incoming.failed:
-            self._send(offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "not wanted any more"))
+            self._send(
+                offer.producer, Abort(offer.transfer, TransferSide.CONSUMER, self._address, "not wanted any more")
+            )
             return
         if incoming.producer is not None:
             log.error("transfer %s: offered twice", offer.transfer)
             if incoming.producer != offer.producer:
-                self._send(offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "another has offered it"))
+                self._send(
+                    offer.producer,
+                    Abort(offer.transfer, TransferSide.CONSUMER, self._address, "another has offered it"),
+                )
             return
         incoming.producer = offer.producer
         if not incoming.place:
             incoming.place = (next(self._offers),)
-        incoming.fabric = self.buffer.reachable(offer.reaches)
+        incoming.fabric = self.buffer.reachable(offer.fabrics)
         incoming.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
         if mismatch := self._mismatch(offer, incoming):
             self._fail(incoming, "InternalError", f"the two ends of a transfer don't fit: {mismatch}")
@@ -278,12 +283,12 @@ class Receiver:
 
     def on_abort(self, abort: Abort) -> None:
         """The producer gives up. The buffer moves if it couldn't let go."""
-        self._send(abort.sender, Done(abort.transfer, End.CONSUMER))
+        self._send(abort.sender, Done(abort.transfer, TransferSide.CONSUMER))
         incoming = self._transfers.get(abort.transfer)
         if incoming is None or incoming.producer not in (None, abort.sender):
             return
         reason = f"the instance that sends the rows gave up: {abort.reason}"
-        if abort.let_go:
+        if abort.released:
             # no error here: it has been told that the request is cancelled, or has logged what is wrong
             self._part(incoming, "InternalError", reason, logging.INFO)
         else:
@@ -400,7 +405,7 @@ class Receiver:
         if difference := self.buffer.layout.difference(offer.layout):
             return difference
         if incoming.fabric is None:
-            return f"no fabric in common; theirs: {', '.join(reach.fabric for reach in offer.reaches) or 'none'}"
+            return f"no fabric in common; theirs: {', '.join(one.fabric for one in offer.fabrics) or 'none'}"
         return ""
 
     def _fail(self, incoming: _Incoming, error: str, reason: str, level: int = logging.ERROR) -> None:
@@ -453,7 +458,7 @@ class Receiver:
         del self._transfers[incoming.transfer]
         self.counters.completed += 1
         if incoming.producer is not None:
-            self._send(incoming.producer, Done(incoming.transfer, End.CONSUMER))
+            self._send(incoming.producer, Done(incoming.transfer, TransferSide.CONSUMER))
 
     def _drop(self, incoming: _Incoming) -> None:
         self.buffer.pool.free(segment.run for segment in incoming.segments)

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from triptych.errors import TransferError
 from triptych.messages.codec import Message, Send
-from triptych.messages.rows import Abort, Done, End, FabricId, Grant, Offer, RegionHandle, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, FabricId, Grant, Offer, RegionHandle, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import SenderCounters
 from triptych.transfer.checksum import checksum
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
@@ -133,7 +133,7 @@ class Sender:
         self._transfers[transfer] = _Outgoing(
             transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock(), timeout)
         )
-        reaches = [FabricId(fabric.name, fabric.domain) for fabric in self._fabrics.values()]
+        reaches = [FabricId(fabric.name, fabric.scope) for fabric in self._fabrics.values()]
         self._send(consumer, Offer(transfer, rows, self._address, layout, reaches))
 
     def provide(self, transfer: TransferId, rows: Bytes, first_row: int = 0) -> None:
@@ -161,7 +161,7 @@ class Sender:
         """The rows will never exist, or are no longer wanted."""
         if outgoing := self._transfers.get(transfer):
             self.counters.aborted += 1
-            self._end(outgoing, TransferState.FAILED, Abort(transfer, End.PRODUCER, self._address, reason))
+            self._end(outgoing, TransferState.FAILED, Abort(transfer, TransferSide.PRODUCER, self._address, reason))
 
     def consumer_lost(self, consumer: Address) -> None:
         """Ends all transfers to a consumer that is gone."""
@@ -201,7 +201,7 @@ class Sender:
             for writing in list(outgoing.writings):
                 self._advance(outgoing, writing)
         for outgoing in list(self._ending):
-            self._let_go(outgoing)
+            self._released(outgoing)
 
     def check_deadlines(self) -> None:
         """Ends what has stood still for too long. Call a few times a second."""
@@ -243,7 +243,7 @@ class Sender:
 
     def on_abort(self, abort: Abort) -> None:
         """The consumer gives up."""
-        farewell = Done(abort.transfer, End.PRODUCER)
+        farewell = Done(abort.transfer, TransferSide.PRODUCER)
         if outgoing := self._transfers.get(abort.transfer):
             self.counters.aborted += 1
             self._end(outgoing, TransferState.FAILED, farewell)
@@ -329,9 +329,9 @@ class Sender:
             if writing.write:
                 writing.write.cancel()
         self._ending.append(outgoing)
-        self._let_go(outgoing)
+        self._released(outgoing)
 
-    def _let_go(self, outgoing: _Outgoing) -> None:
+    def _released(self, outgoing: _Outgoing) -> None:
         """Forgets an ended transfer once nothing of it is being written."""
         now = self._clock()  # one for all: they are given up together
         outgoing.writings = [writing for writing in outgoing.writings if self._still_writing(outgoing, writing, now)]
@@ -355,7 +355,7 @@ class Sender:
         log.error("transfer %s: a write that was given up hasn't ended", outgoing.transfer)
         if outgoing.farewell is not None:
             reason = f"a write hasn't ended within {self._deadlines.write:g} s of being called off"
-            outgoing.farewell = Abort(outgoing.transfer, End.PRODUCER, self._address, reason, let_go=False)
+            outgoing.farewell = Abort(outgoing.transfer, TransferSide.PRODUCER, self._address, reason, released=False)
         return False
 
     # ── regions ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from triptych.config import LeaseConfig, TransferConfig
 from triptych.errors import StartError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, Grant, Offer, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import PeerLost, Register, Registered
 from triptych.server.instance import Instance
@@ -234,7 +234,7 @@ class ProducerEnd(_End):
                 self._pinged = time.monotonic()
                 # nobody knows the transfer, so nothing happens but the Done that every Abort is answered with
                 address = self.instance.channel.address
-                self.send(command.consumer, Abort(PING, End.PRODUCER, address, "a ping"))
+                self.send(command.consumer, Abort(PING, TransferSide.PRODUCER, address, "a ping"))
             case Start():
                 self.sent = 0
                 self._offered = time.monotonic()
@@ -378,9 +378,9 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
         for item in fabrics:
             instance.at_end(item.close)
         if role.encodes:
-            instance.add(ProducerEnd(instance, fabrics, pipe), far_end=End.CONSUMER)
+            instance.add(ProducerEnd(instance, fabrics, pipe), far_end=TransferSide.CONSUMER)
         else:
-            instance.add(ConsumerEnd(instance, fabrics, pipe), far_end=End.PRODUCER)
+            instance.add(ConsumerEnd(instance, fabrics, pipe), far_end=TransferSide.PRODUCER)
         instance.run()
     except StartError as error:
         pipe.send(error)

@@ -32,8 +32,8 @@ class Fabric(Protocol):
     """Moves bytes between regions. One per process; used by one thread."""
 
     name: str
-    domain: str
-    """Two ends reach each other when both name and domain are equal: a fabric of one machine names the machine here,
+    scope: str
+    """Two ends reach each other when both name and scope are equal: a fabric of one machine names the machine here,
     one that crosses hosts leaves it empty."""
     checksums: bool
     """Whether bytes cross something that may garble them, so that each write is checked end to end by default."""

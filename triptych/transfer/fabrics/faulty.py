@@ -58,7 +58,7 @@ class FaultyFabric:
 
     def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = fabric.name
-        self.domain = fabric.domain
+        self.scope = fabric.scope
         self.checksums = True  # as over a network, which is what it plays
         self.struck: dict[str, int] = dict.fromkeys(faults.chances, 0)
         self._fabric = fabric

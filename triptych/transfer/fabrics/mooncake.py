@@ -48,7 +48,7 @@ class MooncakeFabric:
     """
 
     name = "mooncake"
-    domain = ""
+    scope = ""
     checksums = True
 
     def __init__(self, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = "") -> None:
