@@ -11,9 +11,9 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from triptych.errors import Unavailable
+from triptych.errors import BadAddress, Unavailable
 from triptych.messages import channel as channels
-from triptych.messages.channel import BadAddress, Channel
+from triptych.messages.channel import Channel
 from triptych.messages.codec import Message, encode
 from triptych.messages.curve import ClusterKeys, CurveKey
 from triptych.messages.work import Encode, Heartbeat

@@ -29,9 +29,9 @@ from triptych.encode.loop import EncodeLoop
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineLoop
-from triptych.errors import InstanceLost, Unavailable
+from triptych.errors import BadMessage, InstanceLost, Unavailable
 from triptych.messages.channel import Channel
-from triptych.messages.codec import BadMessage, Message, decode, encode
+from triptych.messages.codec import Message, decode, encode
 from triptych.messages.rows import Abort, Done, Grant, Offer, RowMessage, TransferSide, Wrote
 from triptych.messages.work import (
     Cancel,

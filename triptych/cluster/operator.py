@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Any
 
 from triptych.config import ClusterConfig
-from triptych.errors import StartError
-from triptych.messages.channel import BadAddress, Channel, endpoint
+from triptych.errors import BadAddress, StartError
+from triptych.messages.channel import Channel, endpoint
 from triptych.messages.codec import Message
 from triptych.messages.work import GetStatus, RoleRefused, RoleSet, SetRole, Status
 from triptych.topology import Role

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from triptych.errors import TriptychError
+from triptych.errors import BadMessage
 from triptych.messages.rows import RowMessage
 from triptych.messages.work import WorkMessage
 from triptych.types import Address
@@ -13,10 +13,6 @@ Message = WorkMessage | RowMessage
 
 Send = Callable[[Address, Message], None]
 """Sends a message to an address; passed to components that hold no socket."""
-
-
-class BadMessage(TriptychError):
-    """Bytes that aren't a message."""
 
 
 _encoder = msgspec.msgpack.Encoder()

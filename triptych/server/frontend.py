@@ -18,8 +18,8 @@ from triptych.api.security import secured
 from triptych.api.service import GenerationDefaults, Service
 from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, ServeConfig
-from triptych.errors import InstanceLost, StartError, TriptychError
-from triptych.messages.channel import BadAddress, Channel
+from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
+from triptych.messages.channel import Channel
 from triptych.messages.work import Deregister, Stop
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
