@@ -139,8 +139,8 @@ class BadMediaSize(MediaError):
 class MediaNotAllowed(MediaError):
     """The item's URL isn't one that this service may fetch.
 
-    Send the item inline as a ``data:`` URL. The operator can allow hosts with ``--allowed-media-domains``, networks with
-    ``--allowed-media-networks``, and a folder with ``--allowed-local-media-path``.
+    Send the item inline as a ``data:`` URL. The operator can allow hosts with ``--allowed-media-domains``, networks
+    with ``--allowed-media-networks``, and a folder with ``--allowed-local-media-path``.
     """
 
 
@@ -310,8 +310,8 @@ class BadMessage(TriptychError):
 
 
 def from_wire(name: str, message: str, param: str | None = None) -> TriptychError:
-    """Return the error that another process reported by class name; an InternalError for an unknown name, or one that no
-    request can end in."""
+    """Return the error that another process reported by class name; an InternalError for an unknown name, or one
+    that no request can end in."""
     kind = globals().get(name)
     if not isinstance(kind, type) or not issubclass(kind, RequestError | ServiceError):
         return InternalError(message)

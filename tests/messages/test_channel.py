@@ -64,8 +64,9 @@ def test_a_big_message_arrives_whole(pair: tuple[Channel, Channel]) -> None:
 def test_bad_frames_are_dropped_and_the_next_good_one_arrives(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-        if one._keys:
-            use_keys(stranger, one._keys.server.public, one._keys.client)
+        if one.is_encrypted:
+            keys = ClusterKeys.derive(SECRET)
+            use_keys(stranger, keys.server.public, keys.client)
         stranger.connect(other.address)
         for frame in (b"", b"\xc1garbage", b"\x91" * 5000, encode(beat(7))):
             stranger.send(frame)

@@ -108,7 +108,7 @@ class Mix:
 def random_video(source: random.Random) -> tuple[VideoHeader, FrameSampling]:
     rate = source.choice([1.0, 2.0, 12.5, 24.0, 29.97002997002997])
     size = source.randint(20, 300), source.randint(20, 300)
-    header = VideoHeader("MP4", *size, source.randint(1, 100), rate, chosen=source.random() < 0.2)
+    header = VideoHeader("MP4", *size, source.randint(1, 100), rate, presampled=source.random() < 0.2)
     asked = source.choice([{}, {"fps": 2.0}, {"fps": 3.0}, {"fps": 0.7}, {"num_frames": source.randint(1, 24)}])
     return header, FrameSampling(**asked)
 
@@ -117,9 +117,9 @@ def seconds_of(family: str, plan: ItemPlan) -> float:
     """How long a patch in time is, as the family's processor says it, in words of its own."""
     header = plan.header
     assert isinstance(header, VideoHeader)
-    if family == "qwen3_omni_moe" and not header.chosen and not plan.sampling.num_frames:
+    if family == "qwen3_omni_moe" and not header.presampled and not plan.sampling.num_frames:
         return 2 / (plan.sampling.fps or 1.0)
-    seen = None if header.chosen else list(plan.frames)
+    seen = None if header.presampled else list(plan.frames)
     sampled: float = VideoMetadata(header.frames, fps=header.rate, frames_indices=seen).sampled_fps
     return 2 / sampled
 
@@ -147,13 +147,13 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
             header, sampling = random_video(source)
             plan = planner.plan(header, BOUNDS, sampling, random_sound(source) if mix.heard else None)
             mix.seconds.append(seconds_of(family, plan))
-        if plan.sound:
+        if plan.audio_track:
             mix.add_heard(planner, plan, seen)
         else:
             mix.add(planner, plan, marks)
         mix.add_text(source.choice([1, 2, 30]))
     if mix.plans and source.random() < 0.3:
-        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].sound else 1)
+        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].audio_track else 1)
         del mix.tokens[end:], mix.types[end:]
     return mix if mix.tokens else Mix([TEXT], [0])
 
@@ -188,8 +188,8 @@ def test_as_the_reference(family: str, count: int) -> None:
         given: dict[str, Any] = {"image_grid_thw": mix.grids("image"), "video_grid_thw": mix.grids("video")}
         if family == "qwen3_omni_moe":
             given["attention_mask"] = torch.ones_like(tokens)
-            heard = [p for p in mix.plans if p.sound or p.modality == "audio"]
-            given["audio_seqlens"] = torch.tensor([p.sound.frames if p.sound else p.grid[0] for p in heard])
+            heard = [p for p in mix.plans if p.audio_track or p.modality == "audio"]
+            given["audio_seqlens"] = torch.tensor([p.audio_track.frames if p.audio_track else p.grid[0] for p in heard])
             given["use_audio_in_video"] = mix.heard
         else:
             given["mm_token_type_ids"] = torch.tensor([mix.types])

@@ -114,7 +114,7 @@ async def deltas(chat: Chat) -> AsyncGenerator[Delta, None]:
 
 
 def _delta(chat: Chat, piece: Piece, reader: _Reader) -> Delta:
-    if reader.thoughts.thinking:
+    if reader.thoughts.in_reasoning:
         chat.generation.num_reasoning += len(piece.tokens)
     reasoning, events = reader.read(piece.text, piece.finish_reason is not None)
     reason = piece.finish_reason

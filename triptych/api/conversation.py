@@ -66,7 +66,7 @@ def template_variables(service: Service, request: ConversationFields) -> dict[st
         if (effort := request.reasoning_effort) is not None:
             variables = _effort(service, effort) | variables
     if tools:
-        if not template.takes_tools:
+        if not template.supports_tools:
             raise InvalidRequest("the model's chat template doesn't take tools", "tools")
         variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     return variables
@@ -79,7 +79,7 @@ def _effort(service: Service, effort: str) -> dict[str, Any]:
         return {"reasoning_effort": effort}
     if "enable_thinking" in template.variables:
         return {"enable_thinking": effort != "none"}
-    if effort == "none" and not template.thinks:
+    if effort == "none" and not template.supports_reasoning:
         return {}
     raise InvalidRequest("how much this model thinks can't be changed", "reasoning_effort")
 

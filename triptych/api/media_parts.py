@@ -122,7 +122,7 @@ async def _fetch_part(
     if isinstance(part, ImagePart):
         return fetched | {"bounds": view.bounds_of(part, service.prompt_builder.planner.max_image_pixels)}
     if isinstance(part, VideoPart | FramesPart):
-        return fetched | {"bounds": view.bounds, "sampling": view.sampling, "heard": view.heard}
+        return fetched | {"bounds": view.bounds, "sampling": view.sampling, "use_audio": view.heard}
     return fetched
 
 

@@ -70,8 +70,8 @@ class Channel:
     """A process's inbox and outboxes. Used by one thread, except ``wake``."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, secret: bytes | None = None) -> None:
-        """Bind the inbox; port 0 takes any free one. All peers must have the same ``secret``, or none. Raises BadAddress
-        if the inbox can't be bound."""
+        """Bind the inbox; port 0 takes any free one. All peers must have the same ``secret``, or none. Raises
+        BadAddress if the inbox can't be bound."""
         self._keys = None if secret is None else ClusterKeys.derive(secret)
         self._outboxes: OrderedDict[Address, zmq.Socket[bytes]] = OrderedDict()
         self._to_self: deque[Message] = deque()
@@ -139,6 +139,11 @@ class Channel:
         """Whether there is more to ``drain``."""
         return bool(self._to_self) or self._has_frame()
 
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether connections are encrypted and authenticated with a secret."""
+        return self._keys is not None
+
     def wake(self) -> None:
         """End a ``receive`` that waits. May be called from any thread."""
         os.eventfd_write(self._wake_fd, 1)
@@ -178,7 +183,9 @@ class Channel:
             self._inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, every peer would be accepted
 
     def _outbox(self, to: Address) -> "zmq.Socket[bytes]":
-        """Return the connection to a peer, closing the least recently used one if there are too many. Raises ZMQError."""
+        """Return the connection to a peer, closing the least recently used one if there are too many.
+
+        Raises ZMQError."""
         if to in self._outboxes:
             self._outboxes.move_to_end(to)
             return self._outboxes[to]

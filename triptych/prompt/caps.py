@@ -37,7 +37,7 @@ class AudioLimits:
         """Raises MediaTooLarge."""
         if header.seconds > self.seconds:
             raise MediaTooLarge(f"the audio takes {header.seconds:.1f} s; at most {self.seconds:g} are taken")
-        if header.track:
+        if header.in_video:
             return  # how many samples it has is found out, and bounded, when it is decoded
         gigasamples = header.samples * header.channels / 1e9
         if gigasamples > self.gigasamples:

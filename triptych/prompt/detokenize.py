@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from triptych.errors import InvalidRequest
-from triptych.prompt.held_back import beginning_length
+from triptych.prompt.partial_match import partial_match_length
 from triptych.prompt.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -121,6 +121,6 @@ class Detokenizer:
             self.stopped = True
             self._held = ""
             return text[: min(ends)[1]]
-        length = beginning_length(text, self._stop)
+        length = partial_match_length(text, self._stop)
         self._held = text[len(text) - length :]
         return text[: len(text) - length]

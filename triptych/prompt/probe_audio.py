@@ -8,7 +8,7 @@ import struct
 
 from triptych.errors import BadMediaSize, TruncatedMedia
 from triptych.media.sound_bounds import check_sound
-from triptych.prompt.containers.sound import probe_flac, probe_mp3, probe_ogg, probe_wav
+from triptych.prompt.containers.audio import probe_flac, probe_mp3, probe_ogg, probe_wav
 from triptych.types import AudioHeader
 
 

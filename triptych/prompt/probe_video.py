@@ -11,8 +11,8 @@ import struct
 from triptych.errors import BadMediaSize, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.prompt.containers.gif import probe_gif
-from triptych.prompt.containers.mp4 import probe_mp4, probe_mp4_sound
-from triptych.prompt.containers.webm import probe_webm, probe_webm_sound
+from triptych.prompt.containers.mp4 import probe_mp4, probe_mp4_audio_track
+from triptych.prompt.containers.webm import probe_webm, probe_webm_audio_track
 from triptych.prompt.probe import probe_image
 from triptych.types import AudioHeader, VideoHeader
 
@@ -39,16 +39,16 @@ def probe_video(data: bytes) -> VideoHeader:
     return header
 
 
-def probe_sound(data: bytes) -> AudioHeader:
+def probe_audio_track(data: bytes) -> AudioHeader:
     """The header of a video file's first audio track.
 
     Raises UnsupportedMedia where there is none, and else as ``probe_video`` does.
     """
     try:
         if data[4:8] in _MP4_BOXES:
-            return probe_mp4_sound(data)
+            return probe_mp4_audio_track(data)
         if data.startswith(_EBML_MAGIC):
-            return probe_webm_sound(data)
+            return probe_webm_audio_track(data)
     except (struct.error, IndexError):
         raise TruncatedMedia("the video ends within its header") from None
     raise UnsupportedMedia("the video has no audio track: GIFs and lists of frames have none")
@@ -75,4 +75,4 @@ def _probe_frames(packed: frames.PackedFrames) -> VideoHeader:
     if len(sizes) > 1:
         raise BadMediaSize("a video's frames must all have the same size")
     [(width, height)] = sizes
-    return VideoHeader(frames.FORMAT, width, height, len(packed.frames), packed.rate, chosen=True)
+    return VideoHeader(frames.FORMAT, width, height, len(packed.frames), packed.rate, presampled=True)

@@ -26,7 +26,7 @@ from triptych.models.registry import family_of, resolve
 from triptych.prompt.caps import MediaBudget, MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
-from triptych.prompt.probe_video import probe_sound, probe_video
+from triptych.prompt.probe_video import probe_audio_track, probe_video
 from triptych.prompt.reasoning import Reasoning, reasoning_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
@@ -148,7 +148,7 @@ class PromptBuilder:
                 PlannedItem(self._key(data, plan), data, plan, placement, param)
                 for (data, plan, param), placement in zip(media, placements, strict=True)
             ),
-            reasoning=reasoning_at_end(text) if self.template.thinks else Reasoning.NONE,
+            reasoning=reasoning_at_end(text) if self.template.supports_reasoning else Reasoning.NONE,
         )
 
     def build_text(
@@ -177,7 +177,7 @@ class PromptBuilder:
 
     def _encode(self, text: str, longest: int, param: str, add_special_tokens: bool = False) -> list[int]:
         # megabytes of text would take seconds to tokenize, only to be refused then
-        _check_length(self.tokenizer.fewest_tokens(text), longest, param, "at least ")
+        _check_length(self.tokenizer.min_num_tokens(text), longest, param, "at least ")
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _spelling(self, token_id: int) -> str:
@@ -237,7 +237,7 @@ class PromptBuilder:
             raise UnsupportedMedia(f"the model takes no {PLURALS[modality]}")
         header = PROBES[modality](part["data"])
         counted.add_header(header)
-        sound = probe_sound(part["data"]) if part.get("heard") else None
+        sound = probe_audio_track(part["data"]) if part.get("use_audio") else None
         if sound is not None:
             counted.add_header(sound)
         view = part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING)

@@ -2,9 +2,9 @@
 
 import enum
 
-from triptych.prompt.held_back import beginning_length
+from triptych.prompt.partial_match import partial_match_length
 
-THINK, END_OF_THOUGHT = "<think>", "</think>"
+THINK, END_THINK = "<think>", "</think>"
 """What models that think put around their thoughts (Qwen, DeepSeek and others)."""
 
 
@@ -22,7 +22,7 @@ def reasoning_at_end(prompt: str) -> Reasoning:
     end = prompt.rstrip()
     if end.endswith(THINK):
         return Reasoning.OPEN
-    return Reasoning.NONE if end.endswith(END_OF_THOUGHT) else Reasoning.POSSIBLE
+    return Reasoning.NONE if end.endswith(END_THINK) else Reasoning.POSSIBLE
 
 
 class ReasoningParser:
@@ -30,9 +30,9 @@ class ReasoningParser:
     into pieces: (thoughts, the rest), without the tags and the white space around them."""
 
     def __init__(self, reasoning: Reasoning) -> None:
-        self.thinking = reasoning is Reasoning.OPEN
+        self.in_reasoning = reasoning is Reasoning.OPEN
         self._may_begin = reasoning is Reasoning.POSSIBLE
-        self._after_tag = self.thinking
+        self._after_tag = self.in_reasoning
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
@@ -46,15 +46,15 @@ class ReasoningParser:
                 if start != THINK:
                     return "", ""
             self._may_begin = False
-            self.thinking = self._after_tag = start.startswith(THINK)
-            if self.thinking:
+            self.in_reasoning = self._after_tag = start.startswith(THINK)
+            if self.in_reasoning:
                 text, self._held = start.removeprefix(THINK), ""
-        return self._split(text) if self.thinking else self._rest(text)
+        return self._split(text) if self.in_reasoning else self._rest(text)
 
     def finish(self) -> tuple[str, str]:
         """What was held back."""
         held, self._held = self._held, ""
-        if self.thinking:
+        if self.in_reasoning:
             return held.rstrip(), ""
         return "", held if self._may_begin else ""
 
@@ -64,11 +64,11 @@ class ReasoningParser:
             if not text:
                 return "", ""
             self._after_tag = False
-        reasoning, tag, rest = text.partition(END_OF_THOUGHT)
+        reasoning, tag, rest = text.partition(END_THINK)
         if tag:
-            self.thinking, self._after_tag = False, True
+            self.in_reasoning, self._after_tag = False, True
             return reasoning.rstrip(), self._rest(rest)[1]
-        certain = text[: len(text) - beginning_length(text, (END_OF_THOUGHT,))].rstrip()
+        certain = text[: len(text) - partial_match_length(text, (END_THINK,))].rstrip()
         self._held = text[len(certain) :]
         return certain, ""
 

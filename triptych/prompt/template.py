@@ -41,8 +41,8 @@ class ChatTemplate:
             read = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{folder}: the chat template doesn't parse: {error}") from error
-        self.takes_tools = "tools" in read
-        self.thinks = THINK in source
+        self.supports_tools = "tools" in read
+        self.supports_reasoning = THINK in source
         """Whether the template knows of thoughts between tags."""
         own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables, *environment.globals}
         self.variables = frozenset(read - own)

@@ -54,7 +54,7 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def fewest_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str) -> int:
         """A bound from below on what ``encode`` makes of ``text``, in no time. 0 where nothing is certain."""
         return len(text.encode()) // self._max_bytes_per_token if self._max_bytes_per_token else 0
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from triptych.prompt.held_back import beginning_length
+from triptych.prompt.partial_match import partial_match_length
 
-CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
 _MAX_HEADER = 4096
 """Characters within which a call's name and the beginning of its arguments are looked for while it comes."""
 _MAX_CALL = 65_536
@@ -90,7 +90,7 @@ class ToolCallParser:
     def _in_text(self) -> list[Event] | None:
         text = self._held.lstrip() if self._after_call else self._held
         before, tag, after = text.partition(CALL)
-        certain = before if tag else before[: len(before) - beginning_length(before, (CALL,))]
+        certain = before if tag else before[: len(before) - partial_match_length(before, (CALL,))]
         said = certain.rstrip()
         if tag:
             self._held, self._in_call, self._space = after, True, certain[len(said) :]
@@ -108,7 +108,7 @@ class ToolCallParser:
                 self._held = self._held[match.end() :]
                 self._arguments = _ObjectEnd()
                 return [ToolCallStart(self._begin(), name)]
-        call, tag, _ = self._held[:_MAX_CALL].partition(END_OF_CALL)
+        call, tag, _ = self._held[:_MAX_CALL].partition(END_CALL)
         if not tag and len(self._held) < _MAX_CALL:
             return None
         self._in_call = False
@@ -117,7 +117,7 @@ class ToolCallParser:
         self._held = self._held[len(call) + len(tag) :]
         events = self._whole(call)
         self._after_call = bool(events)
-        return events or [TextDelta(self._space + CALL + call + END_OF_CALL)]
+        return events or [TextDelta(self._space + CALL + call + END_CALL)]
 
     def _in_arguments(self, end: "_ObjectEnd") -> list[Event] | None:
         """Their text up to the brace that ends them; what follows, up to the tag, says nothing."""
@@ -125,9 +125,9 @@ class ToolCallParser:
             length = end.push(self._held)
             told, self._held = self._held[:length], self._held[length:]
             return [ToolCallArguments(self._calls - 1, told)] if told else None
-        _, tag, after = self._held.partition(END_OF_CALL)
+        _, tag, after = self._held.partition(END_CALL)
         if not tag:
-            self._held = self._held[max(0, len(self._held) - len(END_OF_CALL)) :]
+            self._held = self._held[max(0, len(self._held) - len(END_CALL)) :]
             return None
         self._held, self._in_call, self._arguments, self._after_call = after, False, None, True
         self.complete += 1

@@ -122,7 +122,7 @@ class EncodeDispatcher:
         items = self._requests.setdefault(task.request, _RequestItems())
         replaced = self._release_item(items, task.index)
         plan = task.item.plan
-        kind = "long" if plan.takes_turns(self._batch_patches) else "short"
+        kind = "long" if plan.is_time_sliced(self._batch_patches) else "short"
         items.queued[task.index] = self._queue.add(task, task.client, cost_of(plan), priority, kind)
         return replaced
 
@@ -135,7 +135,7 @@ class EncodeDispatcher:
 
     def _with_capacity(self, task: EncodeTask) -> list[InstanceLease]:
         """Return the encode instances that have capacity for an item."""
-        if not task.item.plan.takes_turns(self._batch_patches):
+        if not task.item.plan.is_time_sliced(self._batch_patches):
             return [one for one in self._encode_instances() if one.patches < self._max_patches]
         long = [encode for encode in self._unfinished if encode.long]
         by_instance = Counter(encode.instance.address for encode in long)
@@ -148,7 +148,7 @@ class EncodeDispatcher:
 
     def _dispatch_to(self, task: EncodeTask, instance: InstanceLease) -> None:
         item, plan = task.item, task.item.plan
-        long = plan.takes_turns(self._batch_patches)
+        long = plan.is_time_sliced(self._batch_patches)
         patches = 0 if long else min(plan.patches, self._batch_patches)
         items, encode = self._requests[task.request], InFlightEncode(task, instance, long, patches)
         del items.queued[task.index]

@@ -27,13 +27,13 @@ def interleaved(times: NDArray[np.float64], frame_rows: int, windows: Sequence[i
             (start + frame_rows * bisect.bisect_right(places, start), stop - start)
             for start, stop in itertools.pairwise((first, *dict.fromkeys(within), end))
         )
-        parts.append(PartRows(runs, heard=True))
+        parts.append(PartRows(runs, audio=True))
     return tuple(sorted(parts, key=lambda part: part.runs[0]))
 
 
 def runs_of_kinds(parts: Sequence[PartRows]) -> list[tuple[bool, int]]:
     """(whether it is heard, rows) of each run of rows of a kind, in order."""
-    runs = sorted((first_row, rows, part.heard) for part in parts for first_row, rows in part.runs)
+    runs = sorted((first_row, rows, part.audio) for part in parts for first_row, rows in part.runs)
     return [
         (heard, sum(rows for _, rows, _ in alike)) for heard, alike in itertools.groupby(runs, key=lambda run: run[2])
     ]

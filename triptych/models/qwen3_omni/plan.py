@@ -18,7 +18,7 @@ from triptych.models.shared.mrope import Shape, interleaved_shapes, line_shape, 
 from triptych.models.shared.planner import VISION_TOKENS, EncoderWork, PatchPlanner
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import EqualSteps, FrameGeometry
-from triptych.types import AudioHeader, ItemPlan, SoundPlan, VideoHeader
+from triptych.types import AudioHeader, AudioTrackPlan, ItemPlan, VideoHeader
 
 AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id")
 AUDIO_END = "audio_end_token_id"
@@ -104,13 +104,13 @@ class Qwen3OmniPlanner(PatchPlanner):
             plan,
             rows=plan.rows + heard.rows,
             cost=plan.cost + heard.cost,
-            sound=SoundPlan(sound, heard.grid[0], heard.rows),
+            audio_track=AudioTrackPlan(sound, heard.grid[0], heard.rows),
             parts=interleaved(self._times(plan), plan.rows_per_part, windows),
         )
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
         """Of a video that is heard one for each run of rows of a kind, within the marks of audio."""
-        if self._audio_end is None or plan.sound is None:
+        if self._audio_end is None or plan.audio_track is None:
             return super().placeholder(plan, spelling)
         kinds = ("audio" if heard else "video" for heard, _ in runs_of_kinds(plan.parts))
         placeholders = (self.placeholder_ids[kind] for kind in kinds)
@@ -118,16 +118,16 @@ class Qwen3OmniPlanner(PatchPlanner):
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """As ``placeholder`` has them."""
-        return [rows for _, rows in runs_of_kinds(plan.parts)] if plan.sound else super().runs(plan)
+        return [rows for _, rows in runs_of_kinds(plan.parts)] if plan.audio_track else super().runs(plan)
 
     def _shapes(self, plan: ItemPlan) -> list[Shape]:
         """Audio counts up like text; a video's frames and its sound begin together."""
         if plan.modality == "audio":
             return [line_shape(plan.rows)]
         shapes = super()._shapes(plan)
-        if plan.sound is None:
+        if plan.audio_track is None:
             return shapes
-        return interleaved_shapes([*shapes, line_shape(plan.sound.rows)], runs_of_kinds(plan.parts))
+        return interleaved_shapes([*shapes, line_shape(plan.audio_track.rows)], runs_of_kinds(plan.parts))
 
     def _shape(self, plan: ItemPlan, frames: int, height: int, width: int) -> Shape:
         if not isinstance(plan.header, VideoHeader):
@@ -140,7 +140,7 @@ class Qwen3OmniPlanner(PatchPlanner):
         assert isinstance(plan.header, VideoHeader)
         asked = self._sampling.asked(plan.sampling)
         rate = asked.fps
-        if plan.header.chosen or asked.num_frames is not None:
+        if plan.header.presampled or asked.num_frames is not None:
             rate = self._seen_rate(plan, plan.header)
         seconds = self._geometry.temporal_patch_size / rate
         # in this order, as the reference: what it is rounded to decides which of two at the same time comes first

@@ -14,7 +14,7 @@ from triptych.models.qwen3_omni.audio import Hearing
 from triptych.models.qwen3_omni.plan import thinker_config
 from triptych.models.shared.frames import VideoPreprocessor
 from triptych.models.shared.settings import setting
-from triptych.types import AudioHeader, ItemPlan, SoundPlan
+from triptych.types import AudioHeader, AudioTrackPlan, ItemPlan
 
 
 class Qwen3OmniPreprocessor(VideoPreprocessor):
@@ -32,16 +32,16 @@ class Qwen3OmniPreprocessor(VideoPreprocessor):
         plan. A window's patches are its frames of features, float32 of shape (frames, bands), with zeros that fill up
         the last chunk: its grid has those that count. Raises MediaError for bytes that can't be decoded, PlanMismatch
         when there are more or fewer frames than planned."""
-        if plan.sound is not None:
-            return self._see_and_hear(data, plan, plan.sound)
+        if plan.audio_track is not None:
+            return self._see_and_hear(data, plan, plan.audio_track)
         if isinstance(plan.header, AudioHeader):
             return self._hear(data, plan.header, plan.grid[0])
         return super().__call__(data, plan)
 
-    def _see_and_hear(self, data: bytes, plan: ItemPlan, sound: SoundPlan) -> Iterator[EncoderInput]:
+    def _see_and_hear(self, data: bytes, plan: ItemPlan, sound: AudioTrackPlan) -> Iterator[EncoderInput]:
         seen, heard = super().__call__(data, plan), self._hear(data, sound.header, sound.frames)
         for number, rows in enumerate(plan.parts):
-            part = next(heard if rows.heard else seen, None)
+            part = next(heard if rows.audio else seen, None)
             if part is None:
                 raise PlanMismatch(f"a video that is heard has {number} parts; its plan says {len(plan.parts)}")
             yield part

@@ -68,7 +68,7 @@ class EndToEnd(VideoSampling):
     def frames(self, header: VideoHeader) -> tuple[int, ...]:
         """At least two, the same one twice if there is no other."""
         wanted, total = self.num_frames, header.frames
-        if header.chosen:
+        if header.presampled:
             wanted = total
         elif wanted is None:
             wanted = min(max(int(total / header.rate * self.fps), self.min_frames), self.max_frames, total)
@@ -83,7 +83,7 @@ class EqualSteps(VideoSampling):
     def frames(self, header: VideoHeader) -> tuple[int, ...]:
         """At least one. The reference refuses ``num_frames`` that the video hasn't got, or less than a patch."""
         total = header.frames
-        if header.chosen:
+        if header.presampled:
             return tuple(range(total))
         most = self._whole(total if self.num_frames is not None else min(self.max_frames, total))
         if self.num_frames is not None:

@@ -109,13 +109,13 @@ def probe_mp4(data: bytes) -> VideoHeader:
     )
 
 
-def probe_mp4_sound(data: bytes) -> AudioHeader:
+def probe_mp4_audio_track(data: bytes) -> AudioHeader:
     """The header of the file's first audio track. Raises as ``probe_mp4`` does."""
     track = _counted(_File(data), _SOUND, _SOUND_CODECS, name="video's sound", missing="video has no audio track")
     ticks = track.ticks(without_gaps=True)  # they aren't decoded
     if not ticks or not track.timescale:
         raise UnsupportedMedia("the MP4 video's audio track is empty")
-    return AudioHeader("MP4", track.timescale, 1, ticks, track=True)
+    return AudioHeader("MP4", track.timescale, 1, ticks, in_video=True)
 
 
 def _counted(file: _File, handler: bytes, codecs: frozenset[bytes], *, name: str, missing: str) -> _Track:

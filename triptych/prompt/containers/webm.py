@@ -95,7 +95,7 @@ def probe_webm(data: bytes) -> VideoHeader:
     return _counted(source, file, track)
 
 
-def probe_webm_sound(data: bytes) -> AudioHeader:
+def probe_webm_audio_track(data: bytes) -> AudioHeader:
     """The header of the file's first audio track. Raises as ``probe_webm`` does."""
     source = _Source(data)
     file = _read(source)
@@ -107,7 +107,7 @@ def probe_webm_sound(data: bytes) -> AudioHeader:
     ticks = end - first * file.scale
     if ticks < 1:
         raise UnsupportedMedia("the WebM video's audio track is empty")
-    return AudioHeader("WebM", _NANO, 1, ticks, track=True)
+    return AudioHeader("WebM", _NANO, 1, ticks, in_video=True)
 
 
 def _read(source: _Source) -> _File:

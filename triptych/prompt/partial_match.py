@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 
-def beginning_length(text: str, marks: Sequence[str]) -> int:
+def partial_match_length(text: str, marks: Sequence[str]) -> int:
     """Length of the longest end of ``text`` that begins one of the marks without being all of it."""
     longest = max(map(len, marks), default=1)
     for length in range(min(len(text), longest - 1), 0, -1):
