@@ -1,10 +1,10 @@
-"""Text that comes in pieces, searched for marks that may be split between them."""
+"""Partial matches at the end of streamed text: a tag or stop string may be split between pieces."""
 
 from collections.abc import Sequence
 
 
 def partial_match_length(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` that begins one of the marks without being all of it."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of one of the marks."""
     longest = max(map(len, marks), default=1)
     for length in range(min(len(text), longest - 1), 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):

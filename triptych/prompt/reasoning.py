@@ -1,24 +1,26 @@
-"""Splits what a model thinks from what it says: thoughts come first, between tags."""
+"""Separates a model's reasoning from its answer. Reasoning comes first, between tags."""
 
 import enum
 
 from triptych.prompt.partial_match import partial_match_length
 
 THINK, END_THINK = "<think>", "</think>"
-"""What models that think put around their thoughts (Qwen, DeepSeek and others)."""
+"""Tags around reasoning, as Qwen, DeepSeek and others write them."""
 
 
 class Reasoning(enum.Enum):
-    """What a prompt leaves to the answer: no thoughts, thoughts if it begins with their tag, or thoughts whose tag is
-    the prompt's end."""
+    """Whether an answer begins with reasoning."""
 
     NONE = enum.auto()
     POSSIBLE = enum.auto()
+    """If it begins with the opening tag."""
     OPEN = enum.auto()
+    """Yes: the prompt ends with the opening tag."""
 
 
 def reasoning_at_end(prompt: str) -> Reasoning:
-    """For the prompts of a model that thinks: templates open a thought, or close an empty one to prevent any."""
+    """Return what a reasoning model's prompt implies: templates may end with the opening tag, or with empty reasoning
+    to prevent any."""
     end = prompt.rstrip()
     if end.endswith(THINK):
         return Reasoning.OPEN
@@ -26,8 +28,8 @@ def reasoning_at_end(prompt: str) -> Reasoning:
 
 
 class ReasoningParser:
-    """One answer's text, in pieces. What ``push`` and ``finish`` return, joined, is the same however the text was split
-    into pieces: (thoughts, the rest), without the tags and the white space around them."""
+    """Splits one streamed answer into (reasoning, content), without the tags and the white space around them. Joined,
+    the results of ``push`` and ``finish`` are the same however the text was split into pieces."""
 
     def __init__(self, reasoning: Reasoning) -> None:
         self.in_reasoning = reasoning is Reasoning.OPEN
@@ -36,12 +38,12 @@ class ReasoningParser:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """What is now certain. ``thinking`` says whether the thought goes on."""
+        """Add text and return what is now certain. ``in_reasoning`` says whether the reasoning continues."""
         text = self._held + text
         self._held = ""
         if self._may_begin:
             start = text.lstrip()
-            if THINK.startswith(start):  # too little to tell, or all of the tag
+            if THINK.startswith(start):  # undecided yet, or the whole tag
                 self._held = text
                 if start != THINK:
                     return "", ""
@@ -52,7 +54,7 @@ class ReasoningParser:
         return self._split(text) if self.in_reasoning else self._rest(text)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         if self.in_reasoning:
             return held.rstrip(), ""
