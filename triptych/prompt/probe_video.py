@@ -1,8 +1,8 @@
-"""Reads a video's size, number of frames and frame rate, and its sound's length, from its container, without decoding
+"""Reads a video's size, frame count and frame rate, and its audio track's length, from its container, without decoding
 anything.
 
-Runs in the frontend on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
-MediaError. What a file says that isn't so is found out when it is decoded.
+Runs in the frontend on untrusted bytes, so it parses only the few fields that it needs, and raises only MediaError.
+False information in a header is detected when the file is decoded.
 """
 
 import math
@@ -23,10 +23,10 @@ _MP4_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"
 
 
 def probe_video(data: bytes) -> VideoHeader:
-    """The header of an MP4 (QuickTime), WebM (Matroska) or animated GIF file, or of packed frames.
+    """Return the header of an MP4 (QuickTime), WebM (Matroska) or animated GIF file, or of packed frames.
 
-    Raises UnsupportedMedia for anything else, TruncatedMedia for a header that ends early and BadMediaSize for sides of
-    no pixels; never another exception, whatever the bytes.
+    Raises UnsupportedMedia for anything else, TruncatedMedia for a header that ends early, and BadMediaSize for sides
+    without pixels. No bytes raise any other exception.
     """
     try:
         header = _probe(data)
@@ -40,9 +40,9 @@ def probe_video(data: bytes) -> VideoHeader:
 
 
 def probe_audio_track(data: bytes) -> AudioHeader:
-    """The header of a video file's first audio track.
+    """Return the header of a video file's first audio track.
 
-    Raises UnsupportedMedia where there is none, and else as ``probe_video`` does.
+    Raises UnsupportedMedia if there is none, and otherwise as ``probe_video`` does.
     """
     try:
         if data[4:8] in _MP4_BOXES:
