@@ -490,7 +490,7 @@ class Router:
         record = entry.stream.record
         record.num_reused = max(record.num_reused, message.reused)
         was_stalled = entry.may_stall
-        self.metrics.took_tokens(record, len(report.tokens), time.time())
+        self.metrics.received_tokens(record, len(report.tokens), time.time())
         if message.finish_reason is not None:
             record.add(message.intervals, entry.instance.name)
             self._end(entry.stream.request, report.finish_reason or message.finish_reason)

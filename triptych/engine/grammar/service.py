@@ -37,7 +37,7 @@ from triptych.engine.grammar.matching import Matching, too_costly
 from triptych.engine.grammar.messages import Compile
 from triptych.errors import InternalError, InvalidRequest, RequestError, TriptychError, from_wire
 from triptych.messages.work import GrammarSpec
-from triptych.observe.machine import ending
+from triptych.observe.machine import describe_exit
 from triptych.sandbox.forks import ForkServer
 from triptych.sandbox.protocol import BrokenProtocol, Failure, ForkSpec, Result
 
@@ -305,7 +305,7 @@ class Grammars:
                 what = f"the {grammar.spec.kind.value} can't be used: it crashed what was to compile it"
                 self._refuse(grammar, InvalidRequest(what))
             return
-        log.log(logging.INFO if late else logging.WARNING, "a grammar's process %s", ending(code))
+        log.log(logging.INFO if late else logging.WARNING, "a grammar's process %s", describe_exit(code))
         if culprit is not None and not culprit.closed:
             if late:
                 culprit.fail(too_costly(f"matching one token takes longer than {KILL_SECONDS:g} s"))
