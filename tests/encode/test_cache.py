@@ -1,9 +1,9 @@
 import numpy as np
 
-from triptych.encode.cache import EncoderCache, Rows
+from triptych.encode.cache import EmbeddingRows, EncoderCache
 
 
-def rows(size: int) -> Rows:
+def rows(size: int) -> EmbeddingRows:
     return np.zeros((size, 10), dtype=np.uint8)
 
 

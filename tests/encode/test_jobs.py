@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue, PreprocessTurns
+from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
 from triptych.models.base import EncoderInput
 from triptych.types import ImageHeader, ItemPlan
 
@@ -81,8 +81,8 @@ def test_endless_pictures_leave_a_video_its_share_of_the_tower() -> None:
     assert 0.4 <= done[True] / sum(done.values()) <= 0.6
 
 
-def turns_of(most_begun: int = 2) -> PreprocessTurns:
-    return PreprocessTurns(EncodeQueue(10), workers=1, ahead=2, most_begun=most_begun)
+def turns_of(most_begun: int = 2) -> PreprocessScheduler:
+    return PreprocessScheduler(EncodeQueue(10), workers=1, ahead=2, most_begun=most_begun)
 
 
 def test_long_items_take_turns_and_few_are_begun() -> None:
@@ -103,7 +103,7 @@ def test_long_items_take_turns_and_few_are_begun() -> None:
     assert {jobs.index(next_turn(turns)) for _ in range(4)} == {1, 2}
 
 
-def next_turn(turns: PreprocessTurns) -> EncodeJob:
+def next_turn(turns: PreprocessScheduler) -> EncodeJob:
     """Of an item that goes on afterwards."""
     job = turns.next()
     assert job is not None
@@ -162,7 +162,7 @@ def test_whatever_comes_and_goes_every_item_has_its_turns(data: st.DataObject) -
     assert (left, len(turns), turns.short_waits) == ({}, 0, False)
 
 
-def end(turns: PreprocessTurns, job: EncodeJob, left: dict[EncodeJob, int]) -> None:
+def end(turns: PreprocessScheduler, job: EncodeJob, left: dict[EncodeJob, int]) -> None:
     turns.ended(job, 0.1)
     if job in left and left[job] > 1:
         left[job] -= 1

@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Messages, Running, running
 from tests.media.clips import clip, turned
 from tests.parity.videos import Model, answered, image_part, listed, user, video_part
-from triptych.encode.cache import Rows
+from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
 from triptych.models.base import EncoderInput
 from triptych.server.instance import Instance
@@ -75,7 +75,7 @@ def test_a_chat_goes_on_without_encoding_its_video_again(model: Model) -> None:
         async with running(model.folder, "1E1PD") as service:
             await service.answer(question, max_tokens=4)
             warm = await service.answer(more)
-            assert [host.num_asked for host in encode_hosts(service)] == [1]
+            assert [host.num_requested for host in encode_hosts(service)] == [1]
             async with running(model.folder, "1E1PD") as fresh:
                 assert await fresh.answer(more) == warm
 
@@ -88,9 +88,9 @@ def count_parts(instance: Instance, seen: list[int]) -> None:
         if isinstance(host, EncodeLoop):
             encoder = host._encoder
 
-            def counted(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[Rows]:
+            def counted(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
                 seen.append(len(inputs))
-                rows: list[Rows] = encoder(inputs)
+                rows: list[EmbeddingRows] = encoder(inputs)
                 return rows
 
             host._encoder = counted
@@ -125,13 +125,13 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
             if isinstance(host, EncodeLoop):
                 encoder = host._encoder
 
-                def slow(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[Rows]:
+                def slow(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
                     nonlocal parts
                     parts += len(inputs)
                     if parts > 4:
                         stood.set()
                         assert go_on.wait(20)
-                    rows: list[Rows] = encoder(inputs)
+                    rows: list[EmbeddingRows] = encoder(inputs)
                     return rows
 
                 host._encoder = slow

@@ -6,7 +6,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-Rows = NDArray[np.uint8]
+EmbeddingRows = NDArray[np.uint8]
 
 _MAX_NAMES = 2**16
 """Names of parts that are remembered for whole items; of some 100 bytes each."""
@@ -25,14 +25,14 @@ class EncoderCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._entries: OrderedDict[str, Rows] = OrderedDict()
+        self._entries: OrderedDict[str, EmbeddingRows] = OrderedDict()
         self._items: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._num_names = 0
         self.num_bytes = 0
         self.hits = 0
         self.misses = 0
 
-    def get(self, name: str) -> Rows | None:
+    def get(self, name: str) -> EmbeddingRows | None:
         """The rows of a part."""
         rows = self._entries.get(name)
         if rows is None:
@@ -42,7 +42,7 @@ class EncoderCache:
         self._entries.move_to_end(name)
         return rows
 
-    def put(self, name: str, rows: Rows) -> None:
+    def put(self, name: str, rows: EmbeddingRows) -> None:
         """Keeps rows that aren't here yet, unless they alone exceed the limit."""
         if name in self._entries or rows.nbytes > self.max_bytes:
             return
@@ -52,7 +52,7 @@ class EncoderCache:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.nbytes
 
-    def get_item(self, key: str) -> list[Rows] | None:
+    def get_item(self, key: str) -> list[EmbeddingRows] | None:
         """The rows of all parts of an item, in order; None unless all are here. Then each part is looked up as it is
         needed, and counts then."""
         names = self._items.get(key)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from triptych.encode.cache import Rows
+from triptych.encode.cache import EmbeddingRows
 from triptych.fair_queue import FairQueue, Ticket
 from triptych.models.base import EncoderInput
 from triptych.types import ItemPlan, TransferId
@@ -26,7 +26,7 @@ class EncodeJob:
     transfers: list[TransferId] = field(default_factory=list)
     deadline: float = 0.0
     names: list[str] = field(default_factory=list)
-    rows: dict[int, Rows] = field(default_factory=dict)
+    rows: dict[int, EmbeddingRows] = field(default_factory=dict)
     turn_seconds: float = 0.0
     preprocess_began: float = 0.0
     preprocess_ended: float = 0.0
@@ -114,11 +114,11 @@ class EncodeQueue:
         return len(self._ready)
 
 
-TURN_SECONDS = 0.2
+TIME_SLICE_SECONDS = 0.2
 """A long item's turn takes not much longer, however many parts there are to come."""
 
 
-class PreprocessTurns:
+class PreprocessScheduler:
     """Which item is preprocessed next: by turns, whose seconds are shared out fairly.
 
     Items that take one turn go on as soon as a worker has ended its own, whatever waits. Those that take several are
@@ -141,7 +141,7 @@ class PreprocessTurns:
     def add(self, job: EncodeJob) -> None:
         """An item has a turn to come, its first or another."""
         kind = "begun" if job in self._begun else "new"
-        self._tickets[job] = self._line.add(job, job.share, TURN_SECONDS, kind=kind)
+        self._tickets[job] = self._line.add(job, job.share, TIME_SLICE_SECONDS, kind=kind)
 
     def next(self) -> EncodeJob | None:
         """Whose turn begins now: ``ended`` says when it is over. None when nobody's may."""
@@ -157,7 +157,7 @@ class PreprocessTurns:
     def ended(self, job: EncodeJob, seconds: float) -> None:
         """The turn is over after so many seconds, and the item, unless it is added again."""
         self._running.discard(job)
-        self._line.charge(job.share, seconds - TURN_SECONDS)
+        self._line.charge(job.share, seconds - TIME_SLICE_SECONDS)
 
     def remove(self, job: EncodeJob) -> None:
         """The item has no more turns, though one may be running still."""

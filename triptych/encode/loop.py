@@ -12,8 +12,8 @@ from typing import Protocol
 import msgspec
 
 from triptych.compute_thread import ComputeThread
-from triptych.encode.cache import EncoderCache, Rows, salted
-from triptych.encode.jobs import TURN_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessTurns
+from triptych.encode.cache import EmbeddingRows, EncoderCache, salted
+from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
 from triptych.errors import DeadlineExceeded, PlanMismatch, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
@@ -32,18 +32,18 @@ PREPROCESS_AHEAD = 2
 """So many batches are preprocessed before they are needed, at most: preprocessed parts take far more memory than
 files."""
 
-LONG_ITEMS_AT_A_TIME = 4
+MAX_LONG_ITEMS = 4
 """So many items are preprocessed by turns, a batch's worth each: each keeps a decoder open between turns."""
 
 
-class RowEncoder(Protocol):
+class EncodeFunction(Protocol):
     """The tower, seen from here."""
 
-    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
         """The rows of each input, uint8 of shape (rows, row_bytes)."""
 
 
-class PreprocessPool(Preprocessor, Protocol):
+class PreprocessorPool(Preprocessor, Protocol):
     """Several preprocessors, elsewhere: may be called from ``number`` threads at a time."""
 
     number: int
@@ -62,8 +62,8 @@ class EncodeLoop:
     def __init__(
         self,
         *,
-        preprocessors: PreprocessPool,
-        encoder: RowEncoder,
+        preprocessors: PreprocessorPool,
+        encoder: EncodeFunction,
         queue: EncodeQueue,
         cache: EncoderCache,
         sender: Sender,
@@ -84,15 +84,15 @@ class EncodeLoop:
         self._frontend = frontend
         self._send = send
         self._workers = ThreadPoolExecutor(preprocessors.number, thread_name_prefix="preprocess")
-        self.num_asked = self.num_encoded = 0
+        self.num_requested = self.num_encoded = 0
         self._jobs: dict[str, EncodeJob] = {}
         self._parts: dict[str, EncodePart] = {}
         self._preprocessing: dict[Future[list[EncoderInput]], EncodeJob] = {}
-        self._turns = PreprocessTurns(
-            queue, workers=preprocessors.number, ahead=PREPROCESS_AHEAD, most_begun=LONG_ITEMS_AT_A_TIME
+        self._turns = PreprocessScheduler(
+            queue, workers=preprocessors.number, ahead=PREPROCESS_AHEAD, most_begun=MAX_LONG_ITEMS
         )
         self._short_waits = False
-        self._batch: tuple[list[EncodePart], Future[list[Rows]]] | None = None
+        self._batch: tuple[list[EncodePart], Future[list[EmbeddingRows]]] | None = None
 
     context_length = 0
 
@@ -154,7 +154,7 @@ class EncodeLoop:
             on_end=lambda _: self._forget(message.transfer),
             timeout=message.timeout,
         )
-        self.num_asked += 1
+        self.num_requested += 1
         key = salted(message.key, message.cache_salt)
         if (job := self._jobs.get(key)) is None:
             if (parts := self._cache.get_item(key)) is not None:
@@ -227,7 +227,7 @@ class EncodeLoop:
             while patches < self._queue.max_patches and (part := next(job.inputs, None)) is not None:
                 inputs.append(part)
                 patches += len(part.patches)
-                if job.long and (self._short_waits or time.monotonic() - began > TURN_SECONDS):
+                if job.long and (self._short_waits or time.monotonic() - began > TIME_SLICE_SECONDS):
                     break
             return inputs
         finally:
@@ -304,7 +304,7 @@ class EncodeLoop:
                     if job.all_encoded:
                         self._finish(job)
 
-    def _take(self, job: EncodeJob, number: int, rows: Rows) -> None:
+    def _take(self, job: EncodeJob, number: int, rows: EmbeddingRows) -> None:
         """A part's rows exist: on their way with them, whatever else of the item does."""
         if number >= job.plan.num_parts or len(rows) != job.plan.rows_of(number):
             planned = f"{job.plan.rows} in {job.plan.num_parts} parts were planned"
@@ -314,7 +314,7 @@ class EncodeLoop:
         for transfer in list(job.transfers):  # one that ends with this is forgotten
             self._provide(transfer, job.plan, number, rows)
 
-    def _provide(self, transfer: TransferId, plan: ItemPlan, number: int, rows: Rows) -> None:
+    def _provide(self, transfer: TransferId, plan: ItemPlan, number: int, rows: EmbeddingRows) -> None:
         taken = 0
         for first_row, length in plan.runs_of(number):
             self._sender.provide(transfer, rows[taken : taken + length], first_row)

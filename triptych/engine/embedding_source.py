@@ -125,7 +125,7 @@ class EmbeddingSource(RowSource):
         """Its pages are its own until it is done, so those before it may wait for it: it must not wait for them."""
         for item in self._items.get(request_id, ()):
             if item.transfer is not None:
-                self._receiver.keep(item.transfer)
+                self._receiver.pin(item.transfer)
 
     def _consume(self, item: _Item, transfer: TransferId, end_row: int) -> None:
         self._receiver.consume(transfer, end_row)

@@ -12,7 +12,7 @@ from triptych.engine.source import RowSource
 from triptych.messages.rows import Wrote
 from triptych.messages.work import PrefillNeeded
 from triptych.observe.timeline import Interval
-from triptych.transfer.receiver import Failure, Receiver
+from triptych.transfer.receiver import Receiver, TransferFailure
 from triptych.types import Address, RequestId, TransferId
 
 
@@ -44,7 +44,7 @@ class KVSource(RowSource):
         """``no_rows`` is what a step here takes for media rows: their tokens are prefilled elsewhere."""
         super().__init__(receiver, name, address)
         self._no_rows = no_rows
-        self._missed: list[tuple[RequestId, Failure]] = []
+        self._missed: list[tuple[RequestId, TransferFailure]] = []
         self._cache = cache
         self._arriving: dict[RequestId, _Arriving] = {}
         self._intervals: dict[RequestId, Interval] = {}
@@ -112,7 +112,7 @@ class KVSource(RowSource):
         interval = self._intervals.get(request_id)
         return [interval] if interval else []
 
-    def take_failures(self) -> list[tuple[RequestId, Failure]]:
+    def take_failures(self) -> list[tuple[RequestId, TransferFailure]]:
         """Those of which the token will never come are among them."""
         missed, self._missed = self._missed, []
         return [
@@ -125,7 +125,9 @@ class KVSource(RowSource):
         super().producer_lost(producer, offering)
         for request_id, arriving in self._arriving.items():
             if arriving.whole and arriving.transfer in offering:
-                failure = Failure(arriving.transfer, "InstanceLost", "it was lost before it said the next token")
+                failure = TransferFailure(
+                    arriving.transfer, "InstanceLost", "it was lost before it said the next token"
+                )
                 self._missed.append((request_id, failure))
 
     def _note_landed(self, request_id: RequestId, wrote: Wrote) -> None:

@@ -37,7 +37,7 @@ class SenderLoop:
     def on_lease_lost(self) -> None:
         """Nothing may be written any more: the consumers are told that this instance is gone, and may grant the same
         blocks to others."""
-        self._sender.forget_all()
+        self._sender.drop_all()
 
     def check_idle(self) -> None:
         """Nothing here is handed out in pieces; the sender keeps rows only while a transfer is under way."""

@@ -11,7 +11,7 @@ import msgspec
 
 from triptych.engine.grammar.messages import Question
 from triptych.sandbox import protocol
-from triptych.sandbox.protocol import BrokenProtocol, Bulk, Failure, Result
+from triptych.sandbox.protocol import Bulk, ProtocolError, Result, TaskFailed
 
 if TYPE_CHECKING:
     from triptych.engine.grammar.matching import Matching
@@ -35,7 +35,7 @@ class Line:
         self.number = number
         self.connection = connection
         self.asked: deque[Asked] = deque()
-        self.outbox: deque[tuple[protocol.Question, bytes]] = deque()
+        self.outbox: deque[tuple[protocol.ProcessRequest, bytes]] = deque()
         self.over = False
         self.killed = 0.0
 
@@ -45,7 +45,7 @@ class Line:
         """Asks without waiting. What can't be sent now waits in ``outbox`` for ``flush``; what can't be sent to a
         process that has ended is lost with it."""
         self.asked.append(Asked(matching, patience, time.monotonic()))
-        self.outbox.append((protocol.Question(msgspec.msgpack.encode(question), seconds), bulk))
+        self.outbox.append((protocol.ProcessRequest(msgspec.msgpack.encode(question), seconds), bulk))
         self.flush()
 
     def flush(self) -> None:
@@ -63,8 +63,8 @@ class Line:
                     bulk.close()
             self.outbox.popleft()
 
-    def answers(self) -> Iterator[tuple[Asked, Result | Failure]]:
-        """What has come since the last call. Raises BrokenProtocol for what no process of ours says."""
+    def answers(self) -> Iterator[tuple[Asked, Result | TaskFailed]]:
+        """What has come since the last call. Raises ProtocolError for what no process of ours says."""
         while True:
             try:
                 data, bulk = protocol.receive(self.connection)
@@ -78,11 +78,11 @@ class Line:
                 self.over = True
                 return
             if not self.asked:
-                raise BrokenProtocol("an answer to nothing")
+                raise ProtocolError("an answer to nothing")
             try:
-                answer = msgspec.msgpack.decode(data, type=Result | Failure)
+                answer = msgspec.msgpack.decode(data, type=Result | TaskFailed)
             except msgspec.MsgspecError as error:
-                raise BrokenProtocol(str(error)) from None
+                raise ProtocolError(str(error)) from None
             asked = self.asked.popleft()
             if self.asked:
                 self.asked[0].since = time.monotonic()

@@ -17,7 +17,7 @@ from triptych.engine.grammar.line import Line
 from triptych.engine.grammar.messages import Begin, Forget, Go, Question, Stands
 from triptych.errors import GrammarTooCostly, InternalError, TriptychError
 from triptych.messages.work import GrammarSpec
-from triptych.sandbox.protocol import BrokenProtocol
+from triptych.sandbox.protocol import ProtocolError
 
 
 class Matching:
@@ -119,15 +119,15 @@ class Matching:
         self._changed.notify_all()
 
     def answered(self, about: bytes) -> bool:
-        """Takes in where it stands. Whether somebody waits for the mask that came with it. Raises BrokenProtocol."""
+        """Takes in where it stands. Whether somebody waits for the mask that came with it. Raises ProtocolError."""
         if self._line is None:
             return False
         try:
             stands = msgspec.msgpack.decode(about, type=Stands)
         except msgspec.MsgspecError as error:
-            raise BrokenProtocol(str(error)) from None
+            raise ProtocolError(str(error)) from None
         if not 0 <= stands.position <= len(self._tokens) or len(stands.mask or b"") not in (0, self._mask_bytes):
-            raise BrokenProtocol("a place or a mask that can't be")
+            raise ProtocolError("a place or a mask that can't be")
         if stands.rejected:
             self.fail(InternalError("the grammar refused a token that it had allowed"))
             return True

@@ -14,7 +14,7 @@ import numpy as np
 from triptych.engine.grammar.compilation import Compilation, Matcher
 from triptych.engine.grammar.messages import Begin, Compile, Forget, Go, Question, Stands
 from triptych.messages.work import GrammarKind, GrammarSpec
-from triptych.sandbox.fork_server import Respond
+from triptych.sandbox.fork_server import Responder
 
 if TYPE_CHECKING:
     import xgrammar
@@ -23,7 +23,7 @@ SLICE = 0.02
 """Seconds of processor time after which a request with more tokens to match lets the others go on."""
 
 
-def serve(argument: str) -> Callable[[], Respond]:
+def serve(argument: str) -> Callable[[], Responder]:
     """What the fork server loads."""
     folder, vocabulary = json.loads(argument)
     compilation = Compilation(Path(folder), vocabulary)

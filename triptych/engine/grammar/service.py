@@ -38,8 +38,8 @@ from triptych.engine.grammar.messages import Compile
 from triptych.errors import InternalError, InvalidRequest, RequestError, TriptychError, from_wire
 from triptych.messages.work import GrammarSpec
 from triptych.observe.machine import ending
-from triptych.sandbox.forks import ForkServer
-from triptych.sandbox.protocol import BrokenProtocol, Failure, ForkSpec, Result
+from triptych.sandbox.fork_client import ForkServer
+from triptych.sandbox.protocol import ForkSpec, ProtocolError, Result, TaskFailed
 
 log = logging.getLogger(__name__)
 
@@ -243,12 +243,12 @@ class Grammars:
                     told |= self._on_compiled(grammar, line, answer)
                 elif asked.matching is None:
                     continue
-                elif isinstance(answer, Failure):
+                elif isinstance(answer, TaskFailed):
                     asked.matching.fail(_failure(answer))
                     told = True
                 else:
-                    told |= asked.matching.answered(answer.about)
-        except BrokenProtocol as error:
+                    told |= asked.matching.answered(answer.payload)
+        except ProtocolError as error:
             log.error("a grammar's process said what none does: %s", error)
             self._kill(line)
         if grammar.line is line:
@@ -257,7 +257,7 @@ class Grammars:
                 self._selector.unregister(line.connection)
         return told
 
-    def _on_compiled(self, grammar: _Grammar, line: Line, answer: Result | Failure) -> bool:
+    def _on_compiled(self, grammar: _Grammar, line: Line, answer: Result | TaskFailed) -> bool:
         self._end_turn(grammar)
         if isinstance(answer, Result):
             grammar.compiled = True
@@ -274,14 +274,14 @@ class Grammars:
         """Whether somebody waits for what has come."""
         assert self._server is not None
         try:
-            for ended in self._server.ended():
+            for ended in self._server.exited():
                 grammar = self._by_number.pop(ended.number, None)
                 if grammar is not None:
                     with self._changed:
                         if grammar.line is not None and not grammar.line.over:
                             self._on_answers(grammar)  # what it said before
                         self._process_ended(grammar, ended.code)
-        except (EOFError, BrokenProtocol):
+        except (EOFError, ProtocolError):
             self._server_ended()
         return True
 
@@ -398,5 +398,5 @@ class Grammars:
                     self._refuse(grammar, InternalError("what is to match grammars can't start"))
 
 
-def _failure(answer: Failure) -> TriptychError:
+def _failure(answer: TaskFailed) -> TriptychError:
     return from_wire(answer.error, answer.message) if answer.error else too_costly(answer.message)
