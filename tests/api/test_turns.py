@@ -40,8 +40,8 @@ class Turns:
         (self.host,) = [host for host in hosts if isinstance(host, EncodeLoop)]
         self.log: list[tuple[str, bool, float]] = []
         """Of each turn that is over whose item it was, whether that is long, and how many seconds it took."""
-        self._next_parts = self.host._next_parts
-        self.host._next_parts = self._noted  # type: ignore[method-assign]
+        self._next_parts = self.host.preprocess_slice
+        self.host.preprocess_slice = self._noted  # type: ignore[method-assign]
 
     def _noted(self, job: EncodeJob) -> list[EncoderInput]:
         began = time.monotonic()
@@ -58,7 +58,7 @@ def test_a_picture_beside_five_long_videos_waits_for_one_turn_at_most(folder: Pa
     with served(folder) as service, ThreadPoolExecutor(8) as pool:
         turns = Turns(service)
         videos = [pool.submit(service.post, [video_part(data), text_part("x")]) for data in long_videos(5)]
-        wait_for(lambda: len(turns.host._jobs) >= LONG_ITEMS_PER_CLIENT and len(turns.log) > 3)
+        wait_for(lambda: len(turns.host.debug_state().jobs) >= LONG_ITEMS_PER_CLIENT and len(turns.log) > 3)
         asked = turns.host.num_requested
         picture = pool.submit(service.post, [image_part(image(seed=77)), text_part("x")])
         wait_for(lambda: turns.host.num_requested > asked)
@@ -85,11 +85,11 @@ def test_anothers_long_video_does_not_wait_for_the_end_of_one_callers(folder: Pa
         service.encoder.close()
         answers = [pool.submit(ask, data, "one") for data in crowd]
         wait_for(lambda: service.running.frontend.router.num_requests == len(crowd))
-        wait_for(lambda: len(turns.host._jobs) == LONG_ITEMS_PER_CLIENT)
-        (one,) = {job.client for job in turns.host._jobs.values()}
+        wait_for(lambda: len(turns.host.debug_state().jobs) == LONG_ITEMS_PER_CLIENT)
+        (one,) = {job.client for job in turns.host.debug_state().jobs}
         answers.append(pool.submit(ask, single, "another"))
-        wait_for(lambda: len(turns.host._jobs) == LONG_ITEMS_PER_CLIENT + 1)
-        (other,) = [job for job in turns.host._jobs.values() if job.client != one]
+        wait_for(lambda: len(turns.host.debug_state().jobs) == LONG_ITEMS_PER_CLIENT + 1)
+        (other,) = [job for job in turns.host.debug_state().jobs if job.client != one]
         wait_for(lambda: any(key == other.key for key, _, _ in turns.log))
         service.encoder.opened.set()
         assert [answer.result(60) for answer in answers] == [200] * len(answers)

@@ -86,14 +86,14 @@ def count_parts(instance: Instance, seen: list[int]) -> None:
     """Notes how many parts go through the tower."""
     for host in instance.hosts:
         if isinstance(host, EncodeLoop):
-            encoder = host._encoder
+            encoder = host.encoder
 
             def counted(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
                 seen.append(len(inputs))
                 rows: list[EmbeddingRows] = encoder(inputs)
                 return rows
 
-            host._encoder = counted
+            host.encoder = counted
 
 
 def test_clips_that_share_frames_share_the_work(model: Model) -> None:
@@ -123,7 +123,7 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
     def stop_midway(instance: Instance) -> None:
         for host in instance.hosts:
             if isinstance(host, EncodeLoop):
-                encoder = host._encoder
+                encoder = host.encoder
 
                 def slow(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
                     nonlocal parts
@@ -134,7 +134,7 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
                     rows: list[EmbeddingRows] = encoder(inputs)
                     return rows
 
-                host._encoder = slow
+                host.encoder = slow
 
     async def run() -> None:
         prompt = model.prompts[0]
@@ -168,7 +168,7 @@ def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
             assert await service.answer(CASES["mp4"]) == model.answers[0]
             (host,) = encode_hosts(service)
             async with asyncio.timeout(20):
-                while not host.idle or host._parts:
+                while not host.idle or host.debug_state().parts:
                     await asyncio.sleep(0.01)
 
     asyncio.run(run())

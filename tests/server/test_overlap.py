@@ -36,7 +36,7 @@ class SlowEncoder:
 def slow_down(instance: Instance) -> None:
     for host in instance.hosts:
         if isinstance(host, EncodeLoop):
-            host._encoder = SlowEncoder(host._encoder)
+            host.encoder = SlowEncoder(host.encoder)
 
 
 async def timeline(service: Running) -> list[Interval]:

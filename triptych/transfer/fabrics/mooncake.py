@@ -115,8 +115,8 @@ class MooncakeFabric:
         return f"{parts[1]}:{parts[2]}", start
 
     def submit(self, peer: str, copy: Copy, start: int) -> int | None:
-        """Start one copy and return its batch id; None if it must wait, for the peer's answer or because too many copies
-        are in flight. Raises TransferError when the peer can't be reached."""
+        """Start one copy and return its batch id. Returns None if it must wait, for the peer's answer or because too
+        many copies are in flight. Raises TransferError when the peer can't be reached."""
         if self._in_flight[peer] >= _MAX_IN_FLIGHT or not self._answers(peer):
             return None
         source = copy.source
