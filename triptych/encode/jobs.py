@@ -131,8 +131,8 @@ class PreprocessScheduler:
     """
 
     def __init__(self, queue: EncodeQueue, *, workers: int, batches_ahead: int, max_started: int) -> None:
-        """``workers`` time slices run at a time. Long items, and likewise short ones, pause while ``batches_ahead`` batches
-        of theirs are in ``queue``. Up to ``max_started`` long items are started."""
+        """``workers`` time slices run at a time. Long items, and likewise short ones, pause while ``batches_ahead``
+        batches of theirs are in ``queue``. Up to ``max_started`` long items are started."""
         self._encode_queue = queue
         self._max_running_long = workers
         self._max_running_short = max(workers, batches_ahead)
