@@ -22,7 +22,7 @@ from triptych.engine.grammar import budget, service
 from triptych.engine.grammar import matching as matching_module
 from triptych.engine.grammar.compilation import Compilation
 from triptych.engine.grammar.matching import Matching
-from triptych.engine.grammar.service import Grammars
+from triptych.engine.grammar.service import GrammarService
 from triptych.errors import GrammarTooCostly, InternalError, InvalidRequest, TriptychError
 from triptych.messages.work import GrammarKind, GrammarSpec
 
@@ -35,11 +35,11 @@ SLOW = "(a*)*(a*)*(a*)*b"
 
 
 class Service:
-    """Grammars, and how to wait for them."""
+    """GrammarService, and how to wait for them."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self.grammars = Grammars(FOLDER, VOCABULARY, self._done.set)
+        self.grammars = GrammarService(FOLDER, VOCABULARY, self._done.set)
 
     def start(self, kind: str, text: str, tokens: list[int] | None = None, client: str = "") -> Matching:
         return self.grammars.start(GrammarSpec(GrammarKind(kind), text), END, tokens or [], client)
@@ -54,16 +54,21 @@ class Service:
         return matching.error
 
     def pids(self) -> list[int]:
-        """Of the processes that compile and match."""
-        assert self.grammars._server is not None
-        server = self.grammars._server.process.pid
+        """Process ids of the processes that compile and match."""
+        server = self.server_pid
         return [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
 
     @property
+    def server_pid(self) -> int:
+        """Process id of the fork server."""
+        pid = self.grammars.debug_state()["server_pid"]
+        assert isinstance(pid, int)
+        return pid
+
+    @property
     def num_processes(self) -> int:
-        """How many there have been."""
-        assert self.grammars._server is not None
-        return self.grammars._server._numbers
+        """Number of processes forked so far."""
+        return int(self.grammars.debug_state()["num_processes"])
 
 
 @pytest.fixture
@@ -246,7 +251,7 @@ def test_a_token_that_cannot_come_is_a_bug(shared: Service) -> None:
     matching.accept(A + 1)
     error = shared.wait(matching)
     assert isinstance(error, InternalError)
-    assert "refused a token that it had allowed" in str(error)
+    assert "rejected a token that it had allowed" in str(error)
 
 
 def drive(service: Service, matching: Matching, token: int, most: int = 5000) -> TriptychError | None:
@@ -298,8 +303,7 @@ def test_what_ends_for_reasons_of_others_costs_nobody_anything(
     want = expected("regex", r"([a-z]+ ?)+", tokens)
     for number, matching in enumerate(matchings):
         assert masks_of(made, matching, tokens[: 3 * number]) == want[: 3 * number + 1]
-    assert made.grammars._server is not None
-    victim = made.grammars._server.process.pid if whom == "server" else made.pids()[0]
+    victim = made.server_pid if whom == "server" else made.pids()[0]
     os.kill(victim, signal.SIGKILL)
     assert is_gone(victim)
     for number, matching in enumerate(matchings):
@@ -322,12 +326,12 @@ def test_what_ends_its_process_again_and_again_is_given_up(made: Service) -> Non
 
 
 def test_a_process_that_gets_no_time_is_given_up(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
-    monkeypatch.setattr(matching_module, "TOKEN_PATIENCE", 0.3)
-    monkeypatch.setattr(service, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(matching_module, "TOKEN_TIMEOUT", 0.3)
+    monkeypatch.setattr(service, "CHECK_INTERVAL", 0.1)
     slow, other = made.start("regex", "a+"), made.start("regex", "b+")
     assert made.wait(slow) is made.wait(other) is None
-    [pid] = [grammar.line.number for grammar in [made.grammars._grammars[slow.spec]] if grammar.line]
-    os.kill(made.pids()[pid - 1], signal.SIGSTOP)
+    number = made.grammars.debug_state()["process_numbers"][slow.spec]
+    os.kill(made.pids()[number - 1], signal.SIGSTOP)
     slow.accept(A)
     assert slow.mask(0.05) is None
     assert isinstance(made.wait(slow), GrammarTooCostly)
@@ -335,14 +339,13 @@ def test_a_process_that_gets_no_time_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_server_that_does_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
-    monkeypatch.setattr(service, "SERVER_PATIENCE", 0.2)
-    monkeypatch.setattr(service, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(service, "SERVER_TIMEOUT", 0.2)
+    monkeypatch.setattr(service, "CHECK_INTERVAL", 0.1)
     old = made.start("regex", "a+")
     assert made.wait(old) is None
-    assert made.grammars._server is not None
-    pid = made.grammars._server.process.pid
+    pid = made.server_pid
     with monkeypatch.context() as patched:
-        patched.setattr(service, "COMPILE_PATIENCE", 0.2)
+        patched.setattr(service, "COMPILE_TIMEOUT", 0.2)
         os.kill(pid, signal.SIGSTOP)
         new = made.start("regex", "b+")
         assert is_gone(pid)
@@ -361,8 +364,7 @@ def test_closing_leaves_no_process(busy: bool) -> None:
     while len(made.pids()) < 1 + busy:
         assert time.monotonic() < end
         time.sleep(0.001)
-    assert made.grammars._server is not None
-    pids = [*made.pids(), made.grammars._server.process.pid]
+    pids = [*made.pids(), made.server_pid]
     began = time.monotonic()
     made.grammars.close()
     assert time.monotonic() - began < 10
@@ -375,14 +377,14 @@ def test_processes_end_with_whoever_started_them() -> None:
     program = f"""
 import os, sys
 from pathlib import Path
-from triptych.engine.grammar.service import Grammars
+from triptych.engine.grammar.service import GrammarService
 from triptych.messages.work import GrammarKind, GrammarSpec
 if __name__ == "__main__":
-    grammars = Grammars(Path({str(FOLDER)!r}), {VOCABULARY}, lambda: None)
+    grammars = GrammarService(Path({str(FOLDER)!r}), {VOCABULARY}, lambda: None)
     matching = grammars.start(GrammarSpec(GrammarKind.REGEX, "a+"), frozenset({{0}}))
     assert matching.mask(60)
     assert not {{"xgrammar", "transformers"}} & set(sys.modules), "matching is others' work"
-    server = grammars._server.process.pid
+    server = grammars.debug_state()["server_pid"]
     print(server, Path(f"/proc/{{server}}/task/{{server}}/children").read_text(), flush=True)
     os.kill(os.getpid(), 9)
 """
@@ -395,7 +397,7 @@ if __name__ == "__main__":
 
 def test_nothing_is_started_before_the_first_grammar() -> None:
     made = Service()
-    assert made.grammars._thread is None
+    assert not made.grammars.debug_state()["started"]
     made.grammars.close()
 
 
@@ -424,8 +426,8 @@ def test_a_process_that_cannot_be_started_fails_its_own_requests(
 def test_what_gets_no_time_to_compile_may_be_tried_again(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
     assert made.wait(made.start("regex", "a")) is None  # the server is there
     with monkeypatch.context() as patched:
-        patched.setattr(service, "COMPILE_PATIENCE", 0.0)
-        patched.setattr(service, "LOOK_EVERY", 0.01)
+        patched.setattr(service, "COMPILE_TIMEOUT", 0.0)
+        patched.setattr(service, "CHECK_INTERVAL", 0.01)
         assert isinstance(made.wait(made.start("regex", "([a-z]{1,50}){1,200}")), GrammarTooCostly)
     assert made.wait(made.start("regex", "([a-z]{1,50}){1,200}")) is None
 
@@ -436,11 +438,11 @@ def test_a_mask_that_is_late_is_not_expected_soon(made: Service) -> None:
     matching.accept(A)
     assert matching.mask(20) is not None
     assert made.wait(matching) is None
-    assert matching.last_was_quick
+    assert matching.mask_expected_soon
     [pid] = made.pids()
     os.kill(pid, signal.SIGSTOP)
     matching.accept(A)
     assert matching.mask(0.01) is None
-    assert not matching.last_was_quick
+    assert not matching.mask_expected_soon
     os.kill(pid, signal.SIGCONT)
     assert made.wait(matching) is None

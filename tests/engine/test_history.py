@@ -17,16 +17,16 @@ def test_counts_follow_the_tokens_as_they_come(prompt: list[int], steps: list[li
         history.tokens.extend(step)
         generated += step
         for counts, tokens in ((history.seen, prompt + generated), (history.generated, generated)):
-            found, numbers = counts.now()
+            found, numbers = counts.update()
             assert dict(zip(found.tolist(), numbers.tolist(), strict=True)) == Counter(tokens)
     assert history.num_generated == len(generated)
 
 
 def test_what_was_counted_is_not_counted_again() -> None:
     history = History([*range(100)] * 10, 1000)
-    history.seen.now()
+    history.seen.update()
     history.tokens[:1000] = [0] * 1000  # nobody does; but it would show
     history.tokens.append(5)
-    found, numbers = history.seen.now()
+    found, numbers = history.seen.update()
     assert len(found) == 100
     assert numbers.sum() == 1001

@@ -44,17 +44,17 @@ class RouterHarness:
         self.sender = Sender({"local": LocalFabric()}, P, lambda _, message: self.sent.append(message))
         self.pool = PagePool(8, 4)
         cache = KVTensors.within(torch.zeros(2, 2, 8, 4, 1, 8), slice(None))
-        self.outgoing = KVSink(self.sender, CacheRows(cache), self.pool, LAYOUT)
+        self.sink = KVSink(self.sender, CacheRows(cache), self.pool, LAYOUT)
 
     def expect(self, transfer: str) -> None:
         generate = Generate(REQUEST, [1] * 8, b"", 0, [], SamplingParams(max_tokens=4), [])
-        self.outgoing.expect(Prefill(generate, [], D, TransferId(transfer), 0), 8)
+        self.sink.expect(Prefill(generate, [], D, TransferId(transfer), 0), 8)
 
     def start(self) -> None:
         """The request's first step; the scheduler lets go of its pages at once."""
-        pages = self.pool.take(2)
-        self.outgoing.started([Chunk(Pages(REQUEST, pages), 0, 4)])  # type: ignore[list-item]
-        self.pool.free(pages)
+        pages = self.pool.allocate(2)
+        self.sink.step_started([Chunk(Pages(REQUEST, pages), 0, 4)])  # type: ignore[list-item]
+        self.pool.release(pages)
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def test_a_prefill_that_is_asked_for_anew_is_wanted_though_the_former_was_given_
     desk.expect("t1")
     desk.start()
     desk.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
-    desk.outgoing.give_up(REQUEST, "starts over")
+    desk.sink.abort(REQUEST, "starts over")
     desk.expect("t2")
-    assert desk.outgoing.take_unwanted() == []
+    assert desk.sink.take_cancelled() == []
     desk.start()
     assert [message.transfer for message in desk.sent if isinstance(message, Offer)] == ["t1", "t2"]
 
@@ -79,8 +79,8 @@ def test_kv_that_its_consumer_gives_up_is_unwanted(desk: RouterHarness) -> None:
     desk.expect("t1")
     desk.start()
     desk.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
-    assert desk.outgoing.take_unwanted() == [REQUEST]
-    assert desk.outgoing.idle
+    assert desk.sink.take_cancelled() == [REQUEST]
+    assert desk.sink.idle
     desk.pool.check_all_free()
 
 
@@ -88,8 +88,8 @@ def test_a_name_that_is_taken_ends_its_request_and_nothing_else(desk: RouterHarn
     desk.expect("t1")
     desk.sender.offer(TransferId("t1"), D, 3, LAYOUT)
     desk.start()
-    assert desk.outgoing.take_unwanted() == [REQUEST]
-    assert desk.outgoing.idle
+    assert desk.sink.take_cancelled() == [REQUEST]
+    assert desk.sink.idle
     desk.pool.check_all_free()
 
 
@@ -101,14 +101,14 @@ def test_a_transfer_is_expected_once(desk: RouterHarness) -> None:
 
 def test_what_was_to_go_to_an_instance_is_known(desk: RouterHarness) -> None:
     desk.expect("t1")
-    assert desk.outgoing.of_consumer(D) == [REQUEST]
-    assert desk.outgoing.of_consumer(P) == []
+    assert desk.sink.requests_for(D) == [REQUEST]
+    assert desk.sink.requests_for(P) == []
 
 
-def test_pages_that_nothing_is_sent_from_are_missed(desk: RouterHarness) -> None:
+def test_pages_retained_without_a_transfer_are_an_error(desk: RouterHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.expect("t1")
     desk.start()
-    desk.outgoing.check_idle()
-    desk.sender._transfers.clear()
+    desk.sink.check_idle()
+    monkeypatch.setattr(Sender, "idle", True)
     with pytest.raises(BlockError, match="1 transfers"):
-        desk.outgoing.check_idle()
+        desk.sink.check_idle()

@@ -11,7 +11,7 @@ from triptych.engine import sampler
 from triptych.engine import sampling_batch as draws_module
 from triptych.engine.history import History
 from triptych.engine.sampler import SampledToken, SamplingInput, uniform
-from triptych.engine.sampling_batch import Plan, num_candidates
+from triptych.engine.sampling_batch import SamplingBatch, num_candidates
 from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
 from triptych.messages.work import GrammarSpec, SamplingParams
 
@@ -28,18 +28,18 @@ def draw(
     return SamplingInput(one, History([*prompt, *generated], len(prompt)), frozenset({0}))
 
 
-def sample(logits: torch.Tensor, draws: list[SamplingInput]) -> list[int]:
-    return [drawn.token for drawn in good(sampler.sample(logits, draws))]
+def sample(logits: torch.Tensor, inputs: list[SamplingInput]) -> list[int]:
+    return [sampled.token for sampled in good(sampler.sample(logits, inputs))]
 
 
 def good(rows: list[SampledToken | TriptychError]) -> list[SampledToken]:
-    drawn = [row for row in rows if isinstance(row, SampledToken)]
-    assert drawn == rows
-    return drawn
+    sampled = [row for row in rows if isinstance(row, SampledToken)]
+    assert sampled == rows
+    return sampled
 
 
-def adjust(logits: torch.Tensor, draws: list[SamplingInput]) -> torch.Tensor:
-    return sampler._adjusted(logits, Plan(draws, logits.shape[1], logits.device))
+def adjust(logits: torch.Tensor, inputs: list[SamplingInput]) -> torch.Tensor:
+    return sampler.adjusted_logits(logits, SamplingBatch(inputs, logits.shape[1], logits.device))
 
 
 def kept_by_definition(logits: np.ndarray, one: SamplingParams) -> dict[int, float]:
@@ -121,8 +121,8 @@ def test_what_is_not_among_the_candidates_does_not_matter(
     smallest = logits.sort(descending=True).values[0, min(count, 30) - 1] if count else -torch.inf
     others_gone = logits.where(logits >= smallest, -torch.inf)
     for index in range(20):
-        drawn = [draw(one, index, prompt=(1, 2, 3))]
-        assert sampler.sample(others_gone, drawn) == sampler.sample(logits, drawn)
+        sampled = [draw(one, index, prompt=(1, 2, 3))]
+        assert sampler.sample(others_gone, sampled) == sampler.sample(logits, sampled)
 
 
 def test_equally_likely_tokens_are_chosen_among_alike_whatever_else_is_in_the_batch() -> None:
@@ -131,9 +131,9 @@ def test_equally_likely_tokens_are_chosen_among_alike_whatever_else_is_in_the_ba
     limits = [{"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.4}, {"top_k": 40, "top_p": 0.9}, {"top_k": 1500}, {}]
     limits += [{"top_k": 3000}, {"top_k": 50}]
     for index in range(50):
-        draws = [draw(sampling(seed=row, **limit), index) for row, limit in enumerate(limits)]
-        alone = [sample(logits[row : row + 1], [draws[row]])[0] for row in range(8)]
-        assert sample(logits, draws) == alone
+        inputs = [draw(sampling(seed=row, **limit), index) for row, limit in enumerate(limits)]
+        alone = [sample(logits[row : row + 1], [inputs[row]])[0] for row in range(8)]
+        assert sample(logits, inputs) == alone
 
 
 def test_who_has_few_candidates() -> None:
@@ -160,10 +160,10 @@ def test_a_seed_names_its_tokens_whatever_the_batch() -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
     places = [(1, 0), (1, 1), (2, 0), (3, 7), (2**63 - 1, 9)]
     limits = [{"top_p": 0.9}, {}, {"top_k": 3}, {"min_p": 0.2, "presence_penalty": 1.0}, {"repetition_penalty": 1.3}]
-    draws = [draw(sampling(seed=seed, **limit), index) for (seed, index), limit in zip(places, limits, strict=True)]
-    together = sample(logits, draws)
-    assert [sample(logits[row : row + 1], [draws[row]])[0] for row in range(5)] == together
-    assert sample(logits.flip(0), draws[::-1])[::-1] == together
+    inputs = [draw(sampling(seed=seed, **limit), index) for (seed, index), limit in zip(places, limits, strict=True)]
+    together = sample(logits, inputs)
+    assert [sample(logits[row : row + 1], [inputs[row]])[0] for row in range(5)] == together
+    assert sample(logits.flip(0), inputs[::-1])[::-1] == together
 
 
 def test_seeds_and_places_have_numbers_of_their_own() -> None:
@@ -176,8 +176,8 @@ def test_seeds_and_places_have_numbers_of_their_own() -> None:
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 def test_temperature_towards_zero_is_greedy(temperature: float, top_p: float) -> None:
     logits = torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
-    draws = [draw(sampling(seed=row, temperature=temperature, top_p=top_p), row) for row in range(8)]
-    assert sample(logits, draws) == logits.argmax(dim=-1).tolist()
+    inputs = [draw(sampling(seed=row, temperature=temperature, top_p=top_p), row) for row in range(8)]
+    assert sample(logits, inputs) == logits.argmax(dim=-1).tolist()
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
@@ -200,12 +200,12 @@ def test_penalties_are_those_of_their_definitions() -> None:
 
 def test_each_row_has_its_own_penalties() -> None:
     logits = torch.ones(3, 4)
-    draws = [
+    inputs = [
         draw(sampling(presence_penalty=0.5), 0, output=(1,)),
         draw(sampling(), 0, output=(1,)),
         draw(sampling(frequency_penalty=0.5), 0, output=(2, 2)),
     ]
-    assert adjust(logits, draws).tolist() == [[1, 0.5, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1]]
+    assert adjust(logits, inputs).tolist() == [[1, 0.5, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1]]
 
 
 def test_a_bias_moves_the_choice_and_min_tokens_forbid_to_end() -> None:
@@ -220,12 +220,12 @@ def test_a_bias_moves_the_choice_and_min_tokens_forbid_to_end() -> None:
 
 def test_logprobs_are_the_models_own() -> None:
     logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
-    draws = [
+    inputs = [
         draw(sampling(logprobs=3, temperature=0.5, logit_bias={7: 50.0}), 0),
         draw(sampling(), 0),
         draw(sampling(logprobs=0, temperature=0), 0),
     ]
-    biased, silent, greedy = sampler.sample(logits, draws)
+    biased, silent, greedy = sampler.sample(logits, inputs)
     expected = logits.double().log_softmax(dim=-1)
     assert biased.token == 7
     assert biased.logprob == pytest.approx(expected[0, 7].item(), abs=1e-5)
@@ -239,15 +239,15 @@ def test_logprobs_are_the_models_own() -> None:
 def test_results_come_in_one_copy_and_in_two_if_the_nucleus_was_too_small(
     monkeypatch: pytest.MonkeyPatch, nucleus: int, copies: int
 ) -> None:
-    """And what the draws are made by goes in one: a GPU would be waited for no more often than that."""
+    """And what the inputs are made by goes in one: a GPU would be waited for no more often than that."""
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    draws = [
+    inputs = [
         draw(sampling(temperature=0, presence_penalty=1.0), 0, output=(3, 4)),
         draw(sampling(seed=1, logprobs=2, repetition_penalty=1.2), 3),
         draw(sampling(seed=2, top_p=0.9, logprobs=1), 4),
         draw(sampling(seed=3, top_k=2), 5),
     ]
-    expected = sampler.sample(logits, draws)
+    expected = sampler.sample(logits, inputs)
     counts = {"to": 0, "from": 0}
 
     def counted(name: str, move: Any) -> Any:
@@ -260,11 +260,11 @@ def test_results_come_in_one_copy_and_in_two_if_the_nucleus_was_too_small(
     monkeypatch.setattr(sampler, "NUCLEUS", nucleus)
     monkeypatch.setattr(sampler, "to_host", counted("from", sampler.to_host))
     monkeypatch.setattr(draws_module, "to_device", counted("to", draws_module.to_device))
-    assert sampler.sample(logits, draws) == expected
+    assert sampler.sample(logits, inputs) == expected
     assert counts == {"to": copies, "from": copies}
 
 
-# ── rows that nothing can be drawn from ──────────────────────────────────────────────────────────────────────────
+# ── rows that nothing can be sampled from ──────────────────────────────────────────────────────────────────────────
 
 INF, NAN = torch.inf, torch.nan
 BAD_ROWS = {
@@ -301,11 +301,11 @@ def test_a_row_that_is_not_finite_fails_alone(what: str, way: dict[str, Any], pl
     fine, row = 3 * torch.randn(41), 3 * torch.randn(41)
     for token, value in BAD_ROWS[what].items():
         row[token] = value
-    draws = [draw(sampling(**way, seed=5), 1, prompt=(3, 4), output=(5,)) for _ in range(2)]
+    inputs = [draw(sampling(**way, seed=5), 1, prompt=(3, 4), output=(5,)) for _ in range(2)]
     rows = torch.stack([row, fine] if place == 0 else [fine, row])
-    drawn = sampler.sample(rows, draws)
-    assert isinstance(drawn[place], NonFiniteLogits)
-    assert drawn[1 - place] == sampler.sample(fine[None], draws[:1])[0]
+    sampled = sampler.sample(rows, inputs)
+    assert isinstance(sampled[place], NonFiniteLogits)
+    assert sampled[1 - place] == sampler.sample(fine[None], inputs[:1])[0]
 
 
 @pytest.mark.parametrize("way", [one for one in WAYS if "logit_bias" not in one], ids=str)
@@ -315,9 +315,9 @@ def test_a_row_whose_tokens_are_all_banned_fails_alone(way: dict[str, Any]) -> N
     banned = draw(sampling(**way, min_tokens=2), 1)
     banned = SamplingInput(banned.sampling, banned.history, frozenset(range(5)))
     free = draw(sampling(**way), 1)
-    undrawn, drawn = sampler.sample(logits, [banned, free])
+    undrawn, sampled = sampler.sample(logits, [banned, free])
     assert isinstance(undrawn, NoTokenAllowed)
-    assert drawn == sampler.sample(logits[1:], [free])[0]
+    assert sampled == sampler.sample(logits[1:], [free])[0]
 
 
 @pytest.mark.parametrize("hidden", [NAN, INF])

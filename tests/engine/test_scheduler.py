@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Request
-from triptych.engine.scheduler import MAX_SCORED, Scheduler, Step
+from triptych.engine.scheduler import MAX_SCORED, Scheduler, SchedulerOutput
 from triptych.messages.work import PlacedItem, SamplingParams
 from triptych.types import Placement, RequestId, Span
 
@@ -27,7 +27,7 @@ def everything(one: Request) -> int:
     return len(one.tokens)
 
 
-def check(scheduler: Scheduler, step: Step, ready: Callable[[Request], int], budget: int) -> None:
+def check(scheduler: Scheduler, step: SchedulerOutput, ready: Callable[[Request], int], budget: int) -> None:
     pages = {page for one in scheduler for page in one.pages}
     assert len(pages) == scheduler.pool.num_pages - scheduler.pool.num_free
     assert step.num_tokens <= budget
@@ -49,7 +49,7 @@ class Contents:
         self.page_size = page_size
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def compute(self, step: Step) -> None:
+    def compute(self, step: SchedulerOutput) -> None:
         """Checks that what a chunk attends to is its own past, then writes the chunk; nobody else's past is harmed,
         because every chunk is checked in every step."""
         for chunk in step.chunks:
@@ -61,9 +61,9 @@ class Contents:
                 self.slots[slots[i]] = tuple(one.tokens[: i + 1])
 
 
-def run(scheduler: Scheduler, step: Step) -> list[Request]:
+def run(scheduler: Scheduler, step: SchedulerOutput) -> list[Request]:
     """Pretends to compute; the requests that got a token."""
-    scheduler.computed(step)
+    scheduler.mark_computed(step)
     sampling = [chunk.request for chunk in step.chunks if chunk.samples]
     for one in sampling:
         one.tokens.append(2)

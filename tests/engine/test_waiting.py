@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Request
-from triptych.engine.scheduler import MAX_PASSED, Scheduler, Step
+from triptych.engine.scheduler import MAX_BYPASSED, Scheduler, SchedulerOutput
 from triptych.messages.work import PlacedItem, SamplingParams
 from triptych.types import Placement, RequestId, Span
 
@@ -116,7 +116,7 @@ class World:
             if one.id in self.offered or not one.items:
                 if self.chance.random() < 0.7:
                     self.asked.discard(one.id)
-                    self.scheduler.arrived(one, len(one.tokens))
+                    self.scheduler.mark_received(one, len(one.tokens))
                     self.took_token(one)
             elif self.lands(one):
                 self.offered.add(one.id)
@@ -126,7 +126,7 @@ class World:
         if one.finish_reason() or not one.decoded_here:
             self.scheduler.remove(one.id)
 
-    def turn(self) -> Step:
+    def turn(self) -> SchedulerOutput:
         """One look at what has come, and one step."""
         self.land()
         self.prefill()
@@ -135,7 +135,7 @@ class World:
         self.check(step, sending)
         for one in [*step.preempted, *step.admitted]:
             self.need(one)
-        self.scheduler.computed(step)
+        self.scheduler.mark_computed(step)
         for chunk in step.chunks:
             self.tokens.setdefault(chunk.request.id, []).append((self.num_steps, chunk.length))
             if chunk.samples:
@@ -144,15 +144,15 @@ class World:
         self.idle_turns = 0 if step.chunks or step.admitted else self.idle_turns + 1
         return step
 
-    def check(self, step: Step, sending: list[Request]) -> None:
+    def check(self, step: SchedulerOutput, sending: list[Request]) -> None:
         scheduler, pool = self.scheduler, self.scheduler.pool
-        assert len({page for one in scheduler for page in one.pages}) == pool.num_held
+        assert len({page for one in scheduler for page in one.pages}) == pool.num_used
         assert len(step.chunks) <= self.max_num_seqs
         assert sum(one.running for one in scheduler) <= self.max_num_seqs
         assert step.num_tokens <= self.budget
-        assert not any(one.running and one.waits for one in scheduler)
+        assert not any(one.running and one.blocked for one in scheduler)
         assert all(one.sends_pages for one in sending), "pages that KV is sent from were taken"
-        assert all(one.wholly_ready for one in scheduler if one.sends_pages)
+        assert all(one.fully_ready for one in scheduler if one.sends_pages)
         for chunk in step.chunks:
             assert chunk.start + chunk.length <= self.ready(chunk.request)
             assert len(chunk.request.pages) * self.page_size >= chunk.start + chunk.length
@@ -170,7 +170,7 @@ class World:
         raise AssertionError(f"after {limit} turns there are {[one.id for one in self.scheduler]}")
 
 
-def computing(step: Step) -> list[str]:
+def computing(step: SchedulerOutput) -> list[str]:
     return [chunk.request.id for chunk in step.chunks]
 
 
@@ -219,7 +219,7 @@ def test_pages_of_prompts_that_wait_are_taken_whatever_came_first(role: str) -> 
     for _ in range(20):
         world.turn()
     assert world.scheduler.get(RequestId("text")) is None
-    assert any(one.num_passed for one in media)
+    assert any(one.num_bypassed for one in media)
     world.lands = lambda _: True
     world.finish(200)
 
@@ -248,21 +248,21 @@ def test_a_large_prompt_whose_rows_come_one_by_one_is_not_passed_for_ever() -> N
         world = World(role, pages=12, blocks=1, budget=64)
         large = world.add(request("large", 11, media=10, role=role))
         numbers = itertools.count()
-        for _ in range(60 * MAX_PASSED):
+        for _ in range(60 * MAX_BYPASSED):
             while sum(not one.items for one in world.scheduler) < 3:
                 world.add(request(f"text {next(numbers)}", 4, 3, role=role))
             world.turn()
             if not world.scheduler.get(large.id):
                 break
         assert world.scheduler.get(large.id) is None
-        assert large.num_passed <= MAX_PASSED
+        assert large.num_bypassed <= MAX_BYPASSED
 
 
 def test_a_decode_instance_asks_for_a_prompt_with_media_though_there_are_always_texts() -> None:
     world = World("D", pages=12, budget=64, lands=lambda _: world.chance.random() < 0.2)
     large = world.add(request("large", 12, media=10, role="D"))
     numbers = itertools.count()
-    for _ in range(100 * MAX_PASSED):
+    for _ in range(100 * MAX_BYPASSED):
         while sum(not one.items for one in world.scheduler) < 3:
             world.add(request(f"text {next(numbers)}", 4, 3, role="D"))
         world.turn()
@@ -379,7 +379,7 @@ def test_an_answer_that_waits_before_each_token_goes_on_beside_long_ones(role: s
     judging = steps = 0
 
     def ready(one: Request) -> int:
-        return len(one.tokens) - (one is slow and one.lacks_newest_only and judging > 0)
+        return len(one.tokens) - (one is slow and one.only_newest_left and judging > 0)
 
     while slow.num_generated < 30:
         steps += 1
@@ -388,10 +388,10 @@ def test_an_answer_that_waits_before_each_token_goes_on_beside_long_ones(role: s
             scheduler.add(request(f"other {steps} {len(scheduler)}", 4, 200, role=role))
         step = scheduler.schedule(ready)
         for one in step.admitted:
-            scheduler.arrived(one, len(one.tokens))
+            scheduler.mark_received(one, len(one.tokens))
             one.tokens.append(1)
         assert len({chunk.request.id for chunk in step.chunks}) <= places
-        scheduler.computed(step)
+        scheduler.mark_computed(step)
         for chunk in step.chunks:
             if chunk.samples:
                 chunk.request.tokens.append(1)

@@ -10,7 +10,6 @@ from tests.harness import FLOAT32, Running, running, together
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
 from triptych.config import EngineConfig, TransferConfig
-from triptych.engine.kv_source import KVSource
 from triptych.engine.split_loops import DecodeLoop, PrefillLoop
 from triptych.errors import MediaNotServed
 from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
@@ -27,8 +26,7 @@ def kv_rows(service: Running) -> int:
     """Rows of KV that have landed so far."""
     hosts = decode_hosts(service)
     assert hosts
-    arriving = [host._incoming for host in hosts]
-    return sum(one._receiver.counters.rows for one in arriving if isinstance(one, KVSource))
+    return sum(host.source.stats().counters.rows for host in hosts)
 
 
 def answered(
@@ -71,8 +69,7 @@ def test_writes_that_break_are_mended(model: Model) -> None:
         small = replace(FLOAT32, kv_receive_blocks=8, receive_blocks=8, receive_block_rows=8)
         async with running(model.folder, "1E1P1D", small, transfer=TransferConfig(inject_faults=BROKEN)) as service:
             answers = await service.answers(REQUESTS, max_tokens=8)
-            receivers = [host._incoming._receiver for host in decode_hosts(service)]
-            return answers, sum(receiver.counters.resent for receiver in receivers)
+            return answers, sum(host.source.stats().counters.resent for host in decode_hosts(service))
 
     answers, resent = asyncio.run(run())
     assert resent > 0
