@@ -37,7 +37,7 @@ class SampledToken:
     logprob: float | None = None
     """None unless requested."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens, in descending order, with their log probabilities; as many as requested."""
+    """The likeliest tokens, in descending order, with their log probabilities."""
 
 
 SampleResult = SampledToken | TriptychError | None
