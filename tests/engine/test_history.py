@@ -10,7 +10,7 @@ from triptych.engine.history import History
     prompt=st.lists(st.integers(0, 300), max_size=200),
     steps=st.lists(st.lists(st.integers(0, 300), max_size=80), max_size=4),
 )
-def test_counts_follow_the_tokens_as_they_come(prompt: list[int], steps: list[list[int]]) -> None:
+def test_counts_include_appended_tokens(prompt: list[int], steps: list[list[int]]) -> None:
     history = History(list(prompt), len(prompt))
     generated: list[int] = []
     for step in steps:
@@ -22,10 +22,10 @@ def test_counts_follow_the_tokens_as_they_come(prompt: list[int], steps: list[li
     assert history.num_generated == len(generated)
 
 
-def test_what_was_counted_is_not_counted_again() -> None:
+def test_counting_is_incremental() -> None:
     history = History([*range(100)] * 10, 1000)
     history.seen.update()
-    history.tokens[:1000] = [0] * 1000  # nobody does; but it would show
+    history.tokens[:1000] = [0] * 1000  # never happens; shows what is counted again
     history.tokens.append(5)
     found, numbers = history.seen.update()
     assert len(found) == 100

@@ -12,26 +12,26 @@ from triptych.messages.work import SamplingParams
 VOCABULARY = 11
 
 
-def test_rows_are_those_of_the_chunks_that_ask() -> None:
-    """Beside others that sample, or neither ask nor sample."""
+def test_queries_cover_the_chunks_that_request_logprobs() -> None:
+    """Beside chunks that only sample, or do neither."""
     plain, asking = SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, prompt_logprobs=2)
     chunks = [
         Chunk(request("0", [1, 2, 3], plain), 0, 3),  # samples
-        Chunk(request("1", [4, 5, 6, 7], asking), 0, 2),  # tells of 5 and 6
+        Chunk(request("1", [4, 5, 6, 7], asking), 0, 2),  # scores 5 and 6
         Chunk(request("2", [1, 2, 3], plain), 0, 2),  # neither
-        Chunk(request("3", [8, 9, 10], asking), 1, 2),  # tells of 10, and samples
-        Chunk(request("4", [3], asking), 0, 1),  # has nothing to tell of
+        Chunk(request("3", [8, 9, 10], asking), 1, 2),  # scores 10, and samples
+        Chunk(request("4", [3], asking), 0, 1),  # has nothing to score
     ]
     assert [list(chunk.wanted) for chunk in chunks] == [[2], [0, 1], [], [0, 1], [0]]
     assert [num_largest(chunk) for chunk in chunks] == [[1], [0, 0], [], [0, 1], [1]]
-    ranked = prompt_logprobs_queries(chunks)
-    assert [(one.first_row, one.tokens, one.num_top) for one in ranked] == [(1, [5, 6], 2), (3, [10], 2)]
+    queries = prompt_logprobs_queries(chunks)
+    assert [(one.first_row, one.tokens, one.num_top) for one in queries] == [(1, [5, 6], 2), (3, [10], 2)]
     answering = request("5", [1, 2, 3], asking)
     answering.tokens.append(4)
-    assert list(Chunk(answering, 0, 4).wanted) == [3], "with the first token all has been ranked"
+    assert list(Chunk(answering, 0, 4).wanted) == [3], "prompt logprobs go out with the first token"
 
 
-def test_scores_by_definition() -> None:
+def test_scores_follow_the_definition() -> None:
     logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(1))
     logits[4, 3:6] = logits[4].max() + 1  # three that are equally likely
     chunks = [
@@ -54,7 +54,7 @@ def test_scores_by_definition() -> None:
             assert rank == (logits[row] >= logits[row, which[0]]).sum()
 
 
-def test_the_parts_of_a_prompt_are_joined_in_order() -> None:
+def test_a_prompts_chunks_are_joined_in_order() -> None:
     logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(2))
     whole = request("0", [1, 2, 3, 4, 5], SamplingParams(max_tokens=1, prompt_logprobs=2))
     first, second = Chunk(whole, 0, 3), Chunk(whole, 3, 2)
@@ -67,7 +67,7 @@ def test_the_parts_of_a_prompt_are_joined_in_order() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_fail_their_prompt_alone(value: float) -> None:
+def test_logits_that_are_not_finite_fail_only_their_prompt(value: float) -> None:
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
     chunks = [
         Chunk(request(str(n), [1, 4, 9], SamplingParams(max_tokens=1, prompt_logprobs=2)), 0, 2 + (n == 1))
