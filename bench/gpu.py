@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from bench.gpu_models import MODELS, RandomCheckpoint, draws, made_up
-from bench.make_checkpoint import Sizes, model_config
+from tests.support.random_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
 from triptych.engine.buckets import bucket_sizes
 from triptych.engine.decode_graphs import DecodeGraphs, record_graphs
@@ -143,7 +143,7 @@ class Bench:
 
     def _forward(self, batch: ForwardBatch, cache: KVTensors, graphs: DecodeGraphs | None) -> Callable[[], object]:
         if graphs is not None:
-            assert graphs.suits(batch)
+            assert graphs.can_replay(batch)
             return lambda: graphs.replay(batch)
         return lambda: self.decoder(on_device(batch, self.device), cache)
 

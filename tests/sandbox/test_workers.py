@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import is_gone
-from tests.sandbox import handlers
+from tests.support import sandbox_handlers as handlers
+from tests.support.processes import is_gone
+from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed, InternalError, StartError, TruncatedMedia
-from triptych.sandbox.protocol import Bulk, Limits, ProtocolError, WorkerSpec
+from triptych.sandbox.protocol import Bulk, ProtocolError, WorkerSpec
 from triptych.sandbox.workers import WorkerPool
-
-LIMITS = Limits(memory_bytes=2**28, output_bytes=2**25, seconds=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +147,11 @@ def test_closing_cancels_requests_in_progress() -> None:
 def test_a_worker_ends_with_its_parent() -> None:
     code = """
 import os, signal
-from tests.sandbox.test_workers import LIMITS
+from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed
 from triptych.sandbox.protocol import WorkerSpec
 from triptych.sandbox.workers import WorkerPool
-workers = WorkerPool(WorkerSpec("tests.sandbox.handlers:obedient", "hello", LIMITS), 1, DecodeFailed)
+workers = WorkerPool(WorkerSpec("tests.support.sandbox_handlers:obedient", "hello", LIMITS), 1, DecodeFailed)
 workers.wait_until_ready()
 print(*workers.pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
