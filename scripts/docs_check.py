@@ -68,7 +68,7 @@ def exists(code: str) -> bool:
     """Whether ``code`` is no path, or is one below the repository or the package; ``<name>`` stands for any name."""
     if not _PATH.fullmatch(code) or code.startswith((*ELSEWHERE, *GENERATED)):
         return True
-    if not _FILE.search(code) and not (ROOT / code.split("/")[0]).exists():
+    if not _FILE.search(code) and not (ROOT / code.split("/", maxsplit=1)[0]).exists():
         return True  # a word with a slash, or an HTTP path
     pattern = re.sub(r"<\w+>", "*", code.rstrip("/"))
     if any(next(base.glob(pattern), None) for base in (ROOT, ROOT / "triptych", ROOT / "docs")):

@@ -23,7 +23,9 @@ _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the section "Decisions" with the records: the index, then the order of their numbers."""
-    names = sorted((path.name for path in (DOCS / "decisions").glob("*.md")), key=lambda name: (name != "index.md", name))
+    names = sorted(
+        (path.name for path in (DOCS / "decisions").glob("*.md")), key=lambda name: (name != "index.md", name)
+    )
     for section in config.nav or []:
         if "Decisions" in section:
             section["Decisions"] = [f"decisions/{name}" for name in names]

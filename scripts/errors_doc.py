@@ -9,7 +9,7 @@ import inspect
 from scripts.generated import DOCS, table, with_region
 from triptych import errors
 from triptych.api.errors import body_of, headers_of, status_of
-from triptych.errors import RequestError, ServiceError, StartError, TriptychError
+from triptych.errors import MediaError, RequestError, ServiceError, StartError, TriptychError
 
 PAGE = DOCS / "troubleshooting.md"
 
@@ -25,9 +25,9 @@ def page() -> str:
 
 
 def kinds(*bases: type[TriptychError]) -> list[type[TriptychError]]:
-    """The classes of the tree below ``bases``, in the order of the file."""
+    """The classes of the tree below ``bases``, in the order of the file, without those that only group others."""
     found = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, bases)]
-    return [kind for kind in found if kind not in bases]
+    return [kind for kind in found if kind not in bases and kind is not MediaError]
 
 
 def _answer(kind: type[TriptychError]) -> list[str]:

@@ -26,11 +26,11 @@ def page() -> str:
 
 def content() -> str:
     """The tables."""
-    frontend = sorted([*_frontend(), *_watched()])
-    instances = sorted(
+    frontend = [*_frontend(), *_watched()]
+    instances = [
         _row(series.name, "counter" if series.counts else "gauge", _labels_of(series), series.meaning)
         for series in SERIES
-    )
+    ]
     return (
         f"**Frontend**\n\n{table(HEAD, frontend)}\n\n"
         f"**Instances**, as reported with their heartbeats\n\n{table(HEAD, instances)}"
