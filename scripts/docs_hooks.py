@@ -26,10 +26,17 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     names = sorted(
         (path.name for path in (DOCS / "decisions").glob("*.md")), key=lambda name: (name != "index.md", name)
     )
-    for section in config.nav or []:
-        if "Decisions" in section:
-            section["Decisions"] = [f"decisions/{name}" for name in names]
+    _fill(config.nav or [], "Decisions", [f"decisions/{name}" for name in names])
     return config
+
+
+def _fill(items: list[Any], section: str, pages: list[str]) -> None:
+    for item in items:
+        for name, below in item.items() if isinstance(item, dict) else ():
+            if name == section:
+                item[name] = pages
+            elif isinstance(below, list):
+                _fill(below, section, pages)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
