@@ -258,7 +258,7 @@ def test_results_come_in_one_copy_and_in_two_if_the_nucleus_was_too_small(
         return counting
 
     monkeypatch.setattr(sampler, "NUCLEUS", nucleus)
-    monkeypatch.setattr(sampler, "to_host", counted("from", sampler.to_host))
+    monkeypatch.setattr(sampler, "to_cpu", counted("from", sampler.to_cpu))
     monkeypatch.setattr(draws_module, "to_device", counted("to", draws_module.to_device))
     assert sampler.sample(logits, draws) == expected
     assert counts == {"to": copies, "from": copies}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import load_family
+from tests.checkpoints import load_adapter
 from tests.layers.generating import PAGE_SIZE, Generating, prompts
 from triptych.checkpoint.reader import Checkpoint
 from triptych.engine.decode_graphs import record_graphs
@@ -28,7 +28,7 @@ SAMPLINGS = [
 
 
 def load(folder: Path, weights: WeightFormat, device: torch.device) -> Decoder:
-    return load_family(folder).load_decoder(Checkpoint(folder), weights, device)
+    return load_adapter(folder).load_decoder(Checkpoint(folder), weights, device)
 
 
 def cache_of(decoder: Decoder, device: torch.device) -> KVTensors:

@@ -6,7 +6,7 @@ import torch
 from triptych.engine import sampler
 from triptych.engine.history import History
 from triptych.engine.sampler import SamplingInput
-from triptych.layers.pinned import to_host
+from triptych.layers.pinned import to_cpu
 from triptych.messages.work import SamplingParams
 
 VOCABULARY = 151_936
@@ -62,12 +62,12 @@ def test_nothing_is_waited_for_but_the_result(
         nonlocal waits
         waits += 1
         torch.cuda.set_sync_debug_mode("default")
-        found = to_host(tensors)
+        found = to_cpu(tensors)
         torch.cuda.set_sync_debug_mode("error")
         return found
 
     on_gpu = logits.to(gpu)
-    monkeypatch.setattr(sampler, "to_host", waiting)
+    monkeypatch.setattr(sampler, "to_cpu", waiting)
     sampler.sample(on_gpu, draws())  # first uses may wait
     waits = 0
     torch.cuda.set_sync_debug_mode("error")

@@ -42,7 +42,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param != "native" and platform.machine() != "x86_64":
         pytest.skip("only x86 has vectors of several widths")
     flag = {"alderlake": "avx_vnni", "haswell": "avx2"}.get(request.param)
-    if flag and flag not in native._processor().split():
+    if flag and flag not in native.processor_features().split():
         pytest.skip(f"this processor has no {flag}")
     if native.library() is None:
         pytest.skip("there is no C compiler")

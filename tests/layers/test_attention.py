@@ -12,7 +12,7 @@ from triptych.layers import native
 from triptych.layers.attention import compiled
 from triptych.layers.attention.base import AttentionBatch, PageRun, leading_run
 from triptych.layers.attention.cpu import CpuAttention, read_pages
-from triptych.layers.rounding import rounded
+from triptych.layers.rounding import saturating_cast
 
 PAGE_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_what_fp16_makes_of_values(kernel: compiled.PagedAttention) -> None:
     values = numbers().view(-1, 2, 40)
     ones, nothing = [1] * len(values), torch.zeros_like(values)
     batch = AttentionBatch(ones, ones, list(torch.arange(len(values)).split(1)), torch.arange(len(values)))
-    expected = rounded(values, torch.float16)
+    expected = saturating_cast(values, torch.float16)
     assert not expected.isinf().any()
     assert torch.equal(expected.isnan(), values.isnan())
     for attend in (kernel, CpuAttention(None)):

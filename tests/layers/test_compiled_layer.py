@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_family
+from tests.checkpoints import load_adapter
 from tests.layers.driving import Pool, Prompt, Running, step
 from tests.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise
 from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.attention.cpu import CpuAttention
-from triptych.layers.blocks import GatedMLP, Layer
+from triptych.layers.blocks import DecoderLayer, GatedMLP
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
 
@@ -53,14 +53,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def load(folder: Path, weights: WeightFormat, backend: CpuAttention | None = None) -> Decoder:
     """With ``backend``'s kernels instead of those that the process has built for itself."""
-    decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
+    decoder = load_adapter(folder).load_decoder(Checkpoint(folder), weights, CPU)
     for layer in decoder.layers:
         layer.attention.backend = backend or layer.attention.backend
         layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
     return decoder
 
 
-def is_compiled(layer: Layer) -> tuple[bool, bool]:
+def is_compiled(layer: DecoderLayer) -> tuple[bool, bool]:
     return layer.compiled_attend is not None, layer.compiled_finish is not None
 
 

@@ -125,8 +125,8 @@ class TestOneDnn(Product):
     def test_onednn_is_exact_on_processors_without_vnni(self) -> None:
         code = """
 import torch
-from triptych.layers.int8 import OneDnnProduct
-product = OneDnnProduct(torch.full((40, 1024), 127, dtype=torch.int8), torch.ones(40), torch.zeros(40))
+from triptych.layers.int8 import OneDnnInt8Product
+product = OneDnnInt8Product(torch.full((40, 1024), 127, dtype=torch.int8), torch.ones(40), torch.zeros(40))
 for sign in (1, -1):
     assert torch.equal(product(torch.full((9, 1024), sign * 63.0)), torch.full((9, 40), sign * 1024.0 * 127 * 63))
 """

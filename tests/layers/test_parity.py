@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.checkpoints import load_family, load_reference, make_checkpoint
+from tests.checkpoints import load_adapter, load_reference, make_checkpoint
 from tests.layers.driving import (
     TOWER_TOLERANCE,
     Pool,
@@ -37,17 +37,17 @@ class Model:
     """A checkpoint's tower, and decoders in any weight format, beside the reference."""
 
     def __init__(self, folder: Path) -> None:
-        self.family = load_family(folder)
+        self.adapter = load_adapter(folder)
         self.checkpoint = Checkpoint(folder)
         self.reference: PreTrainedModel = load_reference(folder)
-        self.tower = self.family.load_encoder(self.checkpoint, WEIGHT_FORMATS["float32"], CPU)
+        self.tower = self.adapter.load_encoder(self.checkpoint, WEIGHT_FORMATS["float32"], CPU)
 
     @cache  # noqa: B019 (lives as long as the module's fixture)
     def decoder(self, weights: str = "float32") -> Decoder:
-        return self.family.load_decoder(self.checkpoint, WEIGHT_FORMATS[weights], CPU)
+        return self.adapter.load_decoder(self.checkpoint, WEIGHT_FORMATS[weights], CPU)
 
     def prompt(self, images: list[EncoderInput], text: bytes = TEXT) -> Prompt:
-        return make_prompt(self.reference, list(text), images, self.tower.encode(images), self.family.embedding_width)
+        return make_prompt(self.reference, list(text), images, self.tower.encode(images), self.adapter.embedding_width)
 
     def expected(self, images: list[EncoderInput], text: bytes = TEXT) -> Tensor:
         return reference_logits(self.reference, self.prompt(images, text), images)
@@ -157,7 +157,7 @@ def test_greedy_outputs_vary(models: Callable[..., Model]) -> None:
 def test_media_rows_of_the_wrong_width(models: Callable[..., Model]) -> None:
     model = models()
     prompt = model.prompt(IMAGES)
-    prompt.media_rows = prompt.media_rows[:, :-1]
+    prompt.media_embeddings = prompt.media_embeddings[:, :-1]
     with pytest.raises(ValueError, match="media rows have shape"):
         run_whole(Pool(model.decoder()), prompt)
 
@@ -183,7 +183,7 @@ def test_tower_rows_do_not_depend_on_the_batch(models: Callable[..., Model]) -> 
 
 def test_tower_in_bf16(models: Callable[..., Model]) -> None:
     model = models()
-    tower = model.family.load_encoder(model.checkpoint, WEIGHT_FORMATS["bfloat16"], CPU)
+    tower = model.adapter.load_encoder(model.checkpoint, WEIGHT_FORMATS["bfloat16"], CPU)
     rows = torch.cat(tower.encode(IMAGES))
     assert rows.dtype == torch.bfloat16
     assert_close(rows.float(), torch.cat(model.tower.encode(IMAGES)), 0.3)
@@ -192,7 +192,7 @@ def test_tower_in_bf16(models: Callable[..., Model]) -> None:
 def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
     """Rounded to fp16 where a linear layer is, and nothing of its fp32 weights kept."""
     model = models()
-    tower = model.family.load_encoder(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
+    tower = model.adapter.load_encoder(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
     assert any(isinstance(module, PackedLinear) for module in tower.module.modules())
     assert not any(isinstance(module, nn.Linear) for module in tower.module.modules())
     rows = torch.cat(tower.encode(IMAGES))

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from triptych.layers import pointwise
-from triptych.layers.pointwise import GeluTanh, likeliest, rms_norm, rotate, silu_times
+from triptych.layers.pointwise import GeluTanh, argmax_rows, rms_norm, rotate, silu_and_mul
 
 TOKENS = (1, 3, 700)
 """Few enough for one thread, and enough for several."""
@@ -60,7 +60,7 @@ def test_silu_times(num_tokens: int, width: int) -> None:
     torch.manual_seed(0)
     gate_up = 40 * torch.randn(num_tokens, 2 * width)
     gate, up = gate_up.chunk(2, dim=-1)
-    torch.testing.assert_close(silu_times(gate_up), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(silu_and_mul(gate_up), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 700, 33)])
@@ -75,9 +75,9 @@ def test_gelu_tanh(shape: tuple[int, ...], scale: float) -> None:
 def test_other_dtypes_and_layouts_go_through_pytorch() -> None:
     activations, weight = torch.randn(3, 8).bfloat16(), torch.ones(8).bfloat16()
     assert rms_norm(activations, weight, 1e-6).dtype == torch.bfloat16
-    assert silu_times(activations).dtype == torch.bfloat16
+    assert silu_and_mul(activations).dtype == torch.bfloat16
     columns = torch.randn(8, 3).T
-    torch.testing.assert_close(silu_times(columns), silu_times(columns.contiguous()))
+    torch.testing.assert_close(silu_and_mul(columns), silu_and_mul(columns.contiguous()))
     torch.testing.assert_close(GeluTanh()(columns), GeluTanh()(columns.contiguous()))
 
 
@@ -86,10 +86,10 @@ def test_likeliest(rows: int, width: int) -> None:
     """The first of several; rows that grammars have cut down to one token, or that lie apart."""
     torch.manual_seed(0)
     logits = torch.randint(-3, 4, (rows, width + 7)).float()[:, 3 : width + 3]
-    assert likeliest(logits).tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
+    assert argmax_rows(logits).tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
     banned = torch.full((2, width), -torch.inf)
     banned[0, width - 1] = -1000.0
-    assert likeliest(banned).tolist() == [width - 1, 0]
+    assert argmax_rows(banned).tolist() == [width - 1, 0]
 
 
 @pytest.mark.parametrize("width", [5, 1_003, 4_100])
@@ -99,5 +99,5 @@ def test_a_nan_is_the_likeliest_so_that_it_is_seen(width: int) -> None:
         logits[1, place] = torch.nan
         logits[1, width - 1] = torch.nan
         logits[0, 1] = torch.inf
-        assert likeliest(logits).tolist() == [1, place]
-        assert likeliest(logits.T.contiguous().T).tolist() == [1, place]
+        assert argmax_rows(logits).tolist() == [1, place]
+        assert argmax_rows(logits.T.contiguous().T).tolist() == [1, place]

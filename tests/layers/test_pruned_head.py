@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_family
+from tests.checkpoints import load_adapter
 from tests.layers.generating import PAGE_SIZE, Generating, prompts
 from triptych.checkpoint.reader import Checkpoint
 from triptych.engine.runner import Runner
@@ -214,7 +214,7 @@ def test_answers_are_the_same(
 ) -> None:
     folder = checkpoint_folder(tied=True)
     weights = (WEIGHT_FORMATS | QUANTIZED_FORMATS)[name]
-    decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, torch.device("cpu"))
+    decoder = load_adapter(folder).load_decoder(Checkpoint(folder), weights, torch.device("cpu"))
     lengths = [7, 13, 1, 9, 20, 5, 2, 9]
     samplings = [SamplingParams(max_tokens=8, seed=row, **settings[row % len(settings)]) for row in range(len(lengths))]
 

@@ -61,9 +61,9 @@ def check_parts(plan: ItemPlan, tokens: str) -> None:
     assert firsts == sorted(firsts)
     for part in plan.parts:
         for first_row, rows in part.runs:
-            assert set(tokens[first_row : first_row + rows]) == {"A" if part.heard else "V"}
+            assert set(tokens[first_row : first_row + rows]) == {"A" if part.is_audio else "V"}
     for heard, planned in ((False, [plan.rows_per_part] * plan.grid[0]), (True, windows(plan.sound.header))):
-        numbers = [number for number, part in enumerate(plan.parts) if part.heard == heard]
+        numbers = [number for number, part in enumerate(plan.parts) if part.is_audio == heard]
         assert [plan.rows_of(number) for number in numbers] == planned
         places = [run for number in numbers for run in plan.runs_of(number)]
         assert places == sorted(places)
@@ -110,7 +110,7 @@ def test_plans_that_are_not_whole() -> None:
 def test_who_does_not_hear(family: str) -> None:
     planner = planner_of(family)
     assert not planner.audio_in_video
-    with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
+    with pytest.raises(UnsupportedMedia, match="takes no audio track with a video"):
         planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)
 
 
@@ -119,5 +119,5 @@ def test_a_config_that_does_not_name_the_end_of_audio() -> None:
     thinker = {k: v for k, v in config_of(FAMILY)["thinker_config"].items() if k != "audio_end_token_id"}
     planner = Qwen3OmniPlanner(config_of(FAMILY) | {"thinker_config": thinker}, {"feature_size": 20})
     assert not planner.audio_in_video
-    with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
+    with pytest.raises(UnsupportedMedia, match="takes no audio track with a video"):
         planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)

@@ -17,7 +17,7 @@ from tests.tiny import TINY
 from triptych.errors import PlanMismatch
 from triptych.models.base import Planner
 from triptych.models.registry import FAMILIES, resolve
-from triptych.models.shared.mrope import Shape, mrope_positions
+from triptych.models.shared.mrope import MediaPositions, mrope_positions
 from triptych.types import (
     AudioHeader,
     FrameSampling,
@@ -208,7 +208,7 @@ def test_as_the_reference(family: str, count: int) -> None:
 
 def test_any_shape() -> None:
     """A shape that isn't a grid: what follows goes on where the shape says."""
-    shape = Shape(np.array([[0, 0, 5.0], [0, 1, 1], [3, 2, 1]]), advance=4)
+    shape = MediaPositions(np.array([[0, 0, 5.0], [0, 1, 1], [3, 2, 1]]), advance=4)
     positions = mrope_positions(6, [Span(1, 3)], [shape])
     assert positions.prompt.tolist() == [[0, 1, 1, 6, 5, 6], [0, 1, 2, 2, 5, 6], [0, 4, 3, 2, 5, 6]]
     assert positions.next_position == 7

@@ -18,7 +18,7 @@ from triptych.checkpoint.config_files import load_preprocessor_config
 from triptych.errors import BadMediaSize, CheckpointError, MediaMismatch, PlanMismatch
 from triptych.media.audio import decode_audio
 from triptych.models.base import AUDIO
-from triptych.models.qwen3_omni.audio import Hearing, HearingWork
+from triptych.models.qwen3_omni.audio import AudioCostModel, AudioFraming
 from triptych.models.qwen3_omni.plan import Qwen3OmniPlanner
 from triptych.models.qwen3_omni.preprocess import Qwen3OmniPreprocessor
 from triptych.prompt.probe_audio import probe_audio
@@ -28,7 +28,7 @@ CONFIG = TINY["qwen3_omni_moe"].config
 PROCESSOR: dict[str, Any] = TINY["qwen3_omni_moe"].preprocessor or {}
 PLANNER = Qwen3OmniPlanner(CONFIG, PROCESSOR)
 PREPROCESSOR = Qwen3OmniPreprocessor(CONFIG, PROCESSOR)
-HEARING = Hearing.from_configs(CONFIG["thinker_config"]["audio_config"], PROCESSOR)
+HEARING = AudioFraming.from_configs(CONFIG["thinker_config"]["audio_config"], PROCESSOR)
 
 
 def edited(**audio: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_configs_that_are_not_served(audio: dict[str, Any], processor: dict[str,
 
 def test_cost_counts_every_product() -> None:
     """Of 250 frames: three chunks of convolutions, and 33 tokens in windows of 26 and 7."""
-    work = HearingWork(hidden_size=32, intermediate_size=48, layers=2, channels=8, output_size=64, bands=20, unit=1)
+    work = AudioCostModel(hidden_size=32, intermediate_size=48, layers=2, channels=8, output_size=64, bands=20, unit=1)
     stem = 9 * (10 * 50 * 8 + 5 * 25 * 8 * 8 + 3 * 13 * 8 * 8) + 13 * 24 * 32
     layer = 33 * (4 * 32 * 32 + 2 * 32 * 48) + 2 * 32 * (26 * 26 + 7 * 7)
     assert work.cost(HEARING, 250) == 3 * stem + 2 * layer + 33 * 32 * (32 + 64)

@@ -22,7 +22,7 @@ from triptych.models.qwen2_vl.plan import Qwen2VLPlanner
 from triptych.models.qwen3_vl.plan import Qwen3VLPlanner
 from triptych.models.qwen3_vl.preprocess import Qwen3VLPreprocessor
 from triptych.models.registry import FAMILIES, resolve
-from triptych.models.shared.video import ClipGeometry, EqualSteps, FrameGeometry, VideoGeometry
+from triptych.models.shared.video import IntervalStartSampling, PerFrameGeometry, PerVideoGeometry, VideoGeometry
 from triptych.types import FrameSampling, ItemPlan, PixelBounds, Placement, Span, VideoHeader
 
 CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
@@ -179,7 +179,7 @@ def test_as_many_frames_as_there_are(header: VideoHeader, sampling: dict[str, An
 def test_equal_steps_are_the_references(patches: int, frames: int) -> None:
     """Now and then it takes one more, which isn't there, and fails. Where there are more frames, its float32 is too
     short for steps of parts of a frame, and its choice depends on the processor's vectors."""
-    sampling = EqualSteps.from_config({"num_frames": 2 * patches}, 2)
+    sampling = IntervalStartSampling.from_config({"num_frames": 2 * patches}, 2)
     count = min(2 * patches, frames // 2 * 2) or 1
     expected = torch.arange(0, frames, frames / count).int().tolist()[:count]
     assert list(sampling.frames(VideoHeader("MP4", 64, 64, frames, 25.0))) == expected
@@ -198,7 +198,7 @@ def test_settings_that_are_null_are_not_said() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from([ClipGeometry, FrameGeometry]),
+    st.sampled_from([PerVideoGeometry, PerFrameGeometry]),
     st.integers(2, 768),
     st.integers(1, 4000),
     st.integers(1, 4000),
@@ -208,7 +208,7 @@ def test_every_size_keeps_the_bounds(
     kind: type[VideoGeometry], num_frames: int, height: int, width: int, capped: bool
 ) -> None:
     """The model's own bounds, as published: what is planned is what buffers are made for."""
-    together = kind is ClipGeometry
+    together = kind is PerVideoGeometry
     most = 25165824 if together else 12845056
     config = {"size": {"shortest_edge": 4096, "longest_edge": most}, "cap_pixels_per_frame": capped}
     geometry = kind.from_config(config, 32, 2)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
+from tests.checkpoints import DENSE, MOE, edit_config, load_adapter, load_reference, make_checkpoint
 from tests.layers.driving import (
     PAGE_SIZE,
     Pool,
@@ -94,7 +94,7 @@ class Case:
 
     @classmethod
     def of(cls, folder: Path) -> "Case":
-        family, reference = load_family(folder), load_reference(folder)
+        family, reference = load_adapter(folder), load_reference(folder)
         rows = family.load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], CPU).encode(IMAGES)
         prompts = [
             make_prompt(reference, list(b"look here"), IMAGES, rows, family.embedding_width),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triptych.engine.scheduler import Chunk
 from triptych.errors import NonFiniteLogits, TriptychError
-from triptych.layers.pinned import to_device, to_host
+from triptych.layers.pinned import to_cpu, to_device
 from triptych.messages.work import PromptLogprobs
 
 
@@ -42,7 +42,7 @@ def score(logits: Tensor, asked: Sequence[Asked]) -> list[PromptLogprobs | Tript
     own = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs >= own).sum(dim=-1)
     values, likeliest = torch.topk(logprobs, max(one.most for one in asked))
-    told = to_host([torch.cat([own, values], dim=1), torch.cat([tokens[:, None], likeliest], dim=1).int(), ranks.int()])
+    told = to_cpu([torch.cat([own, values], dim=1), torch.cat([tokens[:, None], likeliest], dim=1).int(), ranks.int()])
     parts = zip(*(torch.split(part, [len(one.tokens) for one in asked]) for part in told), strict=True)
     return [_answer(one.most, *told_of_one) for one, told_of_one in zip(asked, parts, strict=True)]
 

@@ -88,7 +88,7 @@ class Runner:
                 dtype=torch.float64,
             ),
             media_index=media.index,
-            media_rows=media.rows,
+            media_embeddings=media.rows,
             logits_index=torch.tensor(wanted, dtype=torch.int64),
             attention=AttentionBatch(
                 query_lens=[c.length for c in chunks],

@@ -12,8 +12,8 @@ from torch import Tensor
 from triptych.engine.grammar.bitmask import constrain
 from triptych.engine.sampling_batch import LogitEdits, Plan, RandomRows, SamplingInput, chances_of, uniform
 from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
-from triptych.layers.pinned import to_host
-from triptych.layers.pointwise import likeliest
+from triptych.layers.pinned import to_cpu
+from triptych.layers.pointwise import argmax_rows
 
 __all__ = ["Choice", "SampledToken", "SamplingInput", "sample", "uniform"]
 
@@ -47,21 +47,21 @@ def sample(logits: Tensor, draws: Sequence[SamplingInput]) -> list[Choice]:
     vocabulary = logits.shape[1]
     plan = Plan(draws, vocabulary, logits.device)
     adjusted = _adjusted(logits, plan)
-    tokens = likeliest(adjusted)
+    tokens = argmax_rows(adjusted)
     # a NaN is the highest of its row, so the highest says of the whole row whether anything can be drawn from it
     highest = adjusted.gather(1, tokens[:, None])[:, 0]
     if plan.free is not None:
         tokens[plan.free.rows] = _inverse(_weights(adjusted, plan.free), plan.free.thresholds)
     if plan.limited is None:
-        found, tops, *logprobs = to_host([tokens, highest, *_logprobs(logits, tokens, plan)])
+        found, tops, *logprobs = to_cpu([tokens, highest, *_logprobs(logits, tokens, plan)])
         return _checked(logits, tops, plan, _drawn(draws, plan, found.tolist(), logprobs))
     count = min(1 + max([NUCLEUS, *(draws[row].sampling.top_k for row in plan.limited_rows)]), vocabulary)
     tokens[plan.limited.rows], reached = _limited(adjusted, plan.limited, count)
-    enough, found, tops, *logprobs = to_host([reached, tokens, highest, *_logprobs(logits, tokens, plan)])
+    enough, found, tops, *logprobs = to_cpu([reached, tokens, highest, *_logprobs(logits, tokens, plan)])
     if again := [row for row, done in zip(plan.limited_rows, enough.tolist(), strict=True) if not done]:
         chances = chances_of(draws, again, logits.device)
         tokens[chances.rows], _ = _limited(adjusted, chances, vocabulary)
-        found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, plan)])
+        found, *logprobs = to_cpu([tokens, *_logprobs(logits, tokens, plan)])
     return _checked(logits, tops, plan, _drawn(draws, plan, found.tolist(), logprobs))
 
 

@@ -14,7 +14,7 @@ from triptych.layers.compiled_layer import AttendLayer, FinishLayer
 from triptych.layers.decoder_config import DecoderConfig, MoEConfig
 from triptych.layers.linear import Linear, PackedLinear, RMSNorm
 from triptych.layers.parallel import Dimension
-from triptych.layers.pointwise import rotate, silu_times
+from triptych.layers.pointwise import rotate, silu_and_mul
 from triptych.layers.products import CompiledProduct
 from triptych.layers.weights import WeightReader
 
@@ -81,7 +81,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``hidden`` [T, hidden] → [T, hidden]."""
-        return self.down(silu_times(self.gate_up(hidden)))
+        return self.down(silu_and_mul(self.gate_up(hidden)))
 
 
 class MixtureOfExperts(nn.Module):
@@ -141,7 +141,7 @@ def compiled(linear: nn.Module) -> CompiledProduct | None:
     return product if isinstance(product, CompiledProduct) else None
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """One decoder layer: attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:

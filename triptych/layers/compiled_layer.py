@@ -7,12 +7,12 @@ import ctypes
 from torch import Tensor
 
 from triptych.layers.attention.base import AttentionBatch
-from triptych.layers.attention.compiled import PagedAttention, Step, raise_failure, set_caches
+from triptych.layers.attention.compiled import AttentionOperands, PagedAttention, raise_failure, set_caches
 from triptych.layers.linear import RMSNorm
 from triptych.layers.products import CompiledProduct, LinearOperands
 
 
-class BeforeOperands(ctypes.Structure):
+class AttendLayerOperands(ctypes.Structure):
     """``Before`` in ``kernels/layer.c``."""
 
     _fields_ = (
@@ -23,7 +23,7 @@ class BeforeOperands(ctypes.Structure):
     )
 
 
-class AfterOperands(ctypes.Structure):
+class FinishLayerOperands(ctypes.Structure):
     """``After`` in ``kernels/layer.c``."""
 
     _fields_ = (
@@ -53,9 +53,13 @@ class AttendLayer:
         weights = [norm.weight, None if heads_norm is None else heads_norm.weight]
         self._read = qkv, weights
         pointers = [None if weight is None else weight.data_ptr() for weight in weights]
-        self._operands = BeforeOperands(qkv.operands, *pointers, norm.eps)
+        self._operands = AttendLayerOperands(qkv.operands, *pointers, norm.eps)
         self._run = kernel.library.attend_layer
-        self._run.argtypes = [ctypes.POINTER(BeforeOperands), *[ctypes.c_void_p] * 3, ctypes.POINTER(Step)]
+        self._run.argtypes = [
+            ctypes.POINTER(AttendLayerOperands),
+            *[ctypes.c_void_p] * 3,
+            ctypes.POINTER(AttentionOperands),
+        ]
         self._run.restype = ctypes.c_int
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
@@ -65,7 +69,7 @@ class AttendLayer:
         Returns [T, heads * head_dim]. Raises as ``PagedAttention`` does."""
         heads, _, head_dim = self._shape
         output = hidden.new_empty((len(hidden), heads * head_dim))
-        step = self._kernel.shared_step(batch, self._shape)
+        step = self._kernel.shared_operands(batch, self._shape)
         set_caches(step, keys, values, self._window)
         step.output = output.data_ptr()
         raise_failure(self._run(self._operands, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), step), step)
@@ -79,9 +83,9 @@ class FinishLayer:
     def __init__(self, norm: RMSNorm, output: CompiledProduct, gate_up: CompiledProduct, down: CompiledProduct) -> None:
         self._read = output, norm.weight, gate_up, down
         products = (product.operands for product in (output, gate_up, down))
-        self._operands = AfterOperands(*products, norm.weight.data_ptr(), norm.eps)
+        self._operands = FinishLayerOperands(*products, norm.weight.data_ptr(), norm.eps)
         self._run = output.library.finish_layer
-        self._run.argtypes = [ctypes.POINTER(AfterOperands), *[ctypes.c_void_p] * 3, ctypes.c_int64]
+        self._run.argtypes = [ctypes.POINTER(FinishLayerOperands), *[ctypes.c_void_p] * 3, ctypes.c_int64]
         self._run.restype = ctypes.c_int
 
     def __call__(self, hidden: Tensor, attended: Tensor) -> Tensor:

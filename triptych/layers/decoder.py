@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVTensors
-from triptych.layers.blocks import Layer, LayerContext
+from triptych.layers.blocks import DecoderLayer, LayerContext
 from triptych.layers.decoder_config import DecoderConfig, MoEConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.linear import WeightFormat, frozen
@@ -30,7 +30,7 @@ class ForwardBatch:
     """float64 [3, T]: temporal, height, width."""
     media_index: Tensor
     """int64 [M]: which of the T tokens are media tokens; M may be 0."""
-    media_rows: Tensor
+    media_embeddings: Tensor
     """[M, hidden * (1 + num_deepstack_layers)]: embedding, then the features added after layers 0, 1, …"""
     logits_index: Tensor
     """int64 [L]: the tokens whose logits are wanted, in ascending order, each once; L may be 0."""
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
         embedding = reader.tensor("embed_tokens.weight", vocab_and_hidden)
         self.embedding = frozen(embedding.to(reader.device))
         self.rope = Rope(config.head_dim, config.rope, reader.device)
-        self.layers = nn.ModuleList(Layer(config, reader, index, backend) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, reader, index, backend) for index in range(config.num_layers))
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
             reader.ignore(HEAD)  # some tied checkpoints store it all the same
@@ -140,6 +140,6 @@ class Decoder(nn.Module):
         """The media rows cut into the embedding and each deepstack layer's features, every one [M, hidden]."""
         num_features = 1 + self.config.num_deepstack_layers
         shape = (batch.media_index.shape[0], num_features * self.config.hidden_size)
-        if batch.media_rows.shape != shape:
-            raise ValueError(f"media rows have shape {list(batch.media_rows.shape)}, not {list(shape)}")
-        return batch.media_rows.to(self.dtype).chunk(num_features, dim=1)
+        if batch.media_embeddings.shape != shape:
+            raise ValueError(f"media rows have shape {list(batch.media_embeddings.shape)}, not {list(shape)}")
+        return batch.media_embeddings.to(self.dtype).chunk(num_features, dim=1)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # importing transformers takes seconds and 100 MiB, which a l
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-class TowerItem(Protocol):
+class PreprocessedPart(Protocol):
     """One preprocessed item, ``triptych.models.base.EncoderInput``: patches [patches, patch values], their grid, and
     which tower takes them."""
 
@@ -43,7 +43,7 @@ class Encoder(Protocol):
     embedding_width: int
     """Values per row: hidden size × (1 + number of deepstack layers)."""
 
-    def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
+    def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
         """Each item's rows [rows, embedding_width], in order, in the tower's dtype: embedding, then deepstack features.
 
         One call of the tower for all; what an item's rows are doesn't depend on the others, but for rounding.
@@ -58,11 +58,11 @@ class ModelAdapter(Protocol):
     embedding_width: int
     decoder_config: DecoderConfig
 
-    def tower_keys(self, all_keys: Iterable[str]) -> list[str]:
+    def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """The keys of the tower's half, sorted. Every key is in one half; raises for a key that is in neither."""
 
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """The keys of the decoder's half, sorted. Raises as ``tower_keys``."""
+        """The keys of the decoder's half, sorted. Raises as ``encoder_keys``."""
 
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """The tower, and nothing of the decoder."""

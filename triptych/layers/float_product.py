@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.layers import native
-from triptych.layers.products import CompiledProduct, Kind, Product, in_panels
+from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels
 
 
 class FbgemmProduct:
@@ -23,7 +23,7 @@ class FbgemmProduct:
         return torch.ops.quantized.linear_dynamic_fp16(activations, self._packed)
 
 
-class OneDnnProduct:
+class OneDnnFloatProduct:
     """oneDNN's kernels for float32, which read weights in their own layout faster than ``F.linear`` does."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -37,21 +37,21 @@ class OneDnnProduct:
 def half_product(weight: Tensor, bias: Tensor | None) -> Product:
     """``x W^T + b`` by W [out, in] rounded to fp16, which is an error of 2**-11 at most; beyond ±65504 it saturates."""
     if (library := native.library()) is not None:
-        return _compiled(library, Kind.HALF, weight, bias, torch.float16)
+        return _compiled(library, WeightKind.HALF, weight, bias, torch.float16)
     return FbgemmProduct(weight, bias)
 
 
 def float_product(weight: Tensor, bias: Tensor | None) -> Product:
     """``x W^T + b`` by W [out, in] in float32."""
     if (library := native.library()) is not None:
-        return _compiled(library, Kind.FLOAT, weight, bias, torch.float32)
+        return _compiled(library, WeightKind.FLOAT, weight, bias, torch.float32)
     if torch.backends.mkldnn.is_available():
-        return OneDnnProduct(weight, bias)
+        return OneDnnFloatProduct(weight, bias)
     return partial(F.linear, weight=weight.float(), bias=None if bias is None else bias.float())
 
 
 def _compiled(
-    library: ctypes.CDLL, kind: Kind, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    library: ctypes.CDLL, kind: WeightKind, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> CompiledProduct:
     """By ``kernels/floats.c``."""
     panels = in_panels(weight, ctypes.c_int.in_dll(library, "float_outputs").value, 1, dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triptych.errors import ConfigError
 from triptych.layers import native
-from triptych.layers.products import CompiledProduct, Kind, Product, in_panels
+from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels
 
 SMALLEST = 1e-30
 """What a token's largest activation is taken for, at least; in the kernel, too."""
@@ -16,7 +16,7 @@ MAX_INPUTS = 2**16
 """So many products of 8 bits fit in 32, offsets included."""
 
 
-class OneDnnProduct:
+class OneDnnInt8Product:
     """oneDNN's kernels, and activations of 7 bits: where the processor has no VNNI, products of pairs are added up in
     16 bits, which don't hold more."""
 
@@ -40,14 +40,14 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
     NaNs; no token has a part in what others come to. Raises ConfigError for more inputs than add up exactly."""
     if weight.shape[1] > MAX_INPUTS:
         raise ConfigError(f"int8 is for layers of at most {MAX_INPUTS} inputs, not {weight.shape[1]}")
-    whole, scales = rounded(weight)
+    whole, scales = quantize_rows(weight)
     if (library := native.library()) is None:
-        return OneDnnProduct(whole, scales, bias)
+        return OneDnnInt8Product(whole, scales, bias)
     panels = in_panels(whole, ctypes.c_int.in_dll(library, "int8_outputs").value, 4, torch.int8)
-    return CompiledProduct(library, Kind.INT8, weight.shape, panels, scales, bias)
+    return CompiledProduct(library, WeightKind.INT8, weight.shape, panels, scales, bias)
 
 
-def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``weight`` [out, in] as int8, and what its rows are to be multiplied by, float32 [out]."""
     wide = weight.float()
     scales = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)

@@ -50,7 +50,7 @@ def _built() -> Path:
     if not texts:
         raise OSError(f"there are no sources in {SOURCES}")
     # a cache folder may be shared by machines with other processors
-    named_by = (*texts, *map(str.encode, (*COMPILE, _processor(), *compiler)))
+    named_by = (*texts, *map(str.encode, (*COMPILE, processor_features(), *compiler)))
     library = folder / f"kernels-{blake3(b'|'.join(named_by)).hexdigest()[:16]}.so"
     if library.exists():
         return library
@@ -81,7 +81,7 @@ def _compiler() -> list[str]:
     return words or ["cc"]
 
 
-def _processor() -> str:
+def processor_features() -> str:
     """What -march=native goes by."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

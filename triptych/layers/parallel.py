@@ -112,10 +112,10 @@ def rendezvous(path: str, size: int) -> Store:
     return store
 
 
-def arrived(rank: int) -> str:
+def ready_key(rank: int) -> str:
     """The key that a rank sets in the rendezvous when it is ready to connect. To connect takes every rank's attention,
     and can't be broken off when one of them dies."""
-    return f"arrived-{rank}"
+    return f"ready_key-{rank}"
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:

@@ -20,7 +20,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return unpacked(buffer, tensors)
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of one device in host memory, after one wait for all of them, which lets other threads run; those on the
     CPU are returned as they are. Ones from a GPU lie in pinned memory: keep them no longer than needed."""
     if not tensors or tensors[0].device.type == "cpu":

@@ -16,9 +16,9 @@ from triptych.layers import native
 _OPERANDS = {
     "rms_norm": (3, 4, 1),
     "rotate": (3, 4, 0),
-    "silu_times": (2, 2, 0),
+    "silu_and_mul": (2, 2, 0),
     "gelu_tanh": (1, 1, 0),
-    "likeliest": (2, 3, 0),
+    "argmax_rows": (2, 3, 0),
 }
 """Pointers, integers and floats that each kernel of ``kernels/pointwise.c`` takes."""
 
@@ -58,7 +58,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads
 
 
-def silu_times(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` for [T, 2 n], the gates of which are the first half; [T, n]."""
     kernels = _kernels(gate_up)
     if kernels is None or not gate_up.is_contiguous():
@@ -66,11 +66,11 @@ def silu_times(gate_up: Tensor) -> Tensor:
         return F.silu(gate) * up
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty((num_tokens, width))
-    kernels.silu_times(gate_up.data_ptr(), output.data_ptr(), num_tokens, width)
+    kernels.silu_and_mul(gate_up.data_ptr(), output.data_ptr(), num_tokens, width)
     return output
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def argmax_rows(logits: Tensor) -> Tensor:
     """The first of each row's highest: [rows, vocabulary] → int64 [rows]. A NaN counts as higher than any number. On
     CPUs PyTorch's own search takes several times as long as NumPy's (``bench/linears.py``)."""
     kernels = _kernels(logits)
@@ -79,7 +79,7 @@ def likeliest(logits: Tensor) -> Tensor:
     if kernels is None or logits.stride(1) != 1:
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     found = torch.empty(len(logits), dtype=torch.int64)
-    kernels.likeliest(logits.data_ptr(), found.data_ptr(), *logits.shape, logits.stride(0))
+    kernels.argmax_rows(logits.data_ptr(), found.data_ptr(), *logits.shape, logits.stride(0))
     return found
 
 

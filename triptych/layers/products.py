@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triptych.layers.rounding import rounded
+from triptych.layers.rounding import saturating_cast
 
 Product = Callable[[Tensor], Tensor]
 """``x W^T + b``: float32 activations [T, in] to [T, out]."""
@@ -17,7 +17,7 @@ AT_ONCE = 2**19
 """Weights that are laid out together: few enough to stay in a processor's cache meanwhile."""
 
 
-class Kind(IntEnum):
+class WeightKind(IntEnum):
     """How weights are kept: ``kernels/products.h``."""
 
     HALF = 0
@@ -44,7 +44,7 @@ class CompiledProduct:
     def __init__(  # noqa: PLR0917 (a kernel's operands)
         self,
         library: ctypes.CDLL,
-        kind: Kind,
+        kind: WeightKind,
         shape: torch.Size,
         panels: Tensor,
         scales: Tensor | None,
@@ -85,6 +85,6 @@ def in_panels(weight: Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> 
     panels = torch.empty((-(-num_outputs // outputs), -(-num_inputs // inputs), outputs, inputs), dtype=dtype)
     together = max(1, AT_ONCE // max(1, outputs * num_inputs))
     for some, rows in zip(panels.split(together), weight.split(together * outputs), strict=True):
-        full = F.pad(rounded(rows, dtype), (0, -num_inputs % inputs, 0, -len(rows) % outputs))
+        full = F.pad(saturating_cast(rows, dtype), (0, -num_inputs % inputs, 0, -len(rows) % outputs))
         some.copy_(full.unflatten(1, (-1, inputs)).unflatten(0, (-1, outputs)).transpose(1, 2))
     return panels

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from triptych.layers import int8
-from triptych.layers.products import AT_ONCE, CompiledProduct, Kind, LinearOperands, Product, in_panels
-from triptych.layers.rounding import rounded
+from triptych.layers.products import AT_ONCE, CompiledProduct, LinearOperands, Product, WeightKind, in_panels
+from triptych.layers.rounding import saturating_cast
 
 log = logging.getLogger(__name__)
 
@@ -125,11 +125,11 @@ def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, T
     low_step = num_inputs**0.5 / 127 / 2
     for first, some in enumerate(panels.split(together)):
         rows = slice(first * together * width, (first * together + len(some)) * width)
-        exact = rounded(weight[rows], product.panels.dtype).float()
-        whole, steps = int8.rounded(exact)
+        exact = saturating_cast(weight[rows], product.panels.dtype).float()
+        whole, steps = int8.quantize_rows(exact)
         some.copy_(in_panels(whole, width, 4, torch.int8))
         kept, exact = whole.float(), exact / steps[:, None]
         scales[rows] = steps
         per_length[rows] = steps * ((exact - kept).norm(dim=1) + exact.norm(dim=1) * rounding) * (1 + 2**-10)
         per_low[rows] = steps * kept.norm(dim=1) * low_step * (1 + 2**-10)
-    return CompiledProduct(library, Kind.INT8, weight.shape, panels, scales, None), per_length, per_low
+    return CompiledProduct(library, WeightKind.INT8, weight.shape, panels, scales, None), per_length, per_low

@@ -16,7 +16,7 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import RopeConfig
 
 
-def rope_settings(text_config: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
+def parse_rope_config(text_config: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
     """The rotary settings of a text config, in either spelling: ``rope_parameters`` (transformers 5), or
     ``rope_scaling`` and ``rope_theta`` (the published files). ``default`` says what holds where the config is silent,
     and whether there are three axes and in which order.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+def saturating_cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     """``values`` in ``dtype``. What float16 doesn't hold becomes the largest that it does; a NaN stays one."""
     if dtype == torch.float16 != values.dtype:
         largest = torch.finfo(dtype).max

@@ -81,7 +81,7 @@ class AttentionBatch:
         if self.tables is not None:
             return self.tables
         if tile not in self._paged:
-            on_host = PagedTables.on_host(self.query_lens, self.kv_lens, self.page_tables, tile)
+            on_host = PagedTables.on_cpu(self.query_lens, self.kv_lens, self.page_tables, tile)
             self._paged[tile] = PagedTables(*to_device(on_host.tensors(), self.slots.device))
         return self._paged[tile]
 

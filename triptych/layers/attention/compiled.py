@@ -16,7 +16,7 @@ NO_WINDOW = 2**30
 """More tokens than any context has."""
 
 
-class Step(ctypes.Structure):
+class AttentionOperands(ctypes.Structure):
     """The kernel's operands, as ``kernels/attention.h`` says."""
 
     _fields_ = (
@@ -37,7 +37,7 @@ class PagedAttention:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self._run = library.paged_attention
-        self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], ctypes.c_int
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(AttentionOperands)], ctypes.c_int
         self._rows, self._max_group, self._max_dim = (
             ctypes.c_int.in_dll(library, f"attention_{name}").value for name in ("rows", "group", "dim")
         )
@@ -87,13 +87,13 @@ class PagedAttention:
         nothing = key[:0], value[:0], tables.pages[:0]
         return self._attend(query, (pages[0], pages[1]), nothing, tables, causal=False, scale=scale)
 
-    def shared_step(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> Step:
+    def shared_operands(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> AttentionOperands:
         """What all layers of a step have in common, of a ``shape`` (heads, kv heads, head_dim), for as long as there
         is the ``batch``: the client's own copy."""
         if (self, shape) not in batch.prepared:
             tables = batch.paged(self._tile(*shape[:2]))
-            batch.prepared[self, shape] = _step(tables, batch.slots, shape)
-        return Step.from_buffer_copy(batch.prepared[self, shape])
+            batch.prepared[self, shape] = _operands(tables, batch.slots, shape)
+        return AttentionOperands.from_buffer_copy(batch.prepared[self, shape])
 
     def _tile(self, heads: int, kv_heads: int) -> int:
         """Tokens of a tile."""
@@ -114,7 +114,7 @@ class PagedAttention:
         query = _with_dense_heads(query)
         _, heads, dim = query.shape
         output = query.new_empty(query.shape)
-        step = _step(tables, new[2], (heads, caches[0].shape[2], dim), causal=causal, scale=scale)
+        step = _operands(tables, new[2], (heads, caches[0].shape[2], dim), causal=causal, scale=scale)
         set_caches(step, *caches, window)
         step.query, step.key, step.value, step.output = (tensor.data_ptr() for tensor in (query, *new[:2], output))
         step.query_stride, step.key_stride, step.value_stride = (tensor.stride(0) for tensor in (query, *new[:2]))
@@ -122,16 +122,16 @@ class PagedAttention:
         return output
 
 
-def _step(
+def _operands(
     tables: PagedTables,
     slots: Tensor,
     shape: tuple[int, int, int],
     *,
     causal: bool = True,
     scale: float | None = None,
-) -> Step:
+) -> AttentionOperands:
     """``shape`` is (heads, kv heads, head_dim)."""
-    step = Step(num_tokens=len(slots), causal=causal, scale=shape[2] ** -0.5 if scale is None else scale)
+    step = AttentionOperands(num_tokens=len(slots), causal=causal, scale=shape[2] ** -0.5 if scale is None else scale)
     step.slots, step.query_starts, step.query_lens = (
         tensor.data_ptr() for tensor in (slots, tables.query_starts, tables.query_lens)
     )
@@ -144,7 +144,7 @@ def _step(
     return step
 
 
-def set_caches(step: Step, keys: Tensor, values: Tensor, window: int | None) -> None:
+def set_caches(step: AttentionOperands, keys: Tensor, values: Tensor, window: int | None) -> None:
     """A layer's own operands."""
     step.keys, step.values = keys.data_ptr(), values.data_ptr()
     step.num_pages, step.page_size = keys.shape[:2]
@@ -153,7 +153,7 @@ def set_caches(step: Step, keys: Tensor, values: Tensor, window: int | None) -> 
     step.window = min(window or NO_WINDOW, NO_WINDOW)
 
 
-def raise_failure(done: int, step: Step) -> None:
+def raise_failure(done: int, step: AttentionOperands) -> None:
     """Raises IndexError or MemoryError if that is what a kernel with attention returned."""
     if done < 0:
         raise MemoryError(f"no memory to attend from {step.num_tokens} tokens")
@@ -177,4 +177,4 @@ def _of_segments(lengths: tuple[int, ...], tile: int) -> PagedTables:
     """For sequences whose keys lie one after the other, on pages that are as large as divides them all. A tower's
     layers have one or two kinds of segments."""
     counts = [length // gcd(*lengths) for length in lengths]
-    return PagedTables.on_host(list(lengths), list(lengths), list(torch.arange(sum(counts)).split(counts)), tile)
+    return PagedTables.on_cpu(list(lengths), list(lengths), list(torch.arange(sum(counts)).split(counts)), tile)

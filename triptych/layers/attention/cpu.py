@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from triptych.layers.attention.base import AttentionBatch, PageRun, pages_needed
 from triptych.layers.attention.compiled import PagedAttention
-from triptych.layers.rounding import rounded
+from triptych.layers.rounding import saturating_cast
 
 
 class CpuAttention:
@@ -36,7 +36,7 @@ class CpuAttention:
         if self.kernel is not None and self.kernel.suits(query, key_cache):
             return self.kernel(query, key, value, key_cache, value_cache, batch, window)
         for new, cache in ((key, key_cache), (value, value_cache)):
-            cache.flatten(0, 1).index_copy_(0, batch.slots, rounded(new, cache.dtype))
+            cache.flatten(0, 1).index_copy_(0, batch.slots, saturating_cast(new, cache.dtype))
         output = query.new_empty(query.shape)
         parts = zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
         for index, (sequence_query, sequence_output) in enumerate(parts):

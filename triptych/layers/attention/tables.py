@@ -28,7 +28,7 @@ class PagedTables:
     """The page tables, one after the other."""
 
     @classmethod
-    def on_host(cls, query_lens: list[int], kv_lens: list[int], page_tables: list[Tensor], tile: int) -> "PagedTables":
+    def on_cpu(cls, query_lens: list[int], kv_lens: list[int], page_tables: list[Tensor], tile: int) -> "PagedTables":
         """The tables of ``AttentionBatch``'s fields, in host memory; ``tile`` tokens make a tile."""
         several = [index for index, query_len in enumerate(query_lens) if query_len > 1]
         tiles = [(index, first) for index in several for first in range(0, query_lens[index], tile)]

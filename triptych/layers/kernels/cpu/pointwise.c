@@ -29,7 +29,7 @@ void rotate(float *values, const float *cos, const float *sin, int64_t tokens, i
 }
 
 /* ``gate`` of tokens [gate, up], each of ``width``. */
-void silu_times(const float *gate_up, float *output, int64_t tokens, int64_t width) {
+void silu_and_mul(const float *gate_up, float *output, int64_t tokens, int64_t width) {
 #pragma omp parallel for if (tokens * width > FEW)
     for (int64_t token = 0; token < tokens; token++)
         gate(gate_up + token * 2 * width, output + token * width, width);
@@ -52,7 +52,7 @@ inlined int any_of(ints which) {
 
 /* Where each row's highest is, the first of them if there are several: first the span that has it. A NaN counts as
  * higher than any number, so that a row that has one can be told by what was found. */
-void likeliest(const float *logits, int64_t *found, int64_t rows, int64_t width, int64_t stride) {
+void argmax_rows(const float *logits, int64_t *found, int64_t rows, int64_t width, int64_t stride) {
 #pragma omp parallel for if (rows > 1)
     for (int64_t row = 0; row < rows; row++) {
         const float *from = logits + row * stride;
