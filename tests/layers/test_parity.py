@@ -158,7 +158,7 @@ def test_media_rows_of_the_wrong_width(models: Callable[..., Model]) -> None:
     model = models()
     prompt = model.prompt(IMAGES)
     prompt.media_embeddings = prompt.media_embeddings[:, :-1]
-    with pytest.raises(ValueError, match="media rows have shape"):
+    with pytest.raises(ValueError, match="media embeddings have shape"):
         run_whole(Pool(model.decoder()), prompt)
 
 

@@ -1,4 +1,4 @@
-"""Products with weights in fp16 or float32, in float32: by the compiled kernel where there is one, else by FBGEMM and
+"""Float32 products with weights in fp16 or float32: by the compiled kernel if there is one, else by FBGEMM and
 oneDNN."""
 
 import ctypes
@@ -24,7 +24,7 @@ class FbgemmProduct:
 
 
 class OneDnnFloatProduct:
-    """oneDNN's kernels for float32, which read weights in their own layout faster than ``F.linear`` does."""
+    """oneDNN's kernels for float32 weights in oneDNN's own layout, faster than ``F.linear``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous())
@@ -35,14 +35,14 @@ class OneDnnFloatProduct:
 
 
 def half_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """``x W^T + b`` by W [out, in] rounded to fp16, which is an error of 2**-11 at most; beyond ±65504 it saturates."""
+    """Return ``x W^T + b`` for W [out, in] rounded to fp16: a relative error of at most 2**-11; saturates at ±65504."""
     if (library := native.library()) is not None:
         return _compiled(library, WeightKind.HALF, weight, bias, torch.float16)
     return FbgemmProduct(weight, bias)
 
 
 def float_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """``x W^T + b`` by W [out, in] in float32."""
+    """Return ``x W^T + b`` for W [out, in] in float32."""
     if (library := native.library()) is not None:
         return _compiled(library, WeightKind.FLOAT, weight, bias, torch.float32)
     if torch.backends.mkldnn.is_available():
@@ -53,6 +53,6 @@ def float_product(weight: Tensor, bias: Tensor | None) -> Product:
 def _compiled(
     library: ctypes.CDLL, kind: WeightKind, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> CompiledProduct:
-    """By ``kernels/floats.c``."""
+    """Return a product by ``kernels/cpu/floats.c``."""
     panels = in_panels(weight, ctypes.c_int.in_dll(library, "float_outputs").value, 1, dtype)
     return CompiledProduct(library, kind, weight.shape, panels, None, bias)
