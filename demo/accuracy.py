@@ -20,7 +20,7 @@ AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionAnswer:
     """A question with three answers: the right one, Triptych's and, when it was asked, transformers'."""
 
     example: Example
@@ -80,7 +80,7 @@ def reference_answers(folder: Path, examples: Sequence[Example]) -> list[str]:
     return [reference.answer(example.pictures, example.parts) for example in examples]
 
 
-def report(asked: Sequence[Asked]) -> dict[str, Any]:
+def report(asked: Sequence[QuestionAnswer]) -> dict[str, Any]:
     """Shares of exact answers, in all and by kind, and how many answers differ from transformers'."""
     kinds = Counter(item.example.kind for item in asked)
     right = Counter(item.example.kind for item in asked if item.answer == item.example.answer)
