@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from demo.accuracy import QuestionAnswer, answers_over_http, reference_answers, report
+from demo.accuracy import EvaluatedAnswer, answers_over_http, reference_answers, report
 from demo.evaluate import Reference
 from demo.questions import EVALUATION_SEEDS, make_example
 from triptych.demo import MODEL_DIR, PICTURES_DIR
@@ -21,7 +21,7 @@ def test_answers_over_http_are_right_and_those_of_transformers(questions: int) -
     examples = [make_example(seed) for seed in EVALUATION_SEEDS[:questions]]
     answers = asyncio.run(answers_over_http(MODEL_DIR, examples, "1E1PD", "float32"))
     references = reference_answers(MODEL_DIR, examples)
-    found = report([QuestionAnswer(*item) for item in zip(examples, answers, references, strict=True)])
+    found = report([EvaluatedAnswer(*item) for item in zip(examples, answers, references, strict=True)])
     assert found["differ from transformers"] == 0
     assert found["exact"] >= EXACT, found["wrong"]
 
