@@ -96,8 +96,8 @@ class _Keeping(GpuRunner):
         super().__init__(*arguments)
         self.kept: list[torch.Tensor] = []
 
-    def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> torch.Tensor:
-        logits = super()._logits(batch, after_layer)
+    def logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> torch.Tensor:
+        logits = super().logits(batch, after_layer)
         self.kept.append(logits.clone())
         return logits
 
@@ -110,7 +110,7 @@ def test_a_step_waits_for_nothing_but_its_tokens(checkpoint_folder: Callable[...
     generating = Generating(runner, decoder, POOL)
     inputs = prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS
     generating.answers(*inputs)  # compiles
-    launch = runner._logits
+    launch = runner.logits
 
     def strict(batch: ForwardBatch, after_layer: AfterLayer | None) -> torch.Tensor:
         torch.cuda.set_sync_debug_mode("error")
@@ -119,5 +119,5 @@ def test_a_step_waits_for_nothing_but_its_tokens(checkpoint_folder: Callable[...
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    runner._logits = strict  # type: ignore[method-assign]
+    runner.logits = strict  # type: ignore[method-assign]
     generating.answers(*inputs)

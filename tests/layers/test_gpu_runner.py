@@ -179,18 +179,18 @@ def test_what_is_prepared_is_used_while_it_holds(plain: Decoder, monkeypatch: py
     one.pages = [3, 7]
     runner.prepare([Chunk(one, 2, 3)])
     one.tokens.append(6)
-    prepared = runner._inputs(Chunk(one, 5, 1))
-    expected = Runner._inputs(runner, Chunk(one, 5, 1))
+    prepared = runner.chunk_inputs(Chunk(one, 5, 1))
+    expected = Runner(plain, runner.cache, PAGE_SIZE).chunk_inputs(Chunk(one, 5, 1))
     assert prepared.positions == expected.positions == [[5]] * 3
     assert prepared.page_table.tolist() == expected.page_table.tolist() == [3, 7]
     assert prepared.slots == expected.slots == [7 * 4 + 1]
-    assert runner._inputs(Chunk(one, 5, 1)) is prepared
-    assert runner._inputs(Chunk(one, 4, 1)) is not prepared
+    assert runner.chunk_inputs(Chunk(one, 5, 1)) is prepared
+    assert runner.chunk_inputs(Chunk(one, 4, 1)) is not prepared
     one.pages = [8, 9]  # preempted, and begun again
-    assert runner._inputs(Chunk(one, 5, 1)).slots == [9 * 4 + 1]
+    assert runner.chunk_inputs(Chunk(one, 5, 1)).slots == [9 * 4 + 1]
     one.pages = [3]
     runner.prepare([Chunk(one, 3, 3)])  # its next token is in the second page, which isn't taken yet
-    assert not runner._prepared
+    assert runner.num_prepared == 0
 
 
 @pytest.mark.parametrize(
