@@ -102,7 +102,7 @@ class _Keeping(GpuRunner):
         return logits
 
 
-def test_a_step_waits_for_nothing_but_its_tokens(checkpoint_folder: Callable[..., Path], gpu: torch.device) -> None:
+def test_launching_a_step_does_not_synchronize(checkpoint_folder: Callable[..., Path], gpu: torch.device) -> None:
     """The forward pass of a mixed step, and of a replayed one, is launched while the GPU does something else."""
     decoder = load(checkpoint_folder(), CUDA_FORMATS["float32"], gpu)
     cache = cache_of(decoder, gpu)

@@ -46,14 +46,14 @@ def test_tokens_are_those_of_the_cpu(gpu: torch.device, logits: torch.Tensor) ->
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-def test_a_seed_names_its_tokens_whatever_the_batch(gpu: torch.device, logits: torch.Tensor) -> None:
+def test_a_seed_determines_its_tokens_in_any_batch(gpu: torch.device, logits: torch.Tensor) -> None:
     on_gpu = logits.to(gpu)
     together = sampler.sample(on_gpu, inputs())
     alone = [sampler.sample(on_gpu[row : row + 1], [one])[0] for row, one in enumerate(inputs())]
     assert [one.token for one in alone] == [one.token for one in together]
 
 
-def test_nothing_is_waited_for_but_the_result(
+def test_sampling_waits_only_for_the_result(
     gpu: torch.device, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = 0

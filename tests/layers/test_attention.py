@@ -85,7 +85,7 @@ def numbers() -> Tensor:
     return found[: len(found) // 80 * 80]
 
 
-def test_what_fp16_makes_of_values(kernel: compiled.PagedAttention) -> None:
+def test_values_are_rounded_to_fp16(kernel: compiled.PagedAttention) -> None:
     """Rounded to the nearest, and at most 65504; a single key's value is what comes of it."""
     values = numbers().view(-1, 2, 40)
     ones, nothing = [1] * len(values), torch.zeros_like(values)
@@ -129,7 +129,9 @@ def test_large_scores(kernel: compiled.PagedAttention) -> None:
 
 
 @cache_dtypes
-def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention, cache_dtype: torch.dtype) -> None:
+def test_output_depends_only_on_the_tokens_own_sequence(
+    kernel: compiled.PagedAttention, cache_dtype: torch.dtype
+) -> None:
     """Bit by bit the same whatever the chunk of several that a token comes in and whatever else is in the step."""
     shape, length = Shape(16, 8, 128, 16), 90
     case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU)
@@ -167,7 +169,9 @@ def test_long_contexts(
 
 @cache_dtypes
 @pytest.mark.parametrize("batch", BATCHES)
-def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str, cache_dtype: torch.dtype) -> None:
+def test_nan_propagates_to_attending_tokens_only(
+    kernel: compiled.PagedAttention, batch: str, cache_dtype: torch.dtype
+) -> None:
     """In every token that sees it, which are all new ones of the first sequence, and in no other."""
     case = make_case(SHAPES[1], *BATCHES[batch], torch.float32, cache_dtype, CPU)
     case.key[:1] = torch.nan
@@ -181,7 +185,9 @@ def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str,
     ("slots", "table"),
     [([12, 13], [2, 3]), ([-1, 13], [2, 3]), ([10, 11], [2, 5]), ([10, 11], [2, -1]), ([10, 11], [2])],
 )
-def test_pages_that_there_are_not(kernel: compiled.PagedAttention, slots: list[int], table: list[int]) -> None:
+def test_slots_and_pages_beyond_the_cache_are_rejected(
+    kernel: compiled.PagedAttention, slots: list[int], table: list[int]
+) -> None:
     caches, query = torch.zeros(2, 3, 4, 2, 8), torch.ones(2, 4, 8)
     batch = AttentionBatch([2], [8], [torch.tensor(table)], torch.tensor(slots))
     with pytest.raises(IndexError, match="beyond the 3 pages"):
@@ -189,7 +195,7 @@ def test_pages_that_there_are_not(kernel: compiled.PagedAttention, slots: list[i
     assert not caches.any()
 
 
-def test_the_kernel_is_not_asked_for_what_it_has_no_room_for(kernel: compiled.PagedAttention) -> None:
+def test_unsupported_shapes_do_not_suit_the_kernel(kernel: compiled.PagedAttention) -> None:
     query, cache = torch.zeros(1, 34, 8), torch.zeros(1, 4, 2, 8)
     assert not kernel.suits(query, cache)
     assert not kernel.suits(torch.zeros(1, 2, 257), torch.zeros(1, 4, 2, 257))

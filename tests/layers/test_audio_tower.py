@@ -64,7 +64,7 @@ def alone(reference: PreTrainedModel, parts: list[EncoderInput]) -> Tensor:
 
 
 @pytest.mark.parametrize("frames", LENGTHS)
-def test_rows_are_the_references(towers: MultiTowerEncoder, reference: PreTrainedModel, frames: int) -> None:
+def test_embeddings_equal_the_reference(towers: MultiTowerEncoder, reference: PreTrainedModel, frames: int) -> None:
     parts = heard(frames)
     rows = towers.encode(parts)
     assert [len(one) for one in rows] == [HEARING.rows(part.grid[0]) for part in parts]
@@ -73,7 +73,7 @@ def test_rows_are_the_references(towers: MultiTowerEncoder, reference: PreTraine
     assert not torch.cat(rows)[:, 64:].any()
 
 
-def test_a_batch_of_everything(towers: MultiTowerEncoder, reference: PreTrainedModel) -> None:
+def test_mixed_batch_equals_single_items(towers: MultiTowerEncoder, reference: PreTrainedModel) -> None:
     """Whatever goes through the towers together, in any order: images, parts of several clips, short ones."""
     images = [random_input(grid, seed, 3 * 2 * 14 * 14) for seed, grid in enumerate([(1, 4, 6), (1, 2, 2)])]
     clips = [heard(frames) for frames in LENGTHS]
@@ -90,7 +90,7 @@ def test_a_batch_of_everything(towers: MultiTowerEncoder, reference: PreTrainedM
         assert_close(together[:, :64], alone(reference, parts), 1e-5)
 
 
-def test_nothing_is_left_unset(towers: MultiTowerEncoder) -> None:
+def test_all_buffers_are_set(towers: MultiTowerEncoder) -> None:
     for tower in towers.towers.values():
         module = tower.module  # type: ignore[attr-defined]
         assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))

@@ -36,7 +36,7 @@ def backend(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CpuAttenti
     """Everything by the same kernels."""
     library = pointwise.declared(kernels)
     monkeypatch.setattr(native, "library", lambda: kernels)
-    monkeypatch.setattr(pointwise, "_library", lambda: library)
+    monkeypatch.setattr(pointwise, "compiled_kernels", lambda: library)
     return CpuAttention(PagedAttention(kernels))
 
 
@@ -95,7 +95,7 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
     ("weights", "cache_dtype"),
     [("float16", torch.float16), ("float16", torch.float32), ("float32", torch.float32), ("int8", torch.float16)],
 )
-def test_the_same_bits(
+def test_compiled_layer_is_bit_identical(
     folders: Folders, name: str, weights: str, cache_dtype: torch.dtype, backend: CpuAttention
 ) -> None:
     """Families differ in biases, norms of heads, windows and experts."""
@@ -112,7 +112,7 @@ def test_the_same_bits(
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
-def test_what_the_kernels_are_not_made_for_goes_module_by_module(
+def test_unsupported_layers_run_module_by_module(
     folders: Folders, backend: CpuAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("qwen2")
@@ -124,7 +124,7 @@ def test_what_the_kernels_are_not_made_for_goes_module_by_module(
     assert {is_compiled(layer) for layer in load(folder, FORMATS["float16"], backend).layers} == {(False, False)}
 
 
-def test_pages_that_are_not_there(folders: Folders, backend: CpuAttention) -> None:
+def test_pages_beyond_the_cache_are_rejected(folders: Folders, backend: CpuAttention) -> None:
     decoder = load(folders("qwen2"), FORMATS["float32"], backend)
     pool = Pool(decoder, num_pages=2)
     prompt = Prompt(

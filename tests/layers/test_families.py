@@ -108,7 +108,7 @@ def test_tower_rows_are_as_exact_as_transformers(
     """As near to its rows in float64. On the way to those some things are rounded to float32: a sixth of the errors."""
     if how == "without kernels":
         monkeypatch.setattr(native, "library", lambda: None)
-        for found in ("pointwise._library", "attention.tower.paged_attention"):
+        for found in ("pointwise.compiled_kernels", "attention.tower.paged_attention"):
             monkeypatch.setattr(f"triptych.layers.{found}", lambda: None)
     weights = WEIGHT_FORMATS["bfloat16"] if how == "in bfloat16" else FP32
     folder, grids = tiny(name, "published"), [item.grid for item in IMAGES]
@@ -132,7 +132,7 @@ def test_rows_of_videos(tiny: Tiny, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
-def test_keys_as_the_newer_families_have_them(tiny: Tiny, name: str, tmp_path: Path) -> None:
+def test_keys_named_as_in_newer_families(tiny: Tiny, name: str, tmp_path: Path) -> None:
     """``model.visual.…`` and ``model.language_model.…``, as the modules of transformers are called."""
     folder = tiny(name, "published")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -171,7 +171,7 @@ def test_packed_experts(tiny: Tiny, weights: object) -> None:
     assert 0 < error < 0.5
 
 
-def test_what_speaks_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
+def test_speech_output_is_not_loaded(tiny: Tiny, tmp_path: Path) -> None:
     """And nothing else."""
     folder = tiny("qwen3_omni_moe", "published")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -215,7 +215,7 @@ def test_a_convolution_over_more_than_single_patches(
         load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
 
 
-def test_models_of_text_alone_have_one_half(tiny: Tiny) -> None:
+def test_text_only_models_have_no_encoder(tiny: Tiny) -> None:
     folder = tiny("qwen3", "published")
     adapter, checkpoint = load_adapter(folder), Checkpoint(folder)
     assert adapter.encoder_keys(checkpoint.tensors) == []
@@ -240,7 +240,7 @@ def test_models_of_text_alone_have_one_half(tiny: Tiny) -> None:
         ("qwen2_vl", {"use_sliding_window": True, "max_window_layers": 0}, [16] * 4),
     ],
 )
-def test_which_layers_have_windows(
+def test_windowed_layers_follow_the_config(
     tmp_path: Path, name: str, changes: dict[str, object], windows: list[int | None]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY[name].config))
@@ -249,7 +249,7 @@ def test_which_layers_have_windows(
     assert [config.window_of(layer) for layer in range(config.num_layers)] == windows
 
 
-def test_windows_need_a_backend_that_has_them(tiny: Tiny, tmp_path: Path) -> None:
+def test_windows_need_a_backend_that_supports_them(tiny: Tiny, tmp_path: Path) -> None:
     class Without(CpuAttention):
         takes_windows = False
 
@@ -273,7 +273,7 @@ def test_windows_need_a_backend_that_has_them(tiny: Tiny, tmp_path: Path) -> Non
         ("qwen2_5_vl", {"vision_config": {"out_hidden_size": 32}}, "out_hidden_size 32 isn't the hidden size 64"),
     ],
 )
-def test_configs_that_are_not_served(tmp_path: Path, name: str, changes: dict[str, object], message: str) -> None:
+def test_unsupported_configs_are_rejected(tmp_path: Path, name: str, changes: dict[str, object], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY[name].config))
     edit_config(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):

@@ -129,7 +129,7 @@ def other_rank(folder: Path) -> Iterator[Group]:
 
 
 @pytest.mark.parametrize("num_rows", [3, 4, 8])
-def test_padding_harms_nobody(plain: Decoder, num_rows: int) -> None:
+def test_padding_changes_no_result(plain: Decoder, num_rows: int) -> None:
     """On the CPU's backend, too: neither the logits nor any page but the scratch page differ."""
 
     def decode(rows: int | None) -> tuple[Tensor, KVTensors]:
@@ -163,7 +163,7 @@ def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
     return runner, cache, runner.batch([Chunk(one, len(one.tokens) - 1, 1) for one in requests], media)
 
 
-def test_graphs_only_suit_steps_that_fit(plain: Decoder) -> None:
+def test_graphs_suit_only_steps_that_fit(plain: Decoder) -> None:
     _, cache, batch = three_decodes(plain)
     with torch.inference_mode():
         can_replay = [
@@ -173,7 +173,7 @@ def test_graphs_only_suit_steps_that_fit(plain: Decoder) -> None:
     assert can_replay == [True, False, False]
 
 
-def test_what_is_prepared_is_used_while_it_holds(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_inputs_are_used_only_while_valid(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuRunner(plain, cache_of(plain), PAGE_SIZE, CPU)
     one = request("0", [1, 2, 3, 4, 5], SAMPLINGS[0])
     one.pages = [3, 7]

@@ -133,6 +133,6 @@ for sign in (1, -1):
         subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
 
 
-def test_more_inputs_than_can_be_added_up_are_refused() -> None:
+def test_too_many_inputs_for_int8_are_rejected() -> None:
     with pytest.raises(ConfigError, match="65536 inputs, not 65537"):
         int8_product(torch.zeros(1, 2**16 + 1), None)

@@ -87,7 +87,9 @@ class MediaBudget:
 
 @pytest.mark.parametrize("options", [{}, {"moe": True}, {"sizes": DEEPSTACK_TO_THE_END}], ids=repr)
 @pytest.mark.parametrize("wanted", ["last", "none", "odd"])
-def test_only_what_is_wanted_goes_on(checkpoint_folder: Folder, options: dict[str, Any], wanted: EncodeTask) -> None:
+def test_last_layer_continues_only_with_needed_tokens(
+    checkpoint_folder: Folder, options: dict[str, Any], wanted: EncodeTask
+) -> None:
     """Two prompts share steps: their first chunks, in which images begin, and then what is left."""
     folder = checkpoint_folder(**options)
     prompts, expected = prompts_of(folder)
@@ -120,7 +122,7 @@ def test_only_what_is_wanted_goes_on(checkpoint_folder: Folder, options: dict[st
     assert num_written == sum(len(prompt.tokens) for prompt in prompts)
 
 
-def test_a_prompt_goes_on_after_chunks_without_logits(checkpoint_folder: Folder) -> None:
+def test_prompt_continues_after_chunks_without_logits(checkpoint_folder: Folder) -> None:
     folder = checkpoint_folder()
     (prompt, _), (expected, _) = prompts_of(folder)
     pool, sequence = pool_of(load_adapter(folder).load_decoder(Checkpoint(folder), FP32, CPU)), Running(prompt)
@@ -130,7 +132,7 @@ def test_a_prompt_goes_on_after_chunks_without_logits(checkpoint_folder: Folder)
 
 
 @pytest.mark.parametrize("weights", [WEIGHT_FORMATS["float16"], WEIGHT_FORMATS["bfloat16"], QUANTIZED_FORMATS["int8"]])
-def test_every_weight_format_takes_few_rows_and_none(checkpoint_folder: Folder, weights: Any) -> None:
+def test_every_weight_format_accepts_few_tokens_and_none(checkpoint_folder: Folder, weights: Any) -> None:
     folder = checkpoint_folder(moe=True)
     (prompt, _), _ = prompts_of(folder)
     decoder = load_adapter(folder).load_decoder(Checkpoint(folder), weights, CPU)
@@ -159,7 +161,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("wanted", [[], [3], list(range(8))], ids=["none", "last", "all"])
-def test_all_ranks_have_written_a_layer_when_it_is_told(checkpoint_folder: Folder, wanted: list[int]) -> None:
+def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wanted: list[int]) -> None:
     """Also when nobody wants what the last layer's sum tells. Two ranks on threads, over gloo, of which one is slow."""
     adapter, checkpoint = load_adapter(checkpoint_folder()), Checkpoint(checkpoint_folder())
     config = adapter.decoder_config

@@ -81,7 +81,7 @@ def test_a_weight_that_has_the_dtype_is_not_copied() -> None:
     assert linear.weight.data_ptr() == weight.data_ptr()
 
 
-def test_packed_keeps_no_other_copy_and_refuses_other_devices() -> None:
+def test_packed_weights_are_the_only_copy_and_for_cpus_only() -> None:
     weights = WEIGHT_FORMATS["float16"]
     linear = weights.linear(torch.randn(4, 3), None, CPU)
     assert not list(linear.parameters())
@@ -89,7 +89,7 @@ def test_packed_keeps_no_other_copy_and_refuses_other_devices() -> None:
         weights.linear(torch.randn(4, 3), None, torch.device("meta"))
 
 
-def test_every_dtype_that_can_be_asked_for_has_a_format() -> None:
+def test_every_dtype_setting_has_a_format() -> None:
     assert set(WEIGHT_FORMATS) == set(DTYPES)
     assert {"none", *QUANTIZED_FORMATS} == set(QUANTIZATIONS)
 

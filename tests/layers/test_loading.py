@@ -134,14 +134,14 @@ def test_tied_checkpoint_that_stores_its_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_tie_said_in_the_text_config_only(tmp_path: Path, tied: bool) -> None:
+def test_tie_in_the_text_config_only(tmp_path: Path, tied: bool) -> None:
     folder = make_checkpoint(tmp_path, tied=tied)
     edit_config(folder, tie_word_embeddings=None)
     decoder = load_decoder(folder)
     assert torch.equal(decoder.head.linear.weight, decoder.embedding) == tied
 
 
-def test_top_level_tie_wins(tmp_path: Path) -> None:
+def test_top_level_tie_takes_precedence(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, moe=True, tied=False)
     edit_config(folder, text_config={"tie_word_embeddings": True})
     decoder = load_decoder(folder)
@@ -189,7 +189,7 @@ def test_missing_tensor(tmp_path: Path, key: str) -> None:
         "audio_tower.conv.weight",
     ],
 )
-def test_tensor_that_has_no_place(tmp_path: Path, key: str) -> None:
+def test_unknown_tensor(tmp_path: Path, key: str) -> None:
     folder = rewrite(make_checkpoint(tmp_path), lambda tensors: tensors.update({key: torch.zeros(1)}))
     with pytest.raises(CheckpointError, match=key):
         load_both(folder)
@@ -231,14 +231,14 @@ def test_reading_a_missing_key_or_a_vanished_shard(tmp_path: Path) -> None:
         ({"text_config": {"num_hidden_layers": 1}}, "2 deepstack features for a decoder of 1 layers"),
     ],
 )
-def test_configs_that_are_not_served(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     (tmp_path / "config.json").write_text((make_checkpoint(tmp_path) / "config.json").read_text())
     edit_config(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
         load_adapter(tmp_path)
 
 
-def test_vision_config_that_transformers_refuses(tmp_path: Path) -> None:
+def test_vision_config_that_transformers_rejects(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     edit_config(folder, vision_config={"patch_size": "x"})
     with pytest.raises(CheckpointError, match=r"vision_config.*patch_size"):

@@ -126,7 +126,7 @@ def test_packed_sequences_at_different_points(models: Callable[..., Model], moe:
         assert_close(torch.cat(parts), model.expected(images, text), TOLERANCE)
 
 
-def test_only_wanted_logits(models: Callable[..., Model]) -> None:
+def test_only_requested_logits(models: Callable[..., Model]) -> None:
     model = models()
     prompt, expected = model.prompt(IMAGES), model.expected(IMAGES)
     last = step(Pool(model.decoder()), [(Running(prompt), len(prompt.tokens))], logits="last")
@@ -154,7 +154,7 @@ def test_greedy_outputs_vary(models: Callable[..., Model]) -> None:
         assert len(set(models(**options).expected(IMAGES).argmax(-1).tolist())) > 10
 
 
-def test_media_rows_of_the_wrong_width(models: Callable[..., Model]) -> None:
+def test_media_embeddings_of_the_wrong_width(models: Callable[..., Model]) -> None:
     model = models()
     prompt = model.prompt(IMAGES)
     prompt.media_embeddings = prompt.media_embeddings[:, :-1]

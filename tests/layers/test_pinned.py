@@ -11,7 +11,7 @@ TENSORS = [
 ]
 
 
-def test_tensors_of_all_kinds_are_packed_into_one() -> None:
+def test_tensors_of_all_dtypes_are_packed_into_one() -> None:
     buffer = packed(TENSORS)
     views = unpacked(buffer, TENSORS)
     for view, tensor in zip(views, TENSORS, strict=True):

@@ -16,7 +16,7 @@ TOKENS = (1, 3, 700)
 @pytest.fixture(autouse=True)
 def _by_these_kernels(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     library = pointwise.declared(kernels)
-    monkeypatch.setattr(pointwise, "_library", lambda: library)
+    monkeypatch.setattr(pointwise, "compiled_kernels", lambda: library)
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
@@ -32,7 +32,7 @@ def test_rms_norm(num_tokens: int, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(rms_norm(torch.zeros(1, *shape), weight, 1e-6), torch.zeros(1, *shape))
 
 
-def test_rotate_by_tables_that_lie_otherwise() -> None:
+def test_rotate_by_strided_tables() -> None:
     torch.manual_seed(0)
     cos, sin, heads = torch.randn(4000, 1, 64), torch.randn(4000, 1, 64), torch.randn(4000, 2, 64)
     expected = rotate(heads.clone(), cos, sin)
@@ -55,7 +55,7 @@ def test_rotate(num_tokens: int, heads: int, dim: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("width", [96, 41])
-def test_silu_times(num_tokens: int, width: int) -> None:
+def test_silu_and_mul(num_tokens: int, width: int) -> None:
     """Also far out, where exponentials overflow."""
     torch.manual_seed(0)
     gate_up = 40 * torch.randn(num_tokens, 2 * width)
@@ -82,7 +82,7 @@ def test_other_dtypes_and_layouts_go_through_pytorch() -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 151_936), (8, 1_003), (3, 5)])
-def test_likeliest(rows: int, width: int) -> None:
+def test_argmax_rows(rows: int, width: int) -> None:
     """The first of several; rows that grammars have cut down to one token, or that lie apart."""
     torch.manual_seed(0)
     logits = torch.randint(-3, 4, (rows, width + 7)).float()[:, 3 : width + 3]
@@ -93,7 +93,7 @@ def test_likeliest(rows: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [5, 1_003, 4_100])
-def test_a_nan_is_the_likeliest_so_that_it_is_seen(width: int) -> None:
+def test_nan_is_the_maximum(width: int) -> None:
     for place in (0, width // 2, width - 1):
         logits = torch.randn(2, width)
         logits[1, place] = torch.nan

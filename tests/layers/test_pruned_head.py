@@ -70,7 +70,7 @@ def test_the_largest_have_the_bits_of_the_whole_product(pack: Pack, outputs: int
     assert pruned_head(tokens[:0], []).shape == (0, outputs)
 
 
-def test_few_are_computed() -> None:
+def test_few_outputs_are_computed() -> None:
     product, pruned_head = made(torch.randn(20_000, 512) / 20)
     computed = check(product, pruned_head, torch.randn(20, 512), [1] * 20)
     assert max(computed) < 200
@@ -79,7 +79,7 @@ def test_few_are_computed() -> None:
     assert max(check(product, pruned_head, tokens, [1] * 20)) < 2000
 
 
-def test_outputs_that_int8_cannot_tell_apart() -> None:
+def test_outputs_that_int8_cannot_distinguish() -> None:
     """More than a few of them, and the product is computed in full."""
     weight = torch.randn(1, 256).expand(4000, -1).clone()
     weight[:, 0] += torch.randn(4000) * 1e-3
@@ -88,7 +88,7 @@ def test_outputs_that_int8_cannot_tell_apart() -> None:
     assert check(product, pruned_head, tokens, [1, 1, 20]) == [4000] * 3
 
 
-def test_weights_that_rounding_changes_as_much_as_it_can() -> None:
+def test_weights_with_the_largest_rounding_error() -> None:
     """All of them by half a step, and the token points the same way. Next to them, one that rounding doesn't change
     comes to almost as much."""
     signs = torch.randint(0, 2, (50, 65)) * 2.0 - 1
@@ -102,7 +102,7 @@ def test_weights_that_rounding_changes_as_much_as_it_can() -> None:
     check(product, pruned_head, signs, [1] * 50)
 
 
-def test_tokens_that_rounding_changes_as_much_as_it_can() -> None:
+def test_tokens_with_the_largest_rounding_error() -> None:
     """All values by half a step of what is left after the first rounding, and the weights point the same way."""
     step = 0.5 / 127
     signs = torch.randint(0, 2, (2, 66)) * 2.0 - 1
@@ -118,7 +118,7 @@ def test_tokens_that_rounding_changes_as_much_as_it_can() -> None:
     check(product, pruned_head, tokens, [1] * 2)
 
 
-def test_sums_that_floats_round_otherwise() -> None:
+def test_sums_whose_rounding_decides_the_order() -> None:
     """int8 changes none of these weights and tokens, and its sums are exact. The whole product's aren't, and whose are
     largest is decided by that."""
     numbers = torch.randint(100, 127, (2**14,)).float()
@@ -141,7 +141,7 @@ def test_the_last_output_may_be_the_largest() -> None:
     check(product, pruned_head, tokens, [1, 3])
 
 
-def test_what_a_token_comes_to_depends_on_it_alone() -> None:
+def test_output_does_not_depend_on_the_batch() -> None:
     _, pruned_head = made(torch.randn(3000, 100))
     tokens = torch.randn(37, 100)
     counts = [(1, 20, 7, 64)[row % 4] for row in range(37)]
@@ -154,7 +154,7 @@ def test_what_a_token_comes_to_depends_on_it_alone() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e25, 1e-25, 1e-42, 0.0])
-def test_values_that_no_bounds_hold_for(value: float) -> None:
+def test_activations_without_bounds_use_the_full_product(value: float) -> None:
     product, pruned_head = made(torch.randn(2000, 50), float_product)
     tokens = torch.randn(5, 50)
     expected = pruned_head(tokens, [1] * 5)
@@ -174,7 +174,7 @@ def test_weights_that_fp16_rounds(dtype: torch.dtype, size: float) -> None:
     check(product, pruned_head, torch.randn(40, 100), [1, 2, 3, 4] * 10)
 
 
-def test_tokens_that_lie_apart_and_what_does_not_fit() -> None:
+def test_strided_tokens_and_wrong_shapes() -> None:
     product, pruned_head = made(torch.randn(300, 100))
     check(product, pruned_head, torch.randn(4, 230)[:, 5:105], [1] * 4)
     check(product, pruned_head, torch.randn(100, 4).T, [1] * 4)
@@ -184,14 +184,14 @@ def test_tokens_that_lie_apart_and_what_does_not_fit() -> None:
         pruned_head(torch.randn(4, 100), [1] * 3)
 
 
-def test_where_it_is_of_use(kernels: ctypes.CDLL) -> None:
+def test_used_only_where_it_is_faster(kernels: ctypes.CDLL) -> None:
     weight = torch.randn(300, 100)
     assert (pruned_head_of(half_product(weight, None), weight) is not None) == is_faster(kernels)
     assert pruned_head_of(FbgemmProduct(weight, None), weight) is None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e20])
-def test_weights_that_no_bounds_hold_for(value: float) -> None:
+def test_weights_without_bounds_are_rejected(value: float) -> None:
     weight = torch.randn(300, 100)
     weight[7, 3] = value
     product = float_product(weight, None)

@@ -91,7 +91,7 @@ def test_a_plan_counts_both() -> None:
         PLANNER.plan(header, BOUNDS, sound=AudioHeader("MP4", 48_000, 1, 100, track=True))
 
 
-def test_plans_that_are_not_whole() -> None:
+def test_invalid_parts_are_rejected() -> None:
     plan = PLANNER.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, sound=SECOND)
 
     def changed(**fields: Any) -> ItemPlan:
@@ -107,7 +107,7 @@ def test_plans_that_are_not_whole() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_who_does_not_hear(family: str) -> None:
+def test_families_without_audio_in_video(family: str) -> None:
     planner = planner_of(family)
     assert not planner.audio_in_video
     with pytest.raises(UnsupportedMedia, match="takes no audio track with a video"):

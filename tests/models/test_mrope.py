@@ -159,7 +159,7 @@ def test_as_the_reference(family: str, count: int) -> None:
             assert positions.next_position == len(mix.tokens) + delta.item()
 
 
-def test_any_shape() -> None:
+def test_positions_other_than_a_grid() -> None:
     """A shape that isn't a grid: what follows goes on where the shape says."""
     shape = MediaPositions(np.array([[0, 0, 5.0], [0, 1, 1], [3, 2, 1]]), advance=4)
     positions = mrope_positions(6, [Span(1, 3)], [shape])

@@ -54,7 +54,7 @@ def plan_of(case: dict[str, Any]) -> tuple[Planner, ItemPlan]:
 
 
 @pytest.mark.parametrize("number", range(len(VIDEO_CASES)))
-def test_plans_are_the_references(number: int) -> None:
+def test_plans_equal_the_reference(number: int) -> None:
     case = VIDEO_CASES[number]
     planner, plan = plan_of(case)
     assert list(plan.frames) == case["indices"]
@@ -66,7 +66,7 @@ def test_plans_are_the_references(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(VIDEO_CASES)))
-def test_patches_are_the_references_bit_for_bit(number: int) -> None:
+def test_patches_equal_the_reference_bit_for_bit(number: int) -> None:
     case = VIDEO_CASES[number]
     family = family_of(case)
     _, plan = plan_of(case)
@@ -78,7 +78,7 @@ def test_patches_are_the_references_bit_for_bit(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", TIMED)
-def test_patches_in_time_are_as_far_apart_as_the_references(number: int) -> None:
+def test_temporal_distances_equal_the_reference(number: int) -> None:
     case = VIDEO_CASES[number]
     planner, plan = plan_of(case)
     placement = Placement((Span(0, plan.rows),))
@@ -98,7 +98,7 @@ def parts_of(pixels: np.ndarray[Any, Any]) -> list[EncoderInput]:
     return list(Qwen3VLPreprocessor(CONFIG, IMAGES, {"size": SIZE})(data, plan))
 
 
-def test_parts_that_look_alike_have_one_name_and_others_have_others() -> None:
+def test_names_identify_the_content_of_a_part() -> None:
     pixels = video(1, 6, 64, 64)
     names = [part.name for part in parts_of(pixels[[0, 1, 2, 3, 0, 1]])]
     assert names[0] == names[2] != names[1]
@@ -106,7 +106,7 @@ def test_parts_that_look_alike_have_one_name_and_others_have_others() -> None:
     assert names[0] not in {part.name for part in parts_of(pixels[[1, 0, 2, 3, 1, 0]])}
 
 
-def test_one_frame_is_seen_twice() -> None:
+def test_a_single_frame_is_repeated() -> None:
     planner = Qwen3VLPlanner(CONFIG, IMAGES, {"size": SIZE})
     plan = planner.plan(VideoHeader("MP4", 64, 64, 1, 30.0))
     assert plan.frames == (0, 0)
@@ -144,12 +144,12 @@ def test_a_request_has_its_own_sampling_and_bounds() -> None:
         ({"num_frames": -1}, "num_frames"),
     ],
 )
-def test_settings_that_can_not_be_planned_by(setting: dict[str, Any], named: str) -> None:
+def test_invalid_video_settings_name_the_key(setting: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         Qwen3VLPlanner(CONFIG, IMAGES, {"size": SIZE} | setting)
 
 
-def test_a_filter_that_is_not_served() -> None:
+def test_unsupported_filter_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="resample 1 is not served for videos"):
         Qwen3VLPreprocessor(CONFIG, IMAGES, {"resample": 1})
 
@@ -165,7 +165,9 @@ def test_a_filter_that_is_not_served() -> None:
         (VideoHeader("MP4", 64, 64, 100, 10.0), {"fps": 0.5}, (0, 25, 50, 75)),
     ],
 )
-def test_as_many_frames_as_there_are(header: VideoHeader, sampling: dict[str, Any], seen: tuple[int, ...]) -> None:
+def test_no_more_frames_than_the_video_has(
+    header: VideoHeader, sampling: dict[str, Any], seen: tuple[int, ...]
+) -> None:
     """The reference refuses most of these."""
     planner = Qwen2VLPlanner(TINY["qwen2_vl"].config, PREPROCESSOR, PREPROCESSOR)
     plan = planner.plan(header, sampling=FrameSampling(**sampling))
@@ -175,7 +177,7 @@ def test_as_many_frames_as_there_are(header: VideoHeader, sampling: dict[str, An
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 384), st.integers(1, 8000))
-def test_equal_steps_are_the_references(patches: int, frames: int) -> None:
+def test_equal_intervals_equal_the_reference(patches: int, frames: int) -> None:
     """Now and then it takes one more, which isn't there, and fails. Where there are more frames, its float32 is too
     short for steps of parts of a frame, and its choice depends on the processor's vectors."""
     sampling = IntervalStartSampling.from_config({"num_frames": 2 * patches}, 2)
@@ -184,7 +186,7 @@ def test_equal_steps_are_the_references(patches: int, frames: int) -> None:
     assert list(sampling.frames(VideoHeader("MP4", 64, 64, frames, 25.0))) == expected
 
 
-def test_settings_that_are_null_are_not_said() -> None:
+def test_null_settings_mean_the_default() -> None:
     """As in the files that ``save_pretrained`` writes."""
     null = dict.fromkeys(("fps", "num_frames", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"))
     header = VideoHeader("MP4", 640, 480, 300, 30.0)
@@ -203,7 +205,7 @@ def test_settings_that_are_null_are_not_said() -> None:
     st.integers(1, 4000),
     st.sampled_from([True, False]),
 )
-def test_every_size_keeps_the_bounds(
+def test_every_size_is_within_bounds(
     kind: type[VideoGeometry], num_frames: int, height: int, width: int, capped: bool
 ) -> None:
     """The model's own bounds, as published: what is planned is what buffers are made for."""

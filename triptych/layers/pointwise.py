@@ -100,11 +100,11 @@ class GeluTanh(nn.Module):
 def _kernels(*tensors: Tensor) -> ctypes.CDLL | None:
     """Return the compiled kernels if they exist and support these tensors."""
     supported = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
-    return _library() if supported else None
+    return compiled_kernels() if supported else None
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def compiled_kernels() -> ctypes.CDLL | None:
     return None if (library := native.library()) is None else declared(library)
 
 
