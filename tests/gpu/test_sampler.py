@@ -1,4 +1,4 @@
-"""Sampling on a GPU against sampling on the CPU, and without waiting for the GPU in between."""
+"""Sampling on a GPU equals sampling on the CPU, and synchronizes only for the result."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's towers together, and the one that hears against transformers'."""
+"""Qwen3-Omni's towers together, and its audio tower against transformers'."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def heard(frames: int) -> list[EncoderInput]:
 
 @torch.inference_mode()
 def alone(reference: PreTrainedModel, parts: list[EncoderInput]) -> Tensor:
-    """What transformers makes of the item by itself."""
+    """transformers' embeddings of the item by itself."""
     features = torch.from_numpy(np.concatenate([part.patches[: part.grid[0]] for part in parts]))
     rows = reference.model.audio_tower(features.T, feature_lens=torch.tensor([len(features)])).last_hidden_state
     assert isinstance(rows, Tensor)
@@ -74,7 +74,7 @@ def test_embeddings_equal_the_reference(towers: MultiTowerEncoder, reference: Pr
 
 
 def test_mixed_batch_equals_single_items(towers: MultiTowerEncoder, reference: PreTrainedModel) -> None:
-    """Whatever goes through the towers together, in any order: images, parts of several clips, short ones."""
+    """One batch of images, parts of several clips and short clips, in any order."""
     images = [random_input(grid, seed, 3 * 2 * 14 * 14) for seed, grid in enumerate([(1, 4, 6), (1, 2, 2)])]
     clips = [heard(frames) for frames in LENGTHS]
     batch = [images[0], *(part for parts in clips for part in parts), images[1]]
@@ -106,5 +106,5 @@ def test_packed_linear_layers(folder: Path, towers: MultiTowerEncoder) -> None:
 @pytest.mark.parametrize(("patches", "grid"), [(150, 150), (200, 90), (200, 201)])
 def test_frames_that_do_not_fit_their_grid(towers: MultiTowerEncoder, patches: int, grid: int) -> None:
     features = np.zeros((patches, BANDS), dtype=np.float32)
-    with pytest.raises(PlanMismatch, match="aren't chunks of 100"):
+    with pytest.raises(PlanMismatch, match="aren't whole chunks of 100"):
         towers.encode([EncoderInput(features, (grid, 1, 1), "x", AUDIO)])

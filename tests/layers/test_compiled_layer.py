@@ -1,4 +1,4 @@
-"""A layer in two calls of the compiled kernels against the same layer module by module, which other tests hold against
+"""A layer in two calls of the compiled kernels against the same layer module by module, which other tests compare with
 transformers."""
 
 import ctypes
@@ -33,7 +33,7 @@ FORMATS = {
 
 @pytest.fixture(autouse=True)
 def backend(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CpuAttention:
-    """Everything by the same kernels."""
+    """Use the same kernels everywhere."""
     library = pointwise.declared(kernels)
     monkeypatch.setattr(native, "library", lambda: kernels)
     monkeypatch.setattr(pointwise, "compiled_kernels", lambda: library)
@@ -42,7 +42,7 @@ def backend(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CpuAttenti
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Of a family's name, and of that of one whose later layers have windows."""
+    """Make a checkpoint folder of a family, or of one whose later layers have windows."""
 
     def make(name: str) -> Path:
         family, _, window = name.partition(" ")
@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def load(folder: Path, weights: WeightFormat, backend: CpuAttention | None = None) -> Decoder:
-    """With ``backend``'s kernels instead of those that the process has built for itself."""
+    """Use ``backend``'s kernels instead of those that the process has built."""
     decoder = load_adapter(folder).load_decoder(Checkpoint(folder), weights, CPU)
     for layer in decoder.layers:
         layer.attention.backend = backend or layer.attention.backend
@@ -65,7 +65,7 @@ def is_compiled(layer: DecoderLayer) -> tuple[bool, bool]:
 
 
 def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
-    """Logits of a few steps in which chunks of prompts and single tokens of sequences meet; then all that is cached."""
+    """Return the logits of a few steps that mix chunks of prompts and single tokens, and then the whole cache."""
     generator = torch.Generator().manual_seed(0)
     nothing = torch.arange(0), torch.zeros(0, decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers))
     sequences = [

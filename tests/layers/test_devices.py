@@ -1,4 +1,4 @@
-"""Which device, and what it has. GPUs are made up here."""
+"""Discovery of devices and their capabilities, with simulated GPUs."""
 
 from pathlib import Path
 

@@ -41,7 +41,7 @@ FP32 = WEIGHT_FORMATS["float32"]
 TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
 PATCH_VALUES = 3 * 2 * 14 * 14
 IMAGES = [random_input(grid, seed, PATCH_VALUES) for seed, grid in enumerate([(1, 4, 6), (1, 2, 2), (1, 18, 10)])]
-"""One of a whole window and a part of one, one smaller than a window, one of many."""
+"""An image of a whole window and a part of one, one smaller than a window, one of many windows."""
 
 Tiny = Callable[..., Path]
 
@@ -105,7 +105,7 @@ def reference_rows(
 def test_tower_rows_are_as_exact_as_transformers(
     tiny: Tiny, name: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As near to its rows in float64. On the way to those some things are rounded to float32: a sixth of the errors."""
+    """Errors are measured against float64, in which some intermediate values are still rounded to float32."""
     if how == "without kernels":
         monkeypatch.setattr(native, "library", lambda: None)
         for found in ("pointwise.compiled_kernels", "attention.tower.paged_attention"):
@@ -122,7 +122,7 @@ def test_tower_rows_are_as_exact_as_transformers(
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_rows_of_videos(tiny: Tiny, name: str) -> None:
-    """Patches in time don't see each other: encoded by themselves, they get the rows of the whole."""
+    """Temporal patches don't attend to each other: encoded separately, they yield the same rows."""
     folder = tiny(name, "published")
     tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     parts = [random_input((1, *size), seed, PATCH_VALUES) for size in ((4, 6), (18, 10)) for seed in range(3)]
@@ -172,7 +172,7 @@ def test_packed_experts(tiny: Tiny, weights: object) -> None:
 
 
 def test_speech_output_is_not_loaded(tiny: Tiny, tmp_path: Path) -> None:
-    """And nothing else."""
+    """All other unknown tensors are errors."""
     folder = tiny("qwen3_omni_moe", "published")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The last layer computes keys and values of all tokens, and the rest of those alone whose logits are wanted."""
+"""The last layer computes keys and values of all tokens, and the rest only for tokens that need logits."""
 
 import time
 from collections.abc import Callable
@@ -34,14 +34,14 @@ CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
 IMAGES = [random_input((1, 4, 6), 1), random_input((1, 8, 4), 3)]
 DEEPSTACK_TO_THE_END = replace(DENSE, layers=2)
-"""Whose last layer is one that features are added after."""
+"""A config whose last layer adds deepstack features."""
 
 Folder = Callable[..., Path]
 EncodeTask = Literal["all", "last", "none", "odd"]
 
 
 def prompts_of(folder: Path) -> tuple[list[Prompt], list[Tensor]]:
-    """A prompt with images and one without, and the logits of all their tokens as transformers has them."""
+    """Return a prompt with images and one without, and transformers' logits of all their tokens."""
     adapter, reference = load_adapter(folder), load_reference(folder)
     rows = adapter.load_encoder(Checkpoint(folder), FP32, CPU).encode(IMAGES)
     prompts = [
@@ -52,7 +52,7 @@ def prompts_of(folder: Path) -> tuple[list[Prompt], list[Tensor]]:
 
 
 def pool_of(decoder: Decoder) -> Pool:
-    """Its cache is filled with NaN, so that what isn't written is known."""
+    """Make a pool whose cache is filled with NaN, which reveals unwritten slots."""
     pool = Pool(decoder)
     for tensor in (*pool.cache.keys, *pool.cache.values):
         tensor.fill_(torch.nan)
@@ -60,7 +60,7 @@ def pool_of(decoder: Decoder) -> Pool:
 
 
 class MediaBudget:
-    """Notes over how many rows each layer's parts after its attention run."""
+    """Records the number of rows on which each layer's modules after attention run."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.rows: dict[tuple[int, str], list[int]] = {}
@@ -90,7 +90,7 @@ class MediaBudget:
 def test_last_layer_continues_only_with_needed_tokens(
     checkpoint_folder: Folder, options: dict[str, Any], wanted: EncodeTask
 ) -> None:
-    """Two prompts share steps: their first chunks, in which images begin, and then what is left."""
+    """Two prompts share steps: first chunks that contain a part of the images, then the remaining tokens."""
     folder = checkpoint_folder(**options)
     prompts, expected = prompts_of(folder)
     whole = load_adapter(folder).load_decoder(Checkpoint(folder), FP32, CPU)
@@ -148,7 +148,7 @@ def test_every_weight_format_accepts_few_tokens_and_none(checkpoint_folder: Fold
 
 
 class Slow:
-    """Attention that takes its time before it writes."""
+    """Attention that sleeps before it writes."""
 
     takes_windows = True
 
@@ -162,7 +162,7 @@ class Slow:
 
 @pytest.mark.parametrize("wanted", [[], [3], list(range(8))], ids=["none", "last", "all"])
 def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wanted: list[int]) -> None:
-    """Also when nobody wants what the last layer's sum tells. Two ranks on threads, over gloo, of which one is slow."""
+    """Also if no token needs logits. Two ranks on threads, over gloo, one of which is slow."""
     adapter, checkpoint = load_adapter(checkpoint_folder()), Checkpoint(checkpoint_folder())
     config = adapter.decoder_config
     memory = torch.full((config.num_layers, 2, 2, PAGE_SIZE, config.num_kv_heads, config.head_dim), torch.nan)

@@ -1,4 +1,4 @@
-"""The variables that say how the compiled kernels are built, and what happens when they make no sense."""
+"""The environment variables for building the compiled kernels, and invalid values of them."""
 
 import logging
 import shutil
@@ -14,7 +14,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 
 @pytest.fixture(autouse=True)
 def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """The library is found once for each process; here it is built anew, into a folder of the test's own."""
+    """Build the library again, which is otherwise cached per process, into a temporary folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.library.cache_clear()
     yield

@@ -34,7 +34,7 @@ TEXT = b"hello triptych"
 
 
 class Model:
-    """A checkpoint's tower, and decoders in any weight format, beside the reference."""
+    """A checkpoint's tower, its decoder in any weight format, and the reference."""
 
     def __init__(self, folder: Path) -> None:
         self.adapter = load_adapter(folder)
@@ -139,8 +139,8 @@ def test_only_requested_logits(models: Callable[..., Model]) -> None:
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize(("weights", "tolerance"), [("float16", 0.01), ("bfloat16", 0.2)])
 def test_other_weight_formats(models: Callable[..., Model], moe: bool, weights: str, tolerance: float) -> None:
-    """With the KV cache that goes with them. Loose: logits reach 15 here, and rounding is amplified by weights far
-    larger than a trained model's."""
+    """With the matching KV cache. The tolerances are loose, because random weights are larger than trained ones and
+    amplify rounding."""
     model = models(moe=moe)
     decoder = model.decoder(weights)
     logits = run_whole(Pool(decoder, dtype=getattr(torch, weights)), model.prompt(IMAGES))
@@ -149,7 +149,7 @@ def test_other_weight_formats(models: Callable[..., Model], moe: bool, weights: 
 
 
 def test_greedy_outputs_vary(models: Callable[..., Model]) -> None:
-    """A checkpoint that always said the same could hide any mistake."""
+    """A checkpoint whose outputs never vary could hide mistakes."""
     for options in ({}, {"moe": True}, {"tied": False}):
         assert len(set(models(**options).expected(IMAGES).argmax(-1).tolist())) > 10
 
@@ -190,7 +190,7 @@ def test_tower_in_bf16(models: Callable[..., Model]) -> None:
 
 
 def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
-    """Rounded to fp16 where a linear layer is, and nothing of its fp32 weights kept."""
+    """Linear layers are in fp16, and their fp32 weights aren't kept."""
     model = models()
     tower = model.adapter.load_encoder(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
     assert any(isinstance(module, PackedLinear) for module in tower.module.modules())
@@ -201,7 +201,7 @@ def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
 
 
 def test_bf16_checkpoint(tmp_path: Path) -> None:
-    """Weights stored in bf16 and computed with in fp32, the usual case on CPUs."""
+    """Weights stored in bf16 and used in fp32, the usual case on CPUs."""
     model = Model(make_checkpoint(tmp_path, dtype=torch.bfloat16))
     assert model.decoder().embedding.dtype == torch.bfloat16
     assert_close(run_whole(Pool(model.decoder()), model.prompt(IMAGES)), model.expected(IMAGES), TOLERANCE)

@@ -10,7 +10,7 @@ from triptych.layers import pointwise
 from triptych.layers.pointwise import GeluTanh, argmax_rows, rms_norm, rotate, silu_and_mul
 
 TOKENS = (1, 3, 700)
-"""Few enough for one thread, and enough for several."""
+"""Numbers of tokens for a single thread and for several."""
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _by_these_kernels(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("shape", [(64,), (37,), (4, 128), (3, 20)])
 def test_rms_norm(num_tokens: int, shape: tuple[int, ...]) -> None:
-    """Of whole tokens, and of heads that lie beside others in a wider tensor."""
+    """Norms of whole tokens, and of heads that are part of a wider tensor."""
     torch.manual_seed(0)
     weight = torch.randn(shape)
     wider = 5 * torch.randn(num_tokens, 2 * shape[0], *shape[1:])
@@ -56,7 +56,7 @@ def test_rotate(num_tokens: int, heads: int, dim: int) -> None:
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("width", [96, 41])
 def test_silu_and_mul(num_tokens: int, width: int) -> None:
-    """Also far out, where exponentials overflow."""
+    """Also for large values, whose exponentials overflow."""
     torch.manual_seed(0)
     gate_up = 40 * torch.randn(num_tokens, 2 * width)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -83,7 +83,7 @@ def test_other_dtypes_and_layouts_go_through_pytorch() -> None:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 151_936), (8, 1_003), (3, 5)])
 def test_argmax_rows(rows: int, width: int) -> None:
-    """The first of several; rows that grammars have cut down to one token, or that lie apart."""
+    """The first of equal maxima; rows with a single token allowed, and strided rows."""
     torch.manual_seed(0)
     logits = torch.randint(-3, 4, (rows, width + 7)).float()[:, 3 : width + 3]
     assert argmax_rows(logits).tolist() == [row.tolist().index(max(row.tolist())) for row in logits]

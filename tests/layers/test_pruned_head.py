@@ -1,5 +1,4 @@
-"""The largest outputs of a product, without computing all: the same bits as the whole product's, whatever the weights
-are like."""
+"""The pruned head's largest outputs are bit-identical to those of the full product, whatever the weights."""
 
 import ctypes
 import math
@@ -39,7 +38,7 @@ def made(weight: Tensor, pack: Pack = half_product) -> tuple[CompiledProduct, Pr
 
 
 def check(product: CompiledProduct, pruned_head: PrunedHead, tokens: Tensor, counts: list[int]) -> list[int]:
-    """Of each token how many outputs were computed."""
+    """Return the number of outputs computed for each token."""
     whole, found = product(tokens), pruned_head(tokens, counts)
     for row, count in enumerate(counts):
         wanted = whole[row] >= whole[row].sort(descending=True).values[min(count, whole.shape[1]) - 1] if count else ...
@@ -50,7 +49,7 @@ def check(product: CompiledProduct, pruned_head: PrunedHead, tokens: Tensor, cou
 
 
 def like_a_vocabulary(weight: Tensor) -> Tensor:
-    """Rows of very different sizes, some of them with single large values, some alike."""
+    """Rows of very different magnitudes, some with single large values, some nearly equal."""
     weight = weight * torch.rand(len(weight), 1).mul(6).exp() / 50
     weight[::7, -1] *= 40
     weight[5::50] = weight[4::50][: len(weight[5::50])]
@@ -66,7 +65,9 @@ def test_the_largest_have_the_bits_of_the_whole_product(pack: Pack, outputs: int
     tokens[:, ::13] *= 30
     for counts in ([1] * 40, [20] * 40, [64, 1, 7, 3] * 10, [0, 1] * 20, [0] * 40, [65, 1] * 20):
         check(product, pruned_head, tokens, counts)
-    assert check(product, pruned_head, tokens, [1] * 39 + [0]) == [outputs] * 40  # one token's need is all tokens'
+    assert (
+        check(product, pruned_head, tokens, [1] * 39 + [0]) == [outputs] * 40
+    )  # one token that needs all outputs makes the product full
     assert pruned_head(tokens[:0], []).shape == (0, outputs)
 
 
@@ -80,7 +81,7 @@ def test_few_outputs_are_computed() -> None:
 
 
 def test_outputs_that_int8_cannot_distinguish() -> None:
-    """More than a few of them, and the product is computed in full."""
+    """If there are too many, the product is computed in full."""
     weight = torch.randn(1, 256).expand(4000, -1).clone()
     weight[:, 0] += torch.randn(4000) * 1e-3
     product, pruned_head = made(weight, float_product)
@@ -169,7 +170,7 @@ def test_activations_without_bounds_use_the_full_product(value: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1.0, 1e5])
 def test_weights_that_fp16_rounds(dtype: torch.dtype, size: float) -> None:
-    """To the largest that it has, if they are larger."""
+    """Larger weights saturate at fp16's largest value."""
     product, pruned_head = made((torch.randn(3000, 100) * size).to(dtype))
     check(product, pruned_head, torch.randn(40, 100), [1, 2, 3, 4] * 10)
 

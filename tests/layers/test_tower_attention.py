@@ -1,4 +1,4 @@
-"""Attention in towers: by the compiled kernel and without it, and the module that takes the place of transformers'."""
+"""Attention in towers: by the compiled kernel and without it, and the module that replaces transformers'."""
 
 import ctypes
 from itertools import accumulate
@@ -18,7 +18,7 @@ SEGMENTS = [[1], [2], [64], [150], [64, 32, 32, 16], [3, 1, 70], [1, 1], [4, 0, 
 
 
 def operands(num_tokens: int, heads: int, dim: int) -> list[Tensor]:
-    """Queries, keys and values as they are projected: side by side."""
+    """Queries, keys and values as projected: adjacent in one tensor."""
     torch.manual_seed(num_tokens)
     return list(torch.randn(num_tokens, 3, heads, dim).unbind(1))
 

@@ -1,4 +1,4 @@
-"""That Triton compiles the kernels for real, which its interpreter doesn't show, and that they fit: without a GPU."""
+"""Triton compiles the kernels, which its interpreter doesn't test, and they fit a GPU's resources; needs no GPU."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The tokens of a video that is heard: in the order in which transformers' processor puts them."""
+"""The tokens of a video with an audio track are in the order of transformers' processor."""
 
 import random
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ SECOND = AudioHeader("MP4", 16_000, 1, 16_000, track=True)
 
 
 def reference(plan: ItemPlan) -> str:
-    """Frames are V, sound is A."""
+    """Frames are V, audio is A."""
     processor = Qwen3OmniMoeProcessor.__new__(Qwen3OmniMoeProcessor)
     marks = {"audio_bos_token": "<", "audio_eos_token": ">", "audio_token": "A", "video_token": "V"}
     for name, value in ({"video_processor": SimpleNamespace(merge_size=2)} | marks).items():
@@ -54,7 +54,7 @@ def test_tokens_are_in_the_order_of_the_reference() -> None:
 
 
 def check_parts(plan: ItemPlan, tokens: str) -> None:
-    """Each part's rows are at tokens of its kind, and both kinds go on where they were."""
+    """Each part's rows are at tokens of its modality, in order."""
     assert plan.sound
     assert plan.is_whole
     firsts = [part.runs[0][0] for part in plan.parts]
@@ -115,7 +115,7 @@ def test_families_without_audio_in_video(family: str) -> None:
 
 
 def test_a_config_that_does_not_name_the_end_of_audio() -> None:
-    """transformers' own has no setting for it."""
+    """transformers' config class has no setting for it."""
     thinker = {k: v for k, v in config_of(HEARD_VIDEOS)["thinker_config"].items() if k != "audio_end_token_id"}
     planner = Qwen3OmniPlanner(config_of(HEARD_VIDEOS) | {"thinker_config": thinker}, {"feature_size": 20})
     assert not planner.audio_in_video

@@ -61,7 +61,7 @@ class Mix:
         self.placements.append(Placement(tuple(spans)))
 
     def add_heard(self, planner: Planner, plan: ItemPlan, marks: tuple[int, int]) -> None:
-        """A video that is heard: the marks of audio are within its own."""
+        """Add a video with audio, whose audio markers are between its own."""
         kinds = {token: KINDS[name] for name, token in planner.placeholder_ids.items()}
         runs, spans = iter(planner.runs(plan)), []
         self.add_text(1, marks[0])

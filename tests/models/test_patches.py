@@ -55,7 +55,7 @@ def test_positions_are_the_grids() -> None:
 
 
 def test_cost_counts_every_product() -> None:
-    """What a layer multiplies, counted one by one; a window's attention grows with patches, not with their square."""
+    """A layer's multiplications, counted one by one; windowed attention is linear in the number of patches."""
     full, gated = VisionCostModel(32, 40), VisionCostModel(32, 40, mlp_matrices=3)
     linear = 4 * 32 * 32 + 2 * 32 * 40
     assert full.cost(100) == pytest.approx((100 * linear + 2 * 100 * 100 * 32) / linear)

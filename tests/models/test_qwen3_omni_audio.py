@@ -1,4 +1,4 @@
-"""Qwen3-Omni's audio as the reference has it: how many tokens, which features, in which parts."""
+"""Qwen3-Omni's audio against the reference: number of tokens, features, parts."""
 
 import json
 import random
@@ -149,7 +149,7 @@ def test_unsupported_configs_are_rejected(audio: dict[str, Any], processor: dict
 
 
 def test_cost_counts_every_product() -> None:
-    """Of 250 frames: three chunks of convolutions, and 33 tokens in windows of 26 and 7."""
+    """250 frames are three chunks of convolutions, and 33 tokens in windows of 26 and 7."""
     work = AudioCostModel(hidden_size=32, intermediate_size=48, layers=2, channels=8, output_size=64, bands=20, unit=1)
     stem = 9 * (10 * 50 * 8 + 5 * 25 * 8 * 8 + 3 * 13 * 8 * 8) + 13 * 24 * 32
     layer = 33 * (4 * 32 * 32 + 2 * 32 * 48) + 2 * 32 * (26 * 26 + 7 * 7)

@@ -100,7 +100,7 @@ def assert_as_reference(data: bytes, result: EncoderInput, processor: Qwen2VLIma
 
 
 def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
-    """As Pillow does with 16-bit colours, and as an X-ray or a depth map means it; headers and plans don't change."""
+    """As Pillow does for 16-bit colours; headers and plans don't change."""
     ramp = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
     data = encoded(Image.fromarray(ramp), "PNG")
     with Image.open(io.BytesIO(data)) as opened:
@@ -219,7 +219,7 @@ def test_other_plan_than_ours(change: dict[str, Any], message: str) -> None:
 
 
 def test_pillows_own_size_limit_is_disabled() -> None:
-    """100 megapixels, where Pillow would warn: the operator's limit holds alone. No pixel is decoded."""
+    """100 megapixels, where Pillow would warn: only the operator's limit applies. No pixel is decoded."""
     header = b"IHDR" + struct.pack(">LLBBBBB", 20_000, 5_000, 8, 2, 0, 0, 0)
     idat = b"IDAT" + zlib.compress(b"")
     data = b"\x89PNG\r\n\x1a\n" + b"".join(

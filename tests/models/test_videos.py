@@ -1,5 +1,5 @@
-"""Videos are sampled, resized, cut and timed as transformers' own processor does it: against what it made of the same
-frames where torchvision can be imported (``golden/make_videos.py``)."""
+"""Videos are sampled, resized, cut and timed like transformers' processor, against its stored results for the same
+frames (``golden/make_videos.py``, which needs torchvision)."""
 
 import io
 from typing import Any
@@ -168,7 +168,7 @@ def test_unsupported_filter_is_rejected() -> None:
 def test_no_more_frames_than_the_video_has(
     header: VideoHeader, sampling: dict[str, Any], seen: tuple[int, ...]
 ) -> None:
-    """The reference refuses most of these."""
+    """The reference rejects most of these."""
     planner = Qwen2VLPlanner(TINY["qwen2_vl"].config, PREPROCESSOR, PREPROCESSOR)
     plan = planner.plan(header, sampling=FrameSampling(**sampling))
     assert plan.frames == seen
@@ -178,8 +178,8 @@ def test_no_more_frames_than_the_video_has(
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 384), st.integers(1, 8000))
 def test_equal_intervals_equal_the_reference(patches: int, frames: int) -> None:
-    """Now and then it takes one more, which isn't there, and fails. Where there are more frames, its float32 is too
-    short for steps of parts of a frame, and its choice depends on the processor's vectors."""
+    """The reference sometimes takes one index too many and fails. For many frames, its float32 is too imprecise for
+    fractional steps, and its result depends on the CPU's vector width."""
     sampling = IntervalStartSampling.from_config({"num_frames": 2 * patches}, 2)
     count = min(2 * patches, frames // 2 * 2) or 1
     expected = torch.arange(0, frames, frames / count).int().tolist()[:count]
@@ -187,7 +187,7 @@ def test_equal_intervals_equal_the_reference(patches: int, frames: int) -> None:
 
 
 def test_null_settings_mean_the_default() -> None:
-    """As in the files that ``save_pretrained`` writes."""
+    """``save_pretrained`` writes them."""
     null = dict.fromkeys(("fps", "num_frames", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"))
     header = VideoHeader("MP4", 640, 480, 300, 30.0)
     for family in ("qwen2_vl", "qwen3_vl"):
@@ -208,7 +208,7 @@ def test_null_settings_mean_the_default() -> None:
 def test_every_size_is_within_bounds(
     kind: type[VideoGeometry], num_frames: int, height: int, width: int, capped: bool
 ) -> None:
-    """The model's own bounds, as published: what is planned is what buffers are made for."""
+    """The published bounds of the model, for which buffers are sized."""
     together = kind is PerVideoGeometry
     most = 25165824 if together else 12845056
     config = {"size": {"shortest_edge": 4096, "longest_edge": most}, "cap_pixels_per_frame": capped}
