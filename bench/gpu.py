@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from bench.gpu_models import MODELS, RandomCheckpoint, draws, made_up
-from bench.make_checkpoint import Sizes, model_config
+from tests.support.random_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
 from triptych.engine.buckets import bucket_sizes
 from triptych.engine.decode_graphs import DecodeGraphs, record_graphs

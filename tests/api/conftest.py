@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import SOON, Served, served, wait_for
-from tests.checkpoints import make_checkpoint
-from tests.tiny import make_tiny
+from tests.support.checkpoints import make_checkpoint
+from tests.support.serving import SOON, Served, served, wait_for
+from tests.support.tiny import make_tiny
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.api.serving import Served, image_part
-from tests.api.test_bad_input import the_error
-from tests.api.test_responses import answer, post
-from tests.api.test_tools import TOOLS, choice
-from tests.api.thinking import thinking_service
+from tests.support.chat import the_error
+from tests.support.reasoning import thinking_service
+from tests.support.responses import answer, post
+from tests.support.serving import Served, image_part
+from tests.support.tools import TOOLS, choice
 from triptych.api.parsing import parse
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest

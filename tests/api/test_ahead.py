@@ -3,7 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.api.serving import Served, image, image_part, wait_for
+from tests.support.serving import Served, image, image_part, wait_for
 from triptych.encode.loop import PREPROCESS_AHEAD, EncodeLoop
 
 

@@ -1,32 +1,21 @@
 """Audio over HTTP: answered, and refused with the field at fault when it can't be used."""
 
-import base64
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part
-from tests.api.test_bad_input import the_error
-from tests.api.test_responses import answer, post
-from tests.media.clips import clip
-from tests.media.sounds import sound, tone
-from tests.parity.test_audio import CASES, Hears
+from tests.support.audio_cases import CASES, Hears
+from tests.support.chat import WAV, encoded, input_audio, the_error, wav
+from tests.support.clips import clip
+from tests.support.responses import answer, post
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part
+from tests.support.sounds import sound, tone
 from triptych.api.body import lift
 from triptych.prompt.prompt import PromptBuilder
 
 DATA, URL = "messages[0].content[1].input_audio.data", "messages[0].content[1].audio_url.url"
-WAV = sound("wav", tone(1.5, 16_000))
-
-
-def encoded(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def input_audio(data: bytes = WAV, kind: str = "wav") -> dict[str, Any]:
-    return {"type": "input_audio", "input_audio": {"data": encoded(data), "format": kind}}
 
 
 def audio_url(data: bytes = WAV, kind: str = "audio/wav") -> dict[str, Any]:
@@ -114,13 +103,6 @@ def test_a_clip_is_remembered_by_its_uuid(hearing: Served) -> None:
     the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
     response = hearing.post([text_part("x"), {"type": "input_audio", "input_audio": None}])
     the_error(response, 400, "messages[0].content[1].input_audio", "invalid_request")
-
-
-def wav(samples: int, channels: int = 1, rate: int = 16_000, extra: int = 0) -> bytes:
-    layout = struct.pack("<HHLLHH", 1, channels, rate, rate * channels * 2, channels * 2, 16)
-    size = samples * channels * 2
-    chunks = b"fmt " + struct.pack("<L", 16) + layout + b"data" + struct.pack("<L", size + extra) + bytes(size)
-    return b"RIFF" + struct.pack("<L", 4 + len(chunks)) + b"WAVE" + chunks
 
 
 FLAC = sound("flac", tone(3.0, 16_000))

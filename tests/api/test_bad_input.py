@@ -5,23 +5,10 @@ import struct
 import zlib
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, text_part
-
-
-def the_error(response: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> str:
-    """Checks an error's shape; returns its message."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    (error,) = response.json().values()
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
-    assert error["param"] == param
-    assert code is None or error["code"] == code
-    assert error["message"]
-    return str(error["message"])
+from tests.support.chat import the_error
+from tests.support.serving import CHAT, Served, image, image_part, text_part
 
 
 def png_header(width: int, height: int) -> bytes:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api.serving import CHAT, Served, image, image_part, text_part
+from tests.support.serving import CHAT, Served, image, image_part, text_part
 from triptych.api import body as body_module
 from triptych.api import http as http_module
 from triptych.api.body import WORTH_LIFTING, lift

@@ -8,25 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, text_part, wait_for
+from tests.support.chat import events, streamed_text
+from tests.support.serving import CHAT, Served, image, image_part, text_part, wait_for
 
 TWO_IMAGES = [image_part(image(seed=1)), text_part("and"), image_part(image(64, 160, 2)), text_part("differ how?")]
-
-
-def events(service: Served, body: dict[str, Any], headers: dict[str, str] | None = None) -> list[Any]:
-    """The payloads of a stream that must end with ``[DONE]``."""
-    with service.client() as client:
-        response = client.post(CHAT, json=body | {"stream": True}, headers=headers)
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in response.text.split("\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines.pop() == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-def streamed_text(chunks: list[Any]) -> str:
-    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
 
 
 @pytest.mark.parametrize("content", ["Hello", [text_part("Hello")], TWO_IMAGES], ids=["text", "part", "images"])

@@ -13,9 +13,9 @@ import openai
 import pydantic
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, text_part
-from tests.api.test_tools import CITY
-from tests.api.thinking import thinking_service
+from tests.support.reasoning import thinking_service
+from tests.support.serving import CHAT, Served, image, image_part, text_part
+from tests.support.tools import CITY
 
 PICTURE = [image_part(image(seed=5)), text_part("What is it?")]
 TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "tells it", "parameters": CITY}}

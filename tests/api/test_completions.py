@@ -4,27 +4,13 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from tests.api.serving import CHAT, Served, image_part, text_part
-from tests.api.test_bad_input import the_error
+from tests.support.chat import the_error
+from tests.support.completions import COMPLETIONS, answer, post
+from tests.support.serving import CHAT, Served, image_part, text_part
 from triptych.api.prompt_logprobs import MAX_TOLD
-
-COMPLETIONS = "/v1/completions"
-
-
-def post(service: Served, path: str = COMPLETIONS, **fields: Any) -> httpx.Response:
-    defaults = {"model": service.model} | ({"max_tokens": 8, "ignore_eos": True} if path == COMPLETIONS else {})
-    with service.client() as client:
-        return client.post(path, json=defaults | fields)
-
-
-def answer(service: Served, path: str = COMPLETIONS, **fields: Any) -> Any:
-    response = post(service, path, **fields)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def texts(service: Served, **fields: Any) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.test_router import PD0, RouterHarness, prompt
+from tests.support.router_harness import PD0, RouterHarness, prompt
 from triptych.api.completion_schemas import CompletionRequest
 from triptych.api.generation import Generation, RequestContext, _Text
 from triptych.api.observed import Observed

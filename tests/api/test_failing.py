@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, served, wait_for
-from tests.api.test_bad_input import the_error
+from tests.support.chat import the_error
+from tests.support.serving import CHAT, Served, image, image_part, served, wait_for
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.messages.work import Deregister

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from tests.api.test_bad_input import the_error
-from tests.api.test_completions import answer
-from tests.api.test_videos import frames_part
+from tests.support.chat import frames_part, the_error
+from tests.support.completions import answer
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from triptych.api.media_parts import LOW_DETAIL_PIXELS, View
 from triptych.api.schemas import ImagePart, ImageURL
 from triptych.encode.loop import EncodeLoop

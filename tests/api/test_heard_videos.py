@@ -6,12 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import Served, image, served, text_part
-from tests.api.test_audio import input_audio
-from tests.api.test_bad_input import the_error
-from tests.api.test_videos import VIDEO, frames_part, prompt_tokens, video_part
-from tests.media.clips import clip
-from tests.media.sounds import tone
+from tests.support.chat import VIDEO, frames_part, input_audio, prompt_tokens, the_error, video_part
+from tests.support.clips import clip
+from tests.support.serving import Served, image, served, text_part
+from tests.support.sounds import tone
 
 USE = "mm_processor_kwargs.use_audio_in_video"
 SECONDS = 3.0

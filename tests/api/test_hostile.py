@@ -16,11 +16,10 @@ import pytest
 from PIL import Image
 from pydantic.json_schema import models_json_schema
 
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from tests.api.test_bad_input import the_error
-from tests.api.test_completions import COMPLETIONS, post
-from tests.api.test_videos import VIDEO, video_part
-from tests.parity.cases import png
+from tests.support.chat import VIDEO, the_error, video_part
+from tests.support.completions import COMPLETIONS, post
+from tests.support.image_cases import png
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.fields import MAX_TOKEN_IDS, Strict
 from triptych.api.held import SMALL

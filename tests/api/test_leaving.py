@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import CHAT, SOON, Gate, Served, image, image_part, served, text_part, wait_for
+from tests.support.serving import CHAT, SOON, Gate, Served, image, image_part, served, text_part, wait_for
 from triptych.api.half_closed import FIRST_PROBE, PROCESSING, SLOWEST_LOOK
 
 LONG = {"max_tokens": 3000}

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.api.serving import CHAT, SOON, Served, image, image_part, text_part, wait_for
+from tests.support.serving import CHAT, SOON, Served, image, image_part, text_part, wait_for
 
 AT_A_TIME = 6
 BATCH = 25

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.api.scraping import scrape
-from tests.api.serving import CHAT, Served, served
-from tests.harness import FLOAT32
+from tests.support.harness import FLOAT32
+from tests.support.scraping import scrape
+from tests.support.serving import CHAT, Served, served
 from triptych.demo import MODEL_DIR
 
 LOAD = Path(__file__).parents[2] / ".venv-load" / "bin"

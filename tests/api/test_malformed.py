@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.api.serving import Served, image_part, served
-from tests.parity.cases import picture
+from tests.support.image_cases import picture
+from tests.support.serving import Served, image_part, served
 from triptych.encode.loop import EncodeLoop
 
 FORMATS = {

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import Served, image, image_part, served, text_part, wait_for
+from tests.support.serving import Served, image, image_part, served, text_part, wait_for
 
 GATE = threading.Event()
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.api.scraping import Scrape, scrape
-from tests.api.serving import CHAT, Served, image, image_part, text_part, wait_for
+from tests.support.scraping import Scrape, scrape
+from tests.support.serving import CHAT, Served, image, image_part, text_part, wait_for
 from triptych.encode.loop import EncodeLoop
 
 STAGES = {"fetch", "plan", "queue", "preprocess", "encode", "transfer", "prefill", "decode"}

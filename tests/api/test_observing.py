@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from triptych.cli import main
 from triptych.config import ObserveConfig
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.api.serving import Served, served, wait_for
-from tests.harness import FLOAT32
+from tests.support.harness import FLOAT32
+from tests.support.serving import Served, served, wait_for
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 schemathesis = pytest.importorskip("schemathesis")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.scraping import scrape
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from tests.harness import FLOAT32
+from tests.support.harness import FLOAT32
+from tests.support.scraping import scrape
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 
 
 def test_a_client_with_its_share_is_told_to_slow_down_and_others_are_served(folder: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.scraping import scrape
-from tests.api.serving import Served, image, image_part, served, wait_for
+from tests.support.scraping import scrape
+from tests.support.serving import Served, image, image_part, served, wait_for
 from triptych.api import readiness
 from triptych.api.readiness import Readiness
 from triptych.encode.loop import EncodeLoop

@@ -4,16 +4,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from tests.api.serving import Served, image, image_part, text_part
-from tests.api.test_bad_input import the_error
-from tests.api.test_tools import CITY, weather
-from tests.api.thinking import thinking_service
+from tests.support.chat import the_error
+from tests.support.reasoning import thinking_service
+from tests.support.responses import answer, post
+from tests.support.serving import Served, image, image_part, text_part
+from tests.support.tools import CITY, weather
 
-RESPONSES = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "description": "tells the weather", "parameters": CITY, "strict": True}
 
 
@@ -21,17 +20,6 @@ TOOL = {"type": "function", "name": "weather", "description": "tells the weather
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with thinking_service(tmp_path_factory.mktemp("responses") / "thinker") as service:
         yield service
-
-
-def post(service: Served, **fields: Any) -> httpx.Response:
-    with service.client() as client:
-        return client.post(RESPONSES, json={"model": service.model, "input": "Hello", "max_output_tokens": 8} | fields)
-
-
-def answer(service: Served, **fields: Any) -> Any:
-    response = post(service, **fields)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def events(service: Served, **fields: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.api.serving import CHAT, Served, image_part, served, text_part
+from tests.support.serving import CHAT, Served, image_part, served, text_part
 from triptych.api.security import ApiKeys
 from triptych.config import FrontendConfig
 from triptych.errors import ConfigError

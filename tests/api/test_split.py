@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.serving import SOON, Served, image_part, served, text_part, wait_for
+from tests.support.serving import SOON, Served, image_part, served, text_part, wait_for
 
 CONTENT = [image_part(), text_part("What is it?")]
 SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.scraping import Scrape, scrape
-from tests.api.serving import Served, served, wait_for
+from tests.support.scraping import Scrape, scrape
+from tests.support.serving import Served, served, wait_for
 
 COMPLETIONS = "/v1/completions"
 LATE = 100

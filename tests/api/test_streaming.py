@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.api.serving import Served
-from tests.api.test_chat import events, streamed_text
-from tests.api.test_completions import answer
-from tests.api.test_tools import THINKING, TOOLS, put_together, without_ids
-from tests.api.thinking import IDS, thinking_service
+from tests.support.chat import events, streamed_text
+from tests.support.completions import answer
+from tests.support.reasoning import IDS, thinking_service
+from tests.support.serving import Served
+from tests.support.tools import THINKING, TOOLS, put_together, without_ids
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import Served, image, image_part, served, text_part
-from tests.api.test_bad_input import the_error
-from tests.harness import FLOAT32
-from tests.tiny import make_tiny
+from tests.support.chat import the_error
+from tests.support.harness import FLOAT32
+from tests.support.serving import Served, image, image_part, served, text_part
+from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.cli import main
 from triptych.config import LeaseConfig, TransferConfig

@@ -5,78 +5,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
-import pydantic
 import pytest
 
-from tests.api.serving import Served, image_part, text_part, wait_for
-from tests.api.test_bad_input import the_error
-from tests.api.test_chat import events
-from tests.api.test_completions import answer
-from tests.api.thinking import IDS, thinking_service
+from tests.support.chat import events, the_error
+from tests.support.completions import answer
+from tests.support.reasoning import IDS, thinking_service
+from tests.support.serving import Served, image_part, text_part, wait_for
+from tests.support.tools import CITY, FREE, THINKING, TOOLS, choice, put_together, tool, weather, without_ids
 from triptych.api.forms import answer_form
 from triptych.api.parsing import parse
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.errors import InvalidRequest
 from triptych.prompt.reasoning import Reasoning
 
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Köln", "Rome"]}, "days": {"enum": [1, 22]}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-ZONE = {"type": "object", "properties": {"zone": {"enum": ["a", "b"]}}, "required": ["zone"]}
-ZONE["additionalProperties"] = False
-
-
-def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
-    function = {"name": name, "description": f"tells the {name}", "parameters": parameters}
-    return {"type": "function", "function": function | more}
-
-
-TOOLS = [tool("weather", CITY), tool("time", ZONE)]
-FREE = {"ignore_eos": False, "max_tokens": 400, "temperature": 1.0}
-
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with thinking_service(tmp_path_factory.mktemp("tools") / "thinker") as service:
         yield service
-
-
-def choice(service: Served, content: Any = "Hello", **settings: Any) -> dict[str, Any]:
-    response = service.post(content, **(FREE | settings))
-    assert response.status_code == 200, response.text
-    (one,) = response.json()["choices"]
-    return dict(one)
-
-
-def put_together(chunks: list[Any]) -> dict[str, Any]:
-    """What ``choice`` returns, made from a stream as OpenAI's clients do."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    reason = None
-    for chunk in chunks:
-        for one in chunk["choices"]:
-            reason = one["finish_reason"] or reason
-            for name in ("content", "reasoning", "reasoning_content"):
-                if one["delta"].get(name):
-                    message[name] = message.get(name, "") + one["delta"][name]
-            for delta in one["delta"].get("tool_calls", []):
-                calls = message.setdefault("tool_calls", [])
-                if delta["index"] == len(calls):
-                    calls.append({"id": delta["id"], "type": delta["type"], "function": delta["function"]})
-                else:
-                    assert "id" not in delta
-                    calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
-    if "tool_calls" in message and not message["content"]:
-        message["content"] = None
-    return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-
-
-def without_ids(made: dict[str, Any]) -> dict[str, Any]:
-    for call in made["message"].get("tool_calls", []):
-        assert call.pop("id").startswith("call_")
-    return made
 
 
 def check_call(call: dict[str, Any]) -> None:
@@ -244,8 +190,6 @@ def test_a_template_without_tools_cannot_be_given_any(service: Served) -> None:
 
 # ── thoughts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {str(IDS["</think>"]): 5}}
-
 
 def test_thoughts_are_told_apart_from_the_answer(thinker: Served) -> None:
     for seed in range(3):
@@ -293,12 +237,6 @@ def test_a_model_thinks_before_it_calls(thinker: Served) -> None:
 
 
 # ── OpenAI's client ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class weather(pydantic.BaseModel):  # noqa: N801 - the tool's name is the class's
-    """Tells the weather."""
-
-    days: int = pydantic.Field(ge=1, le=3)
 
 
 def test_openais_client_parses_calls_and_answers(thinker: Served) -> None:

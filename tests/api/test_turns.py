@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from tests.api.test_videos import video_part
-from tests.media.clips import clip
+from tests.support.chat import video_part
+from tests.support.clips import clip
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from triptych.encode import loop as encode
 from triptych.encode.jobs import EncodeJob
 from triptych.encode.loop import LONG_ITEMS_AT_A_TIME, EncodeLoop

@@ -1,28 +1,13 @@
 """Videos over HTTP: answered, and refused with the field at fault when they can't be used."""
 
-import base64
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.serving import Served, image, image_part, served, text_part
-from tests.api.test_bad_input import the_error
-from tests.media.clips import clip, sound_only
-
-VIDEO = "messages[0].content[1].video_url.url"
-
-
-def url_of(data: bytes, kind: str = "video/mp4") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def video_part(data: bytes) -> dict[str, Any]:
-    return {"type": "video_url", "video_url": {"url": url_of(data)}}
-
-
-def frames_part(*frames: bytes, **settings: Any) -> dict[str, Any]:
-    return {"type": "video", "video": [url_of(frame, "image/png") for frame in frames], **settings}
+from tests.support.chat import VIDEO, frames_part, prompt_tokens, the_error, url_of, video_part
+from tests.support.clips import clip, sound_only
+from tests.support.serving import Served, image, image_part, served, text_part
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -38,13 +23,6 @@ def test_the_prompt_has_the_rows_that_were_planned(service: Served) -> None:
         service.post([video_part(data), text_part("x")]).json()["usage"]["prompt_tokens"] for data in (few, few, many)
     ]
     assert rows[0] == rows[1] < rows[2]
-
-
-def prompt_tokens(service: Served, part: dict[str, Any], **fields: Any) -> int:
-    response = service.post([part, text_part("x")], max_tokens=1, **fields)
-    assert response.status_code == 200, response.text
-    tokens: int = response.json()["usage"]["prompt_tokens"]
-    return tokens
 
 
 def test_a_request_says_how_many_frames_are_seen(service: Served) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.cluster import (
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import (
     DECODERS,
     DETECTION,
     HEARTBEAT,
@@ -22,8 +23,7 @@ from tests.chaos.cluster import (
     wait_for,
     whole_again,
 )
-from tests.checkpoints import make_checkpoint
-from tests.cluster.processes import Command, triptych
+from tests.support.commands import Command, triptych
 from triptych.cluster.operator import Operator
 from triptych.config import ClusterConfig
 from triptych.errors import StartError

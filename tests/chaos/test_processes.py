@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.cluster import (
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import (
     DETECTION,
     FAST,
     HEARTBEAT,
@@ -23,8 +24,7 @@ from tests.chaos.cluster import (
     wait_for,
     whole_again,
 )
-from tests.checkpoints import make_checkpoint
-from tests.cluster.processes import triptych
+from tests.support.commands import triptych
 
 LOSSES = ("instance_lost", "unavailable")
 slow = pytest.mark.slow

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.transfer.wire import ALL_FABRICS, fabric_pair, open_fabric
+from tests.support.wire import ALL_FABRICS, fabric_pair, memory, open_fabric
 from triptych.errors import RegionError, StartError, TransferError
 from triptych.messages.rows import RegionHandle
 from triptych.transfer.fabrics.base import Copy, Write
@@ -23,12 +23,11 @@ from triptych.transfer.fabrics.mooncake import MooncakeFabric
 from triptych.transfer.fabrics.nixl import NixlFabric
 from triptych.transfer.fabrics.sealing import seal, unseal
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
-from triptych.transfer.memory import Bytes, Memory, PlainMemory, SharedMemory
+from triptych.transfer.memory import Bytes, PlainMemory, SharedMemory
 
 OWNER = """
 import hashlib, sys, msgspec
-from tests.contracts.test_fabrics import memory
-from tests.transfer.wire import open_fabric
+from tests.support.wire import memory, open_fabric
 name, size = sys.argv[1], int(sys.argv[2])
 fabric, owned = open_fabric(name), memory(name, size)
 print(msgspec.json.encode(fabric.register(owned)).decode(), flush=True)
@@ -46,10 +45,6 @@ over_a_network = pytest.mark.parametrize("name", ["nixl", "mooncake"])
 
 def data(size: int, seed: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-
-
-def memory(name: str, size: int) -> Memory:
-    return SharedMemory(size) if name == "shm" else PlainMemory(size)
 
 
 def land(write: Write, timeout: float = 30) -> None:

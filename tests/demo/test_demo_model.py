@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from bench.demo_accuracy import Asked, answers_over_http, reference_answers, report
+from demo.accuracy import Asked, answers_over_http, reference_answers, report
 from demo.evaluate import Reference
 from demo.questions import EVALUATION_SEEDS, make_example
 from triptych.demo import MODEL_DIR, PICTURES_DIR

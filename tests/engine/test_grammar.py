@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.processes import is_gone
+from tests.support.processes import is_gone
 from triptych.checkpoint.config_files import load_config
 from triptych.demo import MODEL_DIR
 from triptych.engine.grammar import budget, service

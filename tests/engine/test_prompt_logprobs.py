@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.layers.generating import request
+from tests.support.generation import request
 from triptych.engine.prompt_logprobs import asked_of, joined, score
 from triptych.engine.runner import num_largest
 from triptych.engine.scheduler import Chunk

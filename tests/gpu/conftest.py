@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,12 +14,10 @@ pytest.importorskip("fastapi", reason="a service's libraries aren't all installe
 pytest.importorskip("httpx", reason="the tests' libraries aren't all installed")
 pytest.importorskip("psutil", reason="the tests' libraries aren't all installed")
 
-from tests.cluster.processes import stream_of, triptych
-from tests.cluster.test_ranks import worker
-from tests.cluster.test_serve import FAST
-from tests.harness import FLOAT32, running
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.commands import FAST, stream_of, triptych, worker
+from tests.support.harness import FLOAT32, running
+from tests.support.image_cases import CASES
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two GPUs")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import load_family
-from tests.layers.generating import PAGE_SIZE, Generating, prompts
+from tests.support.checkpoints import load_family
+from tests.support.generation import PAGE_SIZE, Generating, prompts
 from triptych.checkpoint.reader import Checkpoint
 from triptych.engine.decode_graphs import record_graphs
 from triptych.engine.gpu_forward import GpuForward

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import load_family
-from tests.layers.driving import random_input
+from tests.support.checkpoints import load_family
+from tests.support.forward import random_input
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import CUDA_FORMATS, WEIGHT_FORMATS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 from triptych.layers import native
 
 

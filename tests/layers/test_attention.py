@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.layers.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
+from tests.support.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
 from triptych.layers import native
 from triptych.layers.attention import compiled
 from triptych.layers.attention.base import AttentionBatch, PageRun, leading_run

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.checkpoints import load_family, load_reference
-from tests.layers.driving import assert_close, random_input
-from tests.tiny import TINY, make_tiny
+from tests.support.checkpoints import load_family, load_reference
+from tests.support.forward import assert_close, random_input
+from tests.support.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers.linear import WEIGHT_FORMATS

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_family
-from tests.layers.driving import Pool, Prompt, Running, step
-from tests.tiny import TINY, make_tiny
+from tests.support.checkpoints import load_family
+from tests.support.forward import Pool, Prompt, Running, step
+from tests.support.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise
 from triptych.layers.attention.compiled import PagedAttention

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-from tests.checkpoints import edit_config, load_family, load_reference
-from tests.layers.driving import (
+from tests.support.checkpoints import edit_config, load_family, load_reference
+from tests.support.families import LAYOUTS, WITH_IMAGES
+from tests.support.forward import (
     TOWER_TOLERANCE,
     Pool,
     Prompt,
@@ -22,7 +23,7 @@ from tests.layers.driving import (
     reference_logits,
     step,
 )
-from tests.tiny import TINY, make_tiny
+from tests.support.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers import native
@@ -37,9 +38,7 @@ from triptych.models.shared.encoder import Encoders
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
-WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
 TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
-LAYOUTS = [(name, layout) for name in TINY for layout in ("published", "saved")] + [("qwen3_moe", "stacked")]
 PATCH_VALUES = 3 * 2 * 14 * 14
 IMAGES = [random_input(grid, seed, PATCH_VALUES) for seed, grid in enumerate([(1, 4, 6), (1, 2, 2), (1, 18, 10)])]
 """One of a whole window and a part of one, one smaller than a window, one of many."""

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from tests.layers.generating import PAGE_SIZE, Generating, prompts, request
+from tests.support.generation import PAGE_SIZE, Generating, prompts, request
 from triptych.engine.buckets import bucket_for, bucket_sizes
 from triptych.engine.padding import only_decodes, padded
 from triptych.engine.runner import MediaEmbeddings, Runner
@@ -30,7 +30,7 @@ pytest.importorskip("triton", reason="Triton isn't installed")
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: tests/gpu runs these on it", allow_module_level=True)
 
-from tests.layers.rehearsal import CPU, NUM_PAGES, Recorder, cache_of, forward_of, join, load, load_for_gpu
+from tests.support.rehearsal import CPU, NUM_PAGES, Recorder, cache_of, forward_of, join, load, load_for_gpu
 from triptych.engine.decode_graphs import DecodeGraphs
 from triptych.engine.gpu_runner import GpuRunner
 
@@ -119,7 +119,7 @@ def test_ranks_replay_the_same_steps(checkpoint_folder: Callable[..., Path], pla
 def other_rank(folder: Path) -> Iterator[Group]:
     """Rank 0's end of a group of two, of which rank 1 is a process."""
     path = f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
-    process = subprocess.Popen([sys.executable, "-m", "tests.layers.rehearsal", path, str(folder), "1", "2"])
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.rehearsal", path, str(folder), "1", "2"])
     try:
         yield join(path, 0, 2)
         assert process.poll() is None

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from tests.checkpoints import DENSE, load_family, load_reference
-from tests.layers.driving import (
+from tests.support.checkpoints import DENSE, load_family, load_reference
+from tests.support.forward import (
     PAGE_SIZE,
     Pool,
     Prompt,

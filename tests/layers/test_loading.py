@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from tests.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
+from tests.support.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.decoder import Decoder

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.checkpoints import load_family, load_reference, make_checkpoint
-from tests.layers.driving import (
+from tests.support.checkpoints import load_family, load_reference, make_checkpoint
+from tests.support.forward import (
     TOWER_TOLERANCE,
     Pool,
     Prompt,

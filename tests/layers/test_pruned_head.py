@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_family
-from tests.layers.generating import PAGE_SIZE, Generating, prompts
+from tests.support.checkpoints import load_family
+from tests.support.generation import PAGE_SIZE, Generating, prompts
 from triptych.checkpoint.reader import Checkpoint
 from triptych.engine.runner import Runner
 from triptych.layers import native

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 
-from tests.media.sounds import sound, tone
+from tests.support.sounds import sound, tone
 from triptych.errors import BadMediaSize, CheckpointError, MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media.audio import decode_audio
 from triptych.media.log_mel import LogMel

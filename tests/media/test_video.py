@@ -9,9 +9,9 @@ import av
 import numpy as np
 import pytest
 
-from tests.media import clips
-from tests.media.clips import all_frames, clip, turned
-from tests.media.sounds import tone
+from tests.support import clips
+from tests.support.clips import all_frames, clip, turned
+from tests.support.sounds import tone
 from triptych.errors import BadMediaSize, MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.media.video import decode_frames
@@ -157,7 +157,7 @@ def test_headers_that_lie() -> None:
 
 
 def test_frames_of_different_sizes() -> None:
-    from tests.parity.cases import picture, png
+    from tests.support.image_cases import picture, png
 
     packed = frames.PackedFrames(2.0, [png(picture(64, 32, 1)), png(picture(32, 64, 1))])
     with pytest.raises(BadMediaSize, match="must all have the same size"):

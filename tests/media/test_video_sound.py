@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.media.clips import clip, picture
-from tests.media.sounds import tone
+from tests.support.clips import clip, picture
+from tests.support.sounds import tone
 from triptych.errors import MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.media.audio import decode_audio

@@ -22,9 +22,9 @@ import psutil
 import pytest
 import zmq
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Running, running
-from tests.parity.cases import Case, picture, png
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, Running, running
+from tests.support.image_cases import Case, picture, png
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.kv_source import KVSource

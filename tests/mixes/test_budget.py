@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import Served, image, image_part, served, wait_for
-from tests.checkpoints import make_checkpoint
-from tests.mixes.bodies import TOOL
+from tests.support.checkpoints import make_checkpoint
+from tests.support.request_bodies import TOOL
+from tests.support.serving import Served, image, image_part, served, wait_for
 from triptych.engine.loop import EngineLoop
 from triptych.heap import gc_frozen
 

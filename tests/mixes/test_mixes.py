@@ -22,11 +22,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import image, image_part, wait_for
-from tests.chaos.cluster import _free_port
-from tests.checkpoints import make_checkpoint
-from tests.cluster.processes import Command, triptych
-from tests.mixes.bodies import Request, Requests
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import _free_port
+from tests.support.commands import Command, triptych
+from tests.support.request_bodies import Request, Requests
+from tests.support.serving import image, image_part, wait_for
 from triptych.cluster.operator import Operator
 from triptych.config import ClusterConfig
 

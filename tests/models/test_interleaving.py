@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor
 
-from tests.models.test_mrope import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
+from tests.support.families import HEARD_VIDEOS
+from tests.support.planners import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
 from triptych.errors import BadMediaSize, UnsupportedMedia
 from triptych.models.base import Planner
 from triptych.models.qwen3_omni.plan import Qwen3OmniPlanner
 from triptych.types import AudioHeader, FrameSampling, ItemPlan, PartRows, SoundPlan, VideoHeader
 
-FAMILY = "qwen3_omni_moe"
-PLANNER = planner_of(FAMILY)
+PLANNER = planner_of(HEARD_VIDEOS)
 SECOND = AudioHeader("MP4", 16_000, 1, 16_000, track=True)
 
 
@@ -27,7 +27,7 @@ def reference(plan: ItemPlan) -> str:
     for name, value in ({"video_processor": SimpleNamespace(merge_size=2)} | marks).items():
         setattr(processor, name, value)
     assert plan.sound
-    video = {"video_grid_thw": np.array([plan.grid]), "video_second_per_grid": [seconds_of(FAMILY, plan)]}
+    video = {"video_grid_thw": np.array([plan.grid]), "video_second_per_grid": [seconds_of(HEARD_VIDEOS, plan)]}
     made: str = processor.replace_video_with_audio_token(
         video, 0, {"num_audio_tokens": [plan.sound.rows]}, 0, position_id_per_seconds=13.0
     )
@@ -35,7 +35,7 @@ def reference(plan: ItemPlan) -> str:
 
 
 def spelled(planner: Planner, plan: ItemPlan) -> str:
-    thinker = config_of(FAMILY)["thinker_config"]
+    thinker = config_of(HEARD_VIDEOS)["thinker_config"]
     names = {"audio_start_token_id": "<", "audio_end_token_id": ">", "audio_token_id": "A", "video_token_id": "V"}
     letters = {thinker[name]: letter for name, letter in names.items()}
     runs = iter(planner.runs(plan))
@@ -116,8 +116,8 @@ def test_who_does_not_hear(family: str) -> None:
 
 def test_a_config_that_does_not_name_the_end_of_audio() -> None:
     """transformers' own has no setting for it."""
-    thinker = {k: v for k, v in config_of(FAMILY)["thinker_config"].items() if k != "audio_end_token_id"}
-    planner = Qwen3OmniPlanner(config_of(FAMILY) | {"thinker_config": thinker}, {"feature_size": 20})
+    thinker = {k: v for k, v in config_of(HEARD_VIDEOS)["thinker_config"].items() if k != "audio_end_token_id"}
+    planner = Qwen3OmniPlanner(config_of(HEARD_VIDEOS) | {"thinker_config": thinker}, {"feature_size": 20})
     assert not planner.audio_in_video
     with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
         planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)

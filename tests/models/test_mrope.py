@@ -10,46 +10,22 @@ import pytest
 import torch
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
-from transformers.video_utils import VideoMetadata
 
-from tests.models.test_qwen3_vl_preprocess import CONFIG
-from tests.tiny import TINY
+from tests.support.families import ROPE_INDEX
+from tests.support.planners import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
+from tests.support.tiny import TINY
 from triptych.errors import PlanMismatch
 from triptych.models.base import Planner
-from triptych.models.registry import FAMILIES, resolve
 from triptych.models.shared.mrope import Shape, mrope_positions
 from triptych.types import (
-    AudioHeader,
-    FrameSampling,
     ImageHeader,
     ItemPlan,
-    PixelBounds,
     Placement,
     Span,
-    VideoHeader,
 )
 
-MODELS = {
-    "qwen2_vl": ("qwen2_vl", "Qwen2VL"),
-    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VL"),
-    "qwen3_vl": ("qwen3_vl", "Qwen3VL"),
-    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoe"),
-    "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeThinker"),
-}
 TEXT = 65
 KINDS = {"image": 1, "video": 2, "audio": 3}
-BOUNDS = PixelBounds(4 * 32 * 32, 30 * 32 * 32)
-
-
-def config_of(family: str) -> dict[str, Any]:
-    return CONFIG if family.startswith("qwen3_vl") else TINY[family].config
-
-
-def planner_of(family: str) -> Planner:
-    images = {"size": {"shortest_edge": 1024, "longest_edge": 300 * 300}}
-    settings = {"size": {"shortest_edge": 1024, "longest_edge": 300 * 300}, "max_frames": 24}
-    planner: Planner = resolve(FAMILIES[family].planner)(config_of(family), images, settings)
-    return planner
 
 
 @dataclass
@@ -105,29 +81,6 @@ class Mix:
         return torch.tensor(grids) if grids else None
 
 
-def random_video(source: random.Random) -> tuple[VideoHeader, FrameSampling]:
-    rate = source.choice([1.0, 2.0, 12.5, 24.0, 29.97002997002997])
-    size = source.randint(20, 300), source.randint(20, 300)
-    header = VideoHeader("MP4", *size, source.randint(1, 100), rate, chosen=source.random() < 0.2)
-    asked = source.choice([{}, {"fps": 2.0}, {"fps": 3.0}, {"fps": 0.7}, {"num_frames": source.randint(1, 24)}])
-    return header, FrameSampling(**asked)
-
-
-def seconds_of(family: str, plan: ItemPlan) -> float:
-    """How long a patch in time is, as the family's processor says it, in words of its own."""
-    header = plan.header
-    assert isinstance(header, VideoHeader)
-    if family == "qwen3_omni_moe" and not header.chosen and not plan.sampling.num_frames:
-        return 2 / (plan.sampling.fps or 1.0)
-    seen = None if header.chosen else list(plan.frames)
-    sampled: float = VideoMetadata(header.frames, fps=header.rate, frames_indices=seen).sampled_fps
-    return 2 / sampled
-
-
-def random_sound(source: random.Random) -> AudioHeader:
-    return AudioHeader("WAV", 16_000, 1, source.randint(400, 16_000 * 12))
-
-
 def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
     """The ends may be bare, but two items always have text between them, as in templates; Omni looks for the marks.
     Either all videos of a prompt are heard or none."""
@@ -164,7 +117,7 @@ def reference_of(family: str) -> Any:
         model_class: Any = Qwen3OmniMoeThinkerForConditionalGeneration
         config = Qwen3OmniMoeThinkerConfig(**TINY[family].config["thinker_config"])
     else:
-        folder, prefix = MODELS[family]
+        folder, prefix = ROPE_INDEX[family]
         package = f"transformers.models.{folder}"
         model_class = getattr(importlib.import_module(f"{package}.modeling_{folder}"), f"{prefix}Model")
         config = getattr(importlib.import_module(f"{package}.configuration_{folder}"), f"{prefix}Config")()
@@ -177,7 +130,7 @@ def reference_of(family: str) -> Any:
     return reference
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ROPE_INDEX)
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_as_the_reference(family: str, count: int) -> None:
     reference, planner, source = reference_of(family), planner_of(family), random.Random(count)

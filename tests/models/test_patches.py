@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.tiny import PREPROCESSOR, TINY
+from tests.support.families import PATCHES
+from tests.support.tiny import PREPROCESSOR, TINY
 from triptych.errors import CheckpointError
 from triptych.models.base import Planner
 from triptych.models.registry import family_of, resolve
@@ -18,7 +19,6 @@ from triptych.models.shared.planner import EncoderWork
 from triptych.prompt.probe import probe_image
 from triptych.types import ImageHeader
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
 BOUNDS = {"min_pixels": 4 * 28 * 28, "max_pixels": 40 * 28 * 28}
 
 
@@ -29,7 +29,7 @@ def planner(family: str, processor: dict[str, Any], **vision: Any) -> Planner:
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PATCHES)
 @pytest.mark.parametrize("processor", [PREPROCESSOR, PREPROCESSOR | BOUNDS])
 def test_as_the_reference(family: str, processor: dict[str, Any]) -> None:
     source = random.Random(0)

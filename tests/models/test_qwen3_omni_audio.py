@@ -12,8 +12,8 @@ import torch
 from transformers import WhisperFeatureExtractor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from tests.media.sounds import sound, tone
-from tests.tiny import TINY
+from tests.support.sounds import sound, tone
+from tests.support.tiny import TINY
 from triptych.checkpoint.config_files import load_preprocessor_config
 from triptych.errors import BadMediaSize, CheckpointError, MediaMismatch, PlanMismatch
 from triptych.media.audio import decode_audio

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.support.planners import CONFIG
 from triptych.errors import CheckpointError, MediaError, PlanMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.models.base import EncoderInput
 from triptych.models.qwen3_vl.plan import Qwen3VLPlanner
@@ -19,20 +20,6 @@ from triptych.models.shared.images import decode_image
 from triptych.prompt.probe import probe_image
 from triptych.types import ItemPlan
 
-CONFIG: dict[str, Any] = {
-    "image_token_id": 1,
-    "video_token_id": 2,
-    "vision_start_token_id": 3,
-    "vision_end_token_id": 4,
-    "text_config": {"max_position_embeddings": 4096},
-    "vision_config": {
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-    },
-}
 SMALL = {"size": {"shortest_edge": 1024, "longest_edge": 16384}, "patch_size": 16}
 QWEN3_VL = {
     "size": {"shortest_edge": 65536, "longest_edge": 16777216},

@@ -2,7 +2,6 @@
 frames where torchvision can be imported (``golden/make_videos.py``)."""
 
 import io
-import json
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.models.golden.make_videos import FILE, SIZES, TEXT, digest, family_of, settings_of, video
-from tests.models.test_qwen3_vl_preprocess import CONFIG
-from tests.tiny import IDS, PREPROCESSOR, TINY
+from tests.models.golden.make_videos import SIZES, TEXT, digest, family_of, settings_of, video
+from tests.support.families import VIDEO_CASES
+from tests.support.planners import CONFIG
+from tests.support.tiny import IDS, PREPROCESSOR, TINY
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
 from triptych.media import frames
 from triptych.models.base import EncoderInput, Planner
@@ -25,8 +25,7 @@ from triptych.models.registry import FAMILIES, resolve
 from triptych.models.shared.video import ClipGeometry, EqualSteps, FrameGeometry, VideoGeometry
 from triptych.types import FrameSampling, ItemPlan, PixelBounds, Placement, Span, VideoHeader
 
-CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
-TIMED = [number for number, case in enumerate(CASES) if case["seconds"] is not None]
+TIMED = [number for number, case in enumerate(VIDEO_CASES) if case["seconds"] is not None]
 IMAGES = {"size": {"shortest_edge": 4096, "longest_edge": 65536}}
 SIZE = SIZES["qwen3_vl"]
 SPELLING = {1: "<|image_pad|>", 2: "<|video_pad|>", 3: "<|vision_start|>", 4: "<|vision_end|>"}
@@ -54,9 +53,9 @@ def plan_of(case: dict[str, Any]) -> tuple[Planner, ItemPlan]:
     return planner, planner.plan(header, sampling=FrameSampling(**case.get("asked", {})))
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.parametrize("number", range(len(VIDEO_CASES)))
 def test_plans_are_the_references(number: int) -> None:
-    case = CASES[number]
+    case = VIDEO_CASES[number]
     planner, plan = plan_of(case)
     assert list(plan.frames) == case["indices"]
     assert list(plan.grid) == case["grid"]
@@ -66,9 +65,9 @@ def test_plans_are_the_references(number: int) -> None:
     assert text == case["text"]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.parametrize("number", range(len(VIDEO_CASES)))
 def test_patches_are_the_references_bit_for_bit(number: int) -> None:
-    case = CASES[number]
+    case = VIDEO_CASES[number]
     family = family_of(case)
     _, plan = plan_of(case)
     data = packed(video(number, case["frames"], case["height"], case["width"]))
@@ -80,7 +79,7 @@ def test_patches_are_the_references_bit_for_bit(number: int) -> None:
 
 @pytest.mark.parametrize("number", TIMED)
 def test_patches_in_time_are_as_far_apart_as_the_references(number: int) -> None:
-    case = CASES[number]
+    case = VIDEO_CASES[number]
     planner, plan = plan_of(case)
     placement = Placement((Span(0, plan.rows),))
     times = planner.positions(plan.rows, [placement], [plan]).prompt[0].reshape(plan.grid[0], -1)

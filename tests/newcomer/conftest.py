@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.processes import ROOT
+from tests.support.commands import ROOT
 
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "triptych")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.processes import ROOT, running
 from tests.newcomer.conftest import Environment, checked, pip
-from tests.newcomer.examples import DOCUMENTS, NOT_RUN, Reader, blocks, free_port
+from tests.support.commands import ROOT, running
+from tests.support.doc_examples import DOCUMENTS, NOT_RUN, Reader, blocks, free_port
 from triptych.cli import make_parser
 
 

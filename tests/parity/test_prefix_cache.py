@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness import FLOAT32, Messages, Running, running
-from tests.parity.cases import CASES, picture, png
 from tests.parity.conftest import Model
+from tests.support.harness import FLOAT32, Messages, Running, running
+from tests.support.image_cases import CASES, picture, png
 from triptych.encode.loop import EncodeLoop
 
 REQUESTS = [case.messages for case in CASES]

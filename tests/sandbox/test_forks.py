@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.processes import is_gone
-from tests.sandbox import handlers
+from tests.support import sandbox_handlers as handlers
+from tests.support.processes import is_gone
 from triptych.sandbox import protocol
 from triptych.sandbox.forks import ForkServer
 from triptych.sandbox.protocol import Bulk, Failure, ForkSpec, Limits, Question, Result

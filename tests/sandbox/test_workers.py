@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox import handlers
+from tests.support import sandbox_handlers as handlers
+from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed, InternalError, StartError, TruncatedMedia
-from triptych.sandbox.protocol import BrokenProtocol, Bulk, Limits, WorkerSpec
+from triptych.sandbox.protocol import BrokenProtocol, Bulk, WorkerSpec
 from triptych.sandbox.workers import Workers
-
-LIMITS = Limits(memory_bytes=2**28, output_bytes=2**25, seconds=1.0)
 
 
 @pytest.fixture(scope="module")

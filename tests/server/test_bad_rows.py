@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Running, running
-from tests.parity.cases import CASES
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, Running, running
+from tests.support.image_cases import CASES
 from triptych.config import EngineConfig
 from triptych.engine.loop import EngineLoop
 from triptych.engine.runner import StepOutput

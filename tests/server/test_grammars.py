@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Running, running
-from tests.parity.cases import CASES
-from tests.processes import is_gone
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, Running, running
+from tests.support.image_cases import CASES
+from tests.support.processes import is_gone
 from triptych.engine import sampling_batch as draws
 from triptych.engine.grammar import matching
 from triptych.engine.grammar.matching import Matching

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Running, running
-from tests.parity.cases import picture, png
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, Running, running
+from tests.support.image_cases import picture, png
 from triptych.encode.cache import Rows
 from triptych.encode.loop import EncodeLoop, RowEncoder
 from triptych.engine.loop import EngineLoop

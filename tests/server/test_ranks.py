@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
-from tests.layers.driving import (
+from tests.support.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
+from tests.support.forward import (
     PAGE_SIZE,
     Pool,
     Prompt,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import Running, running
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import Running, running
 from triptych.engine.split_loops import PrefillLoop
 from triptych.errors import InternalError, TransferError
 from triptych.messages.work import Prefill, SamplingParams

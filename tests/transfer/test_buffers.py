@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tests.transfer.wire import LAYOUT
+from tests.support.wire import LAYOUT
 from triptych.errors import BlockError, RegionError
 from triptych.messages.rows import Extent
 from triptych.transfer.blocks import BlockRun

@@ -6,7 +6,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from tests.transfer.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, wire
+from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, wire
 from triptych.messages.rows import Abort, End
 from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.receiver import MAX_RESENDS

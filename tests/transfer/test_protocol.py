@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.transfer.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, fabric_pair, wire
+from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, fabric_pair, wire
 from triptych.errors import TransferError, Unavailable
 from triptych.messages.codec import decode
 from triptych.messages.rows import Abort, Done, End, Extent, FabricId, Grant, Offer, RegionHandle, RowLayout, Wrote

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.transfer.producer import LAYOUT, left, left_soon, rows_of
+from tests.support.transfer_producer import LAYOUT, left, left_soon, rows_of
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, Offer, Wrote
@@ -95,7 +95,7 @@ class Consumer:
 
 @contextmanager
 def producer(channel: Channel, count: int) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "tests.transfer.producer", channel.address, str(count), FAULTS]
+    command = [sys.executable, "-m", "tests.support.transfer_producer", channel.address, str(count), FAULTS]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     ) as process:
