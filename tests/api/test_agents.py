@@ -12,9 +12,9 @@ from tests.support.reasoning import thinking_service
 from tests.support.responses import answer, post
 from tests.support.serving import Served, image_part
 from tests.support.tools import TOOLS, choice
-from triptych.api.parsing import parse
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -33,11 +33,11 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:
-    return parse(ChatCompletionRequest, json.dumps({"model": "m", "messages": [HELLO]} | fields).encode())
+    return parse_request(ChatCompletionRequest, json.dumps({"model": "m", "messages": [HELLO]} | fields).encode())
 
 
 def responses(**fields: Any) -> ResponsesRequest:
-    return parse(ResponsesRequest, json.dumps({"model": "m", "input": "x"} | fields).encode())
+    return parse_request(ResponsesRequest, json.dumps({"model": "m", "input": "x"} | fields).encode())
 
 
 # ── choices of tools ─────────────────────────────────────────────────────────────────────────────────────────────

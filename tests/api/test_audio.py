@@ -12,7 +12,7 @@ from tests.support.clips import clip
 from tests.support.responses import answer, post
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part
 from tests.support.sounds import sound, tone
-from triptych.api.body import lift
+from triptych.api.body import extract_inline_media
 from triptych.prompt.prompt import PromptBuilder
 
 DATA, URL = "messages[0].content[1].input_audio.data", "messages[0].content[1].audio_url.url"
@@ -38,9 +38,9 @@ def test_an_answer_does_not_depend_on_how_the_audio_came(hearing: Served, hears:
     local = {"type": "audio_url", "audio_url": {"url": f"file://{hears}/sound.wav"}}
     assert hearing.text([text_part("x"), local]) == answer
     body = json.dumps(hearing.body(content))
-    assert lift(bytearray(body.encode())).inline
+    assert extract_inline_media(bytearray(body.encode())).inline
     escaped = body.replace("A", "\\u0041")  # nothing to take out of this one
-    assert not lift(bytearray(escaped.encode())).inline
+    assert not extract_inline_media(bytearray(escaped.encode())).inline
     with hearing.client() as client:
         told = client.post(CHAT, content=escaped.encode()).json()
     assert told["choices"][0]["message"]["content"] == answer

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from tests.support.serving import CHAT, Served, image, image_part, text_part
 from triptych.api import body as body_module
 from triptych.api import http as http_module
-from triptych.api.body import WORTH_LIFTING, lift
-from triptych.api.values import MAX_VALUES, check_values
+from triptych.api.body import MIN_INLINE_LENGTH, extract_inline_media
+from triptych.api.json_limits import MAX_VALUES, check_num_values
 from triptych.errors import PayloadTooLarge
 from triptych.prompt.media import decode_data_url
 
-LONG = "data:image/png;base64," + "A" * WORTH_LIFTING
+LONG = "data:image/png;base64," + "A" * MIN_INLINE_LENGTH
 
 
 def put_back(body: bytes) -> bytes:
-    lifted = lift(bytearray(body))
+    lifted = extract_inline_media(bytearray(body))
     text = lifted.text
     for name, piece in lifted.inline.items():
         assert text.count(name.encode()) == 1
@@ -41,7 +41,7 @@ def put_back(body: bytes) -> bytes:
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" , ", "\n:\t")])
 def test_inline_media_are_taken_out(key: str, separators: tuple[str, str]) -> None:
     body = json.dumps([{key: LONG}, {"text": "x"}, {key: LONG + "BBBB"}], separators=separators).encode()
-    lifted = lift(bytearray(body))
+    lifted = extract_inline_media(bytearray(body))
     assert len(lifted.text) < 300
     assert [bytes(piece) for piece in lifted.inline.values()] == [LONG.encode(), LONG.encode() + b"BBBB"]
     assert [value for part in json.loads(lifted.text) for key, value in part.items() if key != "text"] == list(
@@ -53,18 +53,18 @@ def test_inline_media_are_taken_out(key: str, separators: tuple[str, str]) -> No
 @pytest.mark.parametrize("separators", [(",", ":"), (" , ", "\n:\t")])
 @pytest.mark.parametrize("has_format", ["before", "after", "not at all"])
 def test_the_data_of_audio_are_taken_out(has_format: str, separators: tuple[str, str]) -> None:
-    data = "A" * WORTH_LIFTING + "+/=="
+    data = "A" * MIN_INLINE_LENGTH + "+/=="
     before, after = ({"format": "wav"} if has_format == place else {} for place in ("before", "after"))
     part = {"input_audio": {**before, "data": data, **after}}
     body = json.dumps([part, {"url": LONG}], separators=separators).replace("/", "\\/").encode()
-    lifted = lift(bytearray(body))
+    lifted = extract_inline_media(bytearray(body))
     assert [bytes(piece) for piece in lifted.inline.values()] == [data.encode(), LONG.encode()]
     assert json.loads(lifted.text)[0]["input_audio"]["data"] == next(iter(lifted.inline))
 
 
 def test_slashes_may_be_escaped() -> None:
     url = LONG + "/+"
-    lifted = lift(bytearray(json.dumps({"url": url}).replace("/", "\\/").encode()))
+    lifted = extract_inline_media(bytearray(json.dumps({"url": url}).replace("/", "\\/").encode()))
     assert [bytes(piece) for piece in lifted.inline.values()] == [url.encode()]
 
 
@@ -94,8 +94,8 @@ def test_slashes_may_be_escaped() -> None:
     ],
 )
 def test_everything_else_stays(body: str) -> None:
-    assert lift(bytearray(body.encode())).inline == {}
-    assert lift(bytearray(body.encode())).text == body.encode()
+    assert extract_inline_media(bytearray(body.encode())).inline == {}
+    assert extract_inline_media(bytearray(body.encode())).text == body.encode()
 
 
 PIECES = ['"url"', ":", '"', "data:", ";base64,", LONG, "\\", " ", "{", "}", ",", '"data:;base64,']
@@ -109,11 +109,11 @@ def test_whatever_is_taken_out_can_be_put_back(pieces: list[str]) -> None:
 
 def test_an_answer_does_not_depend_on_how_the_image_was_written(service: Served) -> None:
     large = image(600, 500, seed=7)
-    assert len(large) > WORTH_LIFTING
+    assert len(large) > MIN_INLINE_LENGTH
     content = [image_part(large), text_part("x"), image_part(image(seed=8))]
     expected = service.text(content)
     escaped = json.dumps(service.body(content)).replace("A", "\\u0041")  # nothing to take out of this one
-    assert not lift(bytearray(escaped.encode())).inline
+    assert not extract_inline_media(bytearray(escaped.encode())).inline
     with service.client() as client:
         answer = client.post(CHAT, content=escaped.encode()).json()
     assert answer["choices"][0]["message"]["content"] == expected
@@ -163,10 +163,10 @@ def test_the_loop_goes_on_while_a_large_item_is_decoded() -> None:
 def test_values_are_counted_before_they_are_parsed(body: bytes, fine: bool) -> None:
     began = time.monotonic()
     if fine:
-        check_values(body)
+        check_num_values(body)
     else:
         with pytest.raises(PayloadTooLarge):
-            check_values(body)
+            check_num_values(body)
     assert time.monotonic() - began < 2
 
 
@@ -195,7 +195,7 @@ def answer_to(connection: socket.socket) -> tuple[int, str]:
 
 
 def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
     with connected(service) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         for _ in range(service.running.frontend.service.frontend.max_body_mb + 8):
@@ -266,7 +266,7 @@ def drip(connection: socket.socket, data: bytes, seconds: float = 5.0, answer: b
 def test_a_head_that_comes_too_slowly(
     service: Served, monkeypatch: pytest.MonkeyPatch, data: bytes, again: bool
 ) -> None:
-    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
     with connected(service) as connection:
         if again:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -278,13 +278,13 @@ def test_a_head_that_comes_too_slowly(
 
 
 def test_a_connection_that_says_nothing(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.3)
     with connected(service) as connection:
         assert answer_to(connection) == (408, "head_too_slow")
 
 
 def test_a_slow_answer_is_no_slow_head(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.2)
     service.steps.delay = 0.1
     assert service.post(max_tokens=8).status_code == 200
 
@@ -293,8 +293,8 @@ def test_a_slow_answer_is_no_slow_head(service: Served, monkeypatch: pytest.Monk
 def test_a_body_that_comes_too_slowly(
     service: Served, monkeypatch: pytest.MonkeyPatch, idle: float, total: float
 ) -> None:
-    monkeypatch.setattr(body_module, "IDLE_SECONDS", idle)
-    monkeypatch.setattr(body_module, "SECONDS", total)
+    monkeypatch.setattr(body_module, "IDLE_TIMEOUT", idle)
+    monkeypatch.setattr(body_module, "BODY_TIMEOUT", total)
     with connected(service) as connection:
         connection.sendall(
             f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n{{".encode()

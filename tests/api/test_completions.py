@@ -10,7 +10,7 @@ import pytest
 from tests.support.chat import the_error
 from tests.support.completions import COMPLETIONS, answer, post
 from tests.support.serving import CHAT, Served, image_part, text_part
-from triptych.api.prompt_logprobs import MAX_TOLD
+from triptych.api.prompt_logprobs import MAX_PROMPT_LOGPROBS
 
 
 def texts(service: Served, **fields: Any) -> list[str]:
@@ -200,7 +200,7 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
     num_prompt = made.json()["usage"]["prompt_tokens"]
     assert len(made.json()["choices"]) == 8
     assert len(made.json()["prompt_logprobs"]) == num_prompt
-    assert num_prompt * 21 < MAX_TOLD < num_prompt * 21 * 8
+    assert num_prompt * 21 < MAX_PROMPT_LOGPROBS < num_prompt * 21 * 8
     fields = {"prompt": [[5] * 900], "prompt_logprobs": 20, "n": 8, "max_tokens": 1}
     the_error(post(service, **fields), 400, "prompt_logprobs")  # each choice would tell of it
 

@@ -200,7 +200,7 @@ def test_ending_the_service_ends_streams_with_an_error_event(folder: Path) -> No
 
 
 def _leave(service: Served, address: Any) -> None:
-    """Makes the frontend believe that an instance says good-bye."""
-    door = service.running.frontend
-    door._server.servers[0].get_loop().call_soon_threadsafe(door.router.handle, Deregister(address))
-    wait_for(lambda: len(door.router.registry) == 1)
+    """Deregister an instance at the frontend."""
+    router = service.running.frontend.router
+    service.loop.call_soon_threadsafe(router.handle, Deregister(address))
+    wait_for(lambda: len(router.registry) == 1)

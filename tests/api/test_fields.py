@@ -9,10 +9,9 @@ import pytest
 from tests.support.chat import frames_part, the_error
 from tests.support.completions import answer
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from triptych.api.media_parts import LOW_DETAIL_PIXELS, View
+from triptych.api.media_parts import LOW_DETAIL_PIXELS, MediaSettings
 from triptych.api.schemas import ImagePart, ImageURL
 from triptych.encode.loop import EncodeLoop
-from triptych.prompt.template import ChatTemplate
 from triptych.types import PixelBounds
 
 TEMPLATE = """\
@@ -82,7 +81,7 @@ def test_continuing_is_as_in_transformers(moody: Served, folder: Path, last: str
     expected = reference.apply_chat_template(
         messages, chat_template=TEMPLATE, continue_final_message=True, tokenize=False, add_generation_prompt=False
     )
-    made = ChatTemplate(Path(moody.running.frontend._config.model)).render(messages, continue_final_message=True)
+    made = moody.running.frontend.service.prompt_builder.template.render(messages, continue_final_message=True)
     assert made == expected
 
 
@@ -145,8 +144,8 @@ def test_bounds_that_cannot_be_kept(service: Served, options: dict[str, int]) ->
 
 def test_low_detail_bounds_an_image() -> None:
     part = ImagePart(type="image_url", image_url=ImageURL(url="data:,", detail="low"))
-    assert View().bounds_of(part, LOW_DETAIL_PIXELS + 1) == PixelBounds(0, LOW_DETAIL_PIXELS)
-    assert View(PixelBounds(max_pixels=4096)).bounds_of(part, 10**6) == PixelBounds(max_pixels=4096)
+    assert MediaSettings().bounds_of(part, LOW_DETAIL_PIXELS + 1) == PixelBounds(0, LOW_DETAIL_PIXELS)
+    assert MediaSettings(PixelBounds(max_pixels=4096)).bounds_of(part, 10**6) == PixelBounds(max_pixels=4096)
 
 
 def test_low_detail_is_no_more_than_the_model_takes(service: Served) -> None:

@@ -21,16 +21,16 @@ from tests.support.completions import COMPLETIONS, post
 from tests.support.image_cases import png
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
-from triptych.api.fields import MAX_TOKEN_IDS, Strict
-from triptych.api.held import SMALL
-from triptych.api.parsing import parse
+from triptych.api.fields import MAX_TOKEN_IDS, StrictModel
+from triptych.api.memory_budget import FREE_BYTES
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest
 from triptych.media.frames import PackedFrames, pack_frames
 
 MANY = 1_000_000
-KINDS: list[type[Strict]] = [
+KINDS: list[type[StrictModel]] = [
     ChatCompletionRequest,
     CompletionRequest,
     ResponsesRequest,
@@ -86,12 +86,12 @@ def test_every_list_is_bounded() -> None:
         (ResponsesRequest, '{"model":"m","input":"x","include":[%s]}'),
     ],
 )
-def test_a_million_mistakes_are_told_as_one(kind: type[Strict], body: str) -> None:
+def test_a_million_mistakes_are_told_as_one(kind: type[StrictModel], body: str) -> None:
     """To tell of each takes ten seconds, in which nobody's tokens would go out."""
     text = (body % ",".join(["-1"] * MANY)).encode()
     began = time.thread_time()
     with pytest.raises(InvalidRequest):
-        parse(kind, text)
+        parse_request(kind, text)
     assert time.thread_time() - began < 1
 
 
@@ -143,7 +143,7 @@ def uploading(service: Served, client: str, num_bytes: int) -> Iterator[socket.s
 
 def test_bodies_of_all_requests_are_bounded_together_and_each_clients_share(folder: Path) -> None:
     with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service:
-        held = service.running.frontend.service.held
+        held = service.running.frontend.service.memory_budget
 
         def ask(key: str, num_bytes: int = 0) -> httpx.Response:
             body = json.dumps(service.body()).encode() + b" " * num_bytes
@@ -169,13 +169,13 @@ def test_bodies_of_all_requests_are_bounded_together_and_each_clients_share(fold
 def test_media_are_held_until_the_answer_is_there(folder: Path) -> None:
     noise = np.random.default_rng(7).integers(0, 256, (256, 256, 3), dtype=np.uint8)
     data = png(Image.fromarray(noise))
-    assert len(data) > 3 * SMALL
+    assert len(data) > 3 * FREE_BYTES
     with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service, ThreadPoolExecutor(1) as pool:
-        held = service.running.frontend.service.held
+        held = service.running.frontend.service.memory_budget
         service.steps.close()
         asked = pool.submit(service.post, [image_part(data), text_part("?")])
         assert service.steps.entered.wait(10)
-        assert held.total > len(data) * 4 / 3 + len(data) - SMALL, "the body, and the file"
+        assert held.total > len(data) * 4 / 3 + len(data) - FREE_BYTES, "the body, and the file"
         service.steps.opened.set()
         assert asked.result(20).status_code == 200
         assert held.total == 0

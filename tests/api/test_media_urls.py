@@ -113,10 +113,8 @@ def test_without_leave_nothing_is_fetched(service: Served, pictures: int, url: s
 
 
 def test_a_client_that_leaves_ends_its_fetches(fetching: Served, pictures: int) -> None:
-    slots = fetching.running.frontend._media.web._slots
-    free = slots._value
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=fetching.url, timeout=0.3, trust_env=False) as client:
         part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{pictures}/waits"}}
         client.post("/v1/chat/completions", json=fetching.body([part, part]))
-    wait_for(lambda: slots._value == free, 1.0)
+    wait_for(lambda: not fetching.running.frontend.debug_state().num_fetches, 1.0)
     GATE.set()

@@ -134,8 +134,8 @@ def test_calls_and_thoughts_are_items_of_their_own(thinker: Served) -> None:
 
 
 def test_earlier_items_become_one_message() -> None:
-    from triptych.api.parsing import parse
     from triptych.api.responses_schemas import ResponsesRequest
+    from triptych.api.validation import parse_request
 
     items = [
         {"role": "user", "content": "Rome?"},
@@ -147,7 +147,7 @@ def test_earlier_items_become_one_message() -> None:
         {"role": "assistant", "content": "Sunny."},
         {"role": "assistant", "content": "And warm."},
     ]
-    request = parse(ResponsesRequest, json.dumps({"model": "m", "input": items}).encode())
+    request = parse_request(ResponsesRequest, json.dumps({"model": "m", "input": items}).encode())
     messages = request.chat().messages
     assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant", "assistant"]
     assert (messages[1].reasoning_content, messages[1].content) == ("Hm.", "Let me see.")
@@ -232,16 +232,16 @@ def test_openais_client_works_unchanged(thinker: Served) -> None:
 
 def test_thoughts_are_streamed_as_items(thinker: Served) -> None:
     """Through a chat's own fields, which this API lacks, the model can't be made to think; so its items are tested."""
-    from triptych.api.chat import Delta
+    from triptych.api.answers import ChoiceDelta
     from triptych.api.response_items import OutputItems
     from triptych.prompt.tool_calls import TextDelta, ToolCallArguments, ToolCallStart
 
     output = OutputItems()
     deltas = [
-        Delta(0, "Hm", [], [], None),
-        Delta(0, ".", [TextDelta("Yes")], [], None),
-        Delta(0, "", [ToolCallStart(0, "weather"), ToolCallArguments(0, "{")], [], None),
-        Delta(0, "", [ToolCallArguments(0, "}"), TextDelta("Done.")], [], "stop"),
+        ChoiceDelta(0, "Hm", [], [], None),
+        ChoiceDelta(0, ".", [TextDelta("Yes")], [], None),
+        ChoiceDelta(0, "", [ToolCallStart(0, "weather"), ToolCallArguments(0, "{")], [], None),
+        ChoiceDelta(0, "", [ToolCallArguments(0, "}"), TextDelta("Done.")], [], "stop"),
     ]
     changes = [change for delta in deltas for change in output.add(delta)] + list(output.finish("completed"))
     assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call", "message"]

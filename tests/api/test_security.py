@@ -77,9 +77,9 @@ def test_keys_are_not_kept() -> None:
     keys = ApiKeys([FIRST])
     assert FIRST not in repr(vars(keys))
     assert (
-        keys.name_of(f"Bearer {FIRST}")
-        == keys.name_of(f"bearer  {FIRST}")
-        != ApiKeys([FIRST]).name_of(f"Bearer {FIRST}")
+        keys.identify(f"Bearer {FIRST}")
+        == keys.identify(f"bearer  {FIRST}")
+        != ApiKeys([FIRST]).identify(f"Bearer {FIRST}")
     )
 
 

@@ -12,9 +12,9 @@ from tests.support.completions import answer
 from tests.support.reasoning import IDS, thinking_service
 from tests.support.serving import Served, image_part, text_part, wait_for
 from tests.support.tools import CITY, FREE, THINKING, TOOLS, choice, put_together, tool, weather, without_ids
-from triptych.api.forms import answer_form
-from triptych.api.parsing import parse
+from triptych.api.response_format import answer_grammar
 from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest
 from triptych.prompt.reasoning import Reasoning
 
@@ -148,7 +148,7 @@ def test_a_form_has_its_limit() -> None:
     big = tool("x", {"type": "object", "properties": {"a": {"enum": ["y" * 2**18]}}})
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [big], "tool_choice": "required"}
     with pytest.raises(InvalidRequest, match="262144"):
-        answer_form(parse(ChatCompletionRequest, json.dumps(body).encode()), Reasoning.NONE)
+        answer_grammar(parse_request(ChatCompletionRequest, json.dumps(body).encode()), Reasoning.NONE)
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -174,12 +174,12 @@ GOOD, BAD = tool("a", {"type": "object"}), tool("b", {"type": "array", "uniqueIt
 def test_only_tools_that_the_form_has_are_checked(tool_choice: Any, param: str | None) -> None:
     strict = {"type": "function", "function": GOOD["function"] | {"strict": True}}
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [strict, BAD]}
-    request = parse(ChatCompletionRequest, json.dumps(body | {"tool_choice": tool_choice}).encode())
+    request = parse_request(ChatCompletionRequest, json.dumps(body | {"tool_choice": tool_choice}).encode())
     if param is None:
-        assert answer_form(request, Reasoning.NONE) is not None
+        assert answer_grammar(request, Reasoning.NONE) is not None
         return
     with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
-        answer_form(request, Reasoning.NONE)
+        answer_grammar(request, Reasoning.NONE)
     assert caught.value.param == param
 
 

@@ -95,7 +95,7 @@ def _delta(chat: PreparedChat, output: ChoiceOutput, parser: _ChoiceParser) -> C
 def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[msgspec.Raw]:
     """Return entries of OpenAI's ``choices[].logprobs.content``; none if no log probabilities were requested.
 
-    Each entry is encoded as JSON: a long answer would otherwise have so many objects that garbage collection blocks the
+    Each entry is encoded as JSON: otherwise garbage collection of a long answer's objects would block the
     event loop."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:

@@ -234,16 +234,16 @@ async def _stream(
 async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the work's result. If the client disconnects first, cancel the work and raise ClientDisconnect."""
     working = asyncio.create_task(work)
-    gone = asyncio.create_task(disconnected(request.receive))
+    disconnect = asyncio.create_task(disconnected(request.receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:

@@ -41,6 +41,11 @@ class FairExecutor:
         """Jobs that occupy a thread at the moment."""
         return self._running.total()
 
+    @property
+    def num_queued(self) -> int:
+        """Jobs that wait for a thread."""
+        return len(self._queue)
+
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """Queue the job and return its result. Cancelling removes a queued job, but not one that has started."""
         job = _Job(work, client, asyncio.get_running_loop().create_future())

@@ -49,15 +49,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_all(send))
-        gone = asyncio.create_task(disconnected(receive))
+        disconnect = asyncio.create_task(disconnected(receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done() and not gone.done():
+            await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done() and not disconnect.done():
                 sending.result()
         finally:
             sending.cancel()
-            gone.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            disconnect.cancel()
+            await asyncio.gather(sending, disconnect, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:

@@ -15,7 +15,7 @@ from triptych.prompt.prompt import PlannedPrompt
 
 
 class _Kind(msgspec.Struct):
-    """Tells bodies with messages from others without decoding the rest."""
+    """Shows whether a body has messages; the rest is not decoded."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 

@@ -20,6 +20,15 @@ class UuidMediaCache:
         self._bytes: dict[str, int] = {}
         self.num_bytes = 0
 
+    def __len__(self) -> int:
+        """Number of items."""
+        return len(self._items)
+
+    @property
+    def num_scopes(self) -> int:
+        """Number of scopes that have items."""
+        return len(self._bytes)
+
     def put(self, scope: str, name: str, data: bytes) -> None:
         """Store the data under the name, replacing what was there. Empty and oversized data are not stored."""
         key = (scope, name)

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,18 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@dataclass(frozen=True)
+class FrontendState:
+    """Snapshot of a ``Frontend``, for tests and debugging."""
+
+    num_responses: int
+    """Responses that the HTTP server has yet to complete."""
+    num_fetches: int
+    """Media files that are being fetched from the web."""
+    listener: socket.socket
+    """The live socket that accepts HTTP connections."""
 
 
 class Frontend:
@@ -120,6 +133,9 @@ class Frontend:
     def control(self) -> str:
         """``HOST:PORT`` where instances join."""
         return self.channel.address.removeprefix("tcp://")
+
+    def debug_state(self) -> FrontendState:
+        return FrontendState(len(self._server.server_state.tasks), self._media.web.num_fetches, self._socket)
 
     async def __aenter__(self) -> "Frontend":
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.serving import CHAT, SOON, Gate, Served, image, image_part, served, text_part, wait_for
-from triptych.api.half_closed import FIRST_PROBE, PROCESSING, SLOWEST_LOOK
+from triptych.api.half_close import FIRST_PROBE, PROCESSING, SLOWEST_CHECK
 
 LONG = {"max_tokens": 3000}
 
@@ -108,14 +108,14 @@ def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
     """It reads nothing while its answer, larger than all buffers, is made and others are served; then it gets all
     of it, what had to wait in fewer and longer pieces."""
     with served(folder) as service:
-        door = service.running.frontend
-        door._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+        frontend = service.running.frontend
+        frontend.debug_state().listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
         body = service.body(stream=True, max_tokens=800)
         with asking(service, body) as slow:
             assert service.text("Quick") == service.text("Quick")
-            wait_for(lambda: door.router.num_requests == 0, 30)
+            wait_for(lambda: frontend.router.num_requests == 0, 30)
             assert service.everything_is_back()
-            assert len(door._server.server_state.tasks) == 1, "its answer still waits to be read"
+            assert frontend.debug_state().num_responses == 1, "its answer is still to be read"
             received = b""
             while not received.endswith(b"0\r\n\r\n"):
                 piece = slow.recv(65536)
@@ -129,11 +129,11 @@ def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
 
 def test_a_reader_who_takes_nothing_is_given_up(folder: Path) -> None:
     with served(folder, client_timeout=0.5) as service:
-        door = service.running.frontend
-        door._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        frontend = service.running.frontend
+        frontend.debug_state().listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with asking(service, service.body(stream=True, max_tokens=3900)):
-            wait_for(lambda: door.router.num_requests == 1)
-            wait_for(lambda: not door._server.server_state.tasks, 30)
+            wait_for(lambda: frontend.router.num_requests == 1)
+            wait_for(lambda: not frontend.debug_state().num_responses, 30)
             wait_for(service.everything_is_back)
         assert service.text()
 
@@ -195,7 +195,7 @@ def test_a_client_that_closes_its_side_and_leaves_is_noticed(service: Served, st
             assert service.steps.entered.wait(10)
         time.sleep(0.3)
         assert not service.everything_is_back(), "it waits"
-    wait_for(service.everything_is_back, 2 * FIRST_PROBE + SLOWEST_LOOK + SOON)
+    wait_for(service.everything_is_back, 2 * FIRST_PROBE + SLOWEST_CHECK + SOON)
 
 
 def test_half_a_request_and_a_closed_side_is_no_request(service: Served) -> None:

@@ -91,7 +91,7 @@ def test_sound_need_not_be_as_long_as_the_video(hearing: Served) -> None:
 
 
 def test_a_model_that_does_not_hear(service: Served) -> None:
-    assert "doesn't hear videos" in the_error(ask(service, film()), 400, USE, "invalid_request")
+    assert "doesn't use the audio of videos" in the_error(ask(service, film()), 400, USE, "invalid_request")
     response = service.post("Hello", **options())
     the_error(response, 400, USE, "invalid_request")
     assert service.post("Hello", **options(use_audio_in_video=False)).status_code == 200

@@ -42,6 +42,6 @@ def test_clients_that_leave_at_random(service: Served, number: int) -> None:
             list(clients.map(lambda one: leave(service, one), range(first, first + BATCH)))
             wait_for(service.everything_is_back, SOON)
     assert service.text([image_part(), text_part("x")]) == expected
-    door = service.running.frontend
-    wait_for(lambda: not door._server.server_state.tasks, SOON)
-    assert not [slot for slot in (door._media.web._slots,) if slot.locked()]
+    frontend = service.running.frontend
+    wait_for(lambda: not frontend.debug_state().num_responses, SOON)
+    assert not frontend.debug_state().num_fetches
