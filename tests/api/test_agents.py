@@ -79,7 +79,7 @@ def test_an_allowed_tool_must_be_there() -> None:
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_earlier_refusal_is_what_the_assistant_said(service: Served) -> None:
+def test_an_earlier_refusal_becomes_the_assistants_message(service: Served) -> None:
     def history(**assistant: Any) -> list[dict[str, Any]]:
         return [HELLO, {"role": "assistant"} | assistant, HELLO]
 
@@ -113,11 +113,11 @@ def test_what_openais_client_dumps_can_be_sent_back(thinker: Served) -> None:
             assert client.responses.create(input=history, **ask | {"max_output_tokens": 4}).output
 
 
-def test_what_a_call_brought_may_be_parts() -> None:
+def test_the_result_of_a_call_may_have_parts() -> None:
     def messages(output: Any) -> Any:
         call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
         return (
-            responses(input=[call, {"type": "function_call_output", "call_id": "c", "output": output}]).chat().messages
+            responses(input=[call, {"type": "function_call_output", "call_id": "c", "output": output}]).to_chat().messages
         )
 
     text = {"type": "input_text", "text": "sunny"}
@@ -132,7 +132,7 @@ def test_what_a_call_brought_may_be_parts() -> None:
     assert caught.value.param == "input[1].output[0].text"
 
 
-def test_what_an_agent_sends_along(service: Served) -> None:
+def test_fields_that_agents_send_are_accepted(service: Served) -> None:
     """Fields of Codex and OpenAI's Agents SDK that change nothing here, and why: docs/operating.md."""
     plain = answer(service, temperature=0.0)["output"][0]["content"]
     sent = {
@@ -155,7 +155,7 @@ def test_what_an_agent_sends_along(service: Served) -> None:
         the_error(post(service, **sent | {field: value}), 400, param)
 
 
-def test_prompts_share_what_is_known_whatever_their_cache_key(service: Served) -> None:
+def test_prompts_share_prefixes_whatever_their_cache_key(service: Served) -> None:
     """The key is a hint, and no salt: agents have one for each conversation, and all begin alike."""
     text = "A beginning that two conversations have, longer than a page of the cache. " * 3
 

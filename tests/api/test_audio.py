@@ -86,13 +86,13 @@ def test_the_prompt_has_the_rows_that_were_planned(hearing: Served) -> None:
     assert [count - tokens[0] for count in tokens] == [0, 13, 78]
 
 
-def test_the_models_list_says_what_it_takes(hearing: Served) -> None:
+def test_the_list_of_models_has_the_input_modalities(hearing: Served) -> None:
     with hearing.client() as client:
         (model,) = client.get("/v1/models").json()["data"]
     assert model["input_modalities"] == ["text", "audio", "image", "video"]
 
 
-def test_a_clip_is_remembered_by_its_uuid(hearing: Served) -> None:
+def test_a_clip_is_cached_by_its_uuid(hearing: Served) -> None:
     answer = hearing.text([text_part("x"), input_audio() | {"uuid": "mine"}])
     for again in (
         {"type": "input_audio", "input_audio": None, "uuid": "mine"},
@@ -149,11 +149,11 @@ def test_audio_that_cannot_be_used(hearing: Served, name: str, stream: bool) -> 
         ({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,?"}}, URL),
     ],
 )
-def test_parts_that_make_no_sense(hearing: Served, part: dict[str, Any], param: str) -> None:
+def test_invalid_parts(hearing: Served, part: dict[str, Any], param: str) -> None:
     the_error(hearing.post([text_part("x"), part]), 400, param, "invalid_request")
 
 
-def test_a_model_that_does_not_hear(service: Served) -> None:
+def test_a_model_without_audio(service: Served) -> None:
     message = the_error(service.post([text_part("x"), input_audio()]), 400, DATA, "unsupported_media")
     assert "takes no audio clips" in message
 

@@ -39,7 +39,7 @@ def put_back(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("key", ["url", "image_url", "video_url", "audio_url"])
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" , ", "\n:\t")])
-def test_inline_media_are_taken_out(key: str, separators: tuple[str, str]) -> None:
+def test_inline_media_are_extracted(key: str, separators: tuple[str, str]) -> None:
     body = json.dumps([{key: LONG}, {"text": "x"}, {key: LONG + "BBBB"}], separators=separators).encode()
     lifted = extract_inline_media(bytearray(body))
     assert len(lifted.text) < 300
@@ -52,7 +52,7 @@ def test_inline_media_are_taken_out(key: str, separators: tuple[str, str]) -> No
 
 @pytest.mark.parametrize("separators", [(",", ":"), (" , ", "\n:\t")])
 @pytest.mark.parametrize("has_format", ["before", "after", "not at all"])
-def test_the_data_of_audio_are_taken_out(has_format: str, separators: tuple[str, str]) -> None:
+def test_inline_audio_is_extracted(has_format: str, separators: tuple[str, str]) -> None:
     data = "A" * MIN_INLINE_LENGTH + "+/=="
     before, after = ({"format": "wav"} if has_format == place else {} for place in ("before", "after"))
     part = {"input_audio": {**before, "data": data, **after}}
@@ -102,7 +102,7 @@ PIECES = ['"url"', ":", '"', "data:", ";base64,", LONG, "\\", " ", "{", "}", ","
 
 
 @given(st.lists(st.sampled_from([*PIECES, '"input_audio":{', '"data":"']), max_size=12))
-def test_whatever_is_taken_out_can_be_put_back(pieces: list[str]) -> None:
+def test_extraction_is_reversible(pieces: list[str]) -> None:
     body = "".join(pieces).encode()
     assert put_back(body).replace(b"\\/", b"/") == body.replace(b"\\/", b"/")
 
@@ -119,14 +119,14 @@ def test_an_answer_does_not_depend_on_how_the_image_was_written(service: Served)
     assert answer["choices"][0]["message"]["content"] == expected
 
 
-def test_inline_media_where_none_can_be(service: Served) -> None:
+def test_inline_media_in_other_fields(service: Served) -> None:
     schema = {"type": "object", "properties": {"url": {"const": "x"}}, "examples": [{"url": LONG}]}
     response = service.post(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
     assert response.status_code == 400
     assert "no media can be" in response.json()["error"]["message"]
 
 
-def test_the_loop_goes_on_while_a_large_item_is_decoded() -> None:
+def test_decoding_a_large_item_does_not_block_the_loop() -> None:
     url = memoryview(b"data:;base64," + base64.b64encode(os.urandom(24 * 2**20)))
 
     async def ticks() -> int:
@@ -170,7 +170,7 @@ def test_values_are_counted_before_they_are_parsed(body: bytes, fine: bool) -> N
     assert time.monotonic() - began < 2
 
 
-def test_millions_of_wrong_values_cost_nothing(service: Served) -> None:
+def test_millions_of_invalid_values_are_refused_quickly(service: Served) -> None:
     began = time.monotonic()
     with service.client() as client:
         response = client.post(CHAT, content=b'{"model": "m", "messages": [' + b"{}," * 2_000_000 + b"{}]}")
@@ -194,7 +194,7 @@ def answer_to(connection: socket.socket) -> tuple[int, str]:
     return int(head.split()[1]), str(json.loads(body)["error"]["code"])
 
 
-def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_unknown_length_is_refused_at_the_limit(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
     with connected(service) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
@@ -206,7 +206,7 @@ def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Served, monkeypat
         assert drip(connection, b"1\r\nx\r\n", answer=False) < 3
 
 
-def test_text_beside_inline_media_has_a_limit_of_its_own(service: Served) -> None:
+def test_text_beside_inline_media_has_its_own_limit(service: Served) -> None:
     with service.client() as client:
         response = client.post(CHAT, content=b" " * (9 * 2**20))
     assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
@@ -232,7 +232,7 @@ def test_heads_that_are_too_long(service: Served, head: bytes) -> None:
     assert service.text()
 
 
-def test_a_head_that_is_too_long_is_told_so(service: Served) -> None:
+def test_a_head_that_is_too_long_gets_an_error(service: Served) -> None:
     with connected(service) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nx: " + b"a" * http_module.MAX_HEAD)
         assert answer_to(connection) == (431, "head_too_large")
@@ -263,7 +263,7 @@ def drip(connection: socket.socket, data: bytes, seconds: float = 5.0, answer: b
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nx: y", b"\r\n"], ids=["headers", "empty lines"])
 @pytest.mark.parametrize("again", [False, True], ids=["first", "kept alive"])
-def test_a_head_that_comes_too_slowly(
+def test_a_slow_head_times_out(
     service: Served, monkeypatch: pytest.MonkeyPatch, data: bytes, again: bool
 ) -> None:
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
@@ -277,20 +277,20 @@ def test_a_head_that_comes_too_slowly(
         assert answer_to(connection) == (408, "head_too_slow")
 
 
-def test_a_connection_that_says_nothing(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_connection_times_out(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.3)
     with connected(service) as connection:
         assert answer_to(connection) == (408, "head_too_slow")
 
 
-def test_a_slow_answer_is_no_slow_head(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_answer_is_not_a_slow_head(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.2)
     service.steps.delay = 0.1
     assert service.post(max_tokens=8).status_code == 200
 
 
 @pytest.mark.parametrize(("idle", "total"), [(0.3, 60.0), (60.0, 0.5)], ids=["stands still", "drips"])
-def test_a_body_that_comes_too_slowly(
+def test_a_slow_body_times_out(
     service: Served, monkeypatch: pytest.MonkeyPatch, idle: float, total: float
 ) -> None:
     monkeypatch.setattr(body_module, "IDLE_TIMEOUT", idle)
@@ -305,7 +305,7 @@ def test_a_body_that_comes_too_slowly(
     assert service.running.frontend.router.num_requests == 0
 
 
-def test_pipelined_requests_are_answered_in_turn(service: Served) -> None:
+def test_pipelined_requests_are_answered_in_order(service: Served) -> None:
     with connected(service) as connection:
         connection.sendall(
             b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 50 + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"

@@ -25,7 +25,7 @@ def streamed(service: Served, **fields: Any) -> list[Any]:
     return [json.loads(event) for event in events]
 
 
-def test_text_and_its_tokens_are_continued_alike(service: Served) -> None:
+def test_a_text_and_its_tokens_have_the_same_answer(service: Served) -> None:
     tokens = answer(service, "/tokenize", prompt="Once upon")["tokens"]
     (text,) = texts(service, prompt="Once upon")
     assert text
@@ -48,7 +48,7 @@ def test_choices_are_numbered_prompt_by_prompt(service: Served) -> None:
     assert [choice["text"] for choice in made["choices"]] == alone[0] + alone[1]
 
 
-def test_the_stream_says_the_same(service: Served) -> None:
+def test_the_stream_equals_the_answer(service: Served) -> None:
     fields: dict[str, Any] = {"prompt": ["Once", "Twice"], "echo": True, "max_tokens": 20, "stop": "\n"}
     whole = answer(service, **fields)
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -100,7 +100,7 @@ def test_offsets_count_characters_of_the_text(service: Served) -> None:
         assert choice["text"].startswith(text)
 
 
-def test_the_prompt_is_told_with_its_logprobs(service: Served) -> None:
+def test_echo_returns_the_prompt_with_its_logprobs(service: Served) -> None:
     """As evaluation harnesses ask for them."""
     fields: dict[str, Any] = {"prompt": ["Once <|im_start|>upon", "Größe"], "logprobs": 2, "temperature": 0}
     plain = answer(service, **fields)
@@ -149,7 +149,7 @@ def test_the_prompt_alone(service: Served) -> None:
     assert one_token["logprobs"]["token_logprobs"] == one_token["prompt_logprobs"] == [None]
 
 
-def test_prompt_logprobs_in_vllms_words(service: Served) -> None:
+def test_prompt_logprobs_in_vllms_format(service: Served) -> None:
     fields = {"prompt": ["Once upon", "a time"], "prompt_logprobs": 2, "temperature": 0}
     made = answer(service, **fields)
     echoed = answer(service, **fields, echo=True, logprobs=5)
@@ -181,7 +181,7 @@ def test_prompt_logprobs_of_a_chat_with_a_picture(service: Served) -> None:
     assert "prompt_logprobs" not in service.post(content).json()
 
 
-def test_telling_takes_no_thread_that_media_are_decoded_on(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formatting_uses_no_thread_of_media_decoding(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those are few, shared by all, and taken in order of arrival."""
 
     def taken(*_: Any) -> Any:
@@ -232,7 +232,7 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
         ({"prompt": "x", "tools": []}, "tools", "unknown"),
     ],
 )
-def test_what_cannot_be_continued(service: Served, fields: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_completion_requests(service: Served, fields: dict[str, Any], param: str, says: str) -> None:
     assert says.lower() in the_error(post(service, **fields), 400, param).lower()
 
 
@@ -243,7 +243,7 @@ def test_tokens_outside_the_vocabulary(service: Served) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-def test_tokens_and_text_become_each_other(service: Served, prefix: str) -> None:
+def test_tokenize_and_detokenize_are_inverse(service: Served, prefix: str) -> None:
     text = "Größe <|im_start|> 🙂"
     made = answer(service, f"{prefix}/tokenize", prompt=text, return_token_strs=True)
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
@@ -254,7 +254,7 @@ def test_tokens_and_text_become_each_other(service: Served, prefix: str) -> None
         assert client.post(f"{prefix}/tokenize", json={"prompt": text}).json()["tokens"] == made["tokens"]
 
 
-def test_a_conversation_counts_as_its_prompt_does(service: Served) -> None:
+def test_a_tokenized_conversation_is_its_prompt(service: Served) -> None:
     content = [image_part(), text_part("What is it?")]
     messages = [{"role": "user", "content": content}]
     made = answer(service, "/tokenize", messages=messages)
@@ -263,7 +263,7 @@ def test_a_conversation_counts_as_its_prompt_does(service: Served) -> None:
     assert made["token_strs"] is None
 
 
-def test_what_cannot_be_tokenized(service: Served) -> None:
+def test_invalid_tokenize_requests(service: Served) -> None:
     the_error(post(service, "/tokenize", prompt=3), 400, "prompt")
     the_error(post(service, "/tokenize", model="other", prompt="x"), 404, "model")
     the_error(post(service, "/tokenize", messages=[]), 400, "messages")
@@ -280,7 +280,7 @@ def test_openais_client_completes(service: Served) -> None:
         assert made.choices[0].logprobs is not None
 
 
-def test_the_version_is_told(service: Served) -> None:
+def test_the_version_is_returned(service: Served) -> None:
     with service.client() as client:
         assert client.get("/version").json()["version"]
         document = client.get("/openapi.json").json()

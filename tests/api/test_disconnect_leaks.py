@@ -35,7 +35,7 @@ def leave(service: Served, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [50, pytest.param(1000, marks=pytest.mark.slow)])
-def test_clients_that_leave_at_random(service: Served, number: int) -> None:
+def test_random_disconnects(service: Served, number: int) -> None:
     expected = service.text([image_part(), text_part("x")])
     with ThreadPoolExecutor(AT_A_TIME) as clients:
         for first in range(0, number, BATCH):

@@ -37,7 +37,7 @@ def gates(service: Served) -> dict[str, Gate]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["preprocessing", "encoding", "prefilling"])
-def test_leaving_while_a_stage_works_gives_all_back(service: Served, phase: str, stream: bool) -> None:
+def test_a_disconnect_while_a_stage_works_releases_everything(service: Served, phase: str, stream: bool) -> None:
     """The stage is held up meanwhile: nothing waits for it to get done."""
     gate = gates(service)[phase]
     gate.close()
@@ -51,7 +51,7 @@ def test_leaving_while_a_stage_works_gives_all_back(service: Served, phase: str,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_while_tokens_come_gives_all_back(service: Served, stream: bool) -> None:
+def test_a_disconnect_while_streaming_releases_everything(service: Served, stream: bool) -> None:
     with asking(service, service.body([image_part()], stream=stream, **LONG)) as connection:
         if stream:
             received = b""
@@ -63,7 +63,7 @@ def test_leaving_while_tokens_come_gives_all_back(service: Served, stream: bool)
     wait_for(service.everything_is_back, SOON)
 
 
-def test_leaving_while_waiting_in_line_gives_all_back(service: Served) -> None:
+def test_a_disconnect_while_queued_releases_everything(service: Served) -> None:
     """The first request takes nearly all pages, so that the second waits for them."""
     with asking(service, service.body("x" * 3000, stream=True, max_tokens=1000)) as first:
         assert first.recv(10)
@@ -73,7 +73,7 @@ def test_leaving_while_waiting_in_line_gives_all_back(service: Served) -> None:
     wait_for(service.everything_is_back, SOON)
 
 
-def test_leaving_half_way_through_the_body(service: Served) -> None:
+def test_a_disconnect_within_the_body(service: Served) -> None:
     host, port = service.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
@@ -81,7 +81,7 @@ def test_leaving_half_way_through_the_body(service: Served) -> None:
     assert service.running.frontend.router.num_requests == 0
 
 
-def test_many_that_leave_at_once(service: Served) -> None:
+def test_many_disconnects_at_once(service: Served) -> None:
     for number in range(12):
         body = service.body([image_part(image(seed=200 + number)), text_part("x")], stream=True, **LONG)
         with asking(service, body):
@@ -90,7 +90,7 @@ def test_many_that_leave_at_once(service: Served) -> None:
     assert service.text([image_part()])
 
 
-def test_one_that_leaves_harms_no_other_of_its_batch(service: Served) -> None:
+def test_a_disconnect_does_not_affect_others_in_the_batch(service: Served) -> None:
     expected = service.text(max_tokens=200)
     with (
         service.client() as client,
@@ -104,7 +104,7 @@ def test_one_that_leaves_harms_no_other_of_its_batch(service: Served) -> None:
     assert said == expected
 
 
-def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
+def test_a_slow_reader_does_not_block_others(folder: Path) -> None:
     """It reads nothing while its answer, larger than all buffers, is made and others are served; then it gets all
     of it, what had to wait in fewer and longer pieces."""
     with served(folder) as service:
@@ -127,7 +127,7 @@ def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
         assert "data: [DONE]" in lines
 
 
-def test_a_reader_who_takes_nothing_is_given_up(folder: Path) -> None:
+def test_a_stream_whose_client_reads_nothing_ends(folder: Path) -> None:
     with served(folder, client_timeout=0.5) as service:
         frontend = service.running.frontend
         frontend.debug_state().listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -138,7 +138,7 @@ def test_a_reader_who_takes_nothing_is_given_up(folder: Path) -> None:
         assert service.text()
 
 
-def test_a_client_that_times_out_has_gone_away(service: Served) -> None:
+def test_a_client_that_times_out_is_disconnected(service: Served) -> None:
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=service.url, timeout=0.3, trust_env=False) as client:
         client.post(CHAT, json=service.body(**LONG))
     wait_for(service.everything_is_back, SOON)
@@ -183,7 +183,7 @@ def test_all_requests_before_a_closed_side_are_answered(service: Served) -> None
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_closes_its_side_and_leaves_is_noticed(service: Served, stream: bool, begun: bool) -> None:
+def test_a_disconnect_after_a_closed_side_is_detected(service: Served, stream: bool, begun: bool) -> None:
     service.steps.delay = 0.01
     if not begun:
         service.steps.close()
@@ -198,7 +198,7 @@ def test_a_client_that_closes_its_side_and_leaves_is_noticed(service: Served, st
     wait_for(service.everything_is_back, 2 * FIRST_PROBE + SLOWEST_CHECK + SOON)
 
 
-def test_half_a_request_and_a_closed_side_is_no_request(service: Served) -> None:
+def test_half_a_request_and_a_closed_side_gets_no_answer(service: Served) -> None:
     host, port = service.url.removeprefix("http://").split(":")
     for version, body in ((b"1.1", b'{"model"'), (b"1.0", b"")):
         with socket.create_connection((host, int(port)), timeout=10) as connection:

@@ -70,7 +70,7 @@ def test_a_tower_that_fails(service: Served) -> None:
 
 
 @pytest.mark.parametrize("stage", ["encode", "language"])
-def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
+def test_a_bug_in_a_loop_fails_only_requests_in_flight(
     small: Served, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     encode, language = (instance.hosts[0] for instance in small.running.instances)
@@ -90,7 +90,7 @@ def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
     assert small.text([image_part(image(seed=400))])
 
 
-def test_a_full_queue_says_when_to_come_back(small: Served) -> None:
+def test_a_full_queue_answers_with_retry_after(small: Served) -> None:
     small.steps.close()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(small.text)
@@ -106,7 +106,7 @@ def test_a_full_queue_says_when_to_come_back(small: Served) -> None:
     assert small.text()
 
 
-def test_bodies_and_numbers_of_images_that_are_too_large(small: Served) -> None:
+def test_too_large_bodies_and_too_many_images(small: Served) -> None:
     the_error(small.post("x" * 2**20), 413, None, "payload_too_large")
     chunked = (b" " * 65536 for _ in range(20))
     with small.client() as client:
@@ -115,7 +115,7 @@ def test_bodies_and_numbers_of_images_that_are_too_large(small: Served) -> None:
     assert small.text([image_part()] * 2)
 
 
-def test_a_length_that_is_declared_is_refused_before_the_body_comes(small: Served) -> None:
+def test_a_declared_length_is_refused_before_the_body_arrives(small: Served) -> None:
     host, port = small.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**40}\r\n\r\n".encode())
@@ -153,7 +153,7 @@ def test_an_instance_that_is_lost_in_the_middle_is_an_error_event(small: Served)
     wait_for(small.everything_is_back, 1.0)
 
 
-def test_draining_admits_nothing_new_and_finishes_what_runs(small: Served) -> None:
+def test_draining_refuses_new_requests_and_finishes_running_ones(small: Served) -> None:
     router = small.running.frontend.router
     body = small.body(max_tokens=300, stream=True)
     with small.client() as client, client.stream("POST", CHAT, json=body) as response:

@@ -86,7 +86,7 @@ def test_every_list_is_bounded() -> None:
         (ResponsesRequest, '{"model":"m","input":"x","include":[%s]}'),
     ],
 )
-def test_a_million_mistakes_are_told_as_one(kind: type[StrictModel], body: str) -> None:
+def test_a_million_errors_are_reported_as_one(kind: type[StrictModel], body: str) -> None:
     """To tell of each takes ten seconds, in which nobody's tokens would go out."""
     text = (body % ",".join(["-1"] * MANY)).encode()
     began = time.thread_time()
@@ -95,7 +95,7 @@ def test_a_million_mistakes_are_told_as_one(kind: type[StrictModel], body: str) 
     assert time.thread_time() - began < 1
 
 
-def test_more_tokens_than_anybody_has(service: Served) -> None:
+def test_too_many_tokens(service: Served) -> None:
     with service.client() as client:
         response = client.post("/detokenize", json={"tokens": [1] * (MAX_TOKEN_IDS + 1)})
         assert f"at most {MAX_TOKEN_IDS}" in the_error(response, 400, "tokens")
@@ -141,7 +141,7 @@ def uploading(service: Served, client: str, num_bytes: int) -> Iterator[socket.s
         yield connection
 
 
-def test_bodies_of_all_requests_are_bounded_together_and_each_clients_share(folder: Path) -> None:
+def test_bodies_share_a_memory_budget_with_a_limit_per_client(folder: Path) -> None:
     with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service:
         held = service.running.frontend.service.memory_budget
 
@@ -166,7 +166,7 @@ def test_bodies_of_all_requests_are_bounded_together_and_each_clients_share(fold
         wait_for(lambda: held.total == 0)  # a client may have its answer before the service is done with it
 
 
-def test_media_are_held_until_the_answer_is_there(folder: Path) -> None:
+def test_media_are_charged_until_the_answer_is_complete(folder: Path) -> None:
     noise = np.random.default_rng(7).integers(0, 256, (256, 256, 3), dtype=np.uint8)
     data = png(Image.fromarray(noise))
     assert len(data) > 3 * FREE_BYTES
@@ -202,7 +202,7 @@ def slow(service: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading
     done.set()
 
 
-def test_prompts_that_take_long_to_make_hold_up_nobody_else(service: Served, slow: threading.Event) -> None:
+def test_slow_prompts_do_not_block_other_clients(service: Served, slow: threading.Event) -> None:
     def ask(key: str, content: str) -> httpx.Response:
         with service.client() as client:
             headers = {"authorization": f"Bearer {key}"}
@@ -225,7 +225,7 @@ def test_prompts_that_take_long_to_make_hold_up_nobody_else(service: Served, slo
     wait_for(lambda: admission._preparing.total() == 0)
 
 
-def test_nobody_waits_longer_than_it_wants_for_its_texts_to_be_read(service: Served, slow: threading.Event) -> None:
+def test_the_deadline_applies_while_prompts_are_prepared(service: Served, slow: threading.Event) -> None:
     """Three that take long, by one client, whose fourth waits for one of them to end."""
     headers = {"authorization": "Bearer slow one", "x-request-timeout": "0.3"}
     asked: list[tuple[str, dict[str, Any]]] = [
@@ -242,7 +242,7 @@ def test_nobody_waits_longer_than_it_wants_for_its_texts_to_be_read(service: Ser
             assert client.post(path, json=body, headers=headers | {"x-request-timeout": "20"}).status_code == 200
 
 
-def test_who_makes_a_prompt_has_a_place_in_the_house(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_being_prepared_count_as_admitted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise any number could be fetched and planned side by side."""
     done = threading.Event()
     with served(folder, topology="1EPD", max_queue=3, max_queue_per_client=2) as service, ThreadPoolExecutor(3) as pool:

@@ -232,7 +232,7 @@ REFUSED_THERE: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), KEPT)
-def test_what_is_kept_to(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+def test_enforced_schemas(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     check_schema(schema, "x")
     grammar = compiled(schema)
     for value in valid:
@@ -244,14 +244,14 @@ def test_what_is_kept_to(schema: Any, valid: list[Any], invalid: list[Any]) -> N
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), KEPT)
-def test_what_is_said_at_random_is_valid(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+def test_random_texts_of_the_grammar_are_valid(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     for text in samples(compiled(schema), random.Random(1), 30):
         if "Infinity" not in json.dumps(json.loads(text)):  # Python has no number as large as 4e663
             assert is_valid(schema, json.loads(text)), text
 
 
 @pytest.mark.parametrize(("schema", "keyword", "value"), REFUSED)
-def test_what_is_refused_is_not_kept_to(schema: Any, keyword: str, value: Any) -> None:
+def test_refused_schemas_would_not_be_enforced(schema: Any, keyword: str, value: Any) -> None:
     with pytest.raises(
         InvalidRequest, match=f"the keyword '{keyword}' at # of the JSON schema can't be enforced"
     ) as caught:
@@ -263,7 +263,7 @@ def test_what_is_refused_is_not_kept_to(schema: Any, keyword: str, value: Any) -
 
 
 @pytest.mark.parametrize(("schema", "keyword", "place"), REFUSED_THERE)
-def test_the_place_is_named(schema: Any, keyword: str, place: str) -> None:
+def test_the_path_is_named(schema: Any, keyword: str, place: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_schema(schema, "field")
     assert f"the keyword {keyword!r} at {place} of the JSON schema" in str(caught.value)
@@ -275,7 +275,7 @@ with leading zeros, long names, parts of a duration that don't follow on each ot
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_formats_are_kept_to(name: str) -> None:
+def test_formats_are_enforced(name: str) -> None:
     schema = {"type": "string", "format": name}
     check_schema(schema, "x")
     grammar = compiled(schema)
@@ -325,7 +325,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=500, deadline=None)
 @given(VALUES)
-def test_whatever_is_sent_is_judged(schema: Any) -> None:
+def test_any_json_is_accepted_or_refused(schema: Any) -> None:
     try:
         check_schema(schema, "x")
     except InvalidRequest as error:
@@ -394,7 +394,7 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(SCHEMAS, st.integers(0, 2**32))
-def test_what_is_not_refused_is_kept_to(schema: Any, seed: int) -> None:
+def test_accepted_schemas_are_enforced(schema: Any, seed: int) -> None:
     try:
         check_schema(schema, "x")
         grammar = compiled(schema)
@@ -448,7 +448,7 @@ def test_no_check_takes_long(name: str) -> None:
     assert min(seconds) < 0.05
 
 
-def test_places_cost_no_more_the_deeper_they_are() -> None:
+def test_the_cost_of_a_path_does_not_depend_on_its_depth() -> None:
     schema: Any = {"type": "object", "properties": {str(number): {} for number in range(5000)}}
     for _ in range(900):
         schema = {"type": "object", "properties": {"a" * 64: schema}}
@@ -457,6 +457,6 @@ def test_places_cost_no_more_the_deeper_they_are() -> None:
     assert time.thread_time() - began < 0.1
 
 
-def test_what_is_too_large_is_said() -> None:
+def test_a_schema_that_is_too_large_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="too large to check"):
         check_schema({"type": "object", "properties": {str(number): {} for number in range(20_000)}}, "x")

@@ -120,7 +120,7 @@ def test_damaged_pictures(decoding: Served, number: int) -> None:
     assert sum(found.values()) - found["answered"] > 3 * number, found
 
 
-def test_a_decoder_that_is_killed_costs_no_request(decoding: Served) -> None:
+def test_a_killed_decoder_fails_no_request(decoding: Served) -> None:
     before = workers(decoding)
     expected = decoding.text([image_part(whole("PNG", 2))])
     for pid in before:

@@ -107,12 +107,12 @@ def test_other_urls_are_refused_by_name(fetching: Served, pictures: int, url: st
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{}/picture", "file:///etc/passwd"])
-def test_without_leave_nothing_is_fetched(service: Served, pictures: int, url: str) -> None:
+def test_nothing_is_fetched_unless_allowed(service: Served, pictures: int, url: str) -> None:
     response = asked(service, url.format(pictures))
     assert (response.status_code, response.json()["error"]["code"]) == (400, "media_not_allowed")
 
 
-def test_a_client_that_leaves_ends_its_fetches(fetching: Served, pictures: int) -> None:
+def test_a_disconnect_cancels_fetches(fetching: Served, pictures: int) -> None:
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=fetching.url, timeout=0.3, trust_env=False) as client:
         part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{pictures}/waits"}}
         client.post("/v1/chat/completions", json=fetching.body([part, part]))

@@ -59,7 +59,7 @@ def numeric(kind: type[BaseModel]) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "field"), KINDS_AND_FIELDS)
-def test_bounds_are_taken_and_what_is_beyond_is_named(kind: type[StrictModel], field: str) -> None:
+def test_bounds_are_accepted_and_values_beyond_are_refused_by_name(kind: type[StrictModel], field: str) -> None:
     fine, wrong = BOUNDS[field]
     for number in fine:
         parsed(kind, **{field: number})
@@ -69,7 +69,7 @@ def test_bounds_are_taken_and_what_is_beyond_is_named(kind: type[StrictModel], f
         assert caught.value.param == field, number
 
 
-def test_every_number_has_bounds_here() -> None:
+def test_every_number_is_tested() -> None:
     others = {"logprobs", "top_logprobs", "best_of"}
     assert {name for kind in BODIES for name in numeric(kind)} <= BOUNDS.keys() | others
 
@@ -139,7 +139,7 @@ def generate(**sampling: Any) -> bytes:
     ],
     ids=str,
 )
-def test_instances_do_not_trust_what_they_are_told(wrong: dict[str, Any]) -> None:
+def test_instances_validate_sampling_parameters(wrong: dict[str, Any]) -> None:
     assert isinstance(decode(generate(temperature=0.01, repetition_penalty=0.01, logit_bias={1: -100.0})), Generate)
     with pytest.raises(BadMessage):
         decode(generate(**wrong))

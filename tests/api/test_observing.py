@@ -94,7 +94,7 @@ def line(log_file: Path, request_id: str) -> dict[str, Any]:
     return only
 
 
-def test_a_line_says_how_a_request_ended_and_where_its_time_went_but_not_what_was_said(
+def test_the_log_line_has_outcome_and_timings_but_no_content(
     observed: Served, log_file: Path
 ) -> None:
     assert ask(observed, "one", [image_part(image(seed=970)), text_part(SECRET)]) == "one"
@@ -114,7 +114,7 @@ def test_a_line_says_how_a_request_ended_and_where_its_time_went_but_not_what_wa
     assert "data:image" not in log_file.read_text()
 
 
-def test_requests_that_fail_or_are_given_up_have_a_line_too(observed: Served, log_file: Path) -> None:
+def test_failed_and_aborted_requests_are_logged(observed: Served, log_file: Path) -> None:
     with observed.client() as client:
         client.post(CHAT, json={"model": observed.model}, headers={"x-request-id": "bad"})
         body = observed.body(max_tokens=3000, stream=True)
@@ -154,7 +154,7 @@ def test_a_correlation_id_comes_back_and_is_logged(observed: Served, log_file: P
         assert "x-correlation-id" not in client.get("/health").headers
 
 
-def test_a_trace_has_a_span_for_what_each_process_did_and_goes_on_from_the_clients(
+def test_a_trace_continues_the_clients_with_a_span_for_each_process(
     observed: Served, collector: Collector, log_file: Path
 ) -> None:
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -222,7 +222,7 @@ def test_a_request_or_a_window_of_the_log_becomes_a_file_for_perfetto(
     assert not (tmp_path / "none.json").exists()
 
 
-def test_a_collector_that_is_not_there_costs_nobody_anything(folder: Path) -> None:
+def test_an_unreachable_collector_does_not_affect_requests(folder: Path) -> None:
     began = time.monotonic()
     with served(folder, "1EPD", observe=ObserveConfig(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")) as service:
         assert service.text()

@@ -7,7 +7,7 @@ from tests.support.serving import Served, image, image_part, wait_for
 from triptych.encode.loop import PREPROCESS_AHEAD, EncodeLoop
 
 
-def test_images_wait_as_files_not_as_patches(service: Served) -> None:
+def test_queued_images_are_not_preprocessed_too_early(service: Served) -> None:
     """Requests, with the tower held up: few images are preprocessed, and all are answered in the end."""
     (host,) = [
         host for instance in service.running.instances for host in instance.hosts if isinstance(host, EncodeLoop)

@@ -113,7 +113,7 @@ def test_instructions_and_images_and_earlier_answers(service: Served) -> None:
     assert made["output"][0]["content"][0]["text"] == service.text(messages=messages, temperature=0, ignore_eos=False)
 
 
-def test_calls_and_thoughts_are_items_of_their_own(thinker: Served) -> None:
+def test_calls_and_reasoning_are_separate_items(thinker: Served) -> None:
     settings: dict[str, Any] = {
         "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 300,
     }  # fmt: skip
@@ -148,13 +148,13 @@ def test_earlier_items_become_one_message() -> None:
         {"role": "assistant", "content": "And warm."},
     ]
     request = parse_request(ResponsesRequest, json.dumps({"model": "m", "input": items}).encode())
-    messages = request.chat().messages
+    messages = request.to_chat().messages
     assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant", "assistant"]
     assert (messages[1].reasoning_content, messages[1].content) == ("Hm.", "Let me see.")
     assert [call.id for call in messages[1].tool_calls or ()] == ["c1", "c2"]
 
 
-def test_a_form_and_log_probabilities(service: Served) -> None:
+def test_text_format_and_log_probabilities(service: Served) -> None:
     text = {"format": {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}}
     settings = {"text": text, "max_output_tokens": 300, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
     whole = answer(service, **settings, temperature=0.0)
@@ -187,11 +187,11 @@ def test_a_form_and_log_probabilities(service: Served) -> None:
         ({"temperature": 3}, "temperature", "less"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_answered(service: Served, fields: dict[str, Any], param: str | None, says: str) -> None:
+def test_invalid_requests(service: Served, fields: dict[str, Any], param: str | None, says: str) -> None:
     assert says.lower() in the_error(post(service, **fields), 400, param).lower()
 
 
-def test_a_failure_in_the_middle_is_told(service: Served) -> None:
+def test_a_failure_in_the_middle_is_an_error_event(service: Served) -> None:
     service.steps.delay = 0.02
     made = events(service, max_output_tokens=3000, timeout=0.5)
     assert [event["type"] for event in made[-2:]] == ["error", "response.failed"]
@@ -230,7 +230,7 @@ def test_openais_client_works_unchanged(thinker: Served) -> None:
         assert client.responses.create(model=thinker.model, input=history, tools=[tool], max_output_tokens=4).output
 
 
-def test_thoughts_are_streamed_as_items(thinker: Served) -> None:
+def test_reasoning_is_streamed_as_items(thinker: Served) -> None:
     """Through a chat's own fields, which this API lacks, the model can't be made to think; so its items are tested."""
     from triptych.api.answers import ChoiceDelta
     from triptych.api.response_items import OutputItems

@@ -140,7 +140,7 @@ def test_what_is_not_json(body: bytes) -> None:
         parse_request(ChatCompletionRequest, body)
 
 
-def test_what_openai_clients_send_by_default_is_taken() -> None:
+def test_the_default_fields_of_openai_clients_are_accepted() -> None:
     neutral = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "frequency_penalty": 0, "temperature": 1}
     neutral |= {"response_format": {"type": "text"}, "user": "u", "stream": False, "stream_options": None}
     request = parse_request(

@@ -27,7 +27,7 @@ def some_stops(text: str, chance: random.Random) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_bytes_are_streamed_as_they_are_answered(service: Served, seed: int) -> None:
+def test_a_stream_of_random_bytes_equals_the_answer(service: Served, seed: int) -> None:
     """At this temperature every token of the random model is about as likely: bytes that aren't UTF-8, in all ways."""
     chance = random.Random(seed)
     settings: dict[str, Any] = {"temperature": 2.0, "seed": seed, "max_tokens": chance.randint(1, 120)}
@@ -41,7 +41,7 @@ def test_random_bytes_are_streamed_as_they_are_answered(service: Served, seed: i
     assert chunks[-1]["usage"]["completion_tokens"] == made["usage"]["completion_tokens"]
 
 
-def test_characters_of_several_tokens_are_whole(service: Served) -> None:
+def test_characters_of_several_tokens_are_not_split(service: Served) -> None:
     """A grammar makes the model say what has two, three and four bytes a character: here, as many tokens."""
     wanted = "é–🙂é🙂"
     settings = {"structured_outputs": {"choice": [wanted]}, "max_tokens": 60}
@@ -56,7 +56,7 @@ def test_characters_of_several_tokens_are_whole(service: Served) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_thoughts_and_calls_are_streamed_as_they_are_answered(thinker: Served, seed: int) -> None:
+def test_streamed_reasoning_and_calls_equal_the_answer(thinker: Served, seed: int) -> None:
     """The tags come when chance will have it, and so do calls that are none."""
     bias = dict.fromkeys(map(str, IDS.values()), 4) | THINKING["logit_bias"]
     settings = THINKING | {"logit_bias": bias, "temperature": 1.5, "seed": seed, "max_tokens": 150, "tools": TOOLS}
@@ -65,7 +65,7 @@ def test_thoughts_and_calls_are_streamed_as_they_are_answered(thinker: Served, s
     assert without_ids(streamed) == without_ids(made)
 
 
-def test_usage_is_told_with_every_chunk_when_asked_for(service: Served) -> None:
+def test_usage_is_sent_in_every_chunk_on_request(service: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(service, service.body(max_tokens=12, stream_options=options))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]

@@ -36,7 +36,7 @@ def check_call(call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("content", ["Hello", [image_part(), text_part("x")]], ids=["text", "image"])
-def test_a_call_that_is_required_is_made(thinker: Served, content: Any) -> None:
+def test_a_required_call_is_made(thinker: Served, content: Any) -> None:
     for seed in range(3):
         settings = {"tools": TOOLS, "tool_choice": "required", "seed": seed, "parallel_tool_calls": False}
         made = choice(thinker, content, **settings)
@@ -94,7 +94,7 @@ def test_the_model_may_call_or_not(thinker: Served) -> None:
     assert none["finish_reason"] == "stop"
 
 
-def test_after_one_call_nothing_more_is_generated(thinker: Served) -> None:
+def test_generation_stops_after_one_call(thinker: Served) -> None:
     """Where calls aren't to be parallel, and no grammar sees to it."""
     two = SAID % "weather" + "\n" + SAID % "time"
     settings = {"tools": TOOLS, "structured_outputs": regex(two), "logit_bias": LOOK}
@@ -106,7 +106,7 @@ def test_after_one_call_nothing_more_is_generated(thinker: Served) -> None:
     wait_for(thinker.everything_is_back)
 
 
-def test_strict_tools_are_called_as_they_must_be(thinker: Served) -> None:
+def test_strict_tools_get_valid_arguments(thinker: Served) -> None:
     bias = {str(IDS["<tool_call>"]): 20}
     settings = {"tools": [tool("weather", CITY, strict=True)], "logit_bias": bias, "parallel_tool_calls": False}
     made = [choice(thinker, **settings, seed=seed) for seed in range(3)]
@@ -116,7 +116,7 @@ def test_strict_tools_are_called_as_they_must_be(thinker: Served) -> None:
         check_call(call)
 
 
-def test_calls_and_their_results_are_told_to_the_model(thinker: Served) -> None:
+def test_calls_and_their_results_are_in_the_prompt(thinker: Served) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [
         {"role": "user", "content": "And Rome?"},
@@ -139,12 +139,12 @@ def test_calls_and_their_results_are_told_to_the_model(thinker: Served) -> None:
         ({"tools": [tool("x", {"$ref": "#/nowhere"})]}, "tools[0].function.parameters"),
     ],
 )
-def test_tools_that_make_no_sense(thinker: Served, settings: dict[str, Any], param: str | None) -> None:
+def test_invalid_tools(thinker: Served, settings: dict[str, Any], param: str | None) -> None:
     the_error(thinker.post(**({"tools": TOOLS, "tool_choice": "required"} | settings)), 400, param)
     assert thinker.text()
 
 
-def test_a_form_has_its_limit() -> None:
+def test_the_answers_grammar_has_a_maximum_size() -> None:
     big = tool("x", {"type": "object", "properties": {"a": {"enum": ["y" * 2**18]}}})
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [big], "tool_choice": "required"}
     with pytest.raises(InvalidRequest, match="262144"):
@@ -171,7 +171,7 @@ GOOD, BAD = tool("a", {"type": "object"}), tool("b", {"type": "array", "uniqueIt
         (allowed("required", "b"), "tools[1].function.parameters"),
     ],
 )
-def test_only_tools_that_the_form_has_are_checked(tool_choice: Any, param: str | None) -> None:
+def test_only_enforced_tools_are_checked(tool_choice: Any, param: str | None) -> None:
     strict = {"type": "function", "function": GOOD["function"] | {"strict": True}}
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [strict, BAD]}
     request = parse_request(ChatCompletionRequest, json.dumps(body | {"tool_choice": tool_choice}).encode())
@@ -183,7 +183,7 @@ def test_only_tools_that_the_form_has_are_checked(tool_choice: Any, param: str |
     assert caught.value.param == param
 
 
-def test_a_template_without_tools_cannot_be_given_any(service: Served) -> None:
+def test_a_template_without_tools_refuses_them(service: Served) -> None:
     the_error(service.post(tools=TOOLS), 400, "tools")
     assert service.text(tools=TOOLS, tool_choice="none") == service.text()
 
@@ -191,7 +191,7 @@ def test_a_template_without_tools_cannot_be_given_any(service: Served) -> None:
 # ── thoughts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_thoughts_are_told_apart_from_the_answer(thinker: Served) -> None:
+def test_reasoning_is_separated_from_the_answer(thinker: Served) -> None:
     for seed in range(3):
         settings = THINKING | {"seed": seed, "max_tokens": 120, "ignore_eos": True}
         response = thinker.post(**(FREE | settings)).json()
@@ -216,7 +216,7 @@ def test_thoughts_are_told_apart_from_the_answer(thinker: Served) -> None:
     ],
     ids=["schema", "choice", "regex", "grammar"],
 )
-def test_a_form_is_the_answers_not_the_thoughts(thinker: Served, form: dict[str, Any]) -> None:
+def test_the_text_format_does_not_apply_to_reasoning(thinker: Served, form: dict[str, Any]) -> None:
     message = choice(thinker, **THINKING, **form, seed=1)["message"]
     assert message["reasoning"]
     patterns = {"choice": ("yes", "no"), "grammar": ("x", "y")}
@@ -230,7 +230,7 @@ def test_a_form_is_the_answers_not_the_thoughts(thinker: Served, form: dict[str,
         assert json.loads(message["content"])["days"] in (1, 22)
 
 
-def test_a_model_thinks_before_it_calls(thinker: Served) -> None:
+def test_reasoning_precedes_calls(thinker: Served) -> None:
     made = choice(thinker, **THINKING, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=2)
     assert made["message"]["reasoning"]
     check_call(made["message"]["tool_calls"][0])

@@ -54,7 +54,7 @@ class Turns:
         return next(number for number, (_, long, _) in enumerate(self.log) if not long)
 
 
-def test_a_picture_beside_five_long_videos_waits_for_one_turn_at_most(folder: Path) -> None:
+def test_an_image_waits_for_at_most_one_time_slice_of_long_videos(folder: Path) -> None:
     with served(folder) as service, ThreadPoolExecutor(8) as pool:
         turns = Turns(service)
         videos = [pool.submit(service.post, [video_part(data), text_part("x")]) for data in long_videos(5)]
@@ -72,7 +72,7 @@ def test_a_picture_beside_five_long_videos_waits_for_one_turn_at_most(folder: Pa
         assert max(len(turns.log), 1) > 10
 
 
-def test_anothers_long_video_does_not_wait_for_the_end_of_one_callers(folder: Path) -> None:
+def test_long_videos_of_different_clients_share_the_encoder(folder: Path) -> None:
     with served(folder) as service, ThreadPoolExecutor(8) as pool:
         turns = Turns(service)
         *crowd, single = long_videos(LONG_ITEMS_AT_A_TIME + 2)
@@ -95,7 +95,7 @@ def test_anothers_long_video_does_not_wait_for_the_end_of_one_callers(folder: Pa
         assert [answer.result(60) for answer in answers] == [200] * len(answers)
 
 
-def test_a_long_items_turn_is_short(folder: Path) -> None:
+def test_time_slices_of_long_items_are_short(folder: Path) -> None:
     with served(folder) as service:
         turns = Turns(service)
         (data,) = long_videos(1)

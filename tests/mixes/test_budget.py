@@ -225,12 +225,12 @@ def budget() -> float:
     return budget_for(min(seconds))
 
 
-def test_the_budget_is_that_of_the_core_and_never_less() -> None:
+def test_the_budget_scales_with_the_core_but_has_a_minimum() -> None:
     assert (budget_for(LOOP_SECONDS / 10), budget_for(3 * LOOP_SECONDS)) == pytest.approx((BUDGET, 3 * BUDGET))
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_holds_nobody_up(shared: tuple[Served, Longest], budget: float, name: str) -> None:
+def test_a_request_does_not_block_others(shared: tuple[Served, Longest], budget: float, name: str) -> None:
     service, longest = shared
     wait_for(service.everything_is_back, 30.0)  # what the one before left behind isn't this one's
     longest.seconds.clear()

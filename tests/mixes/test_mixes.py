@@ -212,7 +212,7 @@ class Scripted(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_failure_is_one_for_a_client_that_would_have_left_too() -> None:
+def test_failures_count_for_clients_that_would_have_disconnected() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server, ThreadPoolExecutor(1) as pool:
         pool.submit(server.serve_forever, 0.05)
         url = f"http://127.0.0.1:{server.server_port}"
@@ -226,14 +226,14 @@ def test_a_failure_is_one_for_a_client_that_would_have_left_too() -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_some(folder: Path, topology: str) -> None:
+def test_a_few_mixes(folder: Path, topology: str) -> None:
     with service(folder, topology) as running:
         check_served(check(running, 60))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_many(folder: Path, topology: str) -> None:
+def test_many_mixes(folder: Path, topology: str) -> None:
     with service(folder, topology) as running:
         ends = check(running, 1500)
     print(ends)

@@ -67,19 +67,19 @@ def test_every_document_works(document: str, installed: Environment, tmp_path: P
         reader.run(block)
 
 
-def test_the_ports_of_examples_are_given_to_nobody_else_meanwhile() -> None:
+def test_ports_of_examples_stay_reserved() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not any(first <= free_port() <= last for _ in range(20))
 
 
-def test_what_is_not_run_is_still_there() -> None:
+def test_examples_that_are_not_run_still_exist() -> None:
     text = "\n".join((ROOT / document).read_text() for document in DOCUMENTS)
     for beginning in NOT_RUN:
         assert f"\n{beginning}" in text, f"no block begins with {beginning!r} any more"
 
 
 @pytest.mark.slow
-def test_an_environment_with_nothing_of_ours(wheel: Path, tmp_path: Path) -> None:
+def test_an_environment_without_shared_packages(wheel: Path, tmp_path: Path) -> None:
     """All that Triptych depends on is installed as for any user."""
     venv.create(tmp_path / "environment", with_pip=True)
     environment = Environment(tmp_path / "environment" / "bin")
