@@ -1,4 +1,4 @@
-"""What agents and OpenAI's own clients send beyond a question: choices of tools, refusals, earlier items, hints."""
+"""Requests of agents and OpenAI's own clients: tool choices, refusals, earlier items, hints."""
 
 import json
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def test_only_allowed_tools_are_called(thinker: Served, name: str) -> None:
     assert made["finish_reason"] == "tool_calls"
     same = choice(thinker, tools=[one for one in TOOLS if one["function"]["name"] == name], seed=2, tool_choice="auto")
     free = choice(thinker, tools=TOOLS, tool_choice=allowed("auto", name), seed=2)
-    assert free["message"]["content"] == same["message"]["content"], "the model is told of the allowed ones alone"
+    assert free["message"]["content"] == same["message"]["content"], "the prompt has only the allowed tools"
 
 
 def test_allowed_tools_of_responses(thinker: Served) -> None:
@@ -85,8 +85,8 @@ def test_an_earlier_refusal_becomes_the_assistants_message(service: Served) -> N
 
     expected = service.text(messages=history(content="I won't."), temperature=0)
     part = {"type": "refusal", "refusal": "I won't."}
-    for told in ({"content": [part]}, {"content": None, "refusal": "I won't."}, {"refusal": "I won't."}):
-        assert service.text(messages=history(**told), temperature=0) == expected
+    for refusal in ({"content": [part]}, {"content": None, "refusal": "I won't."}, {"refusal": "I won't."}):
+        assert service.text(messages=history(**refusal), temperature=0) == expected
     items = [HELLO, {"role": "assistant", "content": [part]}, HELLO]
     made = answer(service, input=items, temperature=0.0, max_output_tokens=8, ignore_eos=True)
     assert made["output"][0]["content"][0]["text"] == expected
@@ -104,9 +104,9 @@ def test_what_openais_client_dumps_can_be_sent_back(thinker: Served) -> None:
         tools: Any = RESPONSE_TOOLS
         ask: dict[str, Any] = {"model": thinker.model, "tools": tools, "max_output_tokens": 300, "temperature": 0}
         called = client.responses.create(input="Hello", tool_choice="required", parallel_tool_calls=False, **ask)
-        said = client.responses.create(input="Hello", model=thinker.model, max_output_tokens=4)
+        sent = client.responses.create(input="Hello", model=thinker.model, max_output_tokens=4)
         for by_alias in (False, True):
-            dumped: Any = [item.model_dump(by_alias=by_alias) for item in (*said.output, *called.output)]
+            dumped: Any = [item.model_dump(by_alias=by_alias) for item in (*sent.output, *called.output)]
             (call,) = [item for item in dumped if item["type"] == "function_call"]
             output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
             history: Any = [HELLO, *dumped, output, HELLO]
@@ -117,7 +117,9 @@ def test_the_result_of_a_call_may_have_parts() -> None:
     def messages(output: Any) -> Any:
         call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
         return (
-            responses(input=[call, {"type": "function_call_output", "call_id": "c", "output": output}]).to_chat().messages
+            responses(input=[call, {"type": "function_call_output", "call_id": "c", "output": output}])
+            .to_chat()
+            .messages
         )
 
     text = {"type": "input_text", "text": "sunny"}
@@ -133,7 +135,7 @@ def test_the_result_of_a_call_may_have_parts() -> None:
 
 
 def test_fields_that_agents_send_are_accepted(service: Served) -> None:
-    """Fields of Codex and OpenAI's Agents SDK that change nothing here, and why: docs/operating.md."""
+    """Fields of Codex and OpenAI's Agents SDK without effect here; docs/operating.md has the reasons."""
     plain = answer(service, temperature=0.0)["output"][0]["content"]
     sent = {
         "store": False, "prompt_cache_key": "conversation-1", "prompt_cache_retention": "in_memory",
@@ -156,7 +158,7 @@ def test_fields_that_agents_send_are_accepted(service: Served) -> None:
 
 
 def test_prompts_share_prefixes_whatever_their_cache_key(service: Served) -> None:
-    """The key is a hint, and no salt: agents have one for each conversation, and all begin alike."""
+    """The key is a hint, not a salt: agents use one per conversation, and all conversations share a prefix."""
     text = "A beginning that two conversations have, longer than a page of the cache. " * 3
 
     def cached(**fields: Any) -> int:

@@ -1,4 +1,4 @@
-"""Audio over HTTP: answered, and refused with the field at fault when it can't be used."""
+"""Audio over HTTP: answers, and errors that name the invalid field."""
 
 import json
 from pathlib import Path
@@ -42,13 +42,13 @@ def test_an_answer_does_not_depend_on_how_the_audio_came(hearing: Served, hears:
     escaped = body.replace("A", "\\u0041")  # nothing to take out of this one
     assert not extract_inline_media(bytearray(escaped.encode())).inline
     with hearing.client() as client:
-        told = client.post(CHAT, content=escaped.encode()).json()
-    assert told["choices"][0]["message"]["content"] == answer
+        answered = client.post(CHAT, content=escaped.encode()).json()
+    assert answered["choices"][0]["message"]["content"] == answer
     assert hearing.text([text_part("x"), input_audio(sound("wav", tone(1.5, 16_000, hertz=900)))]) != answer
 
 
 def test_responses_take_audio_as_chats_do(hearing: Served) -> None:
-    """Taken out of the body, or small enough to stay in it; and refused with a field of theirs at fault."""
+    """Extracted from the body or small enough to stay in it; errors name this API's fields."""
     for data in (WAV, sound("wav", tone(0.05, 16_000))):
         expected = hearing.text([text_part("x"), input_audio(data)], max_tokens=8, temperature=0)
         content = [{"type": "input_text", "text": "x"}, input_audio(data)]
@@ -72,13 +72,13 @@ def test_answers_are_those_of_transformers(hearing: Served, hears: Path) -> None
         content = messages[0]["content"]
         parts = [part if part["type"] == "text" else kinds[part["type"]](part["data"]) for part in content]
         response = hearing.post(parts, max_tokens=32, temperature=0, logprobs=True)
-        told = [entry["bytes"] for entry in response.json()["choices"][0]["logprobs"]["content"]]
+        token_bytes = [entry["bytes"] for entry in response.json()["choices"][0]["logprobs"]["content"]]
         spelled = PromptBuilder(hears).tokenizer.bytes_of
-        assert told == [list(spelled(token)) for token in expected]
+        assert token_bytes == [list(spelled(token)) for token in expected]
 
 
 def test_the_prompt_has_the_rows_that_were_planned(hearing: Served) -> None:
-    """13 for each second."""
+    """13 tokens for each second."""
     tokens = [
         hearing.post([audio_url(sound("flac", tone(seconds, 16_000))), text_part("x")]).json()["usage"]["prompt_tokens"]
         for seconds in (1.0, 2.0, 7.0)

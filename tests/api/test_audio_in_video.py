@@ -1,4 +1,4 @@
-"""``use_audio_in_video`` over HTTP: videos are heard, and refused with the field at fault where they can't be."""
+"""``use_audio_in_video`` over HTTP: answers, and errors that name the invalid field."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def test_a_video_with_its_audio_is_answered(hearing: Served, container: str, str
 
 
 def test_the_prompt_has_the_rows_of_both(hearing: Served) -> None:
-    """13 a second, and the marks of audio."""
+    """13 tokens for each second, and the audio's delimiters."""
     part = video_part(film(sound_codec="flac"))
     seen = prompt_tokens(hearing, part, **options(use_audio_in_video=False))
     assert prompt_tokens(hearing, part, **options()) - seen == 13 * SECONDS + 2

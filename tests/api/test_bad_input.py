@@ -1,4 +1,4 @@
-"""Bad input over HTTP: the status, OpenAI's nested shape, the field at fault; never a 500, and the service unharmed."""
+"""Invalid input over HTTP: the status, OpenAI's error format and the invalid field; never a 500."""
 
 import socket
 import struct
@@ -12,7 +12,7 @@ from tests.support.serving import CHAT, Served, image, image_part, text_part
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A valid PNG header and nothing behind it: what must be refused is refused before any pixel is looked for."""
+    """A valid PNG header without pixels, for images that must be refused before any pixel is decoded."""
     header = b"IHDR" + struct.pack(">LLBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">L", 13) + header + struct.pack(">L", zlib.crc32(header))
 
@@ -50,7 +50,7 @@ def test_items_refused_at_planning_never_reach_an_encoder(service: Served) -> No
         assert service.post([image_part(data)]).status_code in (400, 413)
     assert not service.preprocessor.entered.is_set()
     assert service.post([image_part(image()[:-200])]).status_code == 400
-    assert service.preprocessor.entered.is_set(), "pixels are missed by whoever decodes them"
+    assert service.preprocessor.entered.is_set(), "missing pixels are found when they are decoded"
 
 
 def test_one_bad_image_of_several_is_the_one_named(service: Served) -> None:

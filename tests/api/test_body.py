@@ -1,4 +1,4 @@
-"""What comes before a request is understood: heads and bodies of any size, at any speed, and inline media within."""
+"""Request heads and bodies of any size and speed, and the extraction of inline media."""
 
 import asyncio
 import base64
@@ -26,9 +26,9 @@ LONG = "data:image/png;base64," + "A" * MIN_INLINE_LENGTH
 
 
 def put_back(body: bytes) -> bytes:
-    lifted = extract_inline_media(bytearray(body))
-    text = lifted.text
-    for name, piece in lifted.inline.items():
+    extracted = extract_inline_media(bytearray(body))
+    text = extracted.text
+    for name, piece in extracted.inline.items():
         assert text.count(name.encode()) == 1
         text = text.replace(name.encode(), bytes(piece))
     return text
@@ -41,11 +41,11 @@ def put_back(body: bytes) -> bytes:
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" , ", "\n:\t")])
 def test_inline_media_are_extracted(key: str, separators: tuple[str, str]) -> None:
     body = json.dumps([{key: LONG}, {"text": "x"}, {key: LONG + "BBBB"}], separators=separators).encode()
-    lifted = extract_inline_media(bytearray(body))
-    assert len(lifted.text) < 300
-    assert [bytes(piece) for piece in lifted.inline.values()] == [LONG.encode(), LONG.encode() + b"BBBB"]
-    assert [value for part in json.loads(lifted.text) for key, value in part.items() if key != "text"] == list(
-        lifted.inline
+    extracted = extract_inline_media(bytearray(body))
+    assert len(extracted.text) < 300
+    assert [bytes(piece) for piece in extracted.inline.values()] == [LONG.encode(), LONG.encode() + b"BBBB"]
+    assert [value for part in json.loads(extracted.text) for key, value in part.items() if key != "text"] == list(
+        extracted.inline
     )
     assert put_back(body) == body
 
@@ -57,15 +57,15 @@ def test_inline_audio_is_extracted(has_format: str, separators: tuple[str, str])
     before, after = ({"format": "wav"} if has_format == place else {} for place in ("before", "after"))
     part = {"input_audio": {**before, "data": data, **after}}
     body = json.dumps([part, {"url": LONG}], separators=separators).replace("/", "\\/").encode()
-    lifted = extract_inline_media(bytearray(body))
-    assert [bytes(piece) for piece in lifted.inline.values()] == [data.encode(), LONG.encode()]
-    assert json.loads(lifted.text)[0]["input_audio"]["data"] == next(iter(lifted.inline))
+    extracted = extract_inline_media(bytearray(body))
+    assert [bytes(piece) for piece in extracted.inline.values()] == [data.encode(), LONG.encode()]
+    assert json.loads(extracted.text)[0]["input_audio"]["data"] == next(iter(extracted.inline))
 
 
 def test_slashes_may_be_escaped() -> None:
     url = LONG + "/+"
-    lifted = extract_inline_media(bytearray(json.dumps({"url": url}).replace("/", "\\/").encode()))
-    assert [bytes(piece) for piece in lifted.inline.values()] == [url.encode()]
+    extracted = extract_inline_media(bytearray(json.dumps({"url": url}).replace("/", "\\/").encode()))
+    assert [bytes(piece) for piece in extracted.inline.values()] == [url.encode()]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def connected(service: Served) -> Iterator[socket.socket]:
 
 
 def answer_to(connection: socket.socket) -> tuple[int, str]:
-    """The status and the error's code. The connection is closed behind it."""
+    """Return the status and the error's code of a response after which the connection is closed."""
     received = b""
     while piece := connection.recv(65536):
         received += piece
@@ -263,9 +263,7 @@ def drip(connection: socket.socket, data: bytes, seconds: float = 5.0, answer: b
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nx: y", b"\r\n"], ids=["headers", "empty lines"])
 @pytest.mark.parametrize("again", [False, True], ids=["first", "kept alive"])
-def test_a_slow_head_times_out(
-    service: Served, monkeypatch: pytest.MonkeyPatch, data: bytes, again: bool
-) -> None:
+def test_a_slow_head_times_out(service: Served, monkeypatch: pytest.MonkeyPatch, data: bytes, again: bool) -> None:
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
     with connected(service) as connection:
         if again:
@@ -290,9 +288,7 @@ def test_a_slow_answer_is_not_a_slow_head(service: Served, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("idle", "total"), [(0.3, 60.0), (60.0, 0.5)], ids=["stands still", "drips"])
-def test_a_slow_body_times_out(
-    service: Served, monkeypatch: pytest.MonkeyPatch, idle: float, total: float
-) -> None:
+def test_a_slow_body_times_out(service: Served, monkeypatch: pytest.MonkeyPatch, idle: float, total: float) -> None:
     monkeypatch.setattr(body_module, "IDLE_TIMEOUT", idle)
     monkeypatch.setattr(body_module, "BODY_TIMEOUT", total)
     with connected(service) as connection:

@@ -1,4 +1,4 @@
-"""Chat completions that go well: text and images, streamed and not, over plain HTTP and with OpenAI's client."""
+"""Successful chat completions: text and images, streamed or not, over plain HTTP and with OpenAI's client."""
 
 import json
 import re
@@ -57,10 +57,10 @@ def test_a_conversation_with_all_roles(service: Served) -> None:
         {"role": "assistant", "content": "A square."},
         {"role": "user", "content": [text_part("And this?"), image_part(image(seed=5))]},
     ]
-    said = service.text(messages=messages)
-    assert said != service.text(messages=messages[1:])
+    full_text = service.text(messages=messages)
+    assert full_text != service.text(messages=messages[1:])
     developer = [{"role": "developer", "content": "Be brief."}, *messages[1:]]
-    assert service.text(messages=developer) == said
+    assert service.text(messages=developer) == full_text
 
 
 def test_the_same_seed_gives_the_same_answer(service: Served) -> None:
@@ -111,7 +111,7 @@ def test_stop_ids_end_the_answer(service: Served) -> None:
 
 
 def test_the_end_token_ends_the_answer_unless_ignored(service: Served) -> None:
-    """A random model says its end token at some seed soon enough."""
+    """A random model generates its end token soon enough with some seed."""
     ended = (service.post(temperature=2.0, seed=s, max_tokens=60, ignore_eos=False).json() for s in range(60))
     finished = next(answer for answer in ended if answer["choices"][0]["finish_reason"] == "stop")
     assert finished["usage"]["completion_tokens"] < 60
@@ -153,8 +153,8 @@ def test_openais_client_works_unchanged(service: Served) -> None:
             stream_options={"include_usage": True},
         )
         chunks = list(stream)
-        said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
-        assert said == answer.choices[0].message.content
+        full_text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        assert full_text == answer.choices[0].message.content
         assert chunks[-1].usage == answer.usage
         with pytest.raises(openai.NotFoundError) as unknown:
             client.chat.completions.create(model="gpt-4o", messages=messages)
@@ -217,8 +217,8 @@ def test_logprobs_are_those_of_greedy_sampling(service: Served) -> None:
     settings = {"logprobs": True, "top_logprobs": 3, "max_tokens": 6, "temperature": 0}
     (choice,) = service.post("Hello", **settings).json()["choices"]
     content = choice["logprobs"]["content"]
-    said = bytes(byte for entry in content for byte in entry["bytes"])
-    assert said.decode(errors="replace") == choice["message"]["content"]
+    full_text = bytes(byte for entry in content for byte in entry["bytes"])
+    assert full_text.decode(errors="replace") == choice["message"]["content"]
     for entry in content:
         best, *others = entry["top_logprobs"]
         assert (best["token"], best["logprob"]) == (entry["token"], entry["logprob"])
@@ -246,7 +246,7 @@ def test_a_bias_and_a_minimum_length_are_honoured(service: Served) -> None:
 
 
 def formatted(service: Served, content: Any = "Hello", **settings: Any) -> str:
-    """An answer that the grammar must end: the model's weights are random, and would go on."""
+    """An answer that only the grammar ends, because the model's weights are random."""
     answer = service.post(content, **({"max_tokens": 300, "temperature": 1.0, "ignore_eos": False} | settings)).json()
     assert answer["choices"][0]["finish_reason"] == "stop", answer
     return answer["choices"][0]["message"]["content"]
@@ -284,9 +284,7 @@ def test_an_answer_matches_its_json_schema(service: Served, content: Any, ignore
         ({"grammar": 'root ::= "(" root ")" | "x"'}, r"\(*x\)*"),
     ],
 )
-def test_an_answer_matches_its_regex_choice_or_grammar(
-    service: Served, wanted: dict[str, Any], pattern: str
-) -> None:
+def test_an_answer_matches_its_regex_choice_or_grammar(service: Served, wanted: dict[str, Any], pattern: str) -> None:
     for seed in range(3):
         assert re.fullmatch(pattern, formatted(service, structured_outputs=wanted, seed=seed))
 

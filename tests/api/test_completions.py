@@ -1,4 +1,4 @@
-"""``/v1/completions``, ``/tokenize`` and ``/detokenize``: prompts without a chat template, and what they become."""
+"""``/v1/completions``, ``/tokenize`` and ``/detokenize``."""
 
 import asyncio
 import json
@@ -53,13 +53,13 @@ def test_the_stream_equals_the_answer(service: Served) -> None:
     whole = answer(service, **fields)
     options = {"include_usage": True, "continuous_usage_stats": True}
     *events, last = streamed(service, **fields, stream_options=options)
-    said = ["", ""]
+    full_text = ["", ""]
     reasons: list[Any] = [None, None]
     for event in events:
         (choice,) = event["choices"]
-        said[choice["index"]] += choice["text"]
+        full_text[choice["index"]] += choice["text"]
         reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
-    assert said == [choice["text"] for choice in whole["choices"]]
+    assert full_text == [choice["text"] for choice in whole["choices"]]
     assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
@@ -87,7 +87,7 @@ def test_logprobs_have_an_entry_for_each_token(service: Served) -> None:
 
 
 def test_offsets_count_characters_of_the_text(service: Served) -> None:
-    """A character of several tokens counts once, and its tokens have its place."""
+    """A character of several tokens counts once, and its tokens have its offset."""
     text = "héllo 🎉 世"
     for fields in ({"echo": True, "max_tokens": 0}, {"echo": True, "max_tokens": 3, "temperature": 0}):
         choice = answer(service, prompt=text, logprobs=0, **fields)["choices"][0]
@@ -101,7 +101,7 @@ def test_offsets_count_characters_of_the_text(service: Served) -> None:
 
 
 def test_echo_returns_the_prompt_with_its_logprobs(service: Served) -> None:
-    """As evaluation harnesses ask for them."""
+    """As evaluation harnesses request them."""
     fields: dict[str, Any] = {"prompt": ["Once <|im_start|>upon", "Größe"], "logprobs": 2, "temperature": 0}
     plain = answer(service, **fields)
     echoed = answer(service, **fields, echo=True)
@@ -113,8 +113,8 @@ def test_echo_returns_the_prompt_with_its_logprobs(service: Served) -> None:
         assert len(logprobs["tokens"]) == count + 8
         assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
         assert "".join(logprobs["tokens"][:count]) == prompt or "\ufffd" in "".join(logprobs["tokens"])
-        told = list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
-        for token, logprob, top in told[1:]:
+        entries = list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
+        for token, logprob, top in entries[1:]:
             assert logprob <= top[token] <= max(top.values()) <= 0
             assert top[token] == logprob or token == "\ufffd", "of those that are spelled alike, the likeliest"
             assert 1 <= len(top) <= 3
@@ -182,7 +182,7 @@ def test_prompt_logprobs_of_a_chat_with_a_picture(service: Served) -> None:
 
 
 def test_formatting_uses_no_thread_of_media_decoding(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are few, shared by all, and taken in order of arrival."""
+    """Those threads are few and shared, and serve in order of arrival."""
 
     def taken(*_: Any) -> Any:
         raise AssertionError
@@ -202,11 +202,11 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
     assert len(made.json()["prompt_logprobs"]) == num_prompt
     assert num_prompt * 21 < MAX_PROMPT_LOGPROBS < num_prompt * 21 * 8
     fields = {"prompt": [[5] * 900], "prompt_logprobs": 20, "n": 8, "max_tokens": 1}
-    the_error(post(service, **fields), 400, "prompt_logprobs")  # each choice would tell of it
+    the_error(post(service, **fields), 400, "prompt_logprobs")  # each choice would have them
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "says"),
+    ("fields", "param", "expected_message"),
     [
         ({}, "prompt", "required"),
         ({"prompt": ""}, "prompt", "no tokens"),
@@ -220,20 +220,22 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
         ({"prompt": "x" * 5000}, "prompt", "tokens"),
         ({"prompt": "x", "max_tokens": 4096}, "prompt", "context"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "''"),
-        ({"prompt": "x", "best_of": 2}, "best_of", "n is supported"),
+        ({"prompt": "x", "best_of": 2}, "best_of", "must equal n"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "echo"),
         ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "20"),
         ({"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs", "greater"),
-        ({"prompt": "x", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "streams"),
+        ({"prompt": "x", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream: true"),
         ({"prompt": [[5] * 1000] * 10, "prompt_logprobs": 20}, "prompt_logprobs", "210000"),
-        ({"prompt": [[5] * 1000] * 5, "n": 2, "echo": True, "logprobs": 20}, "echo", "at most 131072"),
+        ({"prompt": [[5] * 1000] * 5, "n": 2, "echo": True, "logprobs": 20}, "echo", "limit of 131072"),
         ({"prompt": ["x"] * 100, "n": 64}, "prompt", "6400"),
         ({"prompt": "x", "messages": []}, "messages", "unknown"),
         ({"prompt": "x", "tools": []}, "tools", "unknown"),
     ],
 )
-def test_invalid_completion_requests(service: Served, fields: dict[str, Any], param: str, says: str) -> None:
-    assert says.lower() in the_error(post(service, **fields), 400, param).lower()
+def test_invalid_completion_requests(
+    service: Served, fields: dict[str, Any], param: str, expected_message: str
+) -> None:
+    assert expected_message.lower() in the_error(post(service, **fields), 400, param).lower()
 
 
 def test_tokens_outside_the_vocabulary(service: Served) -> None:

@@ -1,4 +1,4 @@
-"""Clients that leave at any moment, many of them: nothing stays taken."""
+"""Many clients that disconnect at random moments: nothing leaks."""
 
 import json
 import random

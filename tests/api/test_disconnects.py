@@ -1,4 +1,4 @@
-"""Clients that go away, at every phase of a request, and clients that read slowly."""
+"""Clients that disconnect in every phase of a request, and clients that read slowly."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ LONG = {"max_tokens": 3000}
 
 @contextmanager
 def asking(service: Served, body: dict[str, Any]) -> Iterator[socket.socket]:
-    """A raw connection that has asked, so that nothing reads ahead."""
+    """A raw connection that has sent a request, so that no client library reads ahead."""
     host, port = service.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -38,7 +38,7 @@ def gates(service: Served) -> dict[str, Gate]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["preprocessing", "encoding", "prefilling"])
 def test_a_disconnect_while_a_stage_works_releases_everything(service: Served, phase: str, stream: bool) -> None:
-    """The stage is held up meanwhile: nothing waits for it to get done."""
+    """The stage is blocked, so the release can't depend on its end."""
     gate = gates(service)[phase]
     gate.close()
     seed = 100 + 10 * stream + list(gates(service)).index(phase)  # an image that no cache has seen
@@ -64,7 +64,7 @@ def test_a_disconnect_while_streaming_releases_everything(service: Served, strea
 
 
 def test_a_disconnect_while_queued_releases_everything(service: Served) -> None:
-    """The first request takes nearly all pages, so that the second waits for them."""
+    """The first request uses nearly all pages, so the second waits for them."""
     with asking(service, service.body("x" * 3000, stream=True, max_tokens=1000)) as first:
         assert first.recv(10)
         with asking(service, service.body("y" * 3000, max_tokens=1000)):
@@ -100,8 +100,8 @@ def test_a_disconnect_does_not_affect_others_in_the_batch(service: Served) -> No
         next(lines)
         with asking(service, service.body("Other", stream=True, **LONG)) as other:
             other.recv(10)
-        said = "".join(_delta(line) for line in lines)
-    assert said == expected
+        full_text = "".join(_delta(line) for line in lines)
+    assert full_text == expected
 
 
 def test_a_slow_reader_does_not_block_others(folder: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_client_that_times_out_is_disconnected(service: Served) -> None:
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """All that comes until the other side closes, without what only says that the answer is being made."""
+    """Return the bytes up to the end of the connection, without interim responses."""
     received = b""
     while piece := connection.recv(65536):
         received += piece
@@ -166,10 +166,10 @@ def test_a_client_that_closes_its_side_gets_its_answer(service: Served, stream: 
     assert b"connection: close" in head.lower()
     if stream:
         assert b"data: [DONE]" in body
-        said = "".join(_delta(line) for line in body.decode().splitlines() if line.startswith("data: {"))
+        full_text = "".join(_delta(line) for line in body.decode().splitlines() if line.startswith("data: {"))
     else:
-        said = json.loads(body)["choices"][0]["message"]["content"]
-    assert said == expected
+        full_text = json.loads(body)["choices"][0]["message"]["content"]
+    assert full_text == expected
 
 
 def test_all_requests_before_a_closed_side_are_answered(service: Served) -> None:
@@ -181,15 +181,15 @@ def test_all_requests_before_a_closed_side_are_answered(service: Served) -> None
         assert rest_of(connection).count(b"HTTP/1.1 200") == 3
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnect_after_a_closed_side_is_detected(service: Served, stream: bool, begun: bool) -> None:
+def test_a_disconnect_after_a_closed_side_is_detected(service: Served, stream: bool, started: bool) -> None:
     service.steps.delay = 0.01
-    if not begun:
+    if not started:
         service.steps.close()
     with asking(service, service.body("Gone", stream=stream, **LONG)) as connection:
         connection.shutdown(socket.SHUT_WR)
-        if begun:
+        if started:
             wait_for(lambda: any(times.first_token for times in _times(service)))
         else:
             assert service.steps.entered.wait(10)

@@ -1,4 +1,4 @@
-"""When the service's side fails: typed errors, error events in streams, and the service goes on."""
+"""Failures of the service: typed errors, error events in streams, and the service recovers."""
 
 import json
 import socket
@@ -20,7 +20,7 @@ from triptych.messages.work import Deregister
 
 @pytest.fixture
 def small(folder: Path) -> Iterator[Served]:
-    """Room for one request at a time, of at most 1 MiB."""
+    """A service for one request at a time, of at most 1 MiB."""
     with served(folder, max_queue=1, max_body_mb=1, limit_mm_per_prompt="image=2") as service:
         yield service
 
@@ -123,7 +123,7 @@ def test_a_declared_length_is_refused_before_the_body_arrives(small: Served) -> 
 
 
 def test_without_an_encoder_text_is_served_and_images_are_not(small: Served) -> None:
-    door, (encoder, language) = small.running.frontend, small.running.instances
+    frontend, (encoder, language) = small.running.frontend, small.running.instances
     _leave(small, encoder.channel.address)
     response = small.post([image_part()])
     the_error(response, 503, None, "unavailable")
@@ -134,11 +134,11 @@ def test_without_an_encoder_text_is_served_and_images_are_not(small: Served) -> 
         assert client.get("/ready").status_code == 503
         assert client.get("/health").status_code == 200
     # the encoder's next heartbeat brings it back
-    wait_for(lambda: len(door.router.registry) == 2)
+    wait_for(lambda: len(frontend.router.registry) == 2)
     assert small.text([image_part()])
     _leave(small, language.channel.address)
     the_error(small.post(), 503, None, "unavailable")
-    wait_for(lambda: len(door.router.registry) == 2)
+    wait_for(lambda: len(frontend.router.registry) == 2)
 
 
 def test_an_instance_that_is_lost_in_the_middle_is_an_error_event(small: Served) -> None:
@@ -183,7 +183,7 @@ def test_a_request_that_takes_too_long(folder: Path) -> None:
 
 
 def test_ending_the_service_ends_streams_with_an_error_event(folder: Path) -> None:
-    """And doesn't wait for clients that are only connected."""
+    """And doesn't wait for idle connections."""
     with served(folder) as service:
         idle, busy = service.client(), service.client()
         idle.get("/health")

@@ -1,4 +1,4 @@
-"""Each field of a chat that vLLM and SGLang know, one by one: honoured, or refused by name."""
+"""Each chat field of vLLM and SGLang: supported, or refused by name."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ TEMPLATE = """\
 
 @pytest.fixture(scope="module")
 def moody(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A service whose template reads variables."""
+    """A service whose chat template reads variables."""
     copied = tmp_path_factory.mktemp("fields") / "moody"
     copied.mkdir()
     for file in folder.iterdir():
@@ -41,14 +41,14 @@ def moody(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def prompt(service: Served, content: Any = "Hello", **fields: Any) -> str:
-    """The prompt that a chat becomes, as text."""
+    """Return a chat's prompt as text."""
     messages = [{"role": "user", "content": content}]
     made = answer(service, "/tokenize", **({"messages": messages} | fields))
     return str(answer(service, "/detokenize", tokens=made["tokens"])["prompt"])
 
 
 def rows(service: Served, part: dict[str, Any], **fields: Any) -> int:
-    """How many tokens stand for an image."""
+    """Return the number of an image's tokens."""
     return prompt(service, [part], **fields).count("<|image_pad|>")
 
 
@@ -62,14 +62,14 @@ def test_the_generation_prompt_can_be_left_out(service: Served) -> None:
 
 
 def test_the_final_message_is_continued(service: Served) -> None:
-    user, said = {"role": "user", "content": "Hello"}, service.text(max_tokens=16, temperature=0)
-    begun = [user, {"role": "assistant", "content": said[:1]}]
-    assert prompt(service, messages=begun, continue_final_message=True) == prompt(service) + said[:1]
-    in_parts = [user, {"role": "assistant", "content": [text_part(said[:1])]}]
-    assert prompt(service, messages=in_parts, continue_final_message=True) == prompt(service) + said[:1]
-    on = service.text(messages=begun, continue_final_message=True, max_tokens=15, temperature=0)
-    assert said[:1] + on == said
-    assert service.text(messages=begun, max_tokens=15, temperature=0) != on
+    user, full_text = {"role": "user", "content": "Hello"}, service.text(max_tokens=16, temperature=0)
+    history = [user, {"role": "assistant", "content": full_text[:1]}]
+    assert prompt(service, messages=history, continue_final_message=True) == prompt(service) + full_text[:1]
+    in_parts = [user, {"role": "assistant", "content": [text_part(full_text[:1])]}]
+    assert prompt(service, messages=in_parts, continue_final_message=True) == prompt(service) + full_text[:1]
+    on = service.text(messages=history, continue_final_message=True, max_tokens=15, temperature=0)
+    assert full_text[:1] + on == full_text
+    assert service.text(messages=history, max_tokens=15, temperature=0) != on
 
 
 @pytest.mark.parametrize("last", [" ends with space \n", "same same", "a", "<|im_end|>x"])
@@ -108,7 +108,7 @@ def test_reasoning_effort_is_a_template_variable(moody: Served, service: Served)
     without = {"enable_thinking": False}
     assert moody.text(temperature=0, chat_template_kwargs=without) == moody.text(temperature=0, reasoning_effort="none")
     assert prompt(moody, chat_template_kwargs=without).endswith("<think></think>\n")
-    assert service.text(reasoning_effort="none"), "what never thinks needn't be told not to"
+    assert service.text(reasoning_effort="none"), "a model without reasoning accepts effort none"
     the_error(service.post(reasoning_effort="low"), 400, "reasoning_effort")
 
 
@@ -192,7 +192,7 @@ def test_uuids_are_scoped_to_the_api_key(service: Served) -> None:
 
 
 def test_a_salt_keeps_media_apart_from_those_of_others(service: Served) -> None:
-    """Whether another sent the same picture, or a clip with the same frames, can't be told from how long it takes."""
+    """So that timing doesn't reveal whether another client sent the same image, or a clip with the same frames."""
     hosts = [host for one in service.running.instances for host in one.hosts if isinstance(host, EncodeLoop)]
 
     def encoded() -> int:
@@ -271,13 +271,13 @@ def test_a_stream_past_its_deadline_ends_with_an_error(service: Served) -> None:
 
 
 def test_an_instance_ends_late_requests_by_itself(service: Served) -> None:
-    """Even if the frontend's word doesn't come."""
+    """Even if the frontend doesn't cancel them."""
     host = service.running.engine_loops()[0]
-    door = service.running.frontend
+    frontend = service.running.frontend
     service.steps.delay = 0.02
-    tick, door.router.tick = door.router.tick, lambda: None  # type: ignore[method-assign]
+    tick, frontend.router.tick = frontend.router.tick, lambda: None  # type: ignore[method-assign]
     try:
         the_error(service.post(max_tokens=3000, timeout=0.3), 504, None, "deadline_exceeded")
     finally:
-        door.router.tick = tick  # type: ignore[method-assign]
+        frontend.router.tick = tick  # type: ignore[method-assign]
     assert not host._deadlines

@@ -1,4 +1,4 @@
-"""Requests that are made to cost the frontend time or memory, and what others notice of them."""
+"""Requests made to cost the frontend time or memory, and their effect on others."""
 
 import json
 import socket
@@ -41,7 +41,7 @@ KINDS: list[type[StrictModel]] = [
 
 
 def assert_refused(response: httpx.Response, status: int, code: str) -> None:
-    """For now: it may be tried again."""
+    """Check a refusal after which the client may retry."""
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert int(response.headers["retry-after"]) >= 1
 
@@ -50,7 +50,7 @@ def assert_refused(response: httpx.Response, status: int, code: str) -> None:
 
 
 def test_every_list_is_bounded() -> None:
-    """In the body's count of values, numbers in lists don't count."""
+    """Because numbers in lists don't count against the body's limit of values."""
     _, schemas = models_json_schema([(kind, "validation") for kind in KINDS])
     unbounded = []
 
@@ -87,7 +87,7 @@ def test_every_list_is_bounded() -> None:
     ],
 )
 def test_a_million_errors_are_reported_as_one(kind: type[StrictModel], body: str) -> None:
-    """To tell of each takes ten seconds, in which nobody's tokens would go out."""
+    """Reporting each of them would block the event loop."""
     text = (body % ",".join(["-1"] * MANY)).encode()
     began = time.thread_time()
     with pytest.raises(InvalidRequest):
@@ -122,7 +122,7 @@ def test_json_within_json_counts_too(service: Served) -> None:
 
 
 def test_only_the_service_packs_frames(service: Served) -> None:
-    """Millions of empty frames are a few megabytes, and gigabytes once they are unpacked."""
+    """A few megabytes hold millions of empty frames, which would unpack to gigabytes."""
     for packed in (PackedFrames(2.0, [b""] * 1000), PackedFrames(2.0, [image(), image()])):
         response = service.post([text_part("x"), video_part(pack_frames(packed))])
         assert "a list of frames" in the_error(response, 400, VIDEO, "unsupported_media")
@@ -133,7 +133,7 @@ def test_only_the_service_packs_frames(service: Served) -> None:
 
 @contextmanager
 def uploading(service: Served, client: str, num_bytes: int) -> Iterator[socket.socket]:
-    """A request whose body doesn't come to its end."""
+    """A request with an incomplete body."""
     with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=10) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client}\r\n"
         head += f"Content-Length: {num_bytes + 1}\r\n\r\n"
@@ -143,7 +143,7 @@ def uploading(service: Served, client: str, num_bytes: int) -> Iterator[socket.s
 
 def test_bodies_share_a_memory_budget_with_a_limit_per_client(folder: Path) -> None:
     with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service:
-        held = service.running.frontend.service.memory_budget
+        budget = service.running.frontend.service.memory_budget
 
         def ask(key: str, num_bytes: int = 0) -> httpx.Response:
             body = json.dumps(service.body()).encode() + b" " * num_bytes
@@ -152,18 +152,18 @@ def test_bodies_share_a_memory_budget_with_a_limit_per_client(folder: Path) -> N
 
         large = 900_000
         with uploading(service, "a", 1_000_000), uploading(service, "a", 1_000_000):
-            wait_for(lambda: held.total > 1_800_000)
+            wait_for(lambda: budget.total > 1_800_000)
             refused = ask("a", large)
             assert_refused(refused, 429, "rate_limited")
             assert ask("a").status_code == 200, "texts get by"
             assert ask("b", large).status_code == 200
             with uploading(service, "b", 1_000_000), uploading(service, "b", 1_000_000):
-                wait_for(lambda: held.total > 3_600_000)
+                wait_for(lambda: budget.total > 3_600_000)
                 assert_refused(ask("c", large), 503, "overloaded")
                 assert ask("c").status_code == 200
-        wait_for(lambda: held.total == 0)
+        wait_for(lambda: budget.total == 0)
         assert ask("a", large).status_code == 200
-        wait_for(lambda: held.total == 0)  # a client may have its answer before the service is done with it
+        wait_for(lambda: budget.total == 0)  # a client may have its answer before the service is done with it
 
 
 def test_media_are_charged_until_the_answer_is_complete(folder: Path) -> None:
@@ -171,14 +171,14 @@ def test_media_are_charged_until_the_answer_is_complete(folder: Path) -> None:
     data = png(Image.fromarray(noise))
     assert len(data) > 3 * FREE_BYTES
     with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service, ThreadPoolExecutor(1) as pool:
-        held = service.running.frontend.service.memory_budget
+        budget = service.running.frontend.service.memory_budget
         service.steps.close()
         asked = pool.submit(service.post, [image_part(data), text_part("?")])
         assert service.steps.entered.wait(10)
-        assert held.total > len(data) * 4 / 3 + len(data) - FREE_BYTES, "the body, and the file"
+        assert budget.total > len(data) * 4 / 3 + len(data) - FREE_BYTES, "the body, and the file"
         service.steps.opened.set()
         assert asked.result(20).status_code == 200
-        assert held.total == 0
+        wait_for(lambda: budget.total == 0)  # released just after the last byte is sent
 
 
 # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,7 +186,7 @@ def test_media_are_charged_until_the_answer_is_complete(folder: Path) -> None:
 
 @pytest.fixture
 def slow(service: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Prompts that have the word in them take until the event is set."""
+    """Block the preparation of prompts that contain the word until the event is set."""
     builder, done = service.running.frontend.service.prompt_builder, threading.Event()
 
     def slowed(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,7 +226,7 @@ def test_slow_prompts_do_not_block_other_clients(service: Served, slow: threadin
 
 
 def test_the_deadline_applies_while_prompts_are_prepared(service: Served, slow: threading.Event) -> None:
-    """Three that take long, by one client, whose fourth waits for one of them to end."""
+    """One client has three slow requests, and its fourth waits for one of them."""
     headers = {"authorization": "Bearer slow one", "x-request-timeout": "0.3"}
     asked: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"model": service.model, "prompt": "slow"}),
@@ -243,7 +243,7 @@ def test_the_deadline_applies_while_prompts_are_prepared(service: Served, slow: 
 
 
 def test_requests_being_prepared_count_as_admitted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise any number could be fetched and planned side by side."""
+    """Otherwise the number of requests being fetched and planned would be unlimited."""
     done = threading.Event()
     with served(folder, topology="1EPD", max_queue=3, max_queue_per_client=2) as service, ThreadPoolExecutor(3) as pool:
         builder = service.running.frontend.service.prompt_builder

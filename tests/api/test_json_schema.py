@@ -1,5 +1,6 @@
-"""Schemas are kept to or refused: what the table says is compared with what xgrammar's grammars allow, and that with
-what a validator says. When a newer xgrammar keeps to more, ``test_what_is_refused_is_not_kept_to`` shows it."""
+"""JSON schemas are enforced or refused: the table of keywords is compared with xgrammar's grammars and a validator.
+
+``test_refused_schemas_would_not_be_enforced`` fails when a newer xgrammar enforces more."""
 
 import contextlib
 import json
@@ -27,7 +28,7 @@ COMPILER = xgrammar.GrammarCompiler(
     max_threads=1,
 )
 TEXT = frozenset(map(ord, '"{}[]:, -.0123456789abcdefnrstulxyzABTZ@/#~+_PDHMSWY'))
-"""Of what xgrammar allows, what the texts of these tests are made of."""
+"""The characters that the texts of these tests are made of."""
 
 
 def compiled(schema: Any) -> xgrammar.CompiledGrammar:
@@ -48,7 +49,7 @@ def is_valid(schema: Any, value: Any) -> bool:
 
 
 def samples(grammar: xgrammar.CompiledGrammar, rng: random.Random, number: int) -> list[str]:
-    """Texts that end where the grammar may, at random."""
+    """Yield random texts that the grammar accepts."""
     found = []
     for _ in range(number):
         matcher, text = xgrammar.GrammarMatcher(grammar), bytearray()
@@ -139,12 +140,12 @@ KEPT: list[tuple[Any, list[Any], list[Any]]] = [
     ({"format": "binary", "title": "x"}, ["a", 1], []),
     ({"type": "integer", "format": "int32"}, [1], ["a"]),
     ({"type": "string", "minLength": 1, "pattern": "^a*(b|c{2})$"}, ["ab", "cc"], ["", "a"]),
-    ({"type": "integer", "minLength": 5, "pattern": "(?=a)"}, [1], ["a"]),  # says nothing about integers
+    ({"type": "integer", "minLength": 5, "pattern": "(?=a)"}, [1], ["a"]),  # doesn't restrict integers
 ]  # fmt: skip
 
 
 def defaulted(kind: str) -> dict[str, Any]:
-    """As pydantic has a tag with a default."""
+    """A pydantic model with a tag that has a default."""
     tag = {"const": kind, "default": kind, "type": "string"}
     return {"type": "object", "properties": {"kind": tag, "v": INTEGER}, "required": ["v"]}
 

@@ -1,4 +1,4 @@
-"""Images by URL, over HTTP: from an allowed host, from an allowed folder, and from nowhere else."""
+"""Images by URL: only from allowed hosts and allowed folders."""
 
 import http.server
 import threading
@@ -37,7 +37,7 @@ class _Pictures(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def pictures() -> Iterator[int]:
-    """The port of a web server on an address that the service may fetch from."""
+    """Yield the port of a web server that the service may fetch from."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pictures) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

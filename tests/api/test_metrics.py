@@ -1,4 +1,4 @@
-"""What ``/metrics`` says after requests whose numbers are known."""
+"""``/metrics`` after requests with known numbers."""
 
 import pytest
 

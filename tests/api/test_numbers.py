@@ -1,4 +1,4 @@
-"""Numbers of requests, at their bounds and beyond: what is taken makes sense in float32, everywhere alike."""
+"""Numeric fields at and beyond their bounds: accepted values are safe in float32, at every endpoint."""
 
 import json
 from typing import Any, get_args
@@ -50,7 +50,7 @@ def parsed(kind: type[StrictModel], **fields: Any) -> Any:
 
 
 def numeric(kind: type[BaseModel]) -> list[str]:
-    """The fields that are one number."""
+    """Return the fields that are a single number."""
     return [
         name
         for name, field in kind.model_fields.items()
@@ -112,7 +112,7 @@ def test_biases_are_bounded(bias: float) -> None:
 
 
 def generate(**sampling: Any) -> bytes:
-    """As an instance would get it from somebody who keeps to no bounds."""
+    """Return a message with values that no frontend would send."""
     message = Generate(RequestId("r"), [1], b"", 0.0, [], SamplingParams(max_tokens=1), [])
     fields = msgspec.msgpack.decode(encode(message))
     fields["sampling"] |= sampling

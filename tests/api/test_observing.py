@@ -1,4 +1,4 @@
-"""What is said about each request once it is over: the log line, the trace, and the file for Perfetto."""
+"""Records of ended requests: the log line, the trace, and the file for Perfetto."""
 
 import gzip
 import http.server
@@ -22,7 +22,7 @@ SECRET = "a prompt that nobody else may read"
 
 @dataclass
 class Collector:
-    """An OpenTelemetry collector: keeps the spans that were posted to it, each with its process's name."""
+    """An OpenTelemetry collector that stores the spans it receives, each with its process's name."""
 
     spans: list[tuple[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -74,14 +74,14 @@ def observed(folder: Path, collector: Collector, log_file: Path) -> Iterator[Ser
 
 
 def ask(service: Served, request_id: str, content: Any = SECRET, **headers: str) -> str:
-    """The answer's request id."""
+    """Return the answer's request id."""
     with service.client() as client:
         response = client.post(CHAT, json=service.body(content), headers={"x-request-id": request_id} | headers)
     return str(response.headers["x-request-id"])
 
 
 def line(log_file: Path, request_id: str) -> dict[str, Any]:
-    """The only line about a request."""
+    """Return the only log line of a request."""
     found: list[dict[str, Any]] = []
 
     def look() -> bool:
@@ -94,22 +94,20 @@ def line(log_file: Path, request_id: str) -> dict[str, Any]:
     return only
 
 
-def test_the_log_line_has_outcome_and_timings_but_no_content(
-    observed: Served, log_file: Path
-) -> None:
+def test_the_log_line_has_outcome_and_timings_but_no_content(observed: Served, log_file: Path) -> None:
     assert ask(observed, "one", [image_part(image(seed=970)), text_part(SECRET)]) == "one"
-    said = line(log_file, "one")
-    assert (said["path"], said["status"], said["error"]) == (CHAT, 200, None)
-    assert (said["finish_reasons"], said["generation_tokens"], said["mm_items"]) == (["length"], 8, 1)
-    assert 0 < said["ttft_ms"] < said["e2e_ms"]
-    engines = {row["stage"]: row.get("engine", "frontend") for row in said["timeline"]}
+    logged = line(log_file, "one")
+    assert (logged["path"], logged["status"], logged["error"]) == (CHAT, 200, None)
+    assert (logged["finish_reasons"], logged["generation_tokens"], logged["mm_items"]) == (["length"], 8, 1)
+    assert 0 < logged["ttft_ms"] < logged["e2e_ms"]
+    engines = {row["stage"]: row.get("engine", "frontend") for row in logged["timeline"]}
     assert engines == {
         "fetch": "frontend", "plan": "frontend", "queue": engines["queue"], "preprocess": "e0", "encode": "e0",
         "transfer": engines["transfer"], "prefill": "p1", "decode": "d2",
     }  # fmt: skip
-    assert {row.get("engine") for row in said["timeline"] if row["stage"] == "queue"} >= {"e0", "p1", "d2"}
-    assert {row["engine"] for row in said["timeline"] if row["stage"] == "transfer"} == {"p1", "d2"}
-    assert all(0 <= row["start_ms"] <= row["end_ms"] <= said["e2e_ms"] + 1 for row in said["timeline"])
+    assert {row.get("engine") for row in logged["timeline"] if row["stage"] == "queue"} >= {"e0", "p1", "d2"}
+    assert {row["engine"] for row in logged["timeline"] if row["stage"] == "transfer"} == {"p1", "d2"}
+    assert all(0 <= row["start_ms"] <= row["end_ms"] <= logged["e2e_ms"] + 1 for row in logged["timeline"])
     assert SECRET not in log_file.read_text()
     assert "data:image" not in log_file.read_text()
 
@@ -124,7 +122,7 @@ def test_failed_and_aborted_requests_are_logged(observed: Served, log_file: Path
     assert (line(log_file, "bad")["status"], line(log_file, "bad")["error"]) == (400, "InvalidRequest")
     assert line(log_file, "gone")["finish_reasons"] == ["abort"]
     wait_for(observed.everything_is_back)
-    observed.steps.failures = 1000  # a step of the request that was given up may still take one
+    observed.steps.failures = 1000  # a step of the aborted request may still consume one
     ask(observed, "failed")
     observed.steps.failures = 0
     assert (line(log_file, "failed")["status"], line(log_file, "failed")["error"]) == (500, "InternalError")

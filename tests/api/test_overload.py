@@ -1,4 +1,4 @@
-"""A service with more to do than it can: refusals at once, others' requests unharmed, and every answer right."""
+"""An overloaded service refuses requests at once, serves the others, and answers correctly."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +84,7 @@ def test_simultaneous_image_requests_on_one_encoder_all_get_their_right_answer(f
 
 
 def test_a_later_request_of_higher_priority_starts_first(folder: Path) -> None:
-    """Whosever they are: one instance that works on one at a time, and has two more in hand."""
+    """Across clients, with one instance that runs one request and has two more dispatched to it."""
     engine = replace(FLOAT32, max_num_seqs=1)
     order: list[str] = []
 
@@ -115,7 +115,7 @@ def test_a_later_request_of_higher_priority_starts_first(folder: Path) -> None:
 
 
 def test_a_burst_does_not_distort_the_forecast(folder: Path) -> None:
-    """Short ones that waited inside the instance for a slot say nothing of how long a long one takes."""
+    """The duration of short answers that waited for a slot doesn't predict that of long ones."""
     engine = replace(FLOAT32, max_num_seqs=8)
     with served(folder, engine=engine, request_timeout=60.0) as service, ThreadPoolExecutor(32) as pool:
         router = service.running.frontend.router

@@ -1,4 +1,4 @@
-"""How far preprocessing runs ahead of the tower."""
+"""How far preprocessing runs ahead of the encoder."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ from triptych.encode.loop import PREPROCESS_AHEAD, EncodeLoop
 
 
 def test_queued_images_are_not_preprocessed_too_early(service: Served) -> None:
-    """Requests, with the tower held up: few images are preprocessed, and all are answered in the end."""
+    """While the encoder is blocked, few images are preprocessed; later all requests are answered."""
     (host,) = [
         host for instance in service.running.instances for host in instance.hosts if isinstance(host, EncodeLoop)
     ]
@@ -18,7 +18,7 @@ def test_queued_images_are_not_preprocessed_too_early(service: Served) -> None:
         wait_for(lambda: host._batch is not None and host._queue.num_patches and not host._preprocessing)
         time.sleep(0.2)
         one = max(part.patches for part in host._parts.values())
-        # each of those that were begun at once may go beyond by less than one image
+        # each image that was started at the same time may exceed the limit by less than itself
         assert host._queue.num_patches <= PREPROCESS_AHEAD * (host._queue.max_patches + one)
         service.encoder.opened.set()
         assert {request.result().status_code for request in asked} == {200}

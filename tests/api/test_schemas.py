@@ -1,4 +1,4 @@
-"""Which field an error names, for every kind of mistake in a body."""
+"""Errors name the field, for every kind of mistake in a body."""
 
 import json
 from typing import Any
@@ -112,12 +112,12 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "says"), MISTAKES)
-def test_an_error_names_the_field(body: Any, param: str | None, says: str) -> None:
+@pytest.mark.parametrize(("body", "param", "expected_message"), MISTAKES)
+def test_an_error_names_the_field(body: Any, param: str | None, expected_message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_request(ChatCompletionRequest, json.dumps(body).encode())
     assert caught.value.param == param
-    assert says.lower() in str(caught.value).lower()
+    assert expected_message.lower() in str(caught.value).lower()
     assert (param or "") in str(caught.value), "the message names the field too"
     assert "<" not in str(caught.value), "nothing of how the types are declared"
 

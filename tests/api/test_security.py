@@ -1,4 +1,4 @@
-"""Keys, CORS and TLS, over HTTP; and what no error says, whatever is wrong."""
+"""Keys, CORS and TLS over HTTP, and no internals in errors."""
 
 import os
 import re
@@ -109,7 +109,7 @@ def test_key_files(tmp_path: Path) -> None:
 
 
 BROWSER = "authorization,content-type,x-stainless-lang,x-stainless-os,x-stainless-retry-count,x-stainless-timeout"
-"""What OpenAI's JavaScript client sends from a page."""
+"""Headers that OpenAI's JavaScript client sends from a web page."""
 
 
 def preflight(service: Served, origin: str) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""A checkpoint's own sampling: what its ``generation_config.json`` may say."""
+"""Sampling defaults from a checkpoint's ``generation_config.json``."""
 
 import json
 from pathlib import Path

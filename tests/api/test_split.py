@@ -1,4 +1,4 @@
-"""The API where prefill and decode are apart: what clients get is what they get from one process."""
+"""The API with prefill and decode apart: answers equal those of one process."""
 
 from collections.abc import Iterator
 from pathlib import Path

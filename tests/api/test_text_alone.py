@@ -1,4 +1,4 @@
-"""A model of text alone: no encoder anywhere, pictures refused, parts of text joined."""
+"""A text-only model: no encoder, media are refused, text parts are joined."""
 
 import re
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def test_topologies_that_encode_are_refused_at_start(
 
 
 def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
-    """One that joins a frontend by itself."""
+    """An instance that joins a frontend by itself."""
 
     channel = Channel()
     try:

@@ -1,4 +1,4 @@
-"""Tools and thoughts over HTTP: grammars make a model with random weights call, and biases end its thoughts."""
+"""Tools and reasoning over HTTP: grammars make a random model call tools, and biases end its reasoning."""
 
 import json
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def test_a_required_call_is_made(thinker: Served, content: Any) -> None:
 
 
 def test_several_calls_are_made_at_once(thinker: Served) -> None:
-    """The bias makes what comes between two calls likelier than the end."""
+    """The bias makes the separator of two calls likelier than the end."""
     newline = answer(thinker, "/tokenize", prompt="\n")["tokens"][0]
     bias = {str(newline): 100}
     settings = {"tools": TOOLS, "tool_choice": "required", "seed": 1, "logit_bias": bias, "max_tokens": 700}
@@ -74,7 +74,7 @@ SAID = 'Look:\n<tool_call>\n{"name": "%s", "arguments": {"city": "x"}}\n</tool_c
 
 
 LOOK = {str(ord("L") - ord("!")): 50}
-"""Where a text or a call may begin, it is the text: this tokenizer's tokens are bytes, in order."""
+"""A bias towards text where text or a call may begin. This tokenizer's tokens are bytes, in order."""
 
 
 def regex(text: str) -> dict[str, str]:
@@ -82,7 +82,7 @@ def regex(text: str) -> dict[str, str]:
 
 
 def test_the_model_may_call_or_not(thinker: Served) -> None:
-    """The text is forced on the model; whether it is a call is for the parser to find."""
+    """The text is forced; the parser must find the call in it."""
     made = choice(thinker, tools=TOOLS, structured_outputs=regex(SAID % "weather"), logit_bias=LOOK)
     assert made["message"]["content"] == "Look:"
     assert made["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
@@ -95,7 +95,7 @@ def test_the_model_may_call_or_not(thinker: Served) -> None:
 
 
 def test_generation_stops_after_one_call(thinker: Served) -> None:
-    """Where calls aren't to be parallel, and no grammar sees to it."""
+    """With parallel_tool_calls false, and no grammar to enforce it."""
     two = SAID % "weather" + "\n" + SAID % "time"
     settings = {"tools": TOOLS, "structured_outputs": regex(two), "logit_bias": LOOK}
     both = choice(thinker, **settings)
@@ -188,7 +188,7 @@ def test_a_template_without_tools_refuses_them(service: Served) -> None:
     assert service.text(tools=TOOLS, tool_choice="none") == service.text()
 
 
-# ── thoughts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reasoning ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_reasoning_is_separated_from_the_answer(thinker: Served) -> None:

@@ -1,4 +1,4 @@
-"""Videos over HTTP: answered, and refused with the field at fault when they can't be used."""
+"""Videos over HTTP: answers, and errors that name the invalid field."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def test_a_video_is_sent_once_and_referred_to_later(service: Served) -> None:
     expected = answer(video_part(first))
     assert answer(video_part(first) | {"uuid": "clip"}) == answer(known) == expected
     sampled = {"mm_processor_kwargs": {"num_frames": 2}}
-    assert prompt_tokens(service, known, **sampled) < prompt_tokens(service, known), "seen as each request says"
+    assert prompt_tokens(service, known, **sampled) < prompt_tokens(service, known), "sampled as each request asks"
     assert answer(video_part(other) | {"uuid": "clip"}) == answer(known) != expected
     response = service.post([text_part("x"), known | {"uuid": "another"}])
     the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
