@@ -143,7 +143,7 @@ class Bench:
 
     def _forward(self, batch: ForwardBatch, cache: KVTensors, graphs: DecodeGraphs | None) -> Callable[[], object]:
         if graphs is not None:
-            assert graphs.suits(batch)
+            assert graphs.can_replay(batch)
             return lambda: graphs.replay(batch)
         return lambda: self.decoder(on_device(batch, self.device), cache)
 

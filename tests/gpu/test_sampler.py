@@ -22,7 +22,7 @@ LIMITS = [
 ]
 
 
-def draws() -> list[SamplingInput]:
+def inputs() -> list[SamplingInput]:
     return [
         SamplingInput(
             SamplingParams(**({"max_tokens": 9, "temperature": 1.0, "seed": row} | LIMITS[row % 8])),
@@ -39,7 +39,7 @@ def logits() -> torch.Tensor:
 
 
 def test_tokens_are_those_of_the_cpu(gpu: torch.device, logits: torch.Tensor) -> None:
-    expected, found = sampler.sample(logits, draws()), sampler.sample(logits.to(gpu), draws())
+    expected, found = sampler.sample(logits, inputs()), sampler.sample(logits.to(gpu), inputs())
     assert [one.token for one in found] == [one.token for one in expected]
     for one, other in zip(found, expected, strict=True):
         assert one.logprob == (None if other.logprob is None else pytest.approx(other.logprob, abs=1e-4))
@@ -48,8 +48,8 @@ def test_tokens_are_those_of_the_cpu(gpu: torch.device, logits: torch.Tensor) ->
 
 def test_a_seed_names_its_tokens_whatever_the_batch(gpu: torch.device, logits: torch.Tensor) -> None:
     on_gpu = logits.to(gpu)
-    together = sampler.sample(on_gpu, draws())
-    alone = [sampler.sample(on_gpu[row : row + 1], [draw])[0] for row, draw in enumerate(draws())]
+    together = sampler.sample(on_gpu, inputs())
+    alone = [sampler.sample(on_gpu[row : row + 1], [one])[0] for row, one in enumerate(inputs())]
     assert [one.token for one in alone] == [one.token for one in together]
 
 
@@ -68,11 +68,11 @@ def test_nothing_is_waited_for_but_the_result(
 
     on_gpu = logits.to(gpu)
     monkeypatch.setattr(sampler, "to_host", waiting)
-    sampler.sample(on_gpu, draws())  # first uses may wait
+    sampler.sample(on_gpu, inputs())  # first uses may wait
     waits = 0
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler.sample(on_gpu, draws())
+        sampler.sample(on_gpu, inputs())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert waits == 2  # the last row's nucleus was too small

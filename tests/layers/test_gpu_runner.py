@@ -166,11 +166,11 @@ def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
 def test_graphs_only_suit_steps_that_fit(plain: Decoder) -> None:
     _, cache, batch = three_decodes(plain)
     with torch.inference_mode():
-        suits = [
-            DecodeGraphs(plain, cache, sizes, max_pages, lambda step: step).suits(batch)
+        can_replay = [
+            DecodeGraphs(plain, cache, sizes, max_pages, lambda step: step).can_replay(batch)
             for sizes, max_pages in (([1, 4], 6), ([1, 2], 6), ([1, 4], 5))
         ]
-    assert suits == [True, False, False]
+    assert can_replay == [True, False, False]
 
 
 def test_what_is_prepared_is_used_while_it_holds(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,6 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import FLOAT32, Running, running
 from tests.support.image_cases import Case, picture, png
 from triptych.encode.loop import EncodeLoop
-from triptych.engine.embedding_source import EmbeddingSource
-from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineLoop
 from triptych.errors import InstanceLost, Unavailable
 from triptych.messages.channel import Channel
@@ -380,8 +378,7 @@ def transfers_of(host: StageLoop) -> Mapping[TransferId, object]:
     if isinstance(host, EncodeLoop | SenderLoop):
         return host._sender._transfers
     assert isinstance(host, EngineLoop)
-    assert isinstance(host._incoming, EmbeddingSource | KVSource)
-    return host._incoming._receiver._transfers
+    return host.source.transfers
 
 
 def is_idle(service: Running) -> bool:

@@ -13,7 +13,6 @@ from tests.support.image_cases import picture, png
 from triptych.encode.cache import Rows
 from triptych.encode.loop import EncodeLoop, RowEncoder
 from triptych.engine.loop import EngineLoop
-from triptych.messages.codec import Send
 from triptych.messages.work import SamplingParams, Tokens
 from triptych.models.base import EncoderInput
 from triptych.observe.timeline import Interval
@@ -63,25 +62,24 @@ def test_prefill_of_what_has_landed_begins_before_the_next_item_is_encoded(tmp_p
         assert any(here <= start < next_encoded for start in prefills)
 
 
-def test_a_steps_tokens_are_told_while_the_next_step_runs(tmp_path: Path) -> None:
-    told: list[tuple[bool, bool]] = []
+def test_a_steps_tokens_are_sent_while_the_next_step_runs(tmp_path: Path) -> None:
+    sent: list[tuple[bool, bool]] = []
+    """For each token, whether it is the last one, and whether a step was running."""
 
     def watch(instance: Instance) -> None:
-        for host in instance.hosts:
-            if isinstance(host, EngineLoop):
-                host._send = watching(host, host._send)
+        [loop] = [host for host in instance.hosts if isinstance(host, EngineLoop)]
+        send = instance.channel.send
 
-    def watching(host: EngineLoop, send: Send) -> Send:
-        def sending(address: Address, message: Any) -> None:
+        def watched_send(address: Address, message: Any) -> None:
             if isinstance(message, Tokens):
-                told.append((message.finish_reason is not None, host._running is not None))
+                sent.append((message.finish_reason is not None, loop.debug_state()["step_running"]))
             send(address, message)
 
-        return sending
+        instance.channel.send = watched_send  # type: ignore[method-assign]
 
     async def run() -> list[int]:
         async with running(make_checkpoint(tmp_path), "1EPD", prepare=watch) as service:
             return await service.answer([{"role": "user", "content": "Hello"}], max_tokens=5)
 
     assert len(asyncio.run(run())) == 5
-    assert told == [(False, True)] * 4 + [(True, False)]
+    assert sent == [(False, True)] * 4 + [(True, False)]

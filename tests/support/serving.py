@@ -17,7 +17,6 @@ from tests.support.image_cases import picture, png
 from triptych.config import EngineConfig, FrontendConfig, ObserveConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
-from triptych.errors import TriptychError
 from triptych.server.instance import Instance
 
 CHAT = "/v1/chat/completions"
@@ -94,12 +93,8 @@ class Served:
         for host in (host for instance in self.running.instances for host in instance.hosts):
             if isinstance(host, EncodeLoop) and host._jobs:
                 return False
-            if isinstance(host, EngineLoop):
-                try:
-                    host.scheduler.pool.check_all_free()
-                    host._incoming._receiver.buffer.pool.check_all_free()  # type: ignore[attr-defined]
-                except TriptychError:
-                    return False
+            if isinstance(host, EngineLoop) and (host.scheduler.pool.num_used or host.source.stats().used):
+                return False
         return True
 
 

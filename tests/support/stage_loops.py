@@ -10,7 +10,6 @@ from torch import Tensor
 from tests.support.harness import Running
 from triptych.encode.cache import Rows
 from triptych.encode.loop import EncodeLoop
-from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineLoop
 from triptych.engine.split_loops import DecodeLoop
 from triptych.layers.decoder import Decoder, ForwardBatch
@@ -61,5 +60,4 @@ def kv_rows(service: Running) -> int:
     """Rows of KV that have landed so far."""
     hosts = decode_loops(service)
     assert hosts
-    arriving = [host._incoming for host in hosts]
-    return sum(one._receiver.counters.rows for one in arriving if isinstance(one, KVSource))
+    return sum(host.source.stats().counters.rows for host in hosts)

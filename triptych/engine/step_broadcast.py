@@ -1,4 +1,4 @@
-"""How rank 0 tells the other ranks of its group what to compute: a step as tensors, without a byte of pickle."""
+"""Broadcasts steps from rank 0 to the other ranks of its group as tensors, without pickle."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,12 @@ from triptych.layers.decoder import ForwardBatch
 from triptych.layers.parallel import Group
 
 _HEADER = 5
-"""Numbers of tokens, media rows, logits and requests, and the length of all page tables together."""
+"""Counts of tokens, media rows, logits and requests, and the total length of the page tables."""
 
 
 def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None:
-    """Called on rank 0: three broadcasts, or two when the step has no media rows; those are sent in ``row_dtype``."""
+    """Broadcast a step. Called on rank 0: three broadcasts, or two if the step has no media rows; those are sent in
+    ``row_dtype``."""
     attention = batch.attention
     tables = attention.page_tables
     table_lens = [len(table) for table in tables]
@@ -27,8 +28,8 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
 
 
 def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
-    """The step that rank 0 sends, on the CPU. Called on the other ranks; waits for as long as there is none.
-    ``embedding_width`` and ``row_dtype``: of media rows."""
+    """Return the step that rank 0 broadcasts, on the CPU. Called on the other ranks; blocks until there is one.
+    ``embedding_width`` and ``row_dtype`` describe media rows."""
     tokens, media, logits, requests, pages = _receive(group, _HEADER).tolist()
     sizes = [tokens, 3 * tokens, media, logits, *[requests] * 3, tokens, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)

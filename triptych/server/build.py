@@ -18,11 +18,11 @@ from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.workers import PreprocessWorkers
 from triptych.engine.gpu_runner import GpuRunner
-from triptych.engine.grammar.service import Grammars
+from triptych.engine.grammar.service import GrammarService
 from triptych.engine.group import CacheSize, GroupCache, agree_on_size, gather_memory, make_cache, make_forward
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_size import gib, kv_size
-from triptych.engine.loop import Engine
+from triptych.engine.loop import EngineCore
 from triptych.engine.runner import Forward, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.errors import StartError
@@ -291,7 +291,7 @@ def _engine(
     ranks: Ranks,
     group: Group,
     receiving: int,
-) -> tuple[Engine, KVTensors]:
+) -> tuple[EngineCore, KVTensors]:
     """What generates, and its KV cache, that of all ranks if they share one. What all ranks do together here: say what
     memory they have, learn how large the KV cache is, and make it. ``receiving`` is what the receive buffer will take,
     in bytes."""
@@ -322,9 +322,9 @@ def _engine(
         cache = model.make_cache(group, agreed.num_pages, ranks.cache)
         forward = make_forward(decoder, cache.own, engine, size.context_length)
     pool = PagePool(size.num_pages, engine.page_size)
-    grammars = Grammars(model.checkpoint.folder, config.vocab_size, channel.wake)
+    grammars = GrammarService(model.checkpoint.folder, config.vocab_size, channel.wake)
     instance.at_end(grammars.close)
-    parts = Engine(
+    parts = EngineCore(
         scheduler=Scheduler(
             pool,
             engine.max_num_seqs,
@@ -335,7 +335,7 @@ def _engine(
         compute=instance.compute,
         grammars=grammars,
         context_length=size.context_length,
-        vocabulary=config.vocab_size,
+        vocab_size=config.vocab_size,
     )
     return parts, cache.whole
 

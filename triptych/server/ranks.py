@@ -30,7 +30,7 @@ from triptych.observe.machine import ending
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY = 0.02
+CHECK_INTERVAL = 0.02
 """Seconds between two looks at whether the ranks have started."""
 NOTICE_WITHIN = 2.0
 """Seconds that the death of a process may be noticed later than its sockets' closing."""
@@ -134,7 +134,7 @@ class ChildRanks:
     def connect(self, device: torch.device) -> Group:
         self._store.set(arrived(0), "")
         while not self._store.check([arrived(rank) for rank in range(1, self._size)]):
-            self._noticed.wait(LOOK_EVERY)
+            self._noticed.wait(CHECK_INTERVAL)
             if self._failure is not None:
                 raise self._failure
         with self.together():

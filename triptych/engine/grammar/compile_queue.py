@@ -1,9 +1,9 @@
-"""Which grammars are compiled next, and which needn't be tried again. Holds no device and no socket."""
+"""Queue of grammars to compile, and the ones known to be rejected. Holds no device and no socket."""
 
 import hashlib
 from collections import Counter, OrderedDict
 
-from triptych.engine.grammar.budget import MAX_COMPILING, MAX_COMPILING_EACH, MAX_REFUSED
+from triptych.engine.grammar.budget import MAX_COMPILING, MAX_COMPILING_EACH, MAX_REJECTED
 from triptych.errors import TriptychError
 from triptych.fair_queue import FairQueue
 from triptych.messages.work import GrammarSpec
@@ -12,25 +12,26 @@ _EXPECTED_SECONDS = 0.1
 
 
 class CompileQueue:
-    """Grammars that wait to be compiled: those of clients who had less time go first, and no client has more than its
-    share at a time."""
+    """Fair queue of grammars to compile: clients with less compile time go first, and each has a limit of concurrent
+    ones."""
 
     def __init__(self) -> None:
         self._waiting: FairQueue[tuple[GrammarSpec, str]] = FairQueue()
         self._running: Counter[str] = Counter()
 
     def add(self, spec: GrammarSpec, client: str) -> None:
-        """May be added for several clients: it is compiled when it is the first one's turn."""
+        """Queue a grammar for a client. It may be queued for several; the first turn counts."""
         self._waiting.add((spec, client), client, _EXPECTED_SECONDS)
 
     def discard(self, spec: GrammarSpec) -> None:
-        """It is being compiled, or nobody wants it any more."""
+        """Take a grammar off the queue."""
         for ticket in self._waiting:
             if ticket.work[0] == spec:
                 self._waiting.remove(ticket)
 
     def next(self) -> tuple[GrammarSpec, str] | None:
-        """The grammar to compile now, and who is charged for it; None when there is none or too many are."""
+        """Return the next grammar to compile and the client to charge; None if the queue is empty or all slots are
+        used."""
         if self._running.total() >= MAX_COMPILING:
             return None
         ticket = self._waiting.pop(lambda work: self._running[work[1]] < MAX_COMPILING_EACH)
@@ -42,21 +43,21 @@ class CompileQueue:
         return spec, client
 
     def done(self, client: str, seconds: float) -> None:
-        """What ``next`` gave has been compiled, or won't be."""
+        """Release the slot of a grammar that ``next`` returned, and charge the client for the time."""
         self._running[client] -= 1
-        self._running += Counter()  # forgets those who have none
+        self._running += Counter()  # drops clients with none
         self._waiting.charge(client, seconds - _EXPECTED_SECONDS)
 
 
-class Refused:
-    """Grammars that can't be compiled, or not within the budget, and why; the last ones that were asked for."""
+class RejectedGrammars:
+    """The last ``MAX_REJECTED`` rejected grammars, least recently used dropped first, with their errors."""
 
     def __init__(self) -> None:
         self._errors: OrderedDict[bytes, TriptychError] = OrderedDict()
 
     def add(self, spec: GrammarSpec, error: TriptychError) -> None:
         self._errors[_digest(spec)] = error
-        if len(self._errors) > MAX_REFUSED:
+        if len(self._errors) > MAX_REJECTED:
             self._errors.popitem(last=False)
 
     def get(self, spec: GrammarSpec) -> TriptychError | None:
@@ -67,5 +68,6 @@ class Refused:
 
 
 def _digest(spec: GrammarSpec) -> bytes:
-    """Texts are long; and what one client makes can't be taken for another's."""
+    """Hash of the text, keyed by the kind. Texts are long; a cryptographic hash keeps clients from making texts that
+    collide with others'."""
     return hashlib.blake2b(spec.text.encode(), digest_size=32, key=spec.kind.value.encode()).digest()
