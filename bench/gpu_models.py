@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.make_checkpoint import PRESETS, Sizes, model_config, weight_shapes
+from bench.make_checkpoint import PRESETS
+from tests.support.random_checkpoint import Sizes, model_config, weight_shapes
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.engine.request import Request

@@ -8,12 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.layers import test_families as halves
-from tests.models import test_interleaving, test_mrope, test_patches, test_videos
 from tests.models.golden.make_videos import family_of
-from tests.parity import test_families as service
-from tests.parity import test_video_families
-from tests.tiny import TINY
+from tests.support import families
+from tests.support.tiny import TINY
 from triptych.layers.decoder_config import RopeConfig
 from triptych.models.registry import FAMILIES, Family, resolve
 from triptych.models.shared.backbone import BackboneDefaults
@@ -40,26 +37,26 @@ CHECKS = (
         "plans and patches of images",
         "bit for bit those of the Pillow processor, but for 16-bit grey, which it clips",
         "tests/models",
-        {*test_patches.FAMILIES, *QWEN3_VL},
+        {*families.PATCHES, *QWEN3_VL},
     ),
     Check(
         "plans, placeholders and patches of videos",
         "bit for bit those of transformers' processors, made where torchvision can be imported",
         "tests/models/test_videos.py",
-        {family_of(case) for case in test_videos.CASES},
+        {family_of(case) for case in families.VIDEO_CASES},
     ),
     Check(
         "positions",
         "of 1,000 random mixes of text and the family's media (50 in CI) equal to `get_rope_index`",
         "tests/models/test_mrope.py",
-        test_mrope.MODELS,
+        families.ROPE_INDEX,
     ),
-    Check("tower rows", "within 1e-5", "tests/layers", {*halves.WITH_IMAGES, *QWEN3_VL}),
+    Check("tower rows", "within 1e-5", "tests/layers", {*families.WITH_IMAGES, *QWEN3_VL}),
     Check(
         "logits",
         "of whole prompts within 1e-4, from the published layout of keys and from `save_pretrained`'s",
         "tests/layers",
-        {*(name for name, _ in halves.LAYOUTS), *QWEN3_VL, "qwen3_omni_moe_thinker"},
+        {*(name for name, _ in families.LAYOUTS), *QWEN3_VL, "qwen3_omni_moe_thinker"},
     ),
     Check(
         "answers",
@@ -72,7 +69,7 @@ CHECKS = (
         "answers about videos",
         "the same, in the same topologies, from MP4, WebM, GIF and lists of frames",
         "tests/parity",
-        {*test_video_families.FAMILIES, "qwen3_vl"},
+        {*families.VIDEO_ANSWERS, "qwen3_vl"},
     ),
     Check(
         "audio",
@@ -86,10 +83,10 @@ CHECKS = (
         "tokens in the order of transformers' processor, positions (in the mixes above) and answers as with its "
         "`use_audio_in_video`, from MP4, WebM and Matroska",
         "tests/models, tests/parity/test_heard_videos.py",
-        {test_interleaving.FAMILY},
+        {families.HEARD_VIDEOS},
     ),
-    Check("tensor parallelism", "the same answers from two ranks", "tests/parity", {*service.TWO_RANKS, *QWEN3_VL}),
-    Check("sliding windows", "the same answers with windows switched on", "tests/parity", service.WITH_WINDOWS),
+    Check("tensor parallelism", "the same answers from two ranks", "tests/parity", {*families.TWO_RANKS, *QWEN3_VL}),
+    Check("sliding windows", "the same answers with windows switched on", "tests/parity", families.SLIDING_WINDOWS),
 )
 
 
@@ -120,10 +117,10 @@ def page() -> str:
 
 
 def _family(name: str, family: Family) -> str:
-    loader = resolve(family.tower)
-    towers = ", ".join(map(_tower, loader.specs)) if family.takes_media else "none"
+    adapter = resolve(family.adapter)
+    towers = ", ".join(map(_tower, adapter.specs)) if family.takes_media else "none"
     modalities = ", ".join(family.modalities)
-    return f"| `{name}` | {family.name} | {modalities} | {_backbone(loader.backbone)} | {towers} |"
+    return f"| `{name}` | {family.name} | {modalities} | {_backbone(adapter.backbone)} | {towers} |"
 
 
 def _tower(spec: TowerSpec) -> str:

@@ -116,7 +116,7 @@ class PartRows(msgspec.Struct, frozen=True, array_like=True):
 
     runs: tuple[tuple[Count, Positive], ...]
     """Runs of (first row, rows), in order."""
-    audio: bool = False
+    is_audio: bool = False
     """Whether the part is of a video's audio track rather than its frames."""
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.cluster import (
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import (
     DECODERS,
     DETECTION,
     HEARTBEAT,
@@ -22,8 +23,7 @@ from tests.chaos.cluster import (
     wait_for,
     whole_again,
 )
-from tests.checkpoints import make_checkpoint
-from tests.cluster.processes import Command, triptych
+from tests.support.commands import Command, triptych
 from triptych.cluster.operator import Operator
 from triptych.config import ClusterConfig
 from triptych.errors import StartError
@@ -133,4 +133,4 @@ def test_the_command_changes_roles_and_shows_who_is_there(whole: Cluster) -> Non
         assert command.text.count(" of 1,024 kv_blocks") == 2, command.text
     with status(whole, "--set-role", "p=PD") as command:
         assert command.end() == 1
-        assert command.text.startswith("triptych: p does not become PD: no other instance prefills, so requests would be")
+        assert command.text.startswith("triptych: p does not become PD: no other instance prefills, so requests would")

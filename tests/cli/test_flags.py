@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.tiny import make_tiny
+from tests.support.checkpoints import make_checkpoint
+from tests.support.tiny import make_tiny
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags, main, serve
 from triptych.config import EngineConfig, FrontendConfig, LeaseConfig, as_flags

@@ -1,4 +1,4 @@
-"""Which prefilled requests are held, offered and given up, message by message."""
+"""Prefilled requests are retained, offered and aborted, message by message."""
 
 from dataclasses import dataclass
 
@@ -23,8 +23,8 @@ REQUEST = RequestId("r")
 
 
 @dataclass
-class Pages:
-    """A request, as far as its KV's leaving goes."""
+class StubRequest:
+    """The part of a request that KVSink uses."""
 
     id: RequestId
     pages: list[int]
@@ -32,83 +32,83 @@ class Pages:
 
 
 @dataclass
-class Chunk:
-    request: Pages
+class StubChunk:
+    request: StubRequest
     start: int
     length: int
 
 
-class RouterHarness:
+class SinkHarness:
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.sender = Sender({"local": LocalFabric()}, P, lambda _, message: self.sent.append(message))
         self.pool = PagePool(8, 4)
         cache = KVTensors.within(torch.zeros(2, 2, 8, 4, 1, 8), slice(None))
-        self.outgoing = KVSink(self.sender, CacheRows(cache), self.pool, LAYOUT)
+        self.sink = KVSink(self.sender, CacheRows(cache), self.pool, LAYOUT)
 
     def expect(self, transfer: str) -> None:
         generate = Generate(REQUEST, [1] * 8, b"", 0, [], SamplingParams(max_tokens=4), [])
-        self.outgoing.expect(Prefill(generate, [], D, TransferId(transfer), 0), 8)
+        self.sink.expect(Prefill(generate, [], D, TransferId(transfer), 0), 8)
 
     def start(self) -> None:
-        """The request's first step; the scheduler lets go of its pages at once."""
-        pages = self.pool.take(2)
-        self.outgoing.started([Chunk(Pages(REQUEST, pages), 0, 4)])  # type: ignore[list-item]
-        self.pool.free(pages)
+        """Run the request's first step, after which the scheduler releases its pages."""
+        pages = self.pool.allocate(2)
+        self.sink.step_started([StubChunk(StubRequest(REQUEST, pages), 0, 4)])  # type: ignore[list-item]
+        self.pool.release(pages)
 
 
 @pytest.fixture
-def harness() -> RouterHarness:
-    return RouterHarness()
+def harness() -> SinkHarness:
+    return SinkHarness()
 
 
-def test_a_prefill_that_is_asked_for_anew_is_wanted_though_the_former_was_given_up_in_the_same_moment(
-    harness: RouterHarness,
+def test_a_prefill_restarted_right_after_its_abort_is_not_cancelled(
+    harness: SinkHarness,
 ) -> None:
     harness.expect("t1")
     harness.start()
-    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "starts over"))
-    harness.outgoing.give_up(REQUEST, "starts over")
+    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "restarted"))
+    harness.sink.abort(REQUEST, "restarted")
     harness.expect("t2")
-    assert harness.outgoing.take_unwanted() == []
+    assert harness.sink.take_cancelled() == []
     harness.start()
     assert [message.transfer for message in harness.sent if isinstance(message, Offer)] == ["t1", "t2"]
 
 
-def test_kv_that_its_consumer_gives_up_is_unwanted(harness: RouterHarness) -> None:
+def test_a_transfer_aborted_by_its_consumer_is_cancelled(harness: SinkHarness) -> None:
     harness.expect("t1")
     harness.start()
-    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "starts over"))
-    assert harness.outgoing.take_unwanted() == [REQUEST]
-    assert harness.outgoing.idle
+    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "restarted"))
+    assert harness.sink.take_cancelled() == [REQUEST]
+    assert harness.sink.idle
     harness.pool.check_all_free()
 
 
-def test_a_name_that_is_taken_ends_its_request_and_nothing_else(harness: RouterHarness) -> None:
+def test_a_duplicate_transfer_name_cancels_only_its_request(harness: SinkHarness) -> None:
     harness.expect("t1")
     harness.sender.offer(TransferId("t1"), D, 3, LAYOUT)
     harness.start()
-    assert harness.outgoing.take_unwanted() == [REQUEST]
-    assert harness.outgoing.idle
+    assert harness.sink.take_cancelled() == [REQUEST]
+    assert harness.sink.idle
     harness.pool.check_all_free()
 
 
-def test_a_transfer_is_expected_once(harness: RouterHarness) -> None:
+def test_a_transfer_is_expected_once(harness: SinkHarness) -> None:
     harness.expect("t1")
     with pytest.raises(TransferError, match="under way already"):
         harness.expect("t1")
 
 
-def test_what_was_to_go_to_an_instance_is_known(harness: RouterHarness) -> None:
+def test_requests_are_found_by_consumer(harness: SinkHarness) -> None:
     harness.expect("t1")
-    assert harness.outgoing.of_consumer(D) == [REQUEST]
-    assert harness.outgoing.of_consumer(P) == []
+    assert harness.sink.requests_for(D) == [REQUEST]
+    assert harness.sink.requests_for(P) == []
 
 
-def test_pages_that_nothing_is_sent_from_are_missed(harness: RouterHarness) -> None:
+def test_pages_retained_without_a_transfer_are_an_error(harness: SinkHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     harness.expect("t1")
     harness.start()
-    harness.outgoing.check_idle()
-    harness.sender._transfers.clear()
+    harness.sink.check_idle()
+    monkeypatch.setattr(Sender, "idle", True)
     with pytest.raises(BlockError, match="1 transfers"):
-        harness.outgoing.check_idle()
+        harness.sink.check_idle()

@@ -1,4 +1,4 @@
-"""A whole service whose instances compute on the GPU: the tokens of transformers on the CPU, in fp32."""
+"""A service on the GPU generates the same tokens as transformers on the CPU, in fp32."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("zmq", reason="a service's libraries aren't all installed")
 pytest.importorskip("fastapi", reason="a service's libraries aren't all installed")
 
-from tests.harness import FLOAT32, running
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.harness import FLOAT32, running
+from tests.support.image_cases import CASES
 from triptych.config import EngineConfig
 
 

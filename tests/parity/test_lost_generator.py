@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Running, running
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.harness import Running, running
+from tests.support.image_cases import CASES
 from triptych.errors import InstanceLost
 from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.router.test_router import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, tokens_of
+from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from tests.router.test_router import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt
+from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt
 from triptych.errors import TriptychError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.router.test_router import E0, PD0, RouterHarness, prompt
+from tests.support.router_harness import E0, PD0, RouterHarness, prompt
 from triptych.errors import Overloaded
 from triptych.messages.work import (
     Encode,

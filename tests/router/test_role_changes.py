@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.router.test_router import prompt, tokens_of
+from tests.support.router_harness import prompt, tokens_of
 from triptych.config import FrontendConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Messages, Running, running
-from tests.parity.cases import CASES
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, Messages, Running, running
+from tests.support.image_cases import CASES
 from triptych.cluster.operator import Operator
 from triptych.config import ClusterConfig
 from triptych.engine.loop import EngineLoop

@@ -38,8 +38,8 @@ class ReceiverCounters(_Counters):
     """Times that landed rows were revoked in favour of the head of the queue."""
     resent: Count = 0
     """Grants that were repeated because the rows arrived corrupted."""
-    fenced: Count = 0
-    """Times that the buffer was relocated, to fence off a write that could not be cancelled."""
+    relocated: Count = 0
+    """Times that the buffer was relocated, to be safe from a write that could not be cancelled."""
     rows: Count = 0
     bytes: Count = 0
     completed: Count = 0

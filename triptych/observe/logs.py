@@ -59,7 +59,7 @@ def rename(process: str) -> None:
 
 
 def for_child(name: str, label: str) -> LogSettings:
-    """Return the settings for a child process that writes to the same output. ``name`` is appended to this process's."""
+    """Return the settings for a child process with the same output. ``name`` is appended to this process's."""
     level = logging.getLogger("triptych").getEffectiveLevel()
     return LogSettings(_current.format, level, f"{_current.process}/{name}", label)
 

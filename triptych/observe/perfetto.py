@@ -10,8 +10,8 @@ FRONTEND = "frontend"
 
 
 def trace_events(requests: Iterable[tuple[str, list[Interval]]]) -> dict[str, Any]:
-    """Return a trace of requests, each an id and its intervals, in the Trace Event Format's JSON Object Format: complete
-    events with times in microseconds, and names of processes and threads."""
+    """Return a trace of requests, each an id and its intervals, in the Trace Event Format's JSON Object Format:
+    complete events with times in microseconds, and names of processes and threads."""
     events: list[dict[str, Any]] = []
     processes: dict[str, int] = {}
     rows: dict[tuple[int, str], int] = {}

@@ -102,7 +102,7 @@ SERIES = [
     ),
     Series("transfer_revoked", "landed rows revoked", True, _received(lambda pool: pool.counters.revoked), "kind"),
     Series(
-        "transfer_fenced", "relocations of the receive pool", True, _received(lambda pool: pool.counters.fenced),
+        "transfer_relocated", "relocations of the receive pool", True, _received(lambda pool: pool.counters.relocated),
         "kind",
     ),
     Series("transfer_waits", "waits for a free block", True, _received(lambda pool: pool.counters.waits), "kind"),

@@ -10,7 +10,7 @@ from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.kv_rows import LAYER_ROWS, CacheRows
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.kv_source import KVSource
-from triptych.engine.loop import Engine, EngineLoop
+from triptych.engine.loop import EngineCore, EngineLoop
 from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.split_loops import DecodeLoop, PrefillLoop
 from triptych.errors import StartError
@@ -33,7 +33,7 @@ class EngineComponents:
     ``embedding_width`` counts elements of ``row_dtype`` in a media row; ``receive_blocks`` are blocks for rows of each
     kind."""
 
-    engine: Engine
+    engine: EngineCore
     cache: KVTensors
     row_dtype: torch.dtype
     embedding_width: int
