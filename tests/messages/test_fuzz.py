@@ -360,7 +360,7 @@ def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tupl
     door = service.frontend
     if target == "frontend":
         # of an instance's address, Leave and Register say what it means them to say
-        address, kinds = door.channel.address, set(door.router._handlers)
+        address, kinds = door.channel.address, set(door.router.debug_state().handled)
         return address, Nonsense(2, addresses=[address], seen=seen, meant=kinds)
     instance = next(instance for instance in service.instances if instance.role is ROLES[target])
     transfers = [transfers_of(host) for host in instance.hosts]

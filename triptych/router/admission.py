@@ -87,6 +87,8 @@ class AdmissionState:
     computing: frozenset[RequestId]
     """Requests whose language instances have everything they need to compute."""
     num_tickets: int
+    num_preparing: int
+    """Requests whose prompts are being prepared."""
 
 
 class Admission:
@@ -239,7 +241,9 @@ class Admission:
         return [ticket.work for ticket in self._queue]
 
     def debug_state(self) -> AdmissionState:
-        return AdmissionState(self._queue.debug_state(), frozenset(self._computing), len(self._tickets))
+        return AdmissionState(
+            self._queue.debug_state(), frozenset(self._computing), len(self._tickets), self._preparing.total()
+        )
 
     def __len__(self) -> int:
         """Number of queued requests."""

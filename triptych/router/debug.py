@@ -18,5 +18,9 @@ class RouterState:
     """Requests whose streams wait to be dispatched."""
     admission: AdmissionState
     encode: EncodeDispatcherState
+    serving: tuple[str, ...]
+    """Names of the language instances that can take requests now."""
+    handled: frozenset[type]
+    """Types of messages that the router handles."""
     forecast: Forecast
     """The live object, not a copy."""

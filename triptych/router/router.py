@@ -330,6 +330,8 @@ class Router:
             queued=frozenset(self._streams),
             admission=self._admission.debug_state(),
             encode=self._encode_dispatcher.debug_state(),
+            serving=tuple(lease.name for lease in self._serving_instances()),
+            handled=frozenset(self._handlers),
             forecast=self._admission.forecast,
         )
 
