@@ -75,7 +75,7 @@ class ControlledFabric:
 
     def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float], times: float = math.inf) -> None:
         self.name = fabric.name
-        self.domain = fabric.domain
+        self.scope = fabric.scope
         self.checksums = True
         self.times = times
         self.holding = False

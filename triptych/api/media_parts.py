@@ -126,7 +126,11 @@ async def _fetch_part(
     if isinstance(part, ImagePart):
         return fetched | {"bounds": settings.bounds_of(part, service.prompt_builder.planner.max_image_pixels)}
     if isinstance(part, VideoPart | FramesPart):
-        return fetched | {"bounds": settings.bounds, "sampling": settings.sampling, "heard": settings.audio_in_video}
+        return fetched | {
+            "bounds": settings.bounds,
+            "sampling": settings.sampling,
+            "use_audio": settings.audio_in_video,
+        }
     return fetched
 
 
