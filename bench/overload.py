@@ -38,7 +38,7 @@ PATIENCE = 600.0
 
 
 @dataclasses.dataclass
-class StepOutput:
+class RequestOutcome:
     """How one request went: its status, 0 for none, and seconds until its answer was whole."""
 
     status: int
@@ -50,7 +50,7 @@ class Offered:
     """What came of a load, in so many seconds, of which the generator itself computed ``cpu_seconds``. ``lag``: how
     much too late requests were sent, at most."""
 
-    outcomes: list[StepOutput]
+    outcomes: list[RequestOutcome]
     seconds: float
     cpu_seconds: float
     lag: float = 0.0
@@ -73,7 +73,7 @@ def prepared(url: str, load: Load, seeds: range) -> list[bytes]:
     return found
 
 
-async def ask(url: str, request: bytes) -> StepOutput:
+async def ask(url: str, request: bytes) -> RequestOutcome:
     began = time.monotonic()
     status, answer = 0, b""
     try:
@@ -89,7 +89,7 @@ async def ask(url: str, request: bytes) -> StepOutput:
         status = status if status in REFUSED else 0
     if status == 200 and (b"[DONE]" not in answer or b'"error"' in answer):
         status = 504  # it had begun, and then its time ran out
-    return StepOutput(status, time.monotonic() - began)
+    return RequestOutcome(status, time.monotonic() - began)
 
 
 def closed_loop(url: str, load: Load, *, concurrency: int, seconds: float) -> Offered:
@@ -97,7 +97,7 @@ def closed_loop(url: str, load: Load, *, concurrency: int, seconds: float) -> Of
 
     async def run() -> Offered:
         requests = iter(prepared(url, load, range(10**6, 10**6 + int(MOST_PER_SECOND * seconds))))
-        outcomes: list[StepOutput] = []
+        outcomes: list[RequestOutcome] = []
         began, used = time.monotonic(), time.process_time()
 
         async def worker() -> None:
