@@ -13,7 +13,7 @@ from triptych.checkpoint.config_files import load_config, load_preprocessor_conf
 from triptych.checkpoint.fingerprint import fingerprint
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, LeaseConfig, TransferConfig, processes_of
-from triptych.encode.cache import EncoderCache, Rows
+from triptych.encode.cache import EmbeddingRows, EncoderCache
 from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.workers import PreprocessWorkers
@@ -228,15 +228,15 @@ class EncoderRunner:
         self._tower = tower
         self._dtype = dtype
 
-    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
         """Rows of each input, uint8 of shape (rows, row_bytes)."""
         with torch.inference_mode():
             return [_as_bytes(rows) for rows in to_cpu([r.to(self._dtype) for r in self._tower.encode(inputs)])]
 
 
-def _as_bytes(rows: torch.Tensor) -> Rows:
+def _as_bytes(rows: torch.Tensor) -> EmbeddingRows:
     """A copy: a view would keep the whole batch's rows in memory for as long as the cache keeps one item's."""
-    as_bytes: Rows = rows.contiguous().view(torch.uint8).numpy()
+    as_bytes: EmbeddingRows = rows.contiguous().view(torch.uint8).numpy()
     return np.array(as_bytes)
 
 
