@@ -78,7 +78,7 @@ def test_a_bug_in_a_loop_fails_only_requests_in_flight(
     assert isinstance(language, EngineLoop)
 
     def fail() -> None:
-        if encode._jobs if stage == "encode" else len(language.scheduler):
+        if encode.debug_state().jobs if stage == "encode" else len(language.scheduler):
             monkeypatch.undo()
             raise RuntimeError("secret of /the/server")
 
