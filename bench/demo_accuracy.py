@@ -9,7 +9,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from demo.accuracy import Asked, answers_over_http, reference_answers, report
+from demo.accuracy import EvaluatedAnswer, answers_over_http, reference_answers, report
 from demo.questions import EVALUATION_SEEDS, make_example
 from triptych.demo import MODEL_DIR
 
@@ -24,7 +24,7 @@ def main() -> None:
     examples = [make_example(seed) for seed in EVALUATION_SEEDS[: options.questions]]
     answers = asyncio.run(answers_over_http(options.model, examples, options.topology, options.dtype))
     references = reference_answers(options.model, examples)
-    asked = [Asked(*item) for item in zip(examples, answers, references, strict=True)]
+    asked = [EvaluatedAnswer(*item) for item in zip(examples, answers, references, strict=True)]
     print(json.dumps(report(asked), indent=2))
 
 

@@ -34,10 +34,10 @@ from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.devices import find_device
 from triptych.layers.linear import CUDA_FORMATS, PlainLinear
-from triptych.layers.pinned import to_device, to_host
+from triptych.layers.pinned import to_cpu, to_device
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
-from triptych.models.shared.backbone import decoder_keys
+from triptych.models.shared.backbone import detect_decoder_keys
 
 PAGE_SIZE = EngineConfig().page_size
 
@@ -51,16 +51,16 @@ class Bench:
         self.dtype = getattr(torch, dtype)
         checkpoint = RandomCheckpoint(sizes, self.dtype, device)
         config = model_config(sizes)
-        family = resolve(family_of(config).tower)(config)
+        adapter = resolve(family_of(config).adapter)(config)
         backend = None
         if device.type == "cpu":
             from triptych.layers.attention.triton_backend import TritonAttention
 
             backend = TritonAttention(num_processors=4)
         weights = CUDA_FORMATS[dtype]
-        keys = decoder_keys(family.decoder_config, checkpoint, "model.language_model.", "lm_head.weight")
-        self.decoder = Decoder.load(family.decoder_config, checkpoint, keys, weights, device, backend=backend)
-        self.tower = family.load_encoder(checkpoint, weights, device)
+        keys = detect_decoder_keys(adapter.decoder_config, checkpoint, "model.language_model.", "lm_head.weight")
+        self.decoder = Decoder.load(adapter.decoder_config, checkpoint, keys, weights, device, backend=backend)
+        self.tower = adapter.load_encoder(checkpoint, weights, device)
         self.budget = budget
         self.linears = [module for module in self.decoder.modules() if isinstance(module, PlainLinear)]
 
@@ -176,7 +176,7 @@ class Bench:
         ]
         patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])
         upload = self.on_host(lambda: (to_device([patches], self.device), self._wait()))
-        seconds = self.on_host(lambda: to_host(self.tower.encode(inputs)))
+        seconds = self.on_host(lambda: to_cpu(self.tower.encode(inputs)))
         num_patches = images * grid * grid
         return {
             "images": images,

@@ -123,7 +123,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
                 samples[name].append(sample)
     left = {name: statistics.median(map(left_ms, found)) for name, found in samples.items()}
     whole = statistics.median(map(transfer_ms, samples["at the end"]))
-    decoder = resolve(family_of(load_config(options.model)).tower)(load_config(options.model)).decoder_config
+    decoder = resolve(family_of(load_config(options.model)).adapter)(load_config(options.model)).decoder_config
     tokens = samples["by layer"][0].prompt_tokens
     num_bytes = tokens * decoder.kv_bytes(Model(Checkpoint(options.model), engine).kv_dtype.itemsize)
     return {

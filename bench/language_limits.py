@@ -69,7 +69,7 @@ def _linear(rows: int, out: int, inner: int) -> float:
 
 def decoder_config(folder: Path) -> DecoderConfig:
     config = load_config(folder)
-    decoder: DecoderConfig = resolve(family_of(config).tower)(config).decoder_config
+    decoder: DecoderConfig = resolve(family_of(config).adapter)(config).decoder_config
     return decoder
 
 

@@ -23,7 +23,7 @@ from bench.measuring import like_an_instance, median_seconds, report
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
-from triptych.layers.pointwise import likeliest
+from triptych.layers.pointwise import argmax_rows
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
 from triptych.transfer_bench.measure import machine
@@ -55,20 +55,20 @@ def _seconds(layers: list[Any], activations: Tensor) -> float:
 def encode_ms(folder: Path) -> dict[str, float]:
     """By format, for one image."""
     config, checkpoint = load_config(folder), Checkpoint(folder)
-    family = resolve(family_of(config).tower)(config)
+    adapter = resolve(family_of(config).adapter)(config)
     vision = config["vision_config"]
     grid = (1, SIDE // vision["patch_size"], SIDE // vision["patch_size"])
     values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     patches = np.random.default_rng(0).standard_normal((grid[1] * grid[2], values), dtype=np.float32)
     image = EncoderInput(patches=patches, grid=grid, name="image")
     formats = {"F.linear": PlainFormat(torch.float32), "fp16": FORMATS["fp16"], "float32": FORMATS["float32"]}
-    towers = {name: family.load_encoder(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
+    towers = {name: adapter.load_encoder(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
     return {name: round(1e3 * median_seconds(partial(tower.encode, [image]), 7), 1) for name, tower in towers.items()}
 
 
 def likeliest_ms(rows: int, vocabulary: int) -> dict[str, float]:
     logits = torch.randn(rows, vocabulary)
-    searches = {"ours": partial(likeliest, logits), "torch": partial(logits.argmax, dim=-1)}
+    searches = {"ours": partial(argmax_rows, logits), "torch": partial(logits.argmax, dim=-1)}
     return {name: round(1e3 * median_seconds(search, 30), 3) for name, search in searches.items()}
 
 

@@ -42,12 +42,12 @@ def fbgemm_int8(weight: Tensor) -> Product:
     return lambda activations: torch.ops.quantized.linear_dynamic(activations, packed, reduce_range=True)
 
 
-def onednn_int8(weight: Tensor) -> int8.OneDnnProduct:
-    return int8.OneDnnProduct(*int8.rounded(weight), None)
+def onednn_int8(weight: Tensor) -> int8.OneDnnInt8Product:
+    return int8.OneDnnInt8Product(*int8.quantize_rows(weight), None)
 
 
 def onednn_int8_alone(weight: Tensor) -> Product:
-    rounded, scales = int8.rounded(weight)
+    rounded, scales = int8.quantize_rows(weight)
     packed, multiply = torch.ops.onednn.qlinear_prepack(rounded, None), torch.ops.onednn.qlinear_pointwise
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     operands, as_float = (1.0, 64, packed, scales, zeros, None), (1.0, 0, torch.float32, "none", [], "")
@@ -62,7 +62,7 @@ KERNELS: dict[str, dict[str, Pack]] = {
     },
     "float32": {
         "ours": partial(float_product.float_product, bias=None),
-        "onednn": partial(float_product.OneDnnProduct, bias=None),
+        "onednn": partial(float_product.OneDnnFloatProduct, bias=None),
         "F.linear": lambda weight: partial(F.linear, weight=weight),
     },
     "int8": {

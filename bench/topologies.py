@@ -62,9 +62,9 @@ def memory() -> dict[str, float]:
 def weight_bytes(folder: Path) -> dict[str, float]:
     """What each role loads of the checkpoint, in MiB."""
     config = load_config(folder)
-    stages = resolve(family_of(config).tower)(config).weight_bytes_by_stage(read_folder(folder))
+    stages = resolve(family_of(config).adapter)(config).weight_bytes_by_stage(read_folder(folder))
     return {
-        role.value: round((role.encodes * stages["tower"] + role.has_decoder * stages["decoder"]) / MIB, 1)
+        role.value: round((role.encodes * stages["encoder"] + role.has_decoder * stages["decoder"]) / MIB, 1)
         for role in Role
     }
 

@@ -117,10 +117,10 @@ def page() -> str:
 
 
 def _family(name: str, family: Family) -> str:
-    loader = resolve(family.tower)
-    towers = ", ".join(map(_tower, loader.specs)) if family.takes_media else "none"
+    adapter = resolve(family.adapter)
+    towers = ", ".join(map(_tower, adapter.specs)) if family.takes_media else "none"
     modalities = ", ".join(family.modalities)
-    return f"| `{name}` | {family.name} | {modalities} | {_backbone(loader.backbone)} | {towers} |"
+    return f"| `{name}` | {family.name} | {modalities} | {_backbone(adapter.backbone)} | {towers} |"
 
 
 def _tower(spec: TowerSpec) -> str:

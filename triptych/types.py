@@ -110,11 +110,12 @@ class SoundPlan(msgspec.Struct, frozen=True):
 
 
 class PartRows(msgspec.Struct, frozen=True, array_like=True):
-    """Where the rows of one part are among its item's: at runs of (first row, rows), in order. ``heard``: the part is
-    of a video's sound, and not of its frames."""
+    """Which of its item's rows belong to one part."""
 
     runs: tuple[tuple[Count, Positive], ...]
-    heard: bool = False
+    """(first row, number of rows) of each contiguous run, in order."""
+    is_audio: bool = False
+    """Whether the part belongs to a video's audio track rather than to its frames."""
 
 
 DECODED_AT_ONCE = 2**26

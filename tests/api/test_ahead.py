@@ -15,10 +15,16 @@ def test_images_wait_as_files_not_as_patches(service: Served) -> None:
     service.encoder.close()
     with ThreadPoolExecutor(32) as clients:
         asked = [clients.submit(service.post, [image_part(image(400, 320, 500 + number))]) for number in range(32)]
-        wait_for(lambda: host._batch is not None and host._queue.num_patches and not host._preprocessing)
+
+        def is_full() -> bool:
+            state = host.debug_state()
+            return bool(state.encoding and state.queued_patches and not state.num_preprocessing)
+
+        wait_for(is_full)
         time.sleep(0.2)
-        one = max(part.patches for part in host._parts.values())
+        state = host.debug_state()
+        one = max(part.patches for part in state.parts)
         # each of those that were begun at once may go beyond by less than one image
-        assert host._queue.num_patches <= PREPROCESS_AHEAD * (host._queue.max_patches + one)
+        assert state.queued_patches <= PREPROCESS_AHEAD * (state.max_batch_patches + one)
         service.encoder.opened.set()
         assert {request.result().status_code for request in asked} == {200}

@@ -78,7 +78,7 @@ def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
     assert isinstance(language, EngineLoop)
 
     def fail() -> None:
-        if encode._jobs if stage == "encode" else len(language.scheduler):
+        if encode.debug_state().jobs if stage == "encode" else len(language.scheduler):
             monkeypatch.undo()
             raise RuntimeError("secret of /the/server")
 

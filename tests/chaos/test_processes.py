@@ -168,7 +168,7 @@ def test_broken_writes_are_mended_or_named(whole: Cluster) -> None:
         mended = sum(asking.result().code == "" and whole.is_right(asking) for asking in asked)
         assert {asking.result().code for asking in asked} <= {"", "internal_error"}
         assert mended >= 16, "few pictures meet so many faults in a row"
-        assert command.text.count("are garbled") > 0
+        assert command.text.count("are corrupt") > 0
         assert "while idle" not in command.text
 
 

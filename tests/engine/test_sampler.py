@@ -262,7 +262,7 @@ def test_results_take_one_copy_or_two_if_the_nucleus_is_too_small(
         return counting
 
     monkeypatch.setattr(sampler, "NUCLEUS", nucleus)
-    monkeypatch.setattr(sampler, "to_host", counted("from", sampler.to_host))
+    monkeypatch.setattr(sampler, "to_cpu", counted("from", sampler.to_cpu))
     monkeypatch.setattr(sampling_batch, "to_device", counted("to", sampling_batch.to_device))
     assert sampler.sample(logits, inputs) == expected
     assert counts == {"to": copies, "from": copies}

@@ -1,4 +1,4 @@
-"""Sampling on a GPU against sampling on the CPU, and without waiting for the GPU in between."""
+"""Sampling on a GPU equals sampling on the CPU, and synchronizes only for the result."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from triptych.engine import sampler
 from triptych.engine.history import History
 from triptych.engine.sampler import SamplingInput
-from triptych.layers.pinned import to_host
+from triptych.layers.pinned import to_cpu
 from triptych.messages.work import SamplingParams
 
 VOCABULARY = 151_936
@@ -46,14 +46,14 @@ def test_tokens_are_those_of_the_cpu(gpu: torch.device, logits: torch.Tensor) ->
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-def test_a_seed_names_its_tokens_whatever_the_batch(gpu: torch.device, logits: torch.Tensor) -> None:
+def test_a_seed_determines_its_tokens_in_any_batch(gpu: torch.device, logits: torch.Tensor) -> None:
     on_gpu = logits.to(gpu)
     together = sampler.sample(on_gpu, inputs())
     alone = [sampler.sample(on_gpu[row : row + 1], [one])[0] for row, one in enumerate(inputs())]
     assert [one.token for one in alone] == [one.token for one in together]
 
 
-def test_nothing_is_waited_for_but_the_result(
+def test_sampling_waits_only_for_the_result(
     gpu: torch.device, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = 0
@@ -62,12 +62,12 @@ def test_nothing_is_waited_for_but_the_result(
         nonlocal waits
         waits += 1
         torch.cuda.set_sync_debug_mode("default")
-        found = to_host(tensors)
+        found = to_cpu(tensors)
         torch.cuda.set_sync_debug_mode("error")
         return found
 
     on_gpu = logits.to(gpu)
-    monkeypatch.setattr(sampler, "to_host", waiting)
+    monkeypatch.setattr(sampler, "to_cpu", waiting)
     sampler.sample(on_gpu, inputs())  # first uses may wait
     waits = 0
     torch.cuda.set_sync_debug_mode("error")

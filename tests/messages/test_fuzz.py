@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -373,10 +373,10 @@ def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tupl
     return instance.channel.address, nonsense
 
 
-def transfers_of(host: StageLoop) -> Mapping[TransferId, object]:
+def transfers_of(host: StageLoop) -> Collection[TransferId]:
     """Those that are under way now."""
     if isinstance(host, EncodeLoop | SenderLoop):
-        return host._sender._transfers
+        return host.sender.transfers
     assert isinstance(host, EngineLoop)
     return host.source.transfers
 
@@ -384,7 +384,8 @@ def transfers_of(host: StageLoop) -> Mapping[TransferId, object]:
 def is_idle(service: Running) -> bool:
     """Nothing to encode and nothing to generate: what an attacker had encoded may go wherever he said."""
     encoders = [h for instance in service.instances for h in instance.hosts if isinstance(h, EncodeLoop)]
-    return not any(host._jobs for host in encoders) and not any(host.scheduler for host in service.engine_loops())
+    encoding = any(host.debug_state().jobs for host in encoders)
+    return not encoding and not any(host.scheduler for host in service.engine_loops())
 
 
 async def settled_answer(service: Running) -> list[int]:

@@ -184,7 +184,7 @@ def watched(folder: Path) -> Iterator[tuple[Served, Longest]]:
                 if isinstance(host, EngineLoop):
                     step: list[float] = []
                     runner: Any = host.runner
-                    runner._logits = timed(runner._logits, step)
+                    runner.logits = timed(runner.logits, step)
                     runner.run = longest.beyond("the compute thread", runner.run, step)
         loop: Any = service.loop
         loop._selector.select = longest.between("the loop of the frontend", loop._selector.select)

@@ -1,4 +1,4 @@
-"""The tokens of a video that is heard: in the order in which transformers' processor puts them."""
+"""The tokens of a video with an audio track are in the order of transformers' processor."""
 
 import random
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ SECOND = AudioHeader("MP4", 16_000, 1, 16_000, track=True)
 
 
 def reference(plan: ItemPlan) -> str:
-    """Frames are V, sound is A."""
+    """Frames are V, audio is A."""
     processor = Qwen3OmniMoeProcessor.__new__(Qwen3OmniMoeProcessor)
     marks = {"audio_bos_token": "<", "audio_eos_token": ">", "audio_token": "A", "video_token": "V"}
     for name, value in ({"video_processor": SimpleNamespace(merge_size=2)} | marks).items():
@@ -54,16 +54,16 @@ def test_tokens_are_in_the_order_of_the_reference() -> None:
 
 
 def check_parts(plan: ItemPlan, tokens: str) -> None:
-    """Each part's rows are at tokens of its kind, and both kinds go on where they were."""
+    """Each part's rows are at tokens of its modality, in order."""
     assert plan.sound
     assert plan.is_whole
     firsts = [part.runs[0][0] for part in plan.parts]
     assert firsts == sorted(firsts)
     for part in plan.parts:
         for first_row, rows in part.runs:
-            assert set(tokens[first_row : first_row + rows]) == {"A" if part.heard else "V"}
+            assert set(tokens[first_row : first_row + rows]) == {"A" if part.is_audio else "V"}
     for heard, planned in ((False, [plan.rows_per_part] * plan.grid[0]), (True, windows(plan.sound.header))):
-        numbers = [number for number, part in enumerate(plan.parts) if part.heard == heard]
+        numbers = [number for number, part in enumerate(plan.parts) if part.is_audio == heard]
         assert [plan.rows_of(number) for number in numbers] == planned
         places = [run for number in numbers for run in plan.runs_of(number)]
         assert places == sorted(places)
@@ -91,7 +91,7 @@ def test_a_plan_counts_both() -> None:
         PLANNER.plan(header, BOUNDS, sound=AudioHeader("MP4", 48_000, 1, 100, track=True))
 
 
-def test_plans_that_are_not_whole() -> None:
+def test_invalid_parts_are_rejected() -> None:
     plan = PLANNER.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, sound=SECOND)
 
     def changed(**fields: Any) -> ItemPlan:
@@ -107,17 +107,17 @@ def test_plans_that_are_not_whole() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_who_does_not_hear(family: str) -> None:
+def test_families_without_audio_in_video(family: str) -> None:
     planner = planner_of(family)
     assert not planner.audio_in_video
-    with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
+    with pytest.raises(UnsupportedMedia, match="takes no audio track with a video"):
         planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)
 
 
 def test_a_config_that_does_not_name_the_end_of_audio() -> None:
-    """transformers' own has no setting for it."""
+    """transformers' config class has no setting for it."""
     thinker = {k: v for k, v in config_of(HEARD_VIDEOS)["thinker_config"].items() if k != "audio_end_token_id"}
     planner = Qwen3OmniPlanner(config_of(HEARD_VIDEOS) | {"thinker_config": thinker}, {"feature_size": 20})
     assert not planner.audio_in_video
-    with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
+    with pytest.raises(UnsupportedMedia, match="takes no audio track with a video"):
         planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)

@@ -10,8 +10,8 @@ from typing import Any
 from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import FLOAT32, Running, running
 from tests.support.image_cases import picture, png
-from triptych.encode.cache import Rows
-from triptych.encode.loop import EncodeLoop, RowEncoder
+from triptych.encode.cache import EmbeddingRows
+from triptych.encode.loop import EncodeFunction, EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.messages.work import SamplingParams, Tokens
 from triptych.models.base import EncoderInput
@@ -24,10 +24,10 @@ ONE_AT_A_TIME = replace(FLOAT32, encode_batch_patches=1)
 
 
 class SlowEncoder:
-    def __init__(self, encoder: RowEncoder) -> None:
+    def __init__(self, encoder: EncodeFunction) -> None:
         self._encoder = encoder
 
-    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
         time.sleep(0.1)
         return self._encoder(inputs)
 
@@ -35,7 +35,7 @@ class SlowEncoder:
 def slow_down(instance: Instance) -> None:
     for host in instance.hosts:
         if isinstance(host, EncodeLoop):
-            host._encoder = SlowEncoder(host._encoder)
+            host.encoder = SlowEncoder(host.encoder)
 
 
 async def timeline(service: Running) -> list[Interval]:

@@ -91,7 +91,7 @@ class Served:
         if self.running.frontend.router.num_requests:
             return False
         for host in (host for instance in self.running.instances for host in instance.hosts):
-            if isinstance(host, EncodeLoop) and host._jobs:
+            if isinstance(host, EncodeLoop) and host.debug_state().jobs:
                 return False
             if isinstance(host, EngineLoop) and (host.scheduler.pool.num_used or host.source.stats().used):
                 return False
@@ -114,8 +114,8 @@ def served(
             if isinstance(host, EngineLoop):
                 host.runner.run = steps.guard(host.runner.run)  # type: ignore[method-assign]
             if isinstance(host, EncodeLoop):
-                host._encoder = encoder.guard(host._encoder)
-                host._next_parts = preprocessor.guard(host._next_parts)  # type: ignore[method-assign]
+                host.encoder = encoder.guard(host.encoder)
+                host.preprocess_slice = preprocessor.guard(host.preprocess_slice)  # type: ignore[method-assign]
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

@@ -70,7 +70,7 @@ class DecodeGraphs:
     def _fill(self, batch: ForwardBatch) -> None:
         """Copy the inputs to the device at once. The pages come last, so that only the used part is copied."""
         attention = batch.attention
-        tables = PagedTables.on_host(attention.query_lens, attention.kv_lens, attention.page_tables, tile=1)
+        tables = PagedTables.on_cpu(attention.query_lens, attention.kv_lens, attention.page_tables, tile=1)
         inputs = [batch.tokens, batch.positions, attention.slots, tables.kv_lens, tables.page_starts, tables.pages]
         on_host = packed(inputs, pin_memory=self._device.type == "cuda")
         self._buffer[: len(on_host)].copy_(on_host, non_blocking=True)
@@ -92,7 +92,7 @@ class DecodeGraphs:
             tokens=tokens,
             positions=positions,
             media_index=nothing,
-            media_rows=torch.empty(0, width, dtype=self._decoder.dtype, device=self._device),
+            media_embeddings=torch.empty(0, width, dtype=self._decoder.dtype, device=self._device),
             logits_index=rows,
             attention=AttentionBatch(
                 query_lens=[1] * size,
@@ -168,5 +168,10 @@ def _no_rows(batch: ForwardBatch) -> ForwardBatch:
     """Return a step without tokens, in host memory."""
     none = torch.empty(0, dtype=torch.int64)
     return ForwardBatch(
-        none, torch.empty(3, 0, dtype=torch.float64), none, batch.media_rows, none, AttentionBatch([], [], [], none)
+        none,
+        torch.empty(3, 0, dtype=torch.float64),
+        none,
+        batch.media_embeddings,
+        none,
+        AttentionBatch([], [], [], none),
     )

@@ -129,7 +129,7 @@ class EmbeddingSource(RowSource):
         pages; it must not wait for their blocks."""
         for item in self._items.get(request_id, ()):
             if item.transfer is not None:
-                self._receiver.keep(item.transfer)
+                self._receiver.pin(item.transfer)
 
     def _consume(self, item: _IncomingItem, transfer: TransferId, end_row: int) -> None:
         self._receiver.consume(transfer, end_row)

@@ -34,10 +34,10 @@ def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     """Move a step's tensors to a device in one copy, except the page tables: the attention backend moves them with the
     first layer."""
     attention = batch.attention
-    tokens, positions, media_index, media_rows, logits_index, slots = to_device(
-        [batch.tokens, batch.positions, batch.media_index, batch.media_rows, batch.logits_index, attention.slots],
+    tokens, positions, media_index, media_embeddings, logits_index, slots = to_device(
+        [batch.tokens, batch.positions, batch.media_index, batch.media_embeddings, batch.logits_index, attention.slots],
         device,
     )
     return ForwardBatch(
-        tokens, positions, media_index, media_rows, logits_index, attention=replace(attention, slots=slots)
+        tokens, positions, media_index, media_embeddings, logits_index, attention=replace(attention, slots=slots)
     )

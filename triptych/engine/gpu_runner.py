@@ -32,6 +32,11 @@ class GpuRunner(Runner):
         self._device = device
         self._prepared: dict[int, _Prepared] = {}
 
+    @property
+    def num_prepared(self) -> int:
+        """Number of requests whose next inputs are prepared."""
+        return len(self._prepared)
+
     def prepare(self, chunks: Sequence[Chunk]) -> None:
         """Prepare the inputs of each sampling request's next token, which don't depend on that token, unless it needs a
         new page."""
@@ -40,14 +45,14 @@ class GpuRunner(Runner):
             following = Chunk(chunk.request, chunk.start + chunk.length, 1)
             pages = list(chunk.request.pages)
             if chunk.samples and following.start < len(pages) * self._page_size:
-                inputs = super()._inputs(following)
+                inputs = super().chunk_inputs(following)
                 self._prepared[id(chunk.request)] = _Prepared(chunk.request, following.start, pages, inputs)
 
     def _device_context(self) -> AbstractContextManager[object]:
         # Triton launches on the thread's current device; -1 leaves it as it is
         return torch.cuda.device(-1 if self._device.index is None else self._device.index)
 
-    def _inputs(self, chunk: Chunk) -> ChunkInputs:
+    def chunk_inputs(self, chunk: Chunk) -> ChunkInputs:
         request, prepared = chunk.request, self._prepared.get(id(chunk.request))
         if (
             prepared is not None
@@ -56,4 +61,4 @@ class GpuRunner(Runner):
             and prepared.pages == request.pages  # it may have been preempted and restarted since
         ):
             return prepared.inputs
-        return super()._inputs(chunk)
+        return super().chunk_inputs(chunk)

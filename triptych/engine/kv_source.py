@@ -12,7 +12,7 @@ from triptych.engine.source import RowSource
 from triptych.messages.rows import Wrote
 from triptych.messages.work import PrefillNeeded
 from triptych.observe.timeline import Interval
-from triptych.transfer.receiver import Failure, Receiver
+from triptych.transfer.receiver import Receiver, TransferFailure
 from triptych.types import Address, RequestId, TransferId
 
 
@@ -47,7 +47,7 @@ class KVSource(RowSource):
         """``no_rows``: the empty embeddings that every step gets, since media tokens are prefilled elsewhere."""
         super().__init__(receiver, name, address)
         self._no_rows = no_rows
-        self._failures: list[tuple[RequestId, Failure]] = []
+        self._failures: list[tuple[RequestId, TransferFailure]] = []
         self._cache = cache
         self._incoming: dict[RequestId, _IncomingKV] = {}
         self._intervals: dict[RequestId, Interval] = {}
@@ -115,7 +115,7 @@ class KVSource(RowSource):
         interval = self._intervals.get(request_id)
         return [interval] if interval else []
 
-    def take_failures(self) -> list[tuple[RequestId, Failure]]:
+    def take_failures(self) -> list[tuple[RequestId, TransferFailure]]:
         """As ``RowSource.take_failures``, including requests whose first token will never arrive."""
         failures, self._failures = self._failures, []
         return [
@@ -129,7 +129,7 @@ class KVSource(RowSource):
         super().producer_lost(producer, offering)
         for request_id, incoming in self._incoming.items():
             if incoming.complete and incoming.transfer in offering:
-                failure = Failure(
+                failure = TransferFailure(
                     incoming.transfer, "InstanceLost", "the prefill instance was lost before it sent the next token"
                 )
                 self._failures.append((request_id, failure))

@@ -28,7 +28,7 @@ from triptych.messages.stats import InstanceStats, LanguageStats
 from triptych.messages.work import Cancel, Failed, Generate, PeerLost, TokenLogprob, Tokens
 from triptych.observe.timeline import Interval
 from triptych.stage_loop import Handlers
-from triptych.transfer.receiver import Failure
+from triptych.transfer.receiver import TransferFailure
 from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class EngineLoop:
         if message := self.source.expect(request):
             self._send(self._frontend, message)
 
-    def _on_failure(self, request_id: RequestId, failure: Failure) -> None:
+    def _on_failure(self, request_id: RequestId, failure: TransferFailure) -> None:
         self._fail(request_id, failure.error, failure.reason)
 
     def _remove(self, request_id: RequestId) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triptych.engine.scheduler import Chunk
 from triptych.errors import NonFiniteLogits, TriptychError
-from triptych.layers.pinned import to_device, to_host
+from triptych.layers.pinned import to_cpu, to_device
 from triptych.messages.work import PromptLogprobs
 
 
@@ -44,7 +44,7 @@ def score(logits: Tensor, queries: Sequence[PromptLogprobsQuery]) -> list[Prompt
     own = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs >= own).sum(dim=-1)
     values, likeliest = torch.topk(logprobs, max(one.num_top for one in queries))
-    ranked = to_host(
+    ranked = to_cpu(
         [torch.cat([own, values], dim=1), torch.cat([tokens[:, None], likeliest], dim=1).int(), ranks.int()]
     )
     parts = zip(*(torch.split(part, [len(one.tokens) for one in queries]) for part in ranked), strict=True)

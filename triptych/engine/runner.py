@@ -80,7 +80,7 @@ class Runner:
     def batch(self, chunks: Sequence[Chunk], media: MediaEmbeddings) -> ForwardBatch:
         """Pack a step's tokens in the order of ``chunks``. Built from lists by few functions: between steps none of
         this is in the processor's caches, and each further call costs more than the work."""
-        inputs = [self._inputs(chunk) for chunk in chunks]
+        inputs = [self.chunk_inputs(chunk) for chunk in chunks]
         starts = accumulate((chunk.length for chunk in chunks), initial=0)
         wanted = [start + token for start, chunk in zip(starts, chunks, strict=False) for token in chunk.wanted]
         return ForwardBatch(
@@ -92,7 +92,7 @@ class Runner:
                 dtype=torch.float64,
             ),
             media_index=media.index,
-            media_rows=media.rows,
+            media_embeddings=media.rows,
             logits_index=torch.tensor(wanted, dtype=torch.int64),
             attention=AttentionBatch(
                 query_lens=[c.length for c in chunks],
@@ -117,7 +117,7 @@ class Runner:
         """Run a step. ``sampling_inputs`` are those of the chunks that sample, in order; ``queries`` is what
         ``prompt_logprobs_queries`` returns for the chunks; ``after_layer`` is passed to the decoder."""
         with self._device_context(), torch.inference_mode():
-            logits = self._logits(batch, after_layer)
+            logits = self.logits(batch, after_layer)
             scored = score(logits, queries) if queries else []
             if queries:
                 taken = {row for one in queries for row in range(one.first_row, one.first_row + len(one.tokens))}
@@ -128,10 +128,12 @@ class Runner:
         """Return a context manager around a step, entered on the compute thread."""
         return nullcontext()
 
-    def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
+    def logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
+        """Run the decoder and return its logits, float32 [L, vocab]."""
         return self.decoder(batch, self.cache, after_layer)
 
-    def _inputs(self, chunk: Chunk) -> ChunkInputs:
+    def chunk_inputs(self, chunk: Chunk) -> ChunkInputs:
+        """Return a chunk's positions, page table and slots."""
         pages, size = chunk.request.pages, self._page_size
         return ChunkInputs(
             positions=chunk.request.positions_of(chunk.start, chunk.length),

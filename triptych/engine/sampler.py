@@ -18,8 +18,8 @@ from triptych.engine.sampling_batch import (
     uniform,
 )
 from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
-from triptych.layers.pinned import to_host
-from triptych.layers.pointwise import likeliest
+from triptych.layers.pinned import to_cpu
+from triptych.layers.pointwise import argmax_rows
 
 __all__ = ["SampleResult", "SampledToken", "SamplingInput", "sample", "uniform"]
 
@@ -57,21 +57,21 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampleResult
     vocabulary = logits.shape[1]
     batch = SamplingBatch(inputs, vocabulary, logits.device)
     adjusted = adjusted_logits(logits, batch)
-    tokens = likeliest(adjusted)
+    tokens = argmax_rows(adjusted)
     # a NaN is the highest of its row, so a finite highest logit means that the row can be sampled from
     highest = adjusted.gather(1, tokens[:, None])[:, 0]
     if batch.free is not None:
         tokens[batch.free.rows] = _inverse_cdf(_weights(adjusted, batch.free), batch.free.thresholds)
     if batch.limited is None:
-        found, tops, *logprobs = to_host([tokens, highest, *_logprobs(logits, tokens, batch)])
+        found, tops, *logprobs = to_cpu([tokens, highest, *_logprobs(logits, tokens, batch)])
         return _checked(logits, tops, batch, _sampled_tokens(inputs, batch, found.tolist(), logprobs))
     count = min(1 + max([NUCLEUS, *(inputs[row].sampling.top_k for row in batch.limited_rows)]), vocabulary)
     tokens[batch.limited.rows], reached = _sample_limited(adjusted, batch.limited, count)
-    enough, found, tops, *logprobs = to_host([reached, tokens, highest, *_logprobs(logits, tokens, batch)])
+    enough, found, tops, *logprobs = to_cpu([reached, tokens, highest, *_logprobs(logits, tokens, batch)])
     if again := [row for row, done in zip(batch.limited_rows, enough.tolist(), strict=True) if not done]:
         random_rows = make_random_rows(inputs, again, logits.device)
         tokens[random_rows.rows], _ = _sample_limited(adjusted, random_rows, vocabulary)
-        found, *logprobs = to_host([tokens, *_logprobs(logits, tokens, batch)])
+        found, *logprobs = to_cpu([tokens, *_logprobs(logits, tokens, batch)])
     return _checked(logits, tops, batch, _sampled_tokens(inputs, batch, found.tolist(), logprobs))
 
 

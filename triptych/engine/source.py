@@ -13,7 +13,7 @@ from triptych.messages.rows import Abort, Done, Offer, Wrote
 from triptych.messages.stats import ReceivePool
 from triptych.observe.timeline import Interval
 from triptych.stage_loop import Handlers
-from triptych.transfer.receiver import Failure, Receiver
+from triptych.transfer.receiver import Receiver, TransferFailure
 from triptych.types import Address, RequestId, TransferId
 
 
@@ -66,7 +66,7 @@ class RowSource(ABC):
         """Grant free blocks to waiting transfers."""
         self._receiver.grant()
 
-    def take_failures(self) -> list[tuple[RequestId, Failure]]:
+    def take_failures(self) -> list[tuple[RequestId, TransferFailure]]:
         """Return the requests that have a failed transfer since the last call, each once, with the failure."""
         self._receiver.check_deadlines()
         failures = self._receiver.take_failures()

@@ -22,7 +22,7 @@ from triptych.layers.decoder import ForwardBatch
 from triptych.messages.codec import Send
 from triptych.messages.work import Failed, Generate, PeerLost, Prefill, Prefilled
 from triptych.stage_loop import Handlers
-from triptych.transfer.receiver import Failure
+from triptych.transfer.receiver import TransferFailure
 from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class DecodeLoop(EngineLoop):
                 ),
             )
 
-    def _on_failure(self, request_id: RequestId, failure: Failure) -> None:
+    def _on_failure(self, request_id: RequestId, failure: TransferFailure) -> None:
         """Have the request prefilled again if its prefill instance was lost; fail it otherwise."""
         request = self.scheduler.get(request_id)
         self._prefill_attempts[request_id] += 1

@@ -23,8 +23,8 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
     positions = batch.positions.flatten().view(torch.int64)  # the same bits
     integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, attention.slots, *tables)
     group.broadcast(torch.cat(integers).cpu())
-    if len(batch.media_rows):
-        group.broadcast(batch.media_rows.to("cpu", row_dtype).contiguous())
+    if len(batch.media_embeddings):
+        group.broadcast(batch.media_embeddings.to("cpu", row_dtype).contiguous())
 
 
 def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
@@ -39,7 +39,7 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
         tokens=token_ids,
         positions=positions.view(torch.float64).view(3, tokens),
         media_index=media_index,
-        media_rows=group.broadcast(rows) if media else rows,
+        media_embeddings=group.broadcast(rows) if media else rows,
         logits_index=logits_index,
         attention=AttentionBatch(
             query_lens=query_lens.tolist(),

@@ -114,14 +114,14 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class Abort(Struct, frozen=True, tag=True):
-    """Either way: the transfer won't complete; answer Done to ``sender`` when you have let go of it. ``let_go`` is
+    """Either way: the transfer won't complete; answer Done to ``sender`` when you have let go of it. ``released`` is
     False when a producer can't end a write that it began: the consumer's memory isn't safe from it."""
 
     transfer: TransferId
     by: End
     sender: Address
     reason: str
-    let_go: bool = True
+    released: bool = True
 
 
 RowMessage = Offer | Grant | Wrote | Done | Abort

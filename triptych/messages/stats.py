@@ -29,15 +29,15 @@ class SenderCounters(_Counters):
 class ReceiverCounters(_Counters):
     """What the consumer's end has done so far. ``resumes`` counts grants that start beyond row 0, ``waits`` how often a
     transfer came up in line and found no free block, ``revoked`` how often landed rows were taken back for the head of
-    the line, ``resent`` grants that were repeated because rows arrived garbled, ``fenced`` how often the buffer had to
-    move."""
+    the line, ``resent`` grants that were repeated because rows arrived garbled, ``relocated`` how often the buffer
+    had to move."""
 
     grants: Count = 0
     resumes: Count = 0
     waits: Count = 0
     revoked: Count = 0
     resent: Count = 0
-    fenced: Count = 0
+    relocated: Count = 0
     rows: Count = 0
     bytes: Count = 0
     completed: Count = 0

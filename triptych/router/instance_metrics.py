@@ -87,7 +87,7 @@ SERIES = [
     Series("transfer_received", "transfers completed", True, _received(lambda pool: pool.counters.completed), "kind"),
     Series("transfer_resent", "grants of garbled rows", True, _received(lambda pool: pool.counters.resent), "kind"),
     Series("transfer_revoked", "rows taken back", True, _received(lambda pool: pool.counters.revoked), "kind"),
-    Series("transfer_fenced", "moves of the pool", True, _received(lambda pool: pool.counters.fenced), "kind"),
+    Series("transfer_relocated", "moves of the pool", True, _received(lambda pool: pool.counters.relocated), "kind"),
     Series("transfer_waits", "waits for a block", True, _received(lambda pool: pool.counters.waits), "kind"),
     Series("transfer_sent_bytes", "bytes written to others", True, _sent(lambda sent: sent.bytes)),
     Series("transfer_sent", "transfers that were sent whole", True, _sent(lambda sent: sent.completed)),

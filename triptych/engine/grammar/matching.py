@@ -17,7 +17,7 @@ from triptych.engine.grammar.messages import EndMatching, GrammarRequest, MatchP
 from triptych.engine.grammar.process_queue import ProcessQueue
 from triptych.errors import GrammarTooCostly, InternalError, TriptychError
 from triptych.messages.work import GrammarSpec
-from triptych.sandbox.protocol import BrokenProtocol
+from triptych.sandbox.protocol import ProtocolError
 
 
 class Matching:
@@ -127,15 +127,15 @@ class Matching:
 
     def on_progress(self, about: bytes) -> bool:
         """Handle an encoded MatchProgress. Returns whether ``on_done`` must be called for the mask in it. Raises
-        BrokenProtocol."""
+        ProtocolError."""
         if self._queue is None:
             return False
         try:
             progress = msgspec.msgpack.decode(about, type=MatchProgress)
         except msgspec.MsgspecError as error:
-            raise BrokenProtocol(str(error)) from None
+            raise ProtocolError(str(error)) from None
         if not 0 <= progress.position <= len(self._tokens) or len(progress.mask or b"") not in (0, self._mask_bytes):
-            raise BrokenProtocol("a position or a mask out of range")
+            raise ProtocolError("a position or a mask out of range")
         if progress.rejected:
             self.fail(InternalError("the grammar rejected a token that it had allowed"))
             return True

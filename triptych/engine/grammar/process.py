@@ -21,7 +21,7 @@ from triptych.engine.grammar.messages import (
     StartMatching,
 )
 from triptych.messages.work import GrammarKind, GrammarSpec
-from triptych.sandbox.fork_server import Respond
+from triptych.sandbox.fork_server import Responder
 
 if TYPE_CHECKING:
     import xgrammar
@@ -30,7 +30,7 @@ SLICE = 0.02
 """Seconds of processor time after which a request with more tokens to match yields to the others."""
 
 
-def serve(argument: str) -> Callable[[], Respond]:
+def serve(argument: str) -> Callable[[], Responder]:
     """Entry point of the fork server: loads the tokenizer and xgrammar once for all grammars."""
     folder, vocabulary = json.loads(argument)
     compilation = Compilation(Path(folder), vocabulary)

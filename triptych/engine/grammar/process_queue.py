@@ -11,7 +11,7 @@ import msgspec
 
 from triptych.engine.grammar.messages import GrammarRequest
 from triptych.sandbox import protocol
-from triptych.sandbox.protocol import BrokenProtocol, Bulk, Failure, Result
+from triptych.sandbox.protocol import Bulk, ProtocolError, Result, TaskFailed
 
 if TYPE_CHECKING:
     from triptych.engine.grammar.matching import Matching
@@ -36,7 +36,7 @@ class ProcessQueue:
         self.number = number
         self.connection = connection
         self.pending: deque[PendingRequest] = deque()
-        self.outbox: deque[tuple[protocol.Question, bytes]] = deque()
+        self.outbox: deque[tuple[protocol.ProcessRequest, bytes]] = deque()
         self.closed = False
         """Whether the process has closed its end of the connection."""
         self.killed_at = 0.0
@@ -54,7 +54,7 @@ class ProcessQueue:
         """Queue a request without blocking; ``flush`` sends what the socket can't take now. Requests to a process that
         has ended are dropped. ``seconds`` is the processor time after which the kernel ends the process."""
         self.pending.append(PendingRequest(matching, timeout, time.monotonic()))
-        self.outbox.append((protocol.Question(msgspec.msgpack.encode(request), seconds), bulk))
+        self.outbox.append((protocol.ProcessRequest(msgspec.msgpack.encode(request), seconds), bulk))
         self.flush()
 
     def flush(self) -> None:
@@ -73,8 +73,8 @@ class ProcessQueue:
                     bulk.close()
             self.outbox.popleft()
 
-    def answers(self) -> Iterator[tuple[PendingRequest, Result | Failure]]:
-        """Yield the answers received since the last call. Raises BrokenProtocol for a malformed one."""
+    def answers(self) -> Iterator[tuple[PendingRequest, Result | TaskFailed]]:
+        """Yield the answers received since the last call. Raises ProtocolError for a malformed one."""
         while True:
             try:
                 data, bulk = protocol.receive(self.connection)
@@ -88,11 +88,11 @@ class ProcessQueue:
                 self.closed = True
                 return
             if not self.pending:
-                raise BrokenProtocol("an answer without a request")
+                raise ProtocolError("an answer without a request")
             try:
-                answer = msgspec.msgpack.decode(data, type=Result | Failure)
+                answer = msgspec.msgpack.decode(data, type=Result | TaskFailed)
             except msgspec.MsgspecError as error:
-                raise BrokenProtocol(str(error)) from None
+                raise ProtocolError(str(error)) from None
             answered = self.pending.popleft()
             self.restart_timer()
             yield answered, answer

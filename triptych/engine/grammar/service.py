@@ -38,8 +38,8 @@ from triptych.engine.grammar.process_queue import ProcessQueue
 from triptych.errors import InternalError, InvalidRequest, RequestError, TriptychError, from_wire
 from triptych.messages.work import GrammarSpec
 from triptych.observe.machine import ending
-from triptych.sandbox.forks import ForkServer
-from triptych.sandbox.protocol import BrokenProtocol, Failure, ForkSpec, Result
+from triptych.sandbox.fork_client import ForkServer
+from triptych.sandbox.protocol import ForkSpec, ProtocolError, Result, TaskFailed
 
 log = logging.getLogger(__name__)
 
@@ -262,12 +262,12 @@ class GrammarService:
                     notify |= self._on_compiled(grammar, queue, answer)
                 elif request.matching is None:
                     continue
-                elif isinstance(answer, Failure):
+                elif isinstance(answer, TaskFailed):
                     request.matching.fail(_failure(answer))
                     notify = True
                 else:
-                    notify |= request.matching.on_progress(answer.about)
-        except BrokenProtocol as error:
+                    notify |= request.matching.on_progress(answer.payload)
+        except ProtocolError as error:
             log.error("malformed answer from a grammar's process: %s", error)
             self._kill(queue)
         if grammar.process_queue is queue:
@@ -276,7 +276,7 @@ class GrammarService:
                 self._selector.unregister(queue.connection)
         return notify
 
-    def _on_compiled(self, grammar: _Grammar, queue: ProcessQueue, answer: Result | Failure) -> bool:
+    def _on_compiled(self, grammar: _Grammar, queue: ProcessQueue, answer: Result | TaskFailed) -> bool:
         self._release_slot(grammar)
         if isinstance(answer, Result):
             grammar.compiled = True
@@ -293,14 +293,14 @@ class GrammarService:
         """Handle messages of the fork server. Returns whether ``on_done`` must be called."""
         assert self._server is not None
         try:
-            for ended in self._server.ended():
+            for ended in self._server.exited():
                 grammar = self._by_number.pop(ended.number, None)
                 if grammar is not None:
                     with self._changed:
                         if grammar.process_queue is not None and not grammar.process_queue.closed:
                             self._on_answers(grammar)  # sent before it ended
                         self._process_ended(grammar, ended.code)
-        except (EOFError, BrokenProtocol):
+        except (EOFError, ProtocolError):
             self._server_ended()
         return True
 
@@ -421,5 +421,5 @@ class GrammarService:
                     self._reject(grammar, InternalError("the processes that match grammars can't be started"))
 
 
-def _failure(answer: Failure) -> TriptychError:
+def _failure(answer: TaskFailed) -> TriptychError:
     return from_wire(answer.error, answer.message) if answer.error else too_costly(answer.message)

@@ -40,7 +40,7 @@ def hidden_states(decoder: Decoder, count: int) -> Tensor:
         tokens=tokens,
         positions=torch.arange(count, dtype=torch.float64).expand(3, -1),
         media_index=torch.empty(0, dtype=torch.int64),
-        media_rows=torch.empty(0, config.hidden_size * (1 + config.num_deepstack_layers)),
+        media_embeddings=torch.empty(0, config.hidden_size * (1 + config.num_deepstack_layers)),
         logits_index=torch.arange(count),
         attention=AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count)),
     )
@@ -72,16 +72,16 @@ def main() -> None:
     like_an_instance(options.threads)
     torch.manual_seed(0)
     config = load_config(options.model)
-    family = resolve(family_of(config).tower)(config)
+    adapter = resolve(family_of(config).adapter)(config)
     found: dict[str, Any] = {
         "machine": machine(),
         "options": {"model": str(options.model), "threads": options.threads},
-        "vocabulary": family.decoder_config.vocab_size,
-        "hidden": family.decoder_config.hidden_size,
+        "vocabulary": adapter.decoder_config.vocab_size,
+        "hidden": adapter.decoder_config.hidden_size,
     }
     with torch.inference_mode():
         for name in options.formats:
-            decoder = family.load_decoder(Checkpoint(options.model), WEIGHT_FORMATS[name], CPU)
+            decoder = adapter.load_decoder(Checkpoint(options.model), WEIGHT_FORMATS[name], CPU)
             if decoder.head.pruned_head is None:
                 parser.error("a pruned_head wants a C compiler and a processor with VNNI")
             hidden = hidden_states(decoder, max(TOKENS))

@@ -1,8 +1,8 @@
-"""The first lesson: the vision tower alone learns to see, before the language half learns to talk about it.
+"""First training phase: trains the vision tower by itself, before the decoder is trained with it.
 
-What the drawing program knows exactly, which shape or digit of which colour is where, and in which of nine places a
-token lies, is asked of each of the tower's output tokens through linear probes that are thrown away afterwards. It
-takes a small share of the whole training, and spares the language half from having to ask a blind tower.
+Linear probes on each of the tower's output tokens predict what the drawing program knows exactly: the shape or digit,
+its colour, and in which of nine places the token lies. The probes are dropped afterwards. The phase takes a small share
+of the training, and the decoder then starts with a tower that already recognises what is drawn.
 """
 
 import time
@@ -23,7 +23,7 @@ from demo.questions import through_file
 
 NAMES = (*SHAPES, *"0123456789")
 UNCLEAR = -100
-"""A token of which part of a thing can be seen, but not enough to say what it is: not asked."""
+"""Label of a token that shows too little of a thing to identify it; excluded from the loss."""
 PICTURES = 24
 
 
@@ -32,15 +32,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Labels(Generic[T]):
-    """What each token shows: indices of names, of colours and of places, int64 [tokens] each."""
+    """What each token shows, as indices, int64 [tokens] each."""
 
     names: T
+    """Index in ``NAMES``."""
     colours: T
+    """Index in ``COLOURS``."""
     places: T
+    """Index in ``PLACES``."""
 
 
 class Probes(nn.Module):
-    """For each of the tower's outputs: what is here, in which colour (the last class is nothing), in which place."""
+    """Linear probes of each of the tower's outputs: shape or digit, colour (whose last classes mean nothing), place."""
 
     def __init__(self, num_outputs: int, hidden: int) -> None:
         super().__init__()
@@ -49,24 +52,24 @@ class Probes(nn.Module):
         self.places = nn.ModuleList(nn.Linear(hidden, len(PLACES)) for _ in range(num_outputs))
 
     def forward(self, outputs: Sequence[torch.Tensor], labels: Labels[torch.Tensor]) -> torch.Tensor:
-        """The mean loss over outputs, each [tokens, hidden]."""
+        """Return the mean loss over outputs, each [tokens, hidden]."""
         losses = []
         for output, name, colour, place in zip(outputs, self.names, self.colours, self.places, strict=True):
-            losses.append(_asked(name(output), labels.names))
-            losses.append(_asked(colour(output), labels.colours))
+            losses.append(_weighted_loss(name(output), labels.names))
+            losses.append(_weighted_loss(colour(output), labels.colours))
             losses.append(nn.functional.cross_entropy(place(output), labels.places))
         return torch.stack(losses).mean()
 
 
-def _asked(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Cross entropy; tokens that show nothing are many, and so count less."""
+def _weighted_loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy, in which the many tokens that show nothing have a lower weight."""
     weight = torch.ones(logits.shape[1])
     weight[-1] = 0.3
     return nn.functional.cross_entropy(logits, wanted, weight=weight, ignore_index=UNCLEAR)
 
 
 def labels(marks: Sequence[Mark], grid: tuple[int, int]) -> Labels[npt.NDArray[np.int64]]:
-    """What each token of a grid of patches shows."""
+    """Return what each token of a grid of patches shows."""
     rows, columns = (side // MERGE for side in grid)
     y, x = ((np.arange(rows) + 0.5) / rows)[:, None], ((np.arange(columns) + 0.5) / columns)[None, :]
     names, colours = np.full((rows, columns), len(NAMES)), np.full((rows, columns), len(COLOURS))
@@ -86,13 +89,13 @@ def labels(marks: Sequence[Mark], grid: tuple[int, int]) -> Labels[npt.NDArray[n
     return Labels(names.reshape(-1), colours.reshape(-1), places.reshape(-1))
 
 
-def learn_to_see(
+def train_tower(
     model: Qwen3VLForConditionalGeneration,
     optimizers: Sequence[torch.optim.Optimizer],
     rng: Random,
     seconds: float,
 ) -> None:
-    """Trains the tower for that long; ``optimizers`` hold its parameters, at the rates they shall have."""
+    """Train the tower for ``seconds``; ``optimizers`` hold its parameters, with the learning rates to use."""
     tower = model.model.visual
     probes = Probes(1 + len(tower.deepstack_merger_list), tower.config.out_hidden_size)
     own = torch.optim.AdamW(probes.parameters(), lr=3e-3)
@@ -111,7 +114,7 @@ def learn_to_see(
         if time.monotonic() - reported > 60:
             reported = time.monotonic()
             mean = sum(losses) / len(losses)
-            print(f"{(reported - start) / 60:5.1f} min  sight step {step}  loss {mean:.4f}", flush=True)
+            print(f"{(reported - start) / 60:5.1f} min  tower step {step}  loss {mean:.4f}", flush=True)
             losses = []
 
 
