@@ -1,4 +1,4 @@
-"""Long videos take turns on an encoder: with each other, with other clients' and with pictures."""
+"""Long videos share an encoder in time slices: with each other, with other clients' videos and with images."""
 
 import struct
 import time
@@ -22,24 +22,24 @@ TIME_SLICE_SECONDS = 0.05
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a video takes several on a fast machine, too."""
+    """Short slices, so that a video takes several even on a fast machine."""
     monkeypatch.setattr(encode, "TIME_SLICE_SECONDS", TIME_SLICE_SECONDS)
 
 
 def long_videos(number: int) -> list[bytes]:
-    """Files that differ, of the same frames: with many pixels to decode for a few that are seen."""
+    """Return different files of the same frames, most of whose decoded frames are not sampled."""
     video = clip("mp4", frames=240, width=960, height=544, rate=10)
     return [video + struct.pack(">I4sI", 12, b"free", one) for one in range(number)]
 
 
 class Turns:
-    """What an encoder preprocesses, as it happens."""
+    """Log of what an encoder preprocesses."""
 
     def __init__(self, service: Served) -> None:
         hosts = [host for instance in service.running.instances for host in instance.hosts]
         (self.host,) = [host for host in hosts if isinstance(host, EncodeLoop)]
         self.log: list[tuple[str, bool, float]] = []
-        """Of each turn that is over whose item it was, whether that is long, and how many seconds it took."""
+        """Each finished slice: the item's key, whether it is long, and the seconds."""
         self._next_parts = self.host.preprocess_slice
         self.host.preprocess_slice = self._noted  # type: ignore[method-assign]
 
@@ -50,11 +50,11 @@ class Turns:
         return parts
 
     def of_others(self) -> int:
-        """How many long items' turns were over when the first other item's began."""
+        """Return how many slices of long items ended before the first other item started."""
         return next(number for number, (_, long, _) in enumerate(self.log) if not long)
 
 
-def test_a_picture_beside_five_long_videos_waits_for_one_turn_at_most(folder: Path) -> None:
+def test_an_image_waits_for_at_most_one_time_slice_of_long_videos(folder: Path) -> None:
     with served(folder) as service, ThreadPoolExecutor(8) as pool:
         turns = Turns(service)
         videos = [pool.submit(service.post, [video_part(data), text_part("x")]) for data in long_videos(5)]
@@ -65,14 +65,14 @@ def test_a_picture_beside_five_long_videos_waits_for_one_turn_at_most(folder: Pa
         before = len(turns.log)
         assert picture.result(30).status_code == 200
         assert not any(video.done() for video in videos[2:]), "nor did it wait for a video's end"
-        assert turns.of_others() <= before + 2, "the turn that ran, and one that had begun while the loop was told"
-        begun = {key for key, _, _ in turns.log}
-        assert len(begun) > 2, "videos take turns with each other, too"
+        assert turns.of_others() <= before + 2, "the running slice, and one that started before the loop was notified"
+        started = {key for key, _, _ in turns.log}
+        assert len(started) > 2, "videos share the encoder with each other, too"
         assert [video.result(60).status_code for video in videos] == [200] * 5
         assert max(len(turns.log), 1) > 10
 
 
-def test_anothers_long_video_does_not_wait_for_the_end_of_one_callers(folder: Path) -> None:
+def test_long_videos_of_different_clients_share_the_encoder(folder: Path) -> None:
     with served(folder) as service, ThreadPoolExecutor(8) as pool:
         turns = Turns(service)
         *crowd, single = long_videos(MAX_LONG_ITEMS + 2)
@@ -95,7 +95,7 @@ def test_anothers_long_video_does_not_wait_for_the_end_of_one_callers(folder: Pa
         assert [answer.result(60) for answer in answers] == [200] * len(answers)
 
 
-def test_a_long_items_turn_is_short(folder: Path) -> None:
+def test_time_slices_of_long_items_are_short(folder: Path) -> None:
     with served(folder) as service:
         turns = Turns(service)
         (data,) = long_videos(1)

@@ -59,6 +59,8 @@ class WebFetcher:
         self._allowed = allowed
         self._limits = limits or WebLimits()
         self._slots = asyncio.Semaphore(self._limits.concurrency)
+        self.num_fetches = 0
+        """Fetches that are running."""
         self._lookups = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="lookup")
         self._pool: httpcore.AsyncConnectionPool | None = None
         self._backend = _CheckedBackend(resolve or self._look_up, networks)
@@ -71,6 +73,7 @@ class WebFetcher:
             raise MediaNotAllowed("this service doesn't fetch media from the web; send a data: URL")
         parsed = _parsed(url)
         async with self._slots:
+            self.num_fetches += 1
             try:
                 async with asyncio.timeout(self._limits.seconds):
                     return await self._follow(parsed, max_bytes)
@@ -78,6 +81,8 @@ class WebFetcher:
                 raise MediaNotFetched(f"not fetched within {self._limits.seconds:g} s") from None
             except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
                 raise MediaNotFetched(f"fetching failed: {type(error).__name__}") from None
+            finally:
+                self.num_fetches -= 1
 
     async def aclose(self) -> None:
         self._lookups.shutdown(wait=False, cancel_futures=True)

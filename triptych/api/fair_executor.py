@@ -1,4 +1,4 @@
-"""Threads for what takes a while of a request, shared out fairly among clients."""
+"""Thread pool for slow steps of requests, shared fairly among clients."""
 
 import asyncio
 import time
@@ -14,8 +14,8 @@ from triptych.fair_queue import FairQueue
 T = TypeVar("T")
 
 THREADS = 4
-EXPECTED = 0.002
-"""Seconds that a piece of work counts for until it is known how long it took."""
+ESTIMATED_SECONDS = 0.002
+"""Time charged for a job until its actual time is known."""
 
 
 @dataclass(eq=False)
@@ -26,46 +26,57 @@ class _Job:
 
 
 class FairExecutor:
-    """Runs work whose turn it is: of those who wait, the client for whom least was done. One client never has all
-    threads, so that others needn't wait for the end of what takes it long. Belongs to one event loop."""
+    """Runs jobs on threads, next for the client that has used the least time.
+
+    One client never occupies every thread, so its long jobs don't block the others. Belongs to one event loop."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fair")
-        self._line: FairQueue[_Job] = FairQueue()
+        self._queue: FairQueue[_Job] = FairQueue()
         self._running: Counter[str] = Counter()
 
+    @property
+    def num_running(self) -> int:
+        """Jobs that occupy a thread at the moment."""
+        return self._running.total()
+
+    @property
+    def num_queued(self) -> int:
+        """Jobs that wait for a thread."""
+        return len(self._queue)
+
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """The work's result. Work that was begun is ended, whoever still waits for it."""
+        """Queue the job and return its result. Cancelling removes a queued job, but not one that has started."""
         job = _Job(work, client, asyncio.get_running_loop().create_future())
-        ticket = self._line.add(job, client, EXPECTED)
+        ticket = self._queue.add(job, client, ESTIMATED_SECONDS)
         self._start()
         try:
             result: T = await job.done
             return result
         finally:
-            if ticket in self._line:
-                self._line.remove(ticket)
+            if ticket in self._queue:
+                self._queue.remove(ticket)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._running.total() < self._threads and (ticket := self._line.pop(self._may_start)):
+        while self.num_running < self._threads and (ticket := self._queue.pop(self._may_start)):
             job = ticket.work
             self._running[job.client] += 1
             running = loop.run_in_executor(self._pool, job.work)
-            running.add_done_callback(partial(self._ended, job, time.monotonic()))
+            running.add_done_callback(partial(self._on_done, job, time.monotonic()))
 
     def _may_start(self, job: _Job) -> bool:
         return self._running[job.client] < max(1, self._threads - 1)
 
-    def _ended(self, job: _Job, began: float, future: "asyncio.Future[Any]") -> None:
+    def _on_done(self, job: _Job, started: float, future: "asyncio.Future[Any]") -> None:
         self._running[job.client] -= 1
         if not self._running[job.client]:
             del self._running[job.client]
-        self._line.charge(job.client, time.monotonic() - began - EXPECTED)
+        self._queue.charge(job.client, time.monotonic() - started - ESTIMATED_SECONDS)
         error = None if future.cancelled() else future.exception()
         if job.done.done() or future.cancelled():
             job.done.cancel()

@@ -1,4 +1,4 @@
-"""How far preprocessing runs ahead of the tower."""
+"""How far preprocessing runs ahead of the encoder."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,8 +7,8 @@ from tests.support.serving import Served, image, image_part, wait_for
 from triptych.encode.loop import PREPROCESS_AHEAD, EncodeLoop
 
 
-def test_images_wait_as_files_not_as_patches(service: Served) -> None:
-    """Requests, with the tower held up: few images are preprocessed, and all are answered in the end."""
+def test_queued_images_are_not_preprocessed_too_early(service: Served) -> None:
+    """While the encoder is blocked, few images are preprocessed; later all requests are answered."""
     (host,) = [
         host for instance in service.running.instances for host in instance.hosts if isinstance(host, EncodeLoop)
     ]
@@ -24,7 +24,7 @@ def test_images_wait_as_files_not_as_patches(service: Served) -> None:
         time.sleep(0.2)
         state = host.debug_state()
         one = max(part.patches for part in state.parts)
-        # each of those that were begun at once may go beyond by less than one image
+        # each image that was started at the same time may exceed the limit by less than itself
         assert state.queued_patches <= PREPROCESS_AHEAD * (state.max_batch_patches + one)
         service.encoder.opened.set()
         assert {request.result().status_code for request in asked} == {200}

@@ -1,4 +1,4 @@
-"""``use_audio_in_video`` over HTTP: videos are heard, and refused with the field at fault where they can't be."""
+"""``use_audio_in_video`` over HTTP: answers, and errors that name the invalid field."""
 
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,20 @@ def ask(service: Served, data: bytes, **fields: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("container", ["mp4", "webm"])
-def test_a_video_that_is_heard_is_answered(hearing: Served, container: str, stream: bool) -> None:
+def test_a_video_with_its_audio_is_answered(hearing: Served, container: str, stream: bool) -> None:
     response = ask(hearing, film(container=container), stream=stream)
     assert response.status_code == 200, response.text
 
 
 def test_the_prompt_has_the_rows_of_both(hearing: Served) -> None:
-    """13 a second, and the marks of audio."""
+    """13 tokens for each second, and the audio's delimiters."""
     part = video_part(film(sound_codec="flac"))
     seen = prompt_tokens(hearing, part, **options(use_audio_in_video=False))
     assert prompt_tokens(hearing, part, **options()) - seen == 13 * SECONDS + 2
     assert prompt_tokens(hearing, part, **options(use_audio_in_video=None)) == seen
 
 
-def test_the_answer_depends_on_what_is_heard(hearing: Served) -> None:
+def test_the_answer_depends_on_the_audio(hearing: Served) -> None:
     asked = {
         hearing.text([text_part("x"), video_part(data)], max_tokens=24, **options())
         for data in (film(), film(sound=tone(SECONDS, 48_000, hertz=900)))
@@ -75,23 +75,23 @@ LYING[_clock + 16 : _clock + 20] = (5_000).to_bytes(4, "big")  # ticks a second,
     ],
     ids=["silent mp4", "silent webm", "gif", "codec", "short", "no header", "cut", "lying"],
 )
-def test_sound_that_cannot_be_used(hearing: Served, data: bytes, code: str, message: str, stream: bool) -> None:
+def test_invalid_audio_tracks(hearing: Served, data: bytes, code: str, message: str, stream: bool) -> None:
     assert message in the_error(ask(hearing, data, stream=stream), 400, VIDEO, code)
     assert ask(hearing, film()).status_code == 200
 
 
-def test_frames_cannot_be_heard(hearing: Served) -> None:
+def test_a_list_of_frames_has_no_audio(hearing: Served) -> None:
     response = hearing.post([frames_part(image(), image()), text_part("x")], **options())
     assert "lists of frames" in the_error(response, 400, "messages[0].content[0].video", "unsupported_media")
 
 
-def test_sound_need_not_be_as_long_as_the_video(hearing: Served) -> None:
+def test_audio_may_be_shorter_than_the_video(hearing: Served) -> None:
     for seconds in (0.4, 7.0):
         assert ask(hearing, film(seconds)).status_code == 200
 
 
-def test_a_model_that_does_not_hear(service: Served) -> None:
-    assert "doesn't hear videos" in the_error(ask(service, film()), 400, USE, "invalid_request")
+def test_a_model_without_audio(service: Served) -> None:
+    assert "doesn't use the audio of videos" in the_error(ask(service, film()), 400, USE, "invalid_request")
     response = service.post("Hello", **options())
     the_error(response, 400, USE, "invalid_request")
     assert service.post("Hello", **options(use_audio_in_video=False)).status_code == 200

@@ -1,4 +1,4 @@
-"""Several streams as one."""
+"""Merging of several asynchronous generators into one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -7,9 +7,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What any of the streams yields, when it does. Ends when all have ended; raises what the first to fail raised.
-    However it ends, the streams are closed."""
+async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield the items of all streams in the order in which they arrive, until every stream has ended.
+
+    Raises what the first stream to fail raised. Closes all streams however it ends."""
     waiting: dict[asyncio.Task[T], AsyncGenerator[T, None]] = {}
     try:
         for stream in streams:

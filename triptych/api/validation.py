@@ -1,21 +1,21 @@
-"""From a body's bytes to a validated request, or to an error that names the first field at fault."""
+"""Parsing and validation of request bodies; errors name the first invalid field."""
 
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from triptych.api.fields import ARRAY, UNION_MEMBERS, Strict
+from triptych.api.fields import ARRAY, UNION_MEMBERS, StrictModel
 from triptych.errors import InvalidRequest
 
 _PARTS = (("content", ARRAY), ("output", ARRAY))
 KEY = "[key]"
-"""What pydantic puts behind the keys of objects in the paths of its errors."""
+"""What pydantic appends to the keys of objects in the paths of its errors."""
 
-S = TypeVar("S", bound=Strict)
+S = TypeVar("S", bound=StrictModel)
 
 
-def parse(kind: type[S], body: bytes) -> S:
-    """Raises InvalidRequest."""
+def parse_request(kind: type[S], body: bytes) -> S:
+    """Return the body as a validated request of that type. Raises InvalidRequest."""
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
@@ -40,8 +40,9 @@ def _invalid(detail: Any) -> InvalidRequest:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """``messages[0].content[1].text``, without what pydantic adds: for members of unions UNION_MEMBERS
-    and, behind the index of a content part, the part's type; for keys of objects KEY."""
+    """Return the field's path, such as ``messages[0].content[1].text``.
+
+    Drops what pydantic adds to it: UNION_MEMBERS, KEY and, after the index of a content part, the part's type."""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):

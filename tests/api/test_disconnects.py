@@ -1,4 +1,4 @@
-"""Clients that go away, at every phase of a request, and clients that read slowly."""
+"""Clients that disconnect in every phase of a request, and clients that read slowly."""
 
 import json
 import socket
@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from tests.support.serving import CHAT, SOON, Gate, Served, image, image_part, served, text_part, wait_for
-from triptych.api.half_closed import FIRST_PROBE, PROCESSING, SLOWEST_LOOK
+from triptych.api.half_close import FIRST_PROBE, PROCESSING, SLOWEST_CHECK
 
 LONG = {"max_tokens": 3000}
 
 
 @contextmanager
 def asking(service: Served, body: dict[str, Any]) -> Iterator[socket.socket]:
-    """A raw connection that has asked, so that nothing reads ahead."""
+    """A raw connection that has sent a request, so that no client library reads ahead."""
     host, port = service.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -37,8 +37,8 @@ def gates(service: Served) -> dict[str, Gate]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["preprocessing", "encoding", "prefilling"])
-def test_leaving_while_a_stage_works_gives_all_back(service: Served, phase: str, stream: bool) -> None:
-    """The stage is held up meanwhile: nothing waits for it to get done."""
+def test_a_disconnect_while_a_stage_works_releases_everything(service: Served, phase: str, stream: bool) -> None:
+    """The stage is blocked, so the release can't depend on its end."""
     gate = gates(service)[phase]
     gate.close()
     seed = 100 + 10 * stream + list(gates(service)).index(phase)  # an image that no cache has seen
@@ -51,7 +51,7 @@ def test_leaving_while_a_stage_works_gives_all_back(service: Served, phase: str,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_while_tokens_come_gives_all_back(service: Served, stream: bool) -> None:
+def test_a_disconnect_while_streaming_releases_everything(service: Served, stream: bool) -> None:
     with asking(service, service.body([image_part()], stream=stream, **LONG)) as connection:
         if stream:
             received = b""
@@ -63,8 +63,8 @@ def test_leaving_while_tokens_come_gives_all_back(service: Served, stream: bool)
     wait_for(service.everything_is_back, SOON)
 
 
-def test_leaving_while_waiting_in_line_gives_all_back(service: Served) -> None:
-    """The first request takes nearly all pages, so that the second waits for them."""
+def test_a_disconnect_while_queued_releases_everything(service: Served) -> None:
+    """The first request uses nearly all pages, so the second waits for them."""
     with asking(service, service.body("x" * 3000, stream=True, max_tokens=1000)) as first:
         assert first.recv(10)
         with asking(service, service.body("y" * 3000, max_tokens=1000)):
@@ -73,7 +73,7 @@ def test_leaving_while_waiting_in_line_gives_all_back(service: Served) -> None:
     wait_for(service.everything_is_back, SOON)
 
 
-def test_leaving_half_way_through_the_body(service: Served) -> None:
+def test_a_disconnect_within_the_body(service: Served) -> None:
     host, port = service.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
@@ -81,7 +81,7 @@ def test_leaving_half_way_through_the_body(service: Served) -> None:
     assert service.running.frontend.router.num_requests == 0
 
 
-def test_many_that_leave_at_once(service: Served) -> None:
+def test_many_disconnects_at_once(service: Served) -> None:
     for number in range(12):
         body = service.body([image_part(image(seed=200 + number)), text_part("x")], stream=True, **LONG)
         with asking(service, body):
@@ -90,7 +90,7 @@ def test_many_that_leave_at_once(service: Served) -> None:
     assert service.text([image_part()])
 
 
-def test_one_that_leaves_harms_no_other_of_its_batch(service: Served) -> None:
+def test_a_disconnect_does_not_affect_others_in_the_batch(service: Served) -> None:
     expected = service.text(max_tokens=200)
     with (
         service.client() as client,
@@ -100,22 +100,22 @@ def test_one_that_leaves_harms_no_other_of_its_batch(service: Served) -> None:
         next(lines)
         with asking(service, service.body("Other", stream=True, **LONG)) as other:
             other.recv(10)
-        said = "".join(_delta(line) for line in lines)
-    assert said == expected
+        full_text = "".join(_delta(line) for line in lines)
+    assert full_text == expected
 
 
-def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
+def test_a_slow_reader_does_not_block_others(folder: Path) -> None:
     """It reads nothing while its answer, larger than all buffers, is made and others are served; then it gets all
     of it, what had to wait in fewer and longer pieces."""
     with served(folder) as service:
-        door = service.running.frontend
-        door._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+        frontend = service.running.frontend
+        frontend.debug_state().listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
         body = service.body(stream=True, max_tokens=800)
         with asking(service, body) as slow:
             assert service.text("Quick") == service.text("Quick")
-            wait_for(lambda: door.router.num_requests == 0, 30)
+            wait_for(lambda: frontend.router.num_requests == 0, 30)
             assert service.everything_is_back()
-            assert len(door._server.server_state.tasks) == 1, "its answer still waits to be read"
+            assert frontend.debug_state().num_responses == 1, "its answer is still to be read"
             received = b""
             while not received.endswith(b"0\r\n\r\n"):
                 piece = slow.recv(65536)
@@ -127,18 +127,18 @@ def test_a_slow_reader_holds_up_nobody(folder: Path) -> None:
         assert "data: [DONE]" in lines
 
 
-def test_a_reader_who_takes_nothing_is_given_up(folder: Path) -> None:
+def test_a_stream_whose_client_reads_nothing_ends(folder: Path) -> None:
     with served(folder, client_timeout=0.5) as service:
-        door = service.running.frontend
-        door._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        frontend = service.running.frontend
+        frontend.debug_state().listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with asking(service, service.body(stream=True, max_tokens=3900)):
-            wait_for(lambda: door.router.num_requests == 1)
-            wait_for(lambda: not door._server.server_state.tasks, 30)
+            wait_for(lambda: frontend.router.num_requests == 1)
+            wait_for(lambda: not frontend.debug_state().num_responses, 30)
             wait_for(service.everything_is_back)
         assert service.text()
 
 
-def test_a_client_that_times_out_has_gone_away(service: Served) -> None:
+def test_a_client_that_times_out_is_disconnected(service: Served) -> None:
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=service.url, timeout=0.3, trust_env=False) as client:
         client.post(CHAT, json=service.body(**LONG))
     wait_for(service.everything_is_back, SOON)
@@ -148,7 +148,7 @@ def test_a_client_that_times_out_has_gone_away(service: Served) -> None:
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """All that comes until the other side closes, without what only says that the answer is being made."""
+    """Return the bytes up to the end of the connection, without interim responses."""
     received = b""
     while piece := connection.recv(65536):
         received += piece
@@ -166,10 +166,10 @@ def test_a_client_that_closes_its_side_gets_its_answer(service: Served, stream: 
     assert b"connection: close" in head.lower()
     if stream:
         assert b"data: [DONE]" in body
-        said = "".join(_delta(line) for line in body.decode().splitlines() if line.startswith("data: {"))
+        full_text = "".join(_delta(line) for line in body.decode().splitlines() if line.startswith("data: {"))
     else:
-        said = json.loads(body)["choices"][0]["message"]["content"]
-    assert said == expected
+        full_text = json.loads(body)["choices"][0]["message"]["content"]
+    assert full_text == expected
 
 
 def test_all_requests_before_a_closed_side_are_answered(service: Served) -> None:
@@ -181,24 +181,24 @@ def test_all_requests_before_a_closed_side_are_answered(service: Served) -> None
         assert rest_of(connection).count(b"HTTP/1.1 200") == 3
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_closes_its_side_and_leaves_is_noticed(service: Served, stream: bool, begun: bool) -> None:
+def test_a_disconnect_after_a_closed_side_is_detected(service: Served, stream: bool, started: bool) -> None:
     service.steps.delay = 0.01
-    if not begun:
+    if not started:
         service.steps.close()
     with asking(service, service.body("Gone", stream=stream, **LONG)) as connection:
         connection.shutdown(socket.SHUT_WR)
-        if begun:
+        if started:
             wait_for(lambda: any(times.first_token for times in _times(service)))
         else:
             assert service.steps.entered.wait(10)
         time.sleep(0.3)
         assert not service.everything_is_back(), "it waits"
-    wait_for(service.everything_is_back, 2 * FIRST_PROBE + SLOWEST_LOOK + SOON)
+    wait_for(service.everything_is_back, 2 * FIRST_PROBE + SLOWEST_CHECK + SOON)
 
 
-def test_half_a_request_and_a_closed_side_is_no_request(service: Served) -> None:
+def test_half_a_request_and_a_closed_side_gets_no_answer(service: Served) -> None:
     host, port = service.url.removeprefix("http://").split(":")
     for version, body in ((b"1.1", b'{"model"'), (b"1.0", b"")):
         with socket.create_connection((host, int(port)), timeout=10) as connection:

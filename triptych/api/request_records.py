@@ -1,4 +1,4 @@
-"""Around every request: its record, its id, and who is told of it once it is over."""
+"""Middleware that gives every request a record and an id, and reports the record when the request has ended."""
 
 import contextlib
 import logging
@@ -16,7 +16,7 @@ from triptych.observe.requests import CURRENT, RequestRecord
 log = logging.getLogger(__name__)
 
 _SALT = secrets.token_bytes(32)
-"""Keys are told apart by their digests; these mean nothing outside this process."""
+"""Key of the digests that stand for API keys, so that they mean nothing outside this process."""
 
 REQUEST_ID = "x-request-id"
 CORRELATION_ID = "x-correlation-id"
@@ -27,9 +27,10 @@ _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 Observer = Callable[[RequestRecord], None]
 
 
-class Observed:
-    """ASGI middleware. A request keeps the ids that its client gave it, if they can be logged and sent back as they
-    are; every answer carries its request's id, and the client's correlation id if there is one."""
+class RequestRecordMiddleware:
+    """ASGI middleware. Keeps the client's request and correlation ids if they are safe to log and send back.
+
+    Every response carries its request's id, and the client's correlation id if there is one."""
 
     def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
         self._app = app
@@ -41,14 +42,14 @@ class Observed:
             return
         headers = Headers(scope=scope)
         record = RequestRecord(
-            id=_given(headers, REQUEST_ID) or secrets.token_hex(16),
+            id=_client_id(headers, REQUEST_ID) or secrets.token_hex(16),
             method=scope["method"] if scope["method"] in METHODS else "other",
-            correlation=_given(headers, CORRELATION_ID),
-            client=_client(scope, headers),
+            correlation=_client_id(headers, CORRELATION_ID),
+            client=_client_name(scope, headers),
             traceparent=headers.get(TRACEPARENT, ""),
         )
 
-        async def noting_send(message: Message) -> None:
+        async def recording_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 answer = MutableHeaders(scope=message)
@@ -59,33 +60,33 @@ class Observed:
 
         context = CURRENT.set(record)
         try:
-            await self._app(scope, receive, noting_send)
+            await self._app(scope, receive, recording_send)
         except Exception:
             record.status = 500
             raise
         finally:
-            with contextlib.suppress(ValueError):  # at shutdown, what is left is closed from another context
+            with contextlib.suppress(ValueError):  # at shutdown, open requests are closed from another context
                 CURRENT.reset(context)
             record.ending.close()
             record.ended = time.time()
             record.handler = getattr(scope.get("route"), "path", "unknown")
-            self._tell(record)
+            self._report(record)
 
-    def _tell(self, record: RequestRecord) -> None:
+    def _report(self, record: RequestRecord) -> None:
         for observer in self._observers:
             try:
                 observer(record)
-            except Exception:  # what is said about a request must not cost its client the answer
+            except Exception:  # a failing observer must not fail the request
                 log.exception("couldn't report request %s", record.id)
 
 
-def _given(headers: Headers, name: str) -> str:
-    """An id of the client's; empty for none that can be used."""
+def _client_id(headers: Headers, name: str) -> str:
+    """Return the id that the client sent in the header, or an empty string if it is missing or unsafe."""
     given = headers.get(name, "")
     return given if _ID.fullmatch(given) else ""
 
 
-def _client(scope: Scope, headers: Headers) -> str:
+def _client_name(scope: Scope, headers: Headers) -> str:
     if name := scope.get("state", {}).get("api_key"):
         return f"key {name}"
     if key := headers.get("authorization"):

@@ -1,12 +1,12 @@
-"""What form an answer must have, all told: thoughts, calls of tools and the text's own form, as one grammar.
+"""The grammar of a chat's whole answer: reasoning, tool calls and the format of the text.
 
-The formats are xgrammar's structural tags."""
+Formats are xgrammar's structural tags."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from triptych.api.json_schema import Steps, check_schema
+from triptych.api.json_schema import StepBudget, check_schema
 from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
 from triptych.errors import InvalidRequest
 from triptych.messages.work import GrammarKind, GrammarSpec
@@ -15,22 +15,24 @@ from triptych.prompt.tool_calls import CALL, END_OF_CALL
 
 Format = dict[str, Any]
 
-MAX_FORM_LENGTH = 2**18
+MAX_GRAMMAR_TAG_LENGTH = 2**18
 _MAX_WHITESPACE = 20
 
 
-def answer_form(request: ChatCompletionRequest, reasoning: Reasoning) -> GrammarSpec | None:
-    """None when the model may say what it likes. Raises InvalidRequest for wishes that exclude each other."""
-    wanted = request.form
+def answer_grammar(request: ChatCompletionRequest, reasoning: Reasoning) -> GrammarSpec | None:
+    """Return the grammar of the answer, or None if it is unconstrained.
+
+    Raises InvalidRequest for constraints that exclude each other."""
+    text_grammar = request.grammar_spec
     tools = request.callable_tools
     if tools and request.call_choice not in (None, "auto"):
-        if wanted is not None:
-            raise InvalidRequest("a tool that must be called leaves no room for a form of the text", "tool_choice")
+        if text_grammar is not None:
+            raise InvalidRequest("a required tool call excludes a format of the text", "tool_choice")
         answer: Format | None = _forced(request, tools)
-    elif wanted is not None:
+    elif text_grammar is not None:
         if not tools and reasoning is Reasoning.NONE:
-            return wanted
-        answer = _format(wanted)
+            return text_grammar
+        answer = _format(text_grammar)
         if tools:
             answer = {"type": "or", "elements": [answer, _calls(tools, request.parallel_tool_calls)]}
     else:
@@ -38,25 +40,25 @@ def answer_form(request: ChatCompletionRequest, reasoning: Reasoning) -> Grammar
     if answer is None:
         return None
     text = json.dumps(_after_reasoning(answer, reasoning))
-    if len(text) > MAX_FORM_LENGTH:
+    if len(text) > MAX_GRAMMAR_TAG_LENGTH:
         raise InvalidRequest(
-            f"the tools' parameters and the answer's form exceed {MAX_FORM_LENGTH} characters", "tools"
+            f"the tools' parameters and the answer's format exceed {MAX_GRAMMAR_TAG_LENGTH} characters", "tools"
         )
-    _check_tools(request, tools, all_kept=wanted is not None)  # last, since it takes as long as they are
+    _check_tools(request, tools, all_enforced=text_grammar is not None)  # last, because it is slow for large schemas
     return GrammarSpec(GrammarKind.STRUCTURAL_TAG, text)
 
 
-def _check_tools(request: ChatCompletionRequest, tools: Sequence[Tool], *, all_kept: bool) -> None:
-    """Raises InvalidRequest for a tool whose parameters the form has, but can't be kept to."""
-    choice, steps = request.call_choice, Steps()
+def _check_tools(request: ChatCompletionRequest, tools: Sequence[Tool], *, all_enforced: bool) -> None:
+    """Raise InvalidRequest for a tool whose parameters are to be enforced, but can't be."""
+    choice, budget = request.call_choice, StepBudget()
     if isinstance(choice, NamedTool):
         names = {choice.function.name}
     else:
-        forced = all_kept or choice == "required"
+        forced = all_enforced or choice == "required"
         names = {tool.function.name for tool in tools if forced or tool.function.strict}
     for number, tool in enumerate(request.tools or ()):
         if tool.function.name in names and tool.function.parameters:
-            check_schema(tool.function.parameters, f"tools[{number}].function.parameters", steps)
+            check_schema(tool.function.parameters, f"tools[{number}].function.parameters", budget)
 
 
 def _forced(request: ChatCompletionRequest, tools: Sequence[Tool]) -> Format:
@@ -66,7 +68,7 @@ def _forced(request: ChatCompletionRequest, tools: Sequence[Tool]) -> Format:
 
 
 def _calls(tools: Sequence[Tool], parallel: bool | None) -> Format:
-    """At least one call, and nothing else."""
+    """One call or more, and nothing else."""
     return {
         "type": "tags_with_separator",
         "tags": [_call(tool, strict=True) for tool in tools],
@@ -77,7 +79,7 @@ def _calls(tools: Sequence[Tool], parallel: bool | None) -> Format:
 
 
 def _triggered(tools: Sequence[Tool]) -> Format:
-    """Any text; but where a call begins, it is one of a tool, with the arguments of a strict one as they must be."""
+    """Any text, but each call must be to one of the tools, with valid arguments if the tool is strict."""
     return {
         "type": "triggered_tags",
         "triggers": [CALL],
@@ -96,7 +98,7 @@ def _call(tool: Tool, *, strict: bool) -> Format:
 
 
 def _after_reasoning(answer: Format, reasoning: Reasoning) -> Format:
-    """A form is the answer's; what a model thinks has none."""
+    """Put unconstrained reasoning before the answer's format."""
     if reasoning is Reasoning.NONE:
         return answer
     tag: Format = {
