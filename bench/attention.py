@@ -3,7 +3,7 @@
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.attention /tmp/mid --out bench/results/attention-mid.json
 
-Shapes come from the checkpoint; its weights aren't read. There are so many layers, each with a cache, that they exceed
+Shapes come from the checkpoint; its weights aren't read. There are enough layers, each with a cache, to exceed
 the processor's caches. They run one after the other, and the methods alternate. A sequence's pages are consecutive, so
 PyTorch reads them in place in float32. Work done once per step, such as masks, isn't counted. A layer of the vision
 tower over one image is measured too.

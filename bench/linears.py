@@ -4,7 +4,7 @@ vision tower takes per image, and how long greedy sampling takes.
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.linears /tmp/mid --out bench/results/linears-mid.json
 
-There are so many layers of each shape that they exceed the processor's caches. They run one after the other. Each
+There are enough layers of each shape to exceed the processor's caches. They run one after the other. Each
 format is compared with F.linear in float32.
 """
 

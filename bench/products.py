@@ -3,7 +3,7 @@
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.products /tmp/mid --out bench/results/products-mid.json
 
-The products of a decoder layer run one after the other, over so many layers that they exceed the processor's caches.
+The products of a decoder layer run one after the other, over enough layers to exceed the processor's caches.
 With int8, FBGEMM uses 7 bits and one scale for all tokens. oneDNN uses 7 bits and is measured with PyTorch's
 operations around it, as used without a compiler, and by itself.
 """
