@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import inspect
 from typing import Any
 
 from scripts.generated import DOCS, table, with_region
@@ -28,11 +29,10 @@ def page() -> str:
 
 
 def _group(group: type[Any]) -> str:
-    title = (group.__doc__ or group.__name__).strip().partition("\n\n")[0]
-    title = " ".join(title.split()).partition(". ")[0].rstrip(".")
-    name = group.__name__.removesuffix("Config")
+    title, _, rest = inspect.cleandoc(group.__doc__ or group.__name__).partition("\n")
+    title = f"{title} {rest.partition(chr(10) * 2)[0]}".partition(". ")[0].strip().rstrip(".")
     rows = [_row(item) for item in dataclasses.fields(group) if "help" in item.metadata]
-    return f"### {name}\n\n{title}.\n\n{table(HEAD, rows)}"
+    return f"### {title}\n\n{table(HEAD, rows)}"
 
 
 def _row(item: dataclasses.Field[Any]) -> list[str]:
@@ -52,13 +52,10 @@ def _row(item: dataclasses.Field[Any]) -> list[str]:
 
 def _default(item: dataclasses.Field[Any]) -> str:
     value = item.default
-    if value is dataclasses.MISSING:
-        return "required" if item.default_factory is dataclasses.MISSING else "none"
     if isinstance(value, bool):
         return "on" if value else "off"
-    if isinstance(value, tuple):
-        value = ",".join(map(str, value))
-    return f"`{value}`" if value not in ("", None) else "none"
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"`{text}`" if text else "none"
 
 
 def _allowed(item: dataclasses.Field[Any]) -> str:

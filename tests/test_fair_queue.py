@@ -1,4 +1,4 @@
-"""Whose turn it is: properties of the queue over random clients, costs and cancellations."""
+"""Fair queueing: properties of the queue over random clients, costs and cancellations."""
 
 from collections import Counter, defaultdict
 

@@ -269,7 +269,7 @@ def test_the_right_key_of_the_server_alone_lets_nobody_in(knows_server_key: bool
         silence(inbox)
 
 
-def test_without_the_doorkeeper_nobody_new_gets_in() -> None:
+def test_without_the_authenticator_no_new_peer_is_accepted() -> None:
     with channel(secret=SECRET) as inbox, channel(secret=SECRET) as friend:
         assert inbox._zap_authenticator
         inbox._zap_authenticator.stop()

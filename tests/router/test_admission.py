@@ -1,4 +1,4 @@
-"""Who is let in, who is told to come back, and whose turn it is: a router without sockets, and a clock on the wall."""
+"""Admission, rejection and fair queueing: a router without sockets, and a wall clock."""
 
 import time
 from collections import Counter
@@ -205,7 +205,7 @@ def test_long_items_take_no_place_of_others_and_one_clients_leave_one_to_the_nex
     assert harness.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
 
 
-def test_items_in_line_leave_it_with_their_request_and_are_asked_for_anew_once() -> None:
+def test_queued_items_leave_with_their_request_and_are_requested_again_once() -> None:
     harness = harness_of(E0, PD0, encode_batch_patches=1)
     stream, other = harness.submit(*[1.0] * 8), harness.submit(1.0)
     first = need(harness, stream, 8)
@@ -300,7 +300,7 @@ def test_who_cannot_be_answered_in_time_is_refused_at_once_and_told_when_to_come
         for _ in range(200):
             admitted.append(harness.submit(client="a"))
     assert time.monotonic() - began < 5
-    # one a second: those in hand count half
+    # one a second: those in flight count half
     assert 15 <= len(admitted) <= 25
     assert 1 <= caught.value.retry_after <= 60
     assert not isinstance(caught.value, RateLimited)
@@ -343,7 +343,7 @@ def test_fewer_are_let_in_where_requests_took_longer_than_forecast() -> None:
 
 
 def lessons(harness: RouterHarness) -> list[float]:
-    """How long each request took, from now on, that the margin is told of."""
+    """The durations of the requests that the margin records from now on."""
     told: list[float] = []
     margin = harness.router.debug_state().forecast.margin
     add = margin.add

@@ -37,7 +37,7 @@ class _Sequence:
 
 @dataclass
 class Service:
-    """A router, and an instance with so many slots that gives each sequence in one a token a step."""
+    """A router, and an instance with ``SLOTS`` slots that gives the request in each a token a step."""
 
     harness: RouterHarness = field(
         default_factory=lambda: RouterHarness(PD0, max_queue=1000, max_num_seqs=SLOTS, request_timeout=600.0)
@@ -49,7 +49,7 @@ class Service:
         return self.harness.router.submit(prompt(), SamplingParams(max_tokens=max_tokens), [], timeout=timeout)
 
     def run(self, most: float = 1e6) -> None:
-        """Until all is answered, or for so many seconds."""
+        """Run until every request is answered, or for ``seconds``."""
         until = self.harness.now + most
         while self.harness.router.num_requests and self.harness.now < until:
             generates = [message for _, message in self.harness.of(Generate)]

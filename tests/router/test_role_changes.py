@@ -238,7 +238,7 @@ def test_nobody_changes_while_the_service_ends() -> None:
     assert harness.set_role("p0", Role.D) == [RoleRefused("p0", Role.D, "the service is shutting down")]
 
 
-def test_status_says_who_is_there_and_what_they_have_in_hand() -> None:
+def test_status_lists_instances_and_what_they_have_in_flight() -> None:
     harness = RouterHarness("p0", "d0", "d1", "epd0")
     language = LanguageStats(
         waiting=1, prefilling=0, decoding=2, kv_pages=8, kv_pages_used=3, kv_pages_cached=1, prefix_queries=0,

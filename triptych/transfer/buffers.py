@@ -123,7 +123,7 @@ class RowBuffer:
         backing.memory.close()
 
     def take(self, first_row: int, rows: int) -> list[Segment]:
-        """Allocate blocks for rows from ``first_row`` on: all ``rows`` of them, or as many as fit in the free blocks.
+        """Allocate blocks for rows from ``first_row`` on: all ``rows`` of them, or those that fit in the free blocks.
         Raises BlockError when no block is free."""
         blocks = max(1, min(self.blocks_of(rows), self.pool.num_free))
         segments = []
