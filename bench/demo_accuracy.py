@@ -1,5 +1,5 @@
-"""Asks the demo model about pictures from seeds it was never trained on, over HTTP, and compares every answer with the
-right one and with what transformers' ``generate`` says on the same checkpoint.
+"""Accuracy of the demo model on images from seeds outside its training set, over HTTP. Compares each answer with the
+correct one and with that of transformers' ``generate`` on the same checkpoint.
 
     python -m bench.demo_accuracy --questions 500 --topology 1E1PD
 """

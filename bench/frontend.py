@@ -1,10 +1,10 @@
-"""What the frontend costs: CPU per text request and per 1080p image request, and many streams at a time.
+"""Cost of the frontend: CPU per text request and per 1080p image request, and with many concurrent streams.
 
     python -m bench.frontend --requests 300 --streams 500 --out bench/results/frontend.json
 
-The frontend runs in a process of its own and is real but for its instances: a peer in this process takes their place,
-which answers at once, with messages over the real channel. So what is measured is parsing, fetching, planning,
-templates, tokens, routing, detokenizing and streaming, and no model's work.
+The frontend runs in its own process. Instead of instances, a peer in this process answers at once, over the real
+channel. So the measurement covers parsing, fetching, planning, templates, tokens, routing, detokenizing and
+streaming, but no model.
 """
 
 import argparse
@@ -37,16 +37,15 @@ from triptych.topology import Role
 
 CHAT = "/v1/chat/completions"
 WORD = 1000
-"""Any token that is text."""
+"""A text token."""
 
 
 class Peer:
-    """Stands in for an instance that does everything, in a thread: each request gets its tokens, ``gap`` seconds
-    apart."""
+    """Replaces an EPD instance, in a thread. Each request gets its tokens ``gap`` seconds apart."""
 
     def __init__(self, control: str, gap: float) -> None:
         host, _, port = control.rpartition(":")
-        self._door = endpoint(host, port)
+        self._frontend = endpoint(host, port)
         self._channel = Channel()
         self._gap = gap
         self._ended = threading.Event()
@@ -60,7 +59,9 @@ class Peer:
 
     def _run(self) -> None:
         layout = RowLayout(fingerprint(MODEL_DIR), "float32", 4, 16)
-        self._channel.send(self._door, Register("peer", Role.EPD, self._channel.address, [layout], os.getpid(), 2**20))
+        self._channel.send(
+            self._frontend, Register("peer", Role.EPD, self._channel.address, [layout], os.getpid(), 2**20)
+        )
         left: dict[Any, int] = {}
         beat = step = time.monotonic()
         while not self._ended.is_set():
@@ -72,20 +73,20 @@ class Peer:
                     return
             now = time.monotonic()
             if now - beat > 0.3:
-                self._channel.send(self._door, Heartbeat(self._channel.address))
+                self._channel.send(self._frontend, Heartbeat(self._channel.address))
                 beat = now
             if now - step >= self._gap:
                 step = now
                 for request in list(left):
                     left[request] -= 1
                     reason = None if left[request] else "length"
-                    self._channel.send(self._door, Tokens(request, [WORD], finish_reason=reason))
+                    self._channel.send(self._frontend, Tokens(request, [WORD], finish_reason=reason))
                     if reason:
                         del left[request]
 
 
 def picture(seed: int) -> str:
-    """A 1920 × 1080 JPEG of a soft random pattern, as a data: URL."""
+    """Return a 1920 × 1080 JPEG of a smooth random pattern, as a data: URL."""
     small = np.random.default_rng(seed).integers(0, 256, (27, 48, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(small).resize((1920, 1080), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=85)
@@ -93,21 +94,21 @@ def picture(seed: int) -> str:
 
 
 def body(content: Any, tokens: int, stream: bool) -> bytes:
-    """In bytes: what making them costs is this process's."""
+    """Return a request body, encoded in advance."""
     request = {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
     return json.dumps(request | {"stream": stream, "ignore_eos": True}).encode()
 
 
-async def one_by_one(client: httpx.AsyncClient, door: psutil.Process, bodies: list[bytes]) -> dict[str, float]:
-    """CPU seconds of the frontend, and the time, for each request, in ms."""
+async def one_by_one(client: httpx.AsyncClient, frontend: psutil.Process, bodies: list[bytes]) -> dict[str, float]:
+    """Send requests one by one. Returns the frontend's CPU time and the latency per request, in ms."""
     for request in bodies[: len(bodies) // 10 + 1]:
         (await client.post(CHAT, content=request)).raise_for_status()
-    before, took = cpu(door), []
+    before, took = cpu(frontend), []
     for request in bodies:
         began = time.monotonic()
         (await client.post(CHAT, content=request)).raise_for_status()
         took.append(time.monotonic() - began)
-    used = cpu(door) - before
+    used = cpu(frontend) - before
     return {
         "requests": len(bodies),
         "body_kib": round(sum(map(len, bodies)) / len(bodies) / 1024, 1),
@@ -116,8 +117,8 @@ async def one_by_one(client: httpx.AsyncClient, door: psutil.Process, bodies: li
     }
 
 
-async def streams(client: httpx.AsyncClient, door: psutil.Process, count: int, tokens: int) -> dict[str, Any]:
-    """So many streams at a time, begun together."""
+async def streams(client: httpx.AsyncClient, frontend: psutil.Process, count: int, tokens: int) -> dict[str, Any]:
+    """Run ``count`` streams that start together."""
     gaps: list[float] = []
     request = body("Tell me something long.", tokens, stream=True)
 
@@ -133,9 +134,9 @@ async def streams(client: httpx.AsyncClient, door: psutil.Process, count: int, t
                     chunks += 1
         return chunks
 
-    before, began = cpu(door), time.monotonic()
+    before, began = cpu(frontend), time.monotonic()
     chunks = sum(await asyncio.gather(*(read() for _ in range(count))))
-    took, used = time.monotonic() - began, cpu(door) - before
+    took, used = time.monotonic() - began, cpu(frontend) - before
     gaps.sort()
     return {
         "streams": count,
@@ -146,7 +147,7 @@ async def streams(client: httpx.AsyncClient, door: psutil.Process, count: int, t
         "cpu_us_per_chunk": round(1e6 * used / chunks, 1),
         "gap_ms_p50": round(1000 * gaps[len(gaps) // 2], 1),
         "gap_ms_p99": round(1000 * gaps[int(0.99 * len(gaps))], 1),
-        "memory_mib": round(door.memory_info().rss / 2**20, 1),
+        "memory_mib": round(frontend.memory_info().rss / 2**20, 1),
     }
 
 
@@ -155,8 +156,8 @@ def cpu(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-def start_door(max_queue: int) -> tuple[subprocess.Popen[str], str, str]:
-    """A frontend as a process; its URL and its control address."""
+def start_frontend(max_queue: int) -> tuple[subprocess.Popen[str], str, str]:
+    """Start a frontend process. Returns it with its URL and its control address."""
     command = [sys.executable, "-m", "triptych", "serve", "demo", "--role", "frontend", "--port", "0"]
     command += ["--max-queue", str(max_queue), "--max-num-seqs", str(max_queue), "--lease-expiry", "20"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
@@ -172,28 +173,28 @@ def start_door(max_queue: int) -> tuple[subprocess.Popen[str], str, str]:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    process, url, control = start_door(max(options.streams + 16, EngineConfig().max_num_seqs))
+    process, url, control = start_frontend(max(options.streams + 16, EngineConfig().max_num_seqs))
     drain: Callable[[], object] = lambda: [None for _ in process.stdout or ()]  # noqa: E731
     threading.Thread(target=drain, daemon=True).start()
-    door = psutil.Process(process.pid)
+    frontend = psutil.Process(process.pid)
     limits = httpx.Limits(max_connections=None)
     try:
-        results: dict[str, Any] = {"memory_mib_idle": round(door.memory_info().rss / 2**20, 1)}
+        results: dict[str, Any] = {"memory_mib_idle": round(frontend.memory_info().rss / 2**20, 1)}
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as client:
             peer = Peer(control, gap=0.0005)
             while not (await client.get("/v1/models")).json()["data"][0]["max_model_len"] or not await joined(client):
                 await asyncio.sleep(0.05)
             texts = [body(f"What is {number} plus one? " * 8, 1, stream=False) for number in range(options.requests)]
-            results["text"] = await one_by_one(client, door, texts)
+            results["text"] = await one_by_one(client, frontend, texts)
             urls = [picture(seed) for seed in range(min(options.requests, 100))]
             question = {"type": "text", "text": "What is in the picture?"}
             images = [body([{"type": "image_url", "image_url": {"url": one}}, question], 1, False) for one in urls]
-            results["image_1080p"] = await one_by_one(client, door, images)
+            results["image_1080p"] = await one_by_one(client, frontend, images)
             peer.close()
             peer = Peer(control, gap=options.gap)
             while not await joined(client):
                 await asyncio.sleep(0.05)
-            results["streams"] = await streams(client, door, options.streams, options.tokens)
+            results["streams"] = await streams(client, frontend, options.streams, options.tokens)
             peer.close()
         return results
     finally:

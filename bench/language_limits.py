@@ -1,5 +1,5 @@
-"""What bounds the language engine on this machine: how fast it reads memory, and how fast it multiplies matrices of a
-model's own shapes."""
+"""Limits of the language engine on this machine: memory bandwidth, and the speed of matrix products of the model's
+shapes."""
 
 from collections import Counter
 from pathlib import Path
@@ -21,7 +21,7 @@ READ_BYTES = 2**30
 
 
 def read_bandwidth(threads: int) -> float:
-    """GB per second that a sum over memory reads."""
+    """Return the read bandwidth of a sum over memory, in GB/s."""
     torch.set_num_threads(threads)
     memory = torch.ones(READ_BYTES // 4)
     return READ_BYTES / median_seconds(memory.sum, 7) / 1e9

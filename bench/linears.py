@@ -1,11 +1,11 @@
-"""What the weight formats bring, apart from everything else: how fast a decoder's linear layers read their weights for
-a few tokens, how long its tower takes for an image, and how long it takes to find the likeliest token.
+"""Weight formats in isolation: how fast a decoder's linear layers read their weights for a few tokens, how long the
+vision tower takes per image, and how long greedy sampling takes.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.linears /tmp/mid --out bench/results/linears-mid.json
 
-Layers of one shape are as many as take more memory than caches have, and are read one after the other. F.linear in
-float32 is what each format stands beside.
+There are enough layers of each shape to exceed the processor's caches. They run one after the other. Each
+format is compared with F.linear in float32.
 """
 
 import argparse
@@ -33,7 +33,7 @@ FORMATS = {"fp16": WEIGHT_FORMATS["auto"], "float32": WEIGHT_FORMATS["float32"],
 TOKENS = (1, 8)
 READ_BYTES = 2**28
 SIDE = 448
-"""Pixels along each side of the picture."""
+"""Pixels along each side of the image."""
 
 
 def read_rates(shape: tuple[int, int], tokens: int) -> dict[str, float]:

@@ -1,11 +1,11 @@
-"""How long products with packed weights take by our kernels, beside FBGEMM's and oneDNN's.
+"""Time of matrix products with packed weights: Triptych's kernels compared with FBGEMM and oneDNN.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.products /tmp/mid --out bench/results/products-mid.json
 
-A decoder layer's products, one after the other, of as many layers as take more memory than caches have. With int8,
-FBGEMM's are with one scale for all tokens, in 7 bits; oneDNN's in 7 bits, with PyTorch's operations around them, as
-where there is no compiler, and by themselves.
+The products of a decoder layer run one after the other, over enough layers to exceed the processor's caches.
+With int8, FBGEMM uses 7 bits and one scale for all tokens. oneDNN uses 7 bits and is measured with PyTorch's
+operations around it, as used without a compiler, and by itself.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""How long a model's head takes where only the likeliest tokens are wanted, beside the whole of it.
+"""Time of the pruned LM head, which computes only the largest logits, compared with the complete head.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
-    python -m bench.pruned_head /tmp/mid --out bench/results/pruned_head-mid.json
+    python -m bench.pruned_head /tmp/mid --out bench/results/pruned-head-mid.json
 
-The tokens' hidden states are those that the decoder comes to after a prompt of random tokens. Beside the times, how
-many of the vocabulary's logits are computed for a token at the median: how sharp the bounds are depends on the weights.
+Hidden states are the decoder's for a prompt of random tokens. The result also has the median number of logits that are
+computed per token, because the sharpness of the bounds depends on the weights.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROUNDS = 25
 
 
 def hidden_states(decoder: Decoder, count: int) -> Tensor:
-    """What the head is given of so many tokens, each the next of one sequence: [count, hidden]."""
+    """Return the head's input for ``count`` consecutive tokens: [count, hidden]."""
     config, tokens = decoder.config, torch.randint(decoder.config.vocab_size, (count,))
     pages = -(-count // PAGE_SIZE)
     batch = ForwardBatch(
@@ -52,7 +52,7 @@ def hidden_states(decoder: Decoder, count: int) -> Tensor:
 
 
 def head_ms(head: LMHead, hidden: Tensor) -> dict[str, dict[str, float]]:
-    """By way and number of tokens."""
+    """Return milliseconds by method and number of tokens."""
     found: dict[str, dict[str, float]] = {}
     for count in TOKENS:
         some = hidden[:count]
@@ -83,7 +83,7 @@ def main() -> None:
         for name in options.formats:
             decoder = adapter.load_decoder(Checkpoint(options.model), WEIGHT_FORMATS[name], CPU)
             if decoder.head.pruned_head is None:
-                parser.error("a pruned_head wants a C compiler and a processor with VNNI")
+                parser.error("the pruned head needs a C compiler and a processor with VNNI")
             hidden = hidden_states(decoder, max(TOKENS))
             computed = {
                 f"{largest} largest": statistics.median(

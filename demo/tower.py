@@ -126,8 +126,8 @@ def _loss(model: Qwen3VLForConditionalGeneration, probes: Probes, scenes: Sequen
         pixels.append(made)
         grids.append((1, *grid))
         known.append(labels(marks, grid))
-    seen = model.model.visual(torch.from_numpy(np.concatenate(pixels)), grid_thw=torch.tensor(grids))
+    features = model.model.visual(torch.from_numpy(np.concatenate(pixels)), grid_thw=torch.tensor(grids))
     joined = Labels(
         *(torch.from_numpy(np.concatenate([getattr(one, part.name) for one in known])) for part in fields(Labels))
     )
-    return probes([seen.pooler_output, *seen.deepstack_features], joined)
+    return probes([features.pooler_output, *features.deepstack_features], joined)

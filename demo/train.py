@@ -76,7 +76,7 @@ def train(
         seconds *= 1 - TOWER_ONLY
         model.model.visual.requires_grad_(False)  # gradients of an untrained decoder would only degrade it
     start = reported = time.monotonic()
-    seen, losses = 0, []
+    num_rows, losses = 0, []
     for step, rows in enumerate(_training_rows(maker, seed, curriculum)):
         done = (time.monotonic() - start) / seconds
         if done >= 1:
@@ -92,13 +92,13 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         curriculum.observe(right.float().mean().item(), done)
-        seen += len(rows)
+        num_rows += len(rows)
         losses.append(loss.item())
         if time.monotonic() - reported > 120:
             reported = time.monotonic()
             exact = accuracy(model, validation)
             print(
-                f"{(reported - start) / 60:5.1f} min  step {step + 1}  {seen} rows  "
+                f"{(reported - start) / 60:5.1f} min  step {step + 1}  {num_rows} rows  "
                 f"level {curriculum.level}  loss {sum(losses) / len(losses):.4f}  validation {exact:.1%}",
                 flush=True,
             )
@@ -146,15 +146,15 @@ def rate(done: float) -> float:
 
 def score(model: Qwen3VLForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean loss over answer tokens, and which rows have all of them right ([rows] bool)."""
-    seen = model.model.visual(batch.patches, grid_thw=batch.grids)
+    features = model.model.visual(batch.patches, grid_thw=batch.grids)
     pictures = batch.ids == model.config.image_token_id
     embedded = model.model.language_model.embed_tokens(batch.ids)
     hidden = model.model.language_model(
-        inputs_embeds=embedded.masked_scatter(pictures[..., None], seen.pooler_output),
+        inputs_embeds=embedded.masked_scatter(pictures[..., None], features.pooler_output),
         position_ids=batch.positions,
         attention_mask=batch.visible,
         visual_pos_masks=pictures,
-        deepstack_visual_embeds=seen.deepstack_features,
+        deepstack_visual_embeds=features.deepstack_features,
         use_cache=False,
     ).last_hidden_state
     before = batch.scored.roll(-1, dims=1)  # the token that stands before an answer's token predicts it

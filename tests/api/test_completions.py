@@ -166,7 +166,7 @@ def test_prompt_logprobs_in_vllms_format(service: Served) -> None:
             likeliest = [one for one in entry.values() if one["rank"] <= 2]
             assert [one["rank"] for one in sorted(likeliest, key=lambda one: -one["logprob"])] == [1, 2]
             assert len(entry) == (2 if own["rank"] <= 2 else 3)
-            assert len(other["prompt_logprobs"][n]) == len(entry), "as many as were asked for, each for itself"
+            assert len(other["prompt_logprobs"][n]) == len(entry), "each choice has the number that it requested"
 
 
 def test_prompt_logprobs_of_a_chat_with_a_picture(service: Served) -> None:

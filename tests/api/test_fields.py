@@ -280,4 +280,4 @@ def test_an_instance_ends_late_requests_by_itself(service: Served) -> None:
         the_error(service.post(max_tokens=3000, timeout=0.3), 504, None, "deadline_exceeded")
     finally:
         frontend.router.tick = tick  # type: ignore[method-assign]
-    assert not host._deadlines
+    wait_for(lambda: not len(host.scheduler))

@@ -210,8 +210,8 @@ def test_slow_prompts_do_not_block_other_clients(service: Served, slow: threadin
 
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(ask, "slow one", f"slow {number}") for number in range(12)]
-        admission = service.running.frontend.router._admission
-        wait_for(lambda: admission._preparing.total() == 12)
+        router = service.running.frontend.router
+        wait_for(lambda: router.debug_state().admission.num_preparing == 12)
         for _ in range(3):
             assert ask("another", "Hello").status_code == 200
         with service.client() as client:
@@ -222,7 +222,7 @@ def test_slow_prompts_do_not_block_other_clients(service: Served, slow: threadin
         assert not any(one.done() for one in asked)
         slow.set()
         assert {one.result(30).status_code for one in asked} == {200}
-    wait_for(lambda: admission._preparing.total() == 0)
+    wait_for(lambda: router.debug_state().admission.num_preparing == 0)
 
 
 def test_the_deadline_applies_while_prompts_are_prepared(service: Served, slow: threading.Event) -> None:
@@ -249,7 +249,7 @@ def test_requests_being_prepared_count_as_admitted(folder: Path, monkeypatch: py
         builder = service.running.frontend.service.prompt_builder
         build = builder.build
         monkeypatch.setattr(builder, "build", lambda *args, **more: (done.wait(30), build(*args, **more))[1])
-        admission = service.running.frontend.router._admission
+        router = service.running.frontend.router
 
         def ask(key: str) -> httpx.Response:
             with service.client() as client:
@@ -258,7 +258,7 @@ def test_requests_being_prepared_count_as_admitted(folder: Path, monkeypatch: py
         asked = []
         for number, client in enumerate(("a", "a", "b"), start=1):
             asked.append(pool.submit(ask, client))
-            wait_for(lambda number=number: admission._preparing.total() == number)  # type: ignore[misc]
+            wait_for(lambda number=number: router.debug_state().admission.num_preparing == number)  # type: ignore[misc]
             if number == 2:
                 assert_refused(ask("a"), 429, "rate_limited")
         assert_refused(ask("c"), 503, "overloaded")

@@ -12,8 +12,8 @@ from triptych.api.fields import StrictModel
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.validation import parse_request
-from triptych.errors import InvalidRequest
-from triptych.messages.codec import BadMessage, decode, encode
+from triptych.errors import BadMessage, InvalidRequest
+from triptych.messages.codec import decode, encode
 from triptych.messages.work import Generate, SamplingParams
 from triptych.types import RequestId
 

@@ -105,7 +105,7 @@ def test_a_later_request_of_higher_priority_starts_first(folder: Path) -> None:
         for number, (name, priority, client) in enumerate(wanted, start=1):
             asked.append(pool.submit(ask, service, name, priority, client))
             wait_for(lambda number=number: router.num_requests == number)  # type: ignore[misc]
-        assert len(router._admission) == 4
+        assert len(router.debug_state().admission.queue) == 4
         service.steps.opened.set()
         for one in asked:
             one.result(20)
@@ -128,7 +128,7 @@ def test_a_burst_does_not_distort_the_forecast(folder: Path) -> None:
         service.steps.opened.set()
         assert [answer.result(60).status_code for answer in (*long, *short)] == [200] * 16
         took = time.monotonic() - began
-        forecast = router._admission.forecast
+        forecast = router.debug_state().forecast
         _, work = forecast.seconds(1.0, forecast.cost_of(20, 200), 0.0, time.monotonic())
         assert 0 < work < 5 * took
         again = [pool.submit(service.post, max_tokens=200) for _ in range(4)]

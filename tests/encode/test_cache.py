@@ -17,7 +17,7 @@ def test_the_least_recently_used_entry_is_evicted() -> None:
     assert cache.num_bytes == 30
 
 
-def test_a_big_entry_evicts_as_many_as_it_needs() -> None:
+def test_a_big_entry_evicts_only_what_it_needs() -> None:
     cache = EncoderCache(30)
     for key in "abc":
         cache.put(key, rows(1))

@@ -11,7 +11,7 @@ from triptych.engine.kv_sink import KVSink
 from triptych.errors import BlockError, TransferError
 from triptych.layers.attention.base import KVTensors
 from triptych.messages.codec import Message
-from triptych.messages.rows import Abort, End, Offer, RowKind, RowLayout
+from triptych.messages.rows import Abort, Offer, RowKind, RowLayout, TransferSide
 from triptych.messages.work import Generate, Prefill, SamplingParams
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.sender import Sender
@@ -67,7 +67,7 @@ def test_a_prefill_restarted_right_after_its_abort_is_not_cancelled(
 ) -> None:
     harness.expect("t1")
     harness.start()
-    harness.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "restarted"))
+    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "restarted"))
     harness.sink.abort(REQUEST, "restarted")
     harness.expect("t2")
     assert harness.sink.take_cancelled() == []
@@ -78,7 +78,7 @@ def test_a_prefill_restarted_right_after_its_abort_is_not_cancelled(
 def test_a_transfer_aborted_by_its_consumer_is_cancelled(harness: SinkHarness) -> None:
     harness.expect("t1")
     harness.start()
-    harness.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "restarted"))
+    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "restarted"))
     assert harness.sink.take_cancelled() == [REQUEST]
     assert harness.sink.idle
     harness.pool.check_all_free()

@@ -15,7 +15,7 @@ from triptych.media.audio import decode_audio
 from triptych.media.video import decode_frames
 from triptych.prompt.caps import MediaCaps
 from triptych.prompt.containers import mp4
-from triptych.prompt.probe_video import probe_sound, probe_video
+from triptych.prompt.probe_video import probe_audio_track, probe_video
 from triptych.types import AudioHeader
 
 RATE = 16_000
@@ -56,8 +56,8 @@ def difference(decoded: NDArray[np.float32], recorded: NDArray[np.float32]) -> f
 @pytest.mark.parametrize("name", FILES)
 def test_decoded_samples_match_the_recording(name: str) -> None:
     data = FILES[name]()
-    header = probe_sound(data)
-    assert header.track
+    header = probe_audio_track(data)
+    assert header.in_video
     assert header.seconds == pytest.approx(SECONDS, abs=0.06)
     decoded = decode_audio(data, header, RATE)
     assert len(decoded) == header.resampled(RATE)
@@ -69,7 +69,7 @@ def test_decoded_samples_match_the_recording(name: str) -> None:
 @pytest.mark.parametrize(("frames", "seconds"), [(10, 4.0), (40, 0.5)])
 def test_sound_need_not_be_as_long_as_the_video(container: str, frames: int, seconds: float) -> None:
     data = clip(container, frames=frames, sound=tone(seconds, 48_000))
-    header = probe_sound(data)
+    header = probe_audio_track(data)
     assert header.seconds == pytest.approx(seconds, abs=0.06)
     assert len(decode_audio(data, header, RATE)) == header.resampled(RATE)
 
@@ -79,7 +79,7 @@ def test_sound_need_not_be_as_long_as_the_video(container: str, frames: int, sec
 
 def rejected(data: bytes, kind: type[MediaError], match: str) -> None:
     with pytest.raises(kind, match=match):
-        decode_audio(data, probe_sound(data), RATE)
+        decode_audio(data, probe_audio_track(data), RATE)
 
 
 def test_files_without_sound_are_rejected() -> None:
@@ -105,7 +105,7 @@ def test_truncated(container: str) -> None:
         rejected(data[: len(data) * 2 // 3], MediaError, "sound ends after|damaged")
     else:  # whose length is read at its end
         cut = data[: len(data) * 2 // 3]
-        header = probe_sound(cut)
+        header = probe_audio_track(cut)
         assert header.seconds < 3.5
         assert len(decode_audio(cut, header, RATE)) == header.resampled(RATE)
     rejected(data[:30], MediaError, ".")
@@ -125,9 +125,9 @@ def test_rounded_times_are_counted_whole_and_gaps_are_not(uneven: bool) -> None:
 
 def test_a_track_is_limited_by_its_decoded_samples() -> None:
     data = clip("mp4", frames=20, sound=tone(2.0, 48_000))
-    MediaCaps().audio.check(AudioHeader("MP4", 10_000_000, 2, 640_000_000, track=True))
+    MediaCaps().audio.check(AudioHeader("MP4", 10_000_000, 2, 640_000_000, in_video=True))
     with pytest.raises(UnsupportedMedia, match="the MP4 video's sound has more than 1000000000 samples"):
-        decode_audio(data, AudioHeader("MP4", 1000, 1, 25_000_000, track=True), RATE)
+        decode_audio(data, AudioHeader("MP4", 1000, 1, 25_000_000, in_video=True), RATE)
 
 
 @pytest.mark.parametrize("damage", [bytes(17), b"\x9f\xff", b"\x9f\x8f"])
@@ -146,10 +146,10 @@ def test_damage_to_the_sounds_description_only_affects_sound(damage: bytes) -> N
 def test_wrong_headers_are_detected() -> None:
     data = clip("mp4", frames=20, sound=tone(2.0, 48_000))
     with pytest.raises(MediaMismatch, match=r"the MP4 video's sound is longer than the 1\.0 s"):
-        decode_audio(data, AudioHeader("MP4", 48_000, 1, 48_000, track=True), RATE)
+        decode_audio(data, AudioHeader("MP4", 48_000, 1, 48_000, in_video=True), RATE)
     with pytest.raises(TruncatedMedia, match=r"the MP4 video's sound ends after 2\.0 s of 3\.0 s"):
-        decode_audio(data, AudioHeader("MP4", 48_000, 1, 144_000, track=True), RATE)
-    clock = AudioHeader("MP4", 1000, 1, 2000, track=True)
+        decode_audio(data, AudioHeader("MP4", 48_000, 1, 144_000, in_video=True), RATE)
+    clock = AudioHeader("MP4", 1000, 1, 2000, in_video=True)
     assert decode_audio(data, clock, RATE).any(), "its clock isn't its sample rate"
 
 
@@ -165,7 +165,7 @@ def test_mutated_files_raise_only_typed_errors(name: str) -> None:
             mutated[place] ^= 1 << source.randrange(8)
         cut = bytes(mutated[: source.choice([len(mutated), source.randrange(len(mutated))])])
         try:
-            header = probe_sound(cut)
+            header = probe_audio_track(cut)
             if header.seconds < 60:
                 assert len(decode_audio(cut, header, RATE)) == header.resampled(RATE)
         except MediaError:

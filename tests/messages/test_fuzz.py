@@ -27,10 +27,10 @@ from tests.support.harness import FLOAT32, Running, running
 from tests.support.image_cases import Case, picture, png
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
-from triptych.errors import InstanceLost, Unavailable
+from triptych.errors import BadMessage, InstanceLost, Unavailable
 from triptych.messages.channel import Channel
-from triptych.messages.codec import BadMessage, Message, decode, encode
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowMessage, Wrote
+from triptych.messages.codec import Message, decode, encode
+from triptych.messages.rows import Abort, Done, Grant, Offer, RowMessage, TransferSide, Wrote
 from triptych.messages.work import (
     Cancel,
     ChangeRole,
@@ -348,8 +348,8 @@ class Attacker:
         # whichever of them the target answers, it does so after all that came before
         for question in (
             Heartbeat(self._ear.address),
-            Abort(TransferId("the last"), End.CONSUMER, self._ear.address, ""),
-            Abort(TransferId("the last"), End.PRODUCER, self._ear.address, ""),
+            Abort(TransferId("the last"), TransferSide.CONSUMER, self._ear.address, ""),
+            Abort(TransferId("the last"), TransferSide.PRODUCER, self._ear.address, ""),
         ):
             self._socket.send(encode(question))
         assert self._ear.receive(60.0), "it doesn't answer any more"
@@ -360,7 +360,7 @@ def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tupl
     door = service.frontend
     if target == "frontend":
         # of an instance's address, Leave and Register say what it means them to say
-        address, kinds = door.channel.address, set(door.router._handlers)
+        address, kinds = door.channel.address, set(door.router.debug_state().handled)
         return address, Nonsense(2, addresses=[address], seen=seen, meant=kinds)
     instance = next(instance for instance in service.instances if instance.role is ROLES[target])
     transfers = [transfers_of(host) for host in instance.hosts]

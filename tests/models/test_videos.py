@@ -49,7 +49,7 @@ def plan_of(case: dict[str, Any]) -> tuple[Planner, ItemPlan]:
     family = family_of(case)
     planner: Planner = resolve(FAMILIES[family].planner)(config_of(family), IMAGES, settings_of(case))
     size = case["width"], case["height"]
-    header = VideoHeader(frames.FORMAT, *size, case["frames"], case["rate"], chosen=case.get("chosen", False))
+    header = VideoHeader(frames.FORMAT, *size, case["frames"], case["rate"], presampled=case.get("chosen", False))
     return planner, planner.plan(header, sampling=FrameSampling(**case.get("asked", {})))
 
 
@@ -93,7 +93,7 @@ def test_temporal_distances_equal_the_reference(number: int) -> None:
 
 def parts_of(pixels: np.ndarray[Any, Any]) -> list[EncoderInput]:
     data = packed(pixels)
-    header = VideoHeader(frames.FORMAT, pixels.shape[2], pixels.shape[1], len(pixels), 2.0, chosen=True)
+    header = VideoHeader(frames.FORMAT, pixels.shape[2], pixels.shape[1], len(pixels), 2.0, presampled=True)
     plan = Qwen3VLPlanner(CONFIG, IMAGES, {"size": SIZE}).plan(header)
     return list(Qwen3VLPreprocessor(CONFIG, IMAGES, {"size": SIZE})(data, plan))
 
@@ -161,7 +161,7 @@ def test_unsupported_filter_is_rejected() -> None:
         (VideoHeader("MP4", 64, 64, 3, 30.0), {}, (0, 1)),
         (VideoHeader("MP4", 64, 64, 3, 30.0), {"num_frames": 8}, (0, 1)),
         (VideoHeader("MP4", 64, 64, 3, 30.0), {"num_frames": 1}, (0,)),
-        (VideoHeader("MP4", 64, 64, 1, 30.0, chosen=True), {}, (0,)),
+        (VideoHeader("MP4", 64, 64, 1, 30.0, presampled=True), {}, (0,)),
         (VideoHeader("MP4", 64, 64, 100, 10.0), {"fps": 0.5}, (0, 25, 50, 75)),
     ],
 )

@@ -95,7 +95,7 @@ def test_many_requests_with_all_pools_tiny(model: Model) -> None:
 
 
 def test_preemption_where_it_decodes(model: Model) -> None:
-    """A cache that holds little more than the longest answer alone: what gives way is prefilled anew, elsewhere, with
+    """A cache that holds little more than the longest answer: a preempted request is prefilled again elsewhere, with
     what was generated so far."""
     longest = max(len(prompt.tokens) for prompt in model.prompts) + 32
     pages = -(-longest // FLOAT32.page_size) + 1

@@ -146,7 +146,7 @@ def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
                 await asyncio.sleep(delay)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-                for request in list(service.frontend.router._requests):
+                for request in list(service.frontend.router.debug_state().dispatched):
                     service.frontend.router.cancel(request)
             assert await service.answer(CASES["mp4"]) == model.answers[0]
             (host,) = encode_loops(service)

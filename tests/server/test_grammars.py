@@ -223,7 +223,7 @@ def test_requests_whose_grammar_is_not_compiled_occupy_no_slots(
             for one in waiting:
                 one.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            for entry in list(service.frontend.router._requests):
+            for entry in list(service.frontend.router.debug_state().dispatched):
                 service.frontend.router.cancel(entry)
             return answer
 

@@ -48,10 +48,10 @@ class RouterHarness:
         engine = {name: settings.pop(name) for name in list(settings) if name in EngineConfig.__dataclass_fields__}
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
-        self.forgotten: list[tuple[Address, int]] = []
+        self.disconnected: list[tuple[Address, int]] = []
         self.router = Router(
-            send=lambda to, message: self.sent.append((to, message)),
-            forget=lambda address: self.forgotten.append((address, len(self.sent))),
+            send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
+            disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
             fingerprint="model",
             frontend=FrontendConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
             engine=EngineConfig(**engine),
@@ -60,6 +60,10 @@ class RouterHarness:
         )
         for address in addresses:
             self.register(address)
+
+    def send(self, to: Address, message: Message) -> None:
+        """Tests replace this to make sending fail."""
+        self.sent.append((to, message))
 
     def register(self, address: Address, pid: int = 1, model: str = "model", dtype: str = "float32") -> None:
         layout = RowLayout(model, dtype, 4, 16)

@@ -70,7 +70,7 @@ def produce(consumer: Address, count: int, faults: Faults) -> None:
         sender.poll()
         sender.check_deadlines()
     sender.consumer_lost(consumer)
-    channel.forget(consumer)
+    channel.disconnect(consumer)
     sys.stdin.readline()  # the consumer has closed its end, too
     counters = {"retries": sender.counters.retries, "aborted": sender.counters.aborted}
     print(

@@ -13,7 +13,7 @@ import pytest
 
 from triptych.errors import RegionError
 from triptych.messages.codec import Message, decode, encode
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, Grant, Offer, RegionHandle, RowLayout, TransferSide, Wrote
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
 from triptych.transfer.fabrics.faulty import Faults, FaultyFabric
@@ -274,9 +274,9 @@ class Wire:
                 self.receiver.on_offer(message)
             case Wrote():
                 self.receiver.on_wrote(message)
-            case Abort(by=End.PRODUCER):
+            case Abort(by=TransferSide.PRODUCER):
                 self.receiver.on_abort(message)
-            case Done(by=End.PRODUCER):
+            case Done(by=TransferSide.PRODUCER):
                 self.receiver.on_done(message)
             case _:
                 raise AssertionError(f"{message} is not for the consumer")
@@ -293,9 +293,9 @@ class Wire:
         match message:
             case Grant():
                 sender.on_grant(message)
-            case Done(by=End.CONSUMER):
+            case Done(by=TransferSide.CONSUMER):
                 sender.on_done(message)
-            case Abort(by=End.CONSUMER):
+            case Abort(by=TransferSide.CONSUMER):
                 sender.on_abort(message)
             case _:
                 raise AssertionError(f"{message} is not for a producer")

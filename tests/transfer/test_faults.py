@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, wire
-from triptych.messages.rows import Abort, End
+from triptych.messages.rows import Abort, TransferSide
 from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.receiver import MAX_RESENDS
 from triptych.transfer.sender import MAX_ATTEMPTS
@@ -219,7 +219,7 @@ def test_late_messages_of_a_lost_producer_are_ignored(fabric: str) -> None:
         w.fail()
         assert item.ended
         queue.extend(late)
-        w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, item.producer, "late"))
+        w.receiver.on_abort(Abort(item.transfer, TransferSide.PRODUCER, item.producer, "late"))
         w.deliver_all()
         is_clean(w)
 
@@ -229,7 +229,7 @@ def test_another_producer_can_neither_abort_nor_take_over_a_transfer(fabric: str
         item = w.expect(2, (0, 0))
         grant(w, item)
         stranger = PRODUCERS[1]
-        w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, stranger, "not mine", released=False))
+        w.receiver.on_abort(Abort(item.transfer, TransferSide.PRODUCER, stranger, "not mine", released=False))
         w.senders[stranger].offer(item.transfer, CONSUMER, 2, LAYOUT)
         w.deliver_all()
         assert not w.failures

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, fabric_pair, wire
 from triptych.errors import TransferError, Unavailable
 from triptych.messages.codec import decode
-from triptych.messages.rows import Abort, Done, End, Extent, FabricId, Grant, Offer, RegionHandle, RowLayout, Wrote
+from triptych.messages.rows import (
+    Abort,
+    Done,
+    Extent,
+    FabricId,
+    Grant,
+    Offer,
+    RegionHandle,
+    RowLayout,
+    TransferSide,
+    Wrote,
+)
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.memory import SharedMemory
@@ -350,8 +361,8 @@ def test_an_incompatible_offer_is_explained_and_dropped(fabric: str) -> None:
                 {"layout": RowLayout("m", "float16", 5, 10)},
                 "dtype uint8 here, float16 there, row_bytes 5 here, 10 there",
             ),
-            ({"reaches": [FabricId("unknown", "")]}, "no fabric in common; theirs: unknown"),
-            ({"reaches": [FabricId(fabric, "another machine")]}, "no fabric in common"),
+            ({"fabrics": [FabricId("unknown", "")]}, "no fabric in common; theirs: unknown"),
+            ({"fabrics": [FabricId(fabric, "another machine")]}, "no fabric in common"),
         ]:
             item = w.expect(4, (0, len(w.items)))
             w.offer(item)
@@ -508,7 +519,7 @@ def test_a_failed_transfer_cannot_be_offered_again(fabric: str) -> None:
         w.offer(item)
         w.deliver_all()
         offer = next(message for message in w.sent if isinstance(message, Offer))
-        w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, item.producer, "x"))
+        w.receiver.on_abort(Abort(item.transfer, TransferSide.PRODUCER, item.producer, "x"))
         w.receiver.on_offer(offer)
         assert isinstance(w.sent[-1], Abort)
         w.senders[item.producer].abort(item.transfer, "x")
@@ -529,9 +540,9 @@ def test_more_rows_than_were_offered_are_refused(fabric: str) -> None:
 def test_aborts_of_unknown_transfers_are_answered(fabric: str) -> None:
     with wire(fabric, 1, 1) as w:
         unknown = TransferId("unknown")
-        w.senders[PRODUCERS[0]].on_abort(Abort(unknown, End.CONSUMER, CONSUMER, ""))
-        w.receiver.on_abort(Abort(unknown, End.PRODUCER, PRODUCERS[0], ""))
-        assert w.sent == [Done(unknown, End.PRODUCER), Done(unknown, End.CONSUMER)]
+        w.senders[PRODUCERS[0]].on_abort(Abort(unknown, TransferSide.CONSUMER, CONSUMER, ""))
+        w.receiver.on_abort(Abort(unknown, TransferSide.PRODUCER, PRODUCERS[0], ""))
+        assert w.sent == [Done(unknown, TransferSide.PRODUCER), Done(unknown, TransferSide.CONSUMER)]
 
 
 def test_the_states_of_a_transfer(fabric: str) -> None:
@@ -567,7 +578,7 @@ def test_a_consumer_that_cannot_reach_the_producer_loses_no_block(fabric: str) -
         for number, act in enumerate([receiver.grant, lambda: None]):
             transfer = TransferId(f"t{number}")
             receiver.expect(transfer, 2, (0,))
-            reaches = [FabricId(fabrics[0].name, fabrics[0].domain)]
+            reaches = [FabricId(fabrics[0].name, fabrics[0].scope)]
             receiver.on_offer(Offer(transfer, 2, PRODUCERS[0], LAYOUT, reaches))
             for failing in (act, lambda transfer=transfer: receiver.close(transfer, "")):
                 try:

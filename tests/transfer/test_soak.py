@@ -123,7 +123,7 @@ def test_transfers_between_processes_survive_faults(count: int) -> None:
         rate, failed = count / (time.monotonic() - began), len(consumer.failed)
         print(f"{rate:.0f} transfers/s, the slowest {consumer.slowest:.3f} s, {failed} failed")
         for peer in consumer.producers:
-            channel.forget(peer)
+            channel.disconnect(peer)
         report = json.loads(process.communicate("\n", timeout=10)[0])
     assert consumer.slowest < SLOWEST
     assert len(consumer.failed) == report["aborted"] <= count // 2000, consumer.failed

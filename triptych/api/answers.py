@@ -78,7 +78,7 @@ async def stream_deltas(chat: PreparedChat) -> AsyncGenerator[ChoiceDelta, None]
 
 
 def _delta(chat: PreparedChat, output: ChoiceOutput, parser: _ChoiceParser) -> ChoiceDelta:
-    if parser.reasoning.thinking:
+    if parser.reasoning.in_reasoning:
         chat.generation.num_reasoning += len(output.tokens)
     reasoning, events = parser.push(output.text, output.finish_reason is not None)
     reason = output.finish_reason

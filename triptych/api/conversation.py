@@ -68,7 +68,7 @@ def template_variables(service: Service, request: ConversationFields) -> dict[st
         if (effort := request.reasoning_effort) is not None:
             variables = _effort_variables(service, effort) | variables
     if tools:
-        if not template.takes_tools:
+        if not template.supports_tools:
             raise InvalidRequest("the model's chat template doesn't take tools", "tools")
         variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     return variables
@@ -81,7 +81,7 @@ def _effort_variables(service: Service, effort: str) -> dict[str, Any]:
         return {"reasoning_effort": effort}
     if "enable_thinking" in template.variables:
         return {"enable_thinking": effort != "none"}
-    if effort == "none" and not template.thinks:
+    if effort == "none" and not template.supports_reasoning:
         return {}
     raise InvalidRequest("this model's reasoning effort can't be changed", "reasoning_effort")
 

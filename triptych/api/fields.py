@@ -76,7 +76,7 @@ def tool_choice() -> Discriminator:
 class StrictModel(BaseModel):
     """Rejects unknown fields and doesn't convert types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def check(self) -> None:
         """Raise InvalidRequest for fields that contradict each other."""

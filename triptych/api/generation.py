@@ -133,7 +133,7 @@ class Generation:
         Tokens that arrived since its last output were generated, so they count."""
         stream = self._streams[choice]
         self.service.router.complete(stream.request)
-        self.num_generated += stream.num_untaken
+        self.num_generated += stream.num_unread
         stream.close()
 
     def _submit(self, choice: int, text: "ChoiceText") -> TokenStream:

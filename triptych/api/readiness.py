@@ -13,7 +13,7 @@ from contextvars import Context
 from triptych.errors import TriptychError
 from triptych.messages.work import SamplingParams
 from triptych.prompt.prompt import Message, PromptBuilder
-from triptych.router.admission import FIRST
+from triptych.router.admission import PROBE_PRIORITY
 from triptych.router.router import Router
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,9 @@ class Readiness:
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         # must miss every cache: a hit would skip the stage that is to be checked
         salt = secrets.token_hex(8)
-        stream = self._router.submit(prompt, sampling, self._eos_token_ids, salt, priority=FIRST, timeout=PROBE_TIMEOUT)
+        stream = self._router.submit(
+            prompt, sampling, self._eos_token_ids, salt, priority=PROBE_PRIORITY, timeout=PROBE_TIMEOUT
+        )
         try:
             async for _ in stream:
                 pass

@@ -10,8 +10,8 @@ from triptych.api.json_schema import StepBudget, check_schema
 from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
 from triptych.errors import InvalidRequest
 from triptych.messages.work import GrammarKind, GrammarSpec
-from triptych.prompt.reasoning import END_OF_THOUGHT, THINK, Reasoning
-from triptych.prompt.tool_calls import CALL, END_OF_CALL
+from triptych.prompt.reasoning import END_THINK, THINK, Reasoning
+from triptych.prompt.tool_calls import CALL, END_CALL
 
 Format = dict[str, Any]
 
@@ -93,7 +93,7 @@ def _call(tool: Tool, *, strict: bool) -> Format:
         "type": "tag",
         "begin": f'{CALL}\n{{"name": "{tool.function.name}", "arguments": ',
         "content": _json(schema),
-        "end": f"}}\n{END_OF_CALL}",
+        "end": f"}}\n{END_CALL}",
     }
 
 
@@ -105,7 +105,7 @@ def _after_reasoning(answer: Format, reasoning: Reasoning) -> Format:
         "type": "tag",
         "begin": "" if reasoning is Reasoning.OPEN else THINK,
         "content": {"type": "any_text"},
-        "end": [f"{END_OF_THOUGHT}\n\n", END_OF_THOUGHT],
+        "end": [f"{END_THINK}\n\n", END_THINK],
     }
     first = tag if reasoning is Reasoning.OPEN else {"type": "optional", "content": tag}
     return {"type": "sequence", "elements": [first, answer]}

@@ -154,7 +154,9 @@ class _FunctionType(StrictModel):
 
 
 class FunctionTool(Function, _FunctionType):
-    """A tool. The base class order makes pydantic check the type first, so that errors name an unsupported type."""
+    """A function that the answer may call."""
+
+    # the order of the bases makes pydantic check the type first, so that errors name an unsupported type
 
 
 class NamedFunctionTool(StrictModel):

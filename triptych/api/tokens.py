@@ -33,7 +33,7 @@ async def tokenize(
     service: Service, request: TokenizeConversation | TokenizeText, context: RequestContext
 ) -> dict[str, Any]:
     """Return ``objects.Tokenized``, with all tokens of media. Raises RequestError and ServiceError."""
-    with service.router.reading():
+    with service.router.holding_slot():
         async with context.within_deadline():
             tokens = (await _prompt(service, request, context)).tokens
             names = None
@@ -65,6 +65,6 @@ async def detokenize(service: Service, request: DetokenizeRequest, context: Requ
     """Return ``objects.Detokenized``. Raises RequestError and ServiceError."""
     check_model(service, request.model)
     decode = partial(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
-    with service.router.reading():
+    with service.router.holding_slot():
         async with context.within_deadline():
             return {"prompt": await service.executor.run(current_client(), decode)}

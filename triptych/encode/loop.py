@@ -190,7 +190,7 @@ class EncodeLoop:
                     self._provide(message.transfer, message.plan, number, rows)
                 self._send(self._frontend, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
                 return
-            inputs, long = self._inputs(message), message.plan.takes_turns(self._queue.max_patches)
+            inputs, long = self._inputs(message), message.plan.is_time_sliced(self._queue.max_patches)
             job = EncodeJob(key, message.plan, inputs, received=now, client=message.client, long=long)
             self._jobs[job.key] = job
             self._scheduler.add(job)

@@ -92,7 +92,9 @@ def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:
         num_bytes[info.dtype] += info.num_bytes
     [(most, _)] = num_bytes.most_common(1)
     if most not in _STORED:
-        raise ConfigError(f"the checkpoint holds {most} tensors: --dtype auto knows {', '.join(_STORED)}; give another")
+        raise ConfigError(
+            f"the checkpoint holds {most} tensors: --dtype auto supports {', '.join(_STORED)}; set another dtype"
+        )
     return _STORED[most]
 
 

@@ -164,7 +164,7 @@ def _materialise_buffers(module: "PreTrainedModel", device: torch.device) -> Non
         if not lost:
             continue
         if list(owner.parameters(recurse=False)) or not all(buffer.is_floating_point() for buffer in lost.values()):
-            raise CheckpointError(f"don't know how to set the buffers {sorted(lost)} of {type(owner).__name__}")
+            raise CheckpointError(f"can't compute the buffers {sorted(lost)} of {type(owner).__name__}")
         for name, buffer in lost.items():
             setattr(owner, name, torch.full_like(buffer, torch.nan, device=device))
         module._init_weights(owner)

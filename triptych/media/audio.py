@@ -36,7 +36,7 @@ def decode_audio(data: bytes, header: AudioHeader, rate: int) -> Samples:
     UnsupportedMedia for one that can't be decoded.
     """
     planned = header.resampled(rate)
-    tolerance = (TRACK_TOLERANCE if header.track else TOLERANCE) * rate
+    tolerance = (TRACK_TOLERANCE if header.in_video else TOLERANCE) * rate
     made = np.zeros(planned, dtype=np.float32)
     num_samples = 0
     for piece in _resampled(data, header, rate):
@@ -51,7 +51,7 @@ def decode_audio(data: bytes, header: AudioHeader, rate: int) -> Samples:
 
 
 def _named(header: AudioHeader) -> str:
-    return f"the {header.format} video's sound" if header.track else f"the {header.format} audio"
+    return f"the {header.format} video's sound" if header.in_video else f"the {header.format} audio"
 
 
 def _resampled(data: bytes, header: AudioHeader, rate: int) -> Iterator[Samples]:
@@ -88,7 +88,7 @@ def _decoded(data: bytes, header: AudioHeader) -> Iterator[tuple[Samples, int]]:
             if codec.name not in _CODECS and not codec.name.startswith("pcm_"):
                 raise UnsupportedMedia(f"{name} is encoded as {codec.name!r}, which isn't supported")
             codec.thread_count = 1
-            expected = None if header.track else (header.rate, header.channels)
+            expected = None if header.in_video else (header.rate, header.channels)
             in_floats: av.AudioResampler | None = None
             for frame in container.decode(stream):
                 samples = header.seconds * frame.sample_rate * len(frame.layout.channels)

@@ -19,8 +19,8 @@ from triptych.api.service import GenerationDefaults, Service
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, ServeConfig
-from triptych.errors import InstanceLost, StartError, TriptychError
-from triptych.messages.channel import BadAddress, Channel
+from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
+from triptych.messages.channel import Channel
 from triptych.messages.work import Deregister, Stop
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
@@ -86,7 +86,7 @@ class Frontend:
             raise StartError(str(error)) from None
         self.router = Router(
             send=self.channel.send,
-            forget=self.channel.forget,
+            disconnect=self.channel.disconnect,
             fingerprint=builder.fingerprint,
             frontend=config.frontend,
             lease=config.lease,

@@ -26,7 +26,7 @@ from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import AfterLayer, ForwardBatch
 from triptych.layers.parallel import SINGLE_RANK, Group, ProcessGroup, ready_key, rendezvous
 from triptych.observe.logs import LogSettings, for_child
-from triptych.observe.machine import ending
+from triptych.observe.machine import describe_exit
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class ChildRanks:
         code = process.wait()
         if not self._closing:
             who = f"tensor-parallel rank {rank} of {self._size} (process {process.pid})"
-            self._fail(StartError(f"{who} {ending(code)}"))
+            self._fail(StartError(f"{who} {describe_exit(code)}"))
 
     def _fail(self, failure: StartError) -> None:
         """Only the first failure is one: the others follow from it. Who waits for it goes on when it has been told."""

@@ -62,8 +62,8 @@ class RowBuffer:
 
     def common_fabric(self, offered: Iterable[FabricId]) -> Fabric | None:
         """Return the most preferred fabric that a producer with the ``offered`` fabrics can reach; None if none."""
-        theirs = {(fabric.fabric, fabric.domain) for fabric in offered}
-        return next((fabric for fabric in self._fabrics if (fabric.name, fabric.domain) in theirs), None)
+        theirs = {(fabric.fabric, fabric.scope) for fabric in offered}
+        return next((fabric for fabric in self._fabrics if (fabric.name, fabric.scope) in theirs), None)
 
     def handle(self, fabric: Fabric) -> RegionHandle:
         """Return the region that a producer writes to over ``fabric``."""
@@ -123,7 +123,7 @@ class RowBuffer:
         backing.memory.close()
 
     def take(self, first_row: int, rows: int) -> list[Segment]:
-        """Allocate blocks for rows from ``first_row`` on: all ``rows`` of them, or as many as fit in the free blocks.
+        """Allocate blocks for rows from ``first_row`` on: all ``rows`` of them, or those that fit in the free blocks.
         Raises BlockError when no block is free."""
         blocks = max(1, min(self.blocks_of(rows), self.pool.num_free))
         segments = []

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from triptych.errors import TransferError, TriptychError
 from triptych.messages.codec import Send
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, Wrote
+from triptych.messages.rows import Abort, Done, Grant, Offer, RegionHandle, TransferSide, Wrote
 from triptych.messages.stats import ReceiverCounters
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.checksum import checksum
@@ -229,7 +229,7 @@ class Receiver:
         if not self._may_be_written(incoming):
             self._drop(incoming)
         if producer is not None:
-            self._send(producer, Abort(transfer, End.CONSUMER, self._address, reason))
+            self._send(producer, Abort(transfer, TransferSide.CONSUMER, self._address, reason))
 
     def producer_lost(self, producer: Address, offering: Collection[TransferId] = ()) -> None:
         """Fail the transfers of a producer that is gone, including those in ``offering``, which it had yet to offer."""
@@ -266,19 +266,22 @@ class Receiver:
         """Record the producer of a transfer. The transfer fails if the two ends are incompatible."""
         incoming = self._transfers.get(offer.transfer)
         if incoming is None or incoming.closing or incoming.failed:
-            self._send(offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "no longer expected"))
+            self._send(
+                offer.producer, Abort(offer.transfer, TransferSide.CONSUMER, self._address, "no longer expected")
+            )
             return
         if incoming.producer is not None:
             log.error("transfer %s: offered twice", offer.transfer)
             if incoming.producer != offer.producer:
                 self._send(
-                    offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "offered by another producer")
+                    offer.producer,
+                    Abort(offer.transfer, TransferSide.CONSUMER, self._address, "offered by another producer"),
                 )
             return
         incoming.producer = offer.producer
         if not incoming.position:
             incoming.position = (next(self._offers),)
-        incoming.fabric = self.buffer.common_fabric(offer.reaches)
+        incoming.fabric = self.buffer.common_fabric(offer.fabrics)
         incoming.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
         if mismatch := self._mismatch(offer, incoming):
             self._fail(incoming, "InternalError", f"the two ends of a transfer are incompatible: {mismatch}")
@@ -308,7 +311,7 @@ class Receiver:
 
     def on_abort(self, abort: Abort) -> None:
         """Fail a transfer that its producer has aborted. The buffer relocates if the producer may still be writing."""
-        self._send(abort.sender, Done(abort.transfer, End.CONSUMER))
+        self._send(abort.sender, Done(abort.transfer, TransferSide.CONSUMER))
         incoming = self._transfers.get(abort.transfer)
         if incoming is None or incoming.producer not in (None, abort.sender):
             return
@@ -432,7 +435,7 @@ class Receiver:
         if difference := self.buffer.layout.difference(offer.layout):
             return difference
         if incoming.fabric is None:
-            return f"no fabric in common; theirs: {', '.join(reach.fabric for reach in offer.reaches) or 'none'}"
+            return f"no fabric in common; theirs: {', '.join(one.fabric for one in offer.fabrics) or 'none'}"
         return ""
 
     def _fail(self, incoming: _IncomingTransfer, error: str, reason: str, level: int = logging.ERROR) -> None:
@@ -487,7 +490,7 @@ class Receiver:
         del self._transfers[incoming.transfer]
         self.counters.completed += 1
         if incoming.producer is not None:
-            self._send(incoming.producer, Done(incoming.transfer, End.CONSUMER))
+            self._send(incoming.producer, Done(incoming.transfer, TransferSide.CONSUMER))
 
     def _drop(self, incoming: _IncomingTransfer) -> None:
         self.buffer.pool.free(segment.run for segment in incoming.segments)

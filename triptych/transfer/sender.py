@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from triptych.errors import TransferError
 from triptych.messages.codec import Message, Send
-from triptych.messages.rows import Abort, Done, End, FabricId, Grant, Offer, RegionHandle, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, FabricId, Grant, Offer, RegionHandle, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import SenderCounters
 from triptych.transfer.checksum import checksum
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
@@ -140,7 +140,7 @@ class Sender:
         self._transfers[transfer] = _OutgoingTransfer(
             transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock(), timeout)
         )
-        reaches = [FabricId(fabric.name, fabric.domain) for fabric in self._fabrics.values()]
+        reaches = [FabricId(fabric.name, fabric.scope) for fabric in self._fabrics.values()]
         self._send(consumer, Offer(transfer, rows, self._address, layout, reaches))
 
     def provide(self, transfer: TransferId, rows: Bytes, first_row: int = 0) -> None:
@@ -169,7 +169,7 @@ class Sender:
         """Cancel a transfer: its rows will never exist, or are no longer needed."""
         if outgoing := self._transfers.get(transfer):
             self.counters.aborted += 1
-            self._end(outgoing, TransferState.FAILED, Abort(transfer, End.PRODUCER, self._address, reason))
+            self._end(outgoing, TransferState.FAILED, Abort(transfer, TransferSide.PRODUCER, self._address, reason))
 
     def consumer_lost(self, consumer: Address) -> None:
         """End all transfers to a consumer that is gone."""
@@ -259,7 +259,7 @@ class Sender:
 
     def on_abort(self, abort: Abort) -> None:
         """End a transfer that its consumer has aborted, and answer Done once nothing of it is being written."""
-        done = Done(abort.transfer, End.PRODUCER)
+        done = Done(abort.transfer, TransferSide.PRODUCER)
         if outgoing := self._transfers.get(abort.transfer):
             self.counters.aborted += 1
             self._end(outgoing, TransferState.FAILED, done)
@@ -371,7 +371,9 @@ class Sender:
         log.error("transfer %s: a cancelled write hasn't ended", outgoing.transfer)
         if outgoing.final_message is not None:
             reason = f"a write hasn't ended within {self._deadlines.write:g} s of being cancelled"
-            outgoing.final_message = Abort(outgoing.transfer, End.PRODUCER, self._address, reason, released=False)
+            outgoing.final_message = Abort(
+                outgoing.transfer, TransferSide.PRODUCER, self._address, reason, released=False
+            )
         return False
 
     # ── regions ──────────────────────────────────────────────────────────────────────────────────────────────

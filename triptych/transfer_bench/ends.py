@@ -21,7 +21,7 @@ from triptych.config import LeaseConfig, TransferConfig
 from triptych.errors import StartError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, Grant, Offer, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import PeerLost, Register, Registered
 from triptych.server.instance import Instance
@@ -238,7 +238,7 @@ class ProducerLoop(_BenchLoop):
                 self._pinged = time.monotonic()
                 # the transfer is unknown, so the only effect is the Done that answers every Abort
                 address = self.instance.channel.address
-                self.send(command.consumer, Abort(PING, End.PRODUCER, address, "ping"))
+                self.send(command.consumer, Abort(PING, TransferSide.PRODUCER, address, "ping"))
             case StartTransfer():
                 self.sent = 0
                 self._offered = time.monotonic()
@@ -382,9 +382,9 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
         for item in fabrics:
             instance.at_end(item.close)
         if role.encodes:
-            instance.add(ProducerLoop(instance, fabrics, pipe), far_end=End.CONSUMER)
+            instance.add(ProducerLoop(instance, fabrics, pipe), far_end=TransferSide.CONSUMER)
         else:
-            instance.add(ConsumerLoop(instance, fabrics, pipe), far_end=End.PRODUCER)
+            instance.add(ConsumerLoop(instance, fabrics, pipe), far_end=TransferSide.PRODUCER)
         instance.run()
     except StartError as error:
         pipe.send(error)

@@ -37,7 +37,7 @@ from triptych.engine.grammar.messages import Compile
 from triptych.engine.grammar.process_queue import ProcessQueue
 from triptych.errors import InternalError, InvalidRequest, RequestError, TriptychError, from_wire
 from triptych.messages.work import GrammarSpec
-from triptych.observe.machine import ending
+from triptych.observe.machine import describe_exit
 from triptych.sandbox.fork_client import ForkServer
 from triptych.sandbox.protocol import ForkSpec, ProtocolError, Result, TaskFailed
 
@@ -325,7 +325,7 @@ class GrammarService:
                     grammar, InvalidRequest(f"the {grammar.spec.kind.value} can't be used: its compiler crashed")
                 )
             return
-        log.log(logging.INFO if overdue else logging.WARNING, "a grammar's process %s", ending(code))
+        log.log(logging.INFO if overdue else logging.WARNING, "a grammar's process %s", describe_exit(code))
         if culprit is not None and not culprit.closed:
             if overdue:
                 culprit.fail(too_costly(f"matching one token takes longer than {KILL_SECONDS:g} s"))

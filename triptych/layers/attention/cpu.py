@@ -41,8 +41,8 @@ class CpuAttention:
         parts = zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
         for index, (sequence_query, sequence_output) in enumerate(parts):
             where = batch.kv_lens[index], batch.page_tables[index], batch.page_runs[index]
-            seen = slice(batch.first_visible(index, window), None)
-            keys, values = (read_pages(cache, *where)[seen].to(query.dtype) for cache in (key_cache, value_cache))
+            visible = slice(batch.first_visible(index, window), None)
+            keys, values = (read_pages(cache, *where)[visible].to(query.dtype) for cache in (key_cache, value_cache))
             sequence_output.copy_(attend(sequence_query, keys, values, batch.mask(index, query.dtype, window)))
         return output
 

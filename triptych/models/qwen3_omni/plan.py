@@ -23,7 +23,7 @@ from triptych.models.shared.mrope import (
 from triptych.models.shared.planner import VISION_TOKENS, PatchPlanner, VisionCostModel
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import IntervalStartSampling, PerFrameGeometry
-from triptych.types import AudioHeader, ItemPlan, SoundPlan, VideoHeader
+from triptych.types import AudioHeader, AudioTrackPlan, ItemPlan, VideoHeader
 
 AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id")
 AUDIO_END = "audio_end_token_id"
@@ -111,13 +111,13 @@ class Qwen3OmniPlanner(PatchPlanner):
             plan,
             rows=plan.rows + audio.rows,
             cost=plan.cost + audio.cost,
-            sound=SoundPlan(sound, audio.grid[0], audio.rows),
+            audio_track=AudioTrackPlan(sound, audio.grid[0], audio.rows),
             parts=interleaved_parts(self._times(plan), plan.rows_per_part, windows),
         )
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
         """For a video with audio, return one placeholder per run of rows of one modality, between the audio markers."""
-        if self._audio_end is None or plan.sound is None:
+        if self._audio_end is None or plan.audio_track is None:
             return super().placeholder(plan, spelling)
         modalities = ("audio" if is_audio else "video" for is_audio, _ in runs_by_modality(plan.parts))
         placeholders = (self.placeholder_ids[modality] for modality in modalities)
@@ -125,16 +125,18 @@ class Qwen3OmniPlanner(PatchPlanner):
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return the number of rows at each placeholder of ``placeholder``."""
-        return [rows for _, rows in runs_by_modality(plan.parts)] if plan.sound else super().runs(plan)
+        return [rows for _, rows in runs_by_modality(plan.parts)] if plan.audio_track else super().runs(plan)
 
     def _run_positions(self, plan: ItemPlan) -> list[MediaPositions]:
         """Audio counts up like text; a video's frames and its audio start at the same position."""
         if plan.modality == "audio":
             return [sequential_positions(plan.rows)]
         video = super()._run_positions(plan)
-        if plan.sound is None:
+        if plan.audio_track is None:
             return video
-        return interleaved_positions([*video, sequential_positions(plan.sound.rows)], runs_by_modality(plan.parts))
+        return interleaved_positions(
+            [*video, sequential_positions(plan.audio_track.rows)], runs_by_modality(plan.parts)
+        )
 
     def _grid_positions(self, plan: ItemPlan, frames: int, height: int, width: int) -> MediaPositions:
         if not isinstance(plan.header, VideoHeader):
@@ -149,7 +151,7 @@ class Qwen3OmniPlanner(PatchPlanner):
         assert isinstance(plan.header, VideoHeader)
         sampling = self._sampling.for_request(plan.sampling)
         rate = sampling.fps
-        if plan.header.chosen or sampling.num_frames is not None:
+        if plan.header.presampled or sampling.num_frames is not None:
             rate = self._sampled_fps(plan, plan.header)
         seconds = self._geometry.temporal_patch_size / rate
         # the reference's order of operations: rounding decides which of two simultaneous rows comes first

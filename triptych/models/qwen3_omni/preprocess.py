@@ -14,7 +14,7 @@ from triptych.models.qwen3_omni.audio import AudioFraming
 from triptych.models.qwen3_omni.plan import thinker_config
 from triptych.models.shared.frames import VideoPreprocessor
 from triptych.models.shared.settings import setting
-from triptych.types import AudioHeader, ItemPlan, SoundPlan
+from triptych.types import AudioHeader, AudioTrackPlan, ItemPlan
 
 
 class Qwen3OmniPreprocessor(VideoPreprocessor):
@@ -35,13 +35,13 @@ class Qwen3OmniPreprocessor(VideoPreprocessor):
         counts the valid frames. Raises MediaError if the bytes can't be decoded, and PlanMismatch if the number of
         frames isn't the planned one.
         """
-        if plan.sound is not None:
-            return self._video_with_audio(data, plan, plan.sound)
+        if plan.audio_track is not None:
+            return self._video_with_audio(data, plan, plan.audio_track)
         if isinstance(plan.header, AudioHeader):
             return self._audio_parts(data, plan.header, plan.grid[0])
         return super().__call__(data, plan)
 
-    def _video_with_audio(self, data: bytes, plan: ItemPlan, sound: SoundPlan) -> Iterator[EncoderInput]:
+    def _video_with_audio(self, data: bytes, plan: ItemPlan, sound: AudioTrackPlan) -> Iterator[EncoderInput]:
         video, audio = super().__call__(data, plan), self._audio_parts(data, sound.header, sound.frames)
         for number, rows in enumerate(plan.parts):
             part = next(audio if rows.is_audio else video, None)

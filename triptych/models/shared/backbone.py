@@ -88,7 +88,9 @@ def _sliding_window(text: Mapping[str, Any], backbone: BackboneDefaults) -> tupl
             raise CheckpointError(f"config.json: max_window_layers must be a number of layers, not {first!r}")
         return window, frozenset(range(first, num_layers))
     if len(types) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in types):
-        raise CheckpointError(f"config.json: layer_types {types} doesn't say of each layer: full or sliding_attention")
+        raise CheckpointError(
+            f"config.json: layer_types {types} must name full_attention or sliding_attention per layer"
+        )
     return window, frozenset(index for index, kind in enumerate(types) if kind == "sliding_attention")
 
 

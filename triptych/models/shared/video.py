@@ -71,7 +71,7 @@ class LinspaceSampling(VideoSampling):
     def frames(self, header: VideoHeader) -> tuple[int, ...]:
         """Return at least two indices; a single frame is repeated."""
         wanted, total = self.num_frames, header.frames
-        if header.chosen:
+        if header.presampled:
             wanted = total
         elif wanted is None:
             wanted = min(max(int(total / header.rate * self.fps), self.min_frames), self.max_frames, total)
@@ -87,7 +87,7 @@ class IntervalStartSampling(VideoSampling):
         """Return at least one index, even for a ``num_frames`` above the video's or below a temporal patch, which the
         reference rejects."""
         total = header.frames
-        if header.chosen:
+        if header.presampled:
             return tuple(range(total))
         most = self._whole(total if self.num_frames is not None else min(self.max_frames, total))
         if self.num_frames is not None:

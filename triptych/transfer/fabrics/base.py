@@ -33,8 +33,8 @@ class Fabric(Protocol):
     """Moves bytes between regions. One per process; not thread-safe."""
 
     name: str
-    domain: str
-    """Two ends can reach each other if both name and domain are equal. A fabric within one machine names the machine; a
+    scope: str
+    """Two ends can reach each other if both name and scope are equal. A fabric within one machine names the machine; a
     fabric that crosses hosts leaves it empty."""
     checksums: bool
     """Whether bytes may be corrupted on their way, so that each write is checked end to end by default."""

@@ -59,7 +59,7 @@ class FaultyFabric:
 
     def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = fabric.name
-        self.domain = fabric.domain
+        self.scope = fabric.scope
         self.checksums = True  # as over the network that it stands for
         self.injected: dict[str, int] = dict.fromkeys(faults.probabilities, 0)
         self._fabric = fabric

@@ -17,7 +17,7 @@ class LocalFabric:
     checksums = False
 
     def __init__(self) -> None:
-        self.domain = f"{os.getpid()}:{secrets.token_hex(8)}"
+        self.scope = f"{os.getpid()}:{secrets.token_hex(8)}"
         self._regions: dict[str, Bytes] = {}
 
     @property

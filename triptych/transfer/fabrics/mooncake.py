@@ -44,7 +44,7 @@ class MooncakeFabric:
     """Moves bytes into the memory of processes that Mooncake reaches."""
 
     name = "mooncake"
-    domain = ""
+    scope = ""
     checksums = True
 
     def __init__(self, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = "") -> None:

@@ -53,7 +53,7 @@ class NixlFabric:
     """
 
     name = "nixl"
-    domain = ""
+    scope = ""
     checksums = True
 
     def __init__(self, host: str = "127.0.0.1") -> None:

@@ -24,7 +24,7 @@ class SharedMemoryFabric:
     checksums = False
 
     def __init__(self) -> None:
-        self.domain = _machine()
+        self.scope = _machine()
         self._owned: dict[RegionHandle, Memory] = {}
         self._opened: dict[RegionHandle, Bytes] = {}  # by the whole handle, because opening checks the size
 

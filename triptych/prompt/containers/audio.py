@@ -1,7 +1,7 @@
-"""Reads what WAV, FLAC, MP3 and Ogg files say about their length, hopping from piece to piece.
+"""Reads the headers of WAV, FLAC, MP3 and Ogg files, chunk by chunk.
 
-Untrusted bytes: every loop advances and is bounded, and nothing leaves here but MediaError, and ``struct.error`` or
-IndexError, which the client takes for a truncated file.
+Untrusted bytes: every loop advances and is bounded. Only MediaError, ``struct.error`` and IndexError are raised; the
+latter two mean that the file is truncated.
 """
 
 import struct
@@ -27,7 +27,7 @@ _MONO = 3
 
 
 def probe_wav(data: bytes) -> AudioHeader:
-    """A RIFF file of kind WAVE."""
+    """Return the header of a RIFF file of kind WAVE."""
     position, layout = 12, None
     for _ in range(_MAX_CHUNKS):
         kind, size = struct.unpack_from("<4sL", data, position)
@@ -50,7 +50,7 @@ def probe_wav(data: bytes) -> AudioHeader:
 
 
 def probe_flac(data: bytes) -> AudioHeader:
-    """A native FLAC stream, whose first block says how it looks (RFC 9639)."""
+    """Return the header of a native FLAC stream, from its first block (RFC 9639)."""
     if data[4] & 0x7F:
         raise UnsupportedMedia("the FLAC audio doesn't begin with its stream's description")
     (packed,) = struct.unpack_from(">Q", data, 18)
@@ -61,7 +61,7 @@ def probe_flac(data: bytes) -> AudioHeader:
 
 
 def probe_ogg(data: bytes) -> AudioHeader:
-    """An Ogg file with Vorbis or Opus; its last page says how many samples there are (RFC 3533)."""
+    """Return the header of an Ogg file with Vorbis or Opus; its last page has the number of samples (RFC 3533)."""
     (serial,) = struct.unpack_from("<L", data, 14)
     first = 27 + data[26]
     if data[first : first + 7] == b"\x01vorbis":
@@ -87,10 +87,10 @@ def probe_ogg(data: bytes) -> AudioHeader:
 
 
 def probe_mp3(data: bytes, start: int) -> AudioHeader:
-    """An MP3 file whose ID3 tag ends at ``start``. Where an encoder has left the number of frames, and of the samples
-    that it added at both ends, that counts; otherwise frames are."""
+    """Return the header of an MP3 file whose ID3 tag ends at ``start``. The length is the encoder's own count of frames
+    and padding, if it left one; otherwise the frames are counted."""
     for position in range(start, min(start + _MAX_MP3_JUNK, len(data) - 4)):
-        # noise looks like a header now and then, but not twice in a row
+        # random bytes may look like one header, but not like two in a row
         if (frame := _mp3_frame(data, position)) and _mp3_frame(data, position + frame[0], frame):
             break
     else:
@@ -112,7 +112,7 @@ def probe_mp3(data: bytes, start: int) -> AudioHeader:
 
 
 def _mp3_padding(data: bytes, tag: int, flags: int) -> int:
-    """The samples that the encoder added, as LAME and FFmpeg write them behind the table that ``tag`` begins."""
+    """Return the samples that the encoder added, as LAME and FFmpeg write them after the table at ``tag``."""
     behind = tag + 8 + 4 * bool(flags & 1) + 4 * bool(flags & 2) + 100 * bool(flags & 4) + 4 * bool(flags & 8)
     if data[behind : behind + 4] not in (b"LAME", b"Lavf", b"Lavc"):
         return 0
@@ -123,8 +123,8 @@ def _mp3_padding(data: bytes, tag: int, flags: int) -> int:
 def _mp3_frame(
     data: bytes, position: int, like: tuple[int, int, int, int] | None = None
 ) -> tuple[int, int, int, int] | None:
-    """(bytes, samples, rate, channels) of the layer 3 frame at a position; None where there is none, or none ``like``
-    that other."""
+    """Return (bytes, samples, rate, channels) of the layer 3 frame at a position; None if there is none, or if it
+    differs from ``like`` in samples or rate."""
     if position + 4 > len(data) or data[position] != 0xFF or data[position + 1] & 0xE6 != 0xE2:
         return None
     version, packed, mode = data[position + 1] >> 3 & 3, data[position + 2], data[position + 3]
