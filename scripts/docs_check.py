@@ -71,7 +71,8 @@ def exists(code: str) -> bool:
     if not _FILE.search(code) and not (ROOT / code.split("/", maxsplit=1)[0]).exists():
         return True  # a word with a slash, or an HTTP path
     pattern = re.sub(r"<\w+>", "*", code.rstrip("/"))
-    if any(next(base.glob(pattern), None) for base in (ROOT, ROOT / "triptych", ROOT / "docs")):
+    names = (pattern, f"{pattern}.py")  # a package may be a module
+    if any(next(base.glob(name), None) for base in (ROOT, ROOT / "triptych", ROOT / "docs") for name in names):
         return True
     return "/" not in code and next(ROOT.glob(f"triptych/**/{code}"), None) is not None
 

@@ -19,7 +19,7 @@ GROUPS: tuple[type[Any], ...] = getattr(config, "CONFIG_GROUPS", None) or (
     config.LeaseConfig,
     config.ObserveConfig,
 )
-HEAD = ["flag", "variable", "TOML key", "default", "meaning", "allowed"]
+HEAD = ["flag, variable, TOML key", "default", "meaning", "allowed"]
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -40,14 +40,8 @@ def _row(item: dataclasses.Field[Any]) -> list[str]:
     flags = [f"`--{_dashed(name)}`" for name in names]
     if isinstance(item.default, bool):
         flags.append(f"`--no-{_dashed(item.name)}`")
-    return [
-        ", ".join(flags),
-        f"`TRIPTYCH_{item.name.upper()}`",
-        f"`{_dashed(item.name)}`",
-        _default(item),
-        item.metadata["help"],
-        _allowed(item),
-    ]
+    spellings = [", ".join(flags), f"`TRIPTYCH_{item.name.upper()}`", f"`{_dashed(item.name)}`"]
+    return ["<br>".join(spellings), _default(item), item.metadata["help"], _allowed(item)]
 
 
 def _default(item: dataclasses.Field[Any]) -> str:
