@@ -1,5 +1,5 @@
-"""Asks the demo model about pictures from seeds it was never trained on, over HTTP, and compares every answer with the
-right one and with what transformers' ``generate`` says on the same checkpoint.
+"""Accuracy of the demo model on images from seeds outside its training set, over HTTP. Compares each answer with the
+correct one and with that of transformers' ``generate`` on the same checkpoint.
 
     python -m bench.demo_accuracy --questions 500 --topology 1E1PD
 """
@@ -9,7 +9,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from demo.accuracy import Asked, answers_over_http, reference_answers, report
+from demo.accuracy import EvaluatedAnswer, answers_over_http, reference_answers, report
 from demo.questions import EVALUATION_SEEDS, make_example
 from triptych.demo import MODEL_DIR
 
@@ -24,7 +24,7 @@ def main() -> None:
     examples = [make_example(seed) for seed in EVALUATION_SEEDS[: options.questions]]
     answers = asyncio.run(answers_over_http(options.model, examples, options.topology, options.dtype))
     references = reference_answers(options.model, examples)
-    asked = [Asked(*item) for item in zip(examples, answers, references, strict=True)]
+    asked = [EvaluatedAnswer(*item) for item in zip(examples, answers, references, strict=True)]
     print(json.dumps(report(asked), indent=2))
 
 

@@ -1,4 +1,4 @@
-"""Models for ``bench/gpu.py``, of random weights that no file holds."""
+"""Models with random weights for ``bench/gpu.py``, without files."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,7 +35,7 @@ MODELS = {
 
 
 class RandomCheckpoint(Checkpoint):
-    """A checkpoint of that size whose tensors are made, at random, where and when they are read."""
+    """A checkpoint whose tensors are random and created on the device when they are read."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
         self.folder = Path("random")
@@ -58,7 +58,7 @@ class RandomCheckpoint(Checkpoint):
 
 
 def made_up(index: int, num_tokens: int, pages: Iterable[int]) -> Request:
-    """A request of that length in these pages."""
+    """Return a request with ``num_tokens`` tokens in these pages."""
     tokens = [(31 * index + place) % 200 for place in range(num_tokens)]
     positions = np.broadcast_to(np.arange(num_tokens), (3, num_tokens))
     greedy = SamplingParams(max_tokens=1, temperature=0)

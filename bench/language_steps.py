@@ -1,5 +1,4 @@
-"""What a step costs besides the model: the time from one forward pass to the next, less the pass itself, while several
-sequences decode."""
+"""Overhead of a step: the time between two forward passes while several sequences decode."""
 
 import asyncio
 import itertools
@@ -23,7 +22,7 @@ MODEL = "m"
 
 
 def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: Path) -> None:
-    """What runs in the instance's process: the product's own entry point, with a stopwatch around the model."""
+    """Main function of the instance's process: the product's entry point, with timing of the model."""
     from triptych.engine.runner import Runner
     from triptych.server import main
 
@@ -43,7 +42,7 @@ def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: 
 
 
 async def overhead(folder: Path, engine: EngineConfig, batch: int) -> dict[str, float]:
-    """Medians in ms over consecutive steps of ``batch`` sequences."""
+    """Return medians in ms over consecutive steps of ``batch`` sequences."""
     config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig(port=0, served_model_name=MODEL))
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "spans.json")

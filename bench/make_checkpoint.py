@@ -1,12 +1,10 @@
-"""Writes a Qwen3-VL checkpoint folder with random weights: the right sizes and files, no knowledge.
-
-For benchmarks, which need a model's cost and not its wisdom, and for tests, on machines that can't download anything::
+"""Writes a Qwen3-VL checkpoint folder with random weights, for benchmarks and tests without downloads::
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.make_checkpoint /tmp/wide --preset mid --hidden 2048 --layers 24 --dtype float32
 
-Files and names follow the published Hub folders. The tokenizer is byte-level without merges; the rest of a large
-vocabulary is filled with made-up words, so that whatever a random model says decodes to something.
+Files and names follow the published Hub folders. The tokenizer is byte-level without merges. The rest of a large
+vocabulary is filled with invented words, so that every token decodes to text.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Asks the demo model over HTTP, and compares its answers with the right ones and with transformers'."""
+"""Sends questions to the demo model over HTTP, and compares its answers with the right ones and with transformers'."""
 
 import asyncio
 import base64
@@ -17,24 +17,27 @@ from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Topology
 
 AT_A_TIME = 8
+"""Maximum number of requests in flight."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question with three answers: the right one, Triptych's and, when it was asked, transformers'."""
+class EvaluatedAnswer:
+    """A question with Triptych's answer and, optionally, transformers'."""
 
     example: Example
+    """The question and the right answer."""
     answer: str
     reference: str | None = None
+    """transformers' answer."""
 
 
 async def ask_all(url: str, examples: Sequence[Example]) -> list[str]:
-    """Greedy answers over HTTP, several at a time."""
-    places = asyncio.Semaphore(AT_A_TIME)
+    """Return greedy answers over HTTP, with several requests in flight."""
+    slots = asyncio.Semaphore(AT_A_TIME)
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=120.0) as client:
 
         async def ask(example: Example) -> str:
-            async with places:
+            async with slots:
                 response = await client.post("/v1/chat/completions", json=_body(example))
             response.raise_for_status()
             content: str = response.json()["choices"][0]["message"]["content"]
@@ -61,7 +64,7 @@ def _image_part(example: Example, index: int) -> dict[str, Any]:
 
 
 async def answers_over_http(folder: Path, examples: Sequence[Example], topology: str, dtype: str) -> list[str]:
-    """Starts the service, asks, stops it."""
+    """Start the service, ask all questions, and stop it."""
     config = ServeConfig(
         model=folder,
         engine=EngineConfig(dtype=dtype),
@@ -73,22 +76,24 @@ async def answers_over_http(folder: Path, examples: Sequence[Example], topology:
 
 
 def reference_answers(folder: Path, examples: Sequence[Example]) -> list[str]:
-    """transformers' answers. Imported late: only this needs it."""
-    from demo.evaluate import Reference
+    """Return transformers' answers."""
+    from demo.evaluate import Reference  # here, because only this function needs transformers
 
     reference = Reference(folder)
     return [reference.answer(example.pictures, example.parts) for example in examples]
 
 
-def report(asked: Sequence[Asked]) -> dict[str, Any]:
-    """Shares of exact answers, in all and by kind, and how many answers differ from transformers'."""
-    kinds = Counter(item.example.kind for item in asked)
-    right = Counter(item.example.kind for item in asked if item.answer == item.example.answer)
-    wrong = [(item.example.kind, item.example.parts, item.answer, item.example.answer) for item in asked]
+def report(answers: Sequence[EvaluatedAnswer]) -> dict[str, Any]:
+    """Return the share of exact answers, in total and by kind, and the number that differ from transformers'."""
+    kinds = Counter(item.example.kind for item in answers)
+    right = Counter(item.example.kind for item in answers if item.answer == item.example.answer)
+    wrong = [(item.example.kind, item.example.parts, item.answer, item.example.answer) for item in answers]
     return {
-        "questions": len(asked),
-        "exact": right.total() / len(asked),
-        "differ from transformers": sum(item.reference is not None and item.reference != item.answer for item in asked),
+        "questions": len(answers),
+        "exact": right.total() / len(answers),
+        "differ from transformers": sum(
+            item.reference is not None and item.reference != item.answer for item in answers
+        ),
         "by kind": {kind: f"{right[kind]}/{count}" for kind, count in sorted(kinds.items())},
         "wrong": [entry for entry in wrong if entry[2] != entry[3]][:20],
     }

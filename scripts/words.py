@@ -42,6 +42,7 @@ GONE = {
 """Regular expressions of whole words, in any case, and what to write instead."""
 
 EXEMPT = (
+    "LICENSE",
     "CHANGELOG.md",  # lists old names beside new ones
     "docs/decisions/0026-plain-words.md",
     "scripts/words.py",

@@ -1,4 +1,4 @@
-"""One service for all tests of the API that need no other settings, and one of a model that hears."""
+"""Services that tests of the API share: one with default settings, and one of a model with audio."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ def shared_service(folder: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def service(shared_service: Served) -> Iterator[Served]:
-    """The shared service; the test leaves nothing behind in it."""
+    """The shared service; fails a test that leaves requests or memory behind."""
     yield shared_service
     for gate in (shared_service.steps, shared_service.encoder, shared_service.preprocessor):
         gate.opened.set()
@@ -44,6 +44,6 @@ def shared_hearing(hears: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def hearing(shared_hearing: Served) -> Iterator[Served]:
-    """As ``service``, of a model that hears."""
+    """As ``service``, of a model with audio."""
     yield shared_hearing
     wait_for(shared_hearing.everything_is_back, SOON)

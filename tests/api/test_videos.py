@@ -1,4 +1,4 @@
-"""Videos over HTTP: answered, and refused with the field at fault when they can't be used."""
+"""Videos over HTTP: answers, and errors that name the invalid field."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def test_the_prompt_has_the_rows_that_were_planned(service: Served) -> None:
     assert rows[0] == rows[1] < rows[2]
 
 
-def test_a_request_says_how_many_frames_are_seen(service: Served) -> None:
+def test_a_request_sets_the_number_of_frames(service: Served) -> None:
     part = video_part(clip("mp4", frames=80))  # 8 s, of which two frames a second are seen
     all_of_it = prompt_tokens(service, part)
     halved = prompt_tokens(service, part, mm_processor_kwargs={"fps": 1})
@@ -39,7 +39,7 @@ def test_a_request_says_how_many_frames_are_seen(service: Served) -> None:
     )
 
 
-def test_samplings_that_cannot_be_kept(service: Served) -> None:
+def test_invalid_frame_sampling(service: Served) -> None:
     content = [text_part("x"), video_part(clip("mp4", frames=20))]
     response = service.post(content, mm_processor_kwargs={"fps": 1, "num_frames": 4})
     assert "exclude each other" in the_error(response, 400, "mm_processor_kwargs.fps")
@@ -62,7 +62,7 @@ def test_a_video_is_sent_once_and_referred_to_later(service: Served) -> None:
     expected = answer(video_part(first))
     assert answer(video_part(first) | {"uuid": "clip"}) == answer(known) == expected
     sampled = {"mm_processor_kwargs": {"num_frames": 2}}
-    assert prompt_tokens(service, known, **sampled) < prompt_tokens(service, known), "seen as each request says"
+    assert prompt_tokens(service, known, **sampled) < prompt_tokens(service, known), "sampled as each request asks"
     assert answer(video_part(other) | {"uuid": "clip"}) == answer(known) != expected
     response = service.post([text_part("x"), known | {"uuid": "another"}])
     the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
@@ -70,7 +70,7 @@ def test_a_video_is_sent_once_and_referred_to_later(service: Served) -> None:
     the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
 
 
-def test_frames_are_a_video(service: Served) -> None:
+def test_a_list_of_frames_is_a_video(service: Served) -> None:
     frames = [image(64, 64, seed) for seed in range(4)]
     slow = service.text([frames_part(*frames, fps=0.5), text_part("x")])
     assert slow == service.text([frames_part(*frames, fps=0.5), text_part("x")])

@@ -131,7 +131,7 @@ def test_settings_survive_the_way_to_a_child(folder: Path) -> None:
         (["--kv-cache-memory", "lots"], "--kv-cache-memory 'lots' is neither"),
         (["--topology", "1E"], "no instance that decodes"),
         (["--topology", "1E1D"], "no instance that prefills"),
-        (["--topology", "1E1X"], "not a row of counts and roles"),
+        (["--topology", "1E1X"], "not a sequence of counts and roles"),
         (["--topology", "0E1PD"], "zero instances"),
         (["--topology", "99E1PD"], "more than"),
         (["--topology", "1E1DP"], "'DP' is not a role"),

@@ -171,8 +171,8 @@ def test_a_sandboxed_workers_error_names_it() -> None:
 from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed, InternalError
 from triptych.sandbox.protocol import WorkerSpec
-from triptych.sandbox.workers import Workers
-workers = Workers(WorkerSpec("tests.support.sandbox_handlers:obedient", "", LIMITS), 1, DecodeFailed)
+from triptych.sandbox.workers import WorkerPool
+workers = WorkerPool(WorkerSpec("tests.support.sandbox_handlers:obedient", "", LIMITS), 1, DecodeFailed)
 try:
     list(workers.results(b"misfire"))
 except InternalError:

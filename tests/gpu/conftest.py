@@ -1,5 +1,5 @@
-"""Tests that need a GPU, and nothing beyond what Triptych needs; without a GPU each says so. Where they have been run:
-docs/gpu.md."""
+"""Tests that need a GPU, and nothing else that Triptych doesn't need; skipped without one. ``docs/gpu.md`` lists where
+they have been run."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An instance whose ranks each have a GPU: the tokens of transformers on the CPU, in fp32. Needs two GPUs."""
+"""An instance with a GPU per rank generates the same tokens as transformers on the CPU, in fp32. Needs two GPUs."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_tokens(checkpoint_folder: Callable[..., Path], cuda_graphs: bool, moe: bool) -> None:
-    """A cache that holds little more than the longest answer alone, and prefill in chunks."""
+    """With a cache barely larger than the longest answer, and chunked prefill."""
     model = Model(checkpoint_folder(moe=moe))
     longest = max(len(prompt.tokens) for prompt in model.prompts) + 32
     pages = -(-longest // FLOAT32.page_size) + 1
@@ -46,7 +46,7 @@ def test_tokens(checkpoint_folder: Callable[..., Path], cuda_graphs: bool, moe: 
 
 
 def test_a_rank_that_is_killed_ends_the_service(checkpoint_folder: Callable[..., Path]) -> None:
-    """Though rank 0 may wait for it in the middle of a kernel."""
+    """Even if rank 0 waits for it inside a kernel."""
     folder = checkpoint_folder()
     arguments = (*FAST, "--topology", "1EPD", "--tensor-parallel-size", "2", "--device", "cuda")
     with triptych("serve", folder, *arguments) as command:

@@ -1,4 +1,4 @@
-"""A whole service whose instances compute on the GPU: the tokens of transformers on the CPU, in fp32."""
+"""A service on the GPU generates the same tokens as transformers on the CPU, in fp32."""
 
 import asyncio
 from collections.abc import Callable

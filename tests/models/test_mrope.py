@@ -16,7 +16,7 @@ from tests.support.planners import BOUNDS, config_of, planner_of, random_sound, 
 from tests.support.tiny import TINY
 from triptych.errors import PlanMismatch
 from triptych.models.base import Planner
-from triptych.models.shared.mrope import Shape, mrope_positions
+from triptych.models.shared.mrope import MediaPositions, mrope_positions
 from triptych.types import (
     ImageHeader,
     ItemPlan,
@@ -38,7 +38,7 @@ class Mix:
     seconds: list[float] = field(default_factory=list)
     plans: list[ItemPlan] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    heard: bool = False
+    with_audio: bool = False
 
     def add_text(self, count: int, token: int = TEXT) -> None:
         self.tokens += [token] * count
@@ -61,7 +61,7 @@ class Mix:
         self.placements.append(Placement(tuple(spans)))
 
     def add_heard(self, planner: Planner, plan: ItemPlan, marks: tuple[int, int]) -> None:
-        """A video that is heard: the marks of audio are within its own."""
+        """Add a video with audio, whose audio markers are between its own."""
         kinds = {token: KINDS[name] for name, token in planner.placeholder_ids.items()}
         runs, spans = iter(planner.runs(plan)), []
         self.add_text(1, marks[0])
@@ -87,7 +87,7 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
     config = config_of(family)
     config = config.get("thinker_config", config)
     seen = config["vision_start_token_id"], config["vision_end_token_id"]
-    mix = Mix(heard=planner.audio_in_video and source.random() < 0.5)
+    mix = Mix(with_audio=planner.audio_in_video and source.random() < 0.5)
     mix.add_text(source.choice([0, 1, 20]))
     for _ in range(source.randrange(6)):
         marks = None if family != "qwen3_omni_moe" and source.random() < 0.3 else seen
@@ -98,15 +98,15 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
             plan = planner.plan(ImageHeader("PNG", source.randint(20, 300), source.randint(20, 300)))
         else:
             header, sampling = random_video(source)
-            plan = planner.plan(header, BOUNDS, sampling, random_sound(source) if mix.heard else None)
+            plan = planner.plan(header, BOUNDS, sampling, random_sound(source) if mix.with_audio else None)
             mix.seconds.append(seconds_of(family, plan))
-        if plan.sound:
+        if plan.audio_track:
             mix.add_heard(planner, plan, seen)
         else:
             mix.add(planner, plan, marks)
         mix.add_text(source.choice([1, 2, 30]))
     if mix.plans and source.random() < 0.3:
-        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].sound else 1)
+        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].audio_track else 1)
         del mix.tokens[end:], mix.types[end:]
     return mix if mix.tokens else Mix([TEXT], [0])
 
@@ -141,9 +141,9 @@ def test_as_the_reference(family: str, count: int) -> None:
         given: dict[str, Any] = {"image_grid_thw": mix.grids("image"), "video_grid_thw": mix.grids("video")}
         if family == "qwen3_omni_moe":
             given["attention_mask"] = torch.ones_like(tokens)
-            heard = [p for p in mix.plans if p.sound or p.modality == "audio"]
-            given["audio_seqlens"] = torch.tensor([p.sound.frames if p.sound else p.grid[0] for p in heard])
-            given["use_audio_in_video"] = mix.heard
+            heard = [p for p in mix.plans if p.audio_track or p.modality == "audio"]
+            given["audio_seqlens"] = torch.tensor([p.audio_track.frames if p.audio_track else p.grid[0] for p in heard])
+            given["use_audio_in_video"] = mix.with_audio
         else:
             given["mm_token_type_ids"] = torch.tensor([mix.types])
         if seconds_name:
@@ -159,9 +159,9 @@ def test_as_the_reference(family: str, count: int) -> None:
             assert positions.next_position == len(mix.tokens) + delta.item()
 
 
-def test_any_shape() -> None:
+def test_positions_other_than_a_grid() -> None:
     """A shape that isn't a grid: what follows goes on where the shape says."""
-    shape = Shape(np.array([[0, 0, 5.0], [0, 1, 1], [3, 2, 1]]), advance=4)
+    shape = MediaPositions(np.array([[0, 0, 5.0], [0, 1, 1], [3, 2, 1]]), advance=4)
     positions = mrope_positions(6, [Span(1, 3)], [shape])
     assert positions.prompt.tolist() == [[0, 1, 1, 6, 5, 6], [0, 1, 2, 2, 5, 6], [0, 4, 3, 2, 5, 6]]
     assert positions.next_position == 7

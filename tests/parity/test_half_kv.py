@@ -38,7 +38,7 @@ def test_chunks_transfers_and_what_is_cached(
     async def run() -> None:
         async with running(model.folder, topology, replace(DEFAULT, max_num_batched_tokens=chunk)) as service:
             for host in service.engine_loops():
-                assert host.runner._cache.keys[0].dtype == torch.float16
+                assert host.runner.cache.keys[0].dtype == torch.float16
             assert await service.answers(REQUESTS) == answers
             assert await service.answers(REQUESTS) == answers
             if topology == "1E1P1D":

@@ -25,7 +25,7 @@ from triptych.types import Address, FrameSampling, TransferId
 
 
 def heard(data: bytes, **options: Any) -> dict[str, Any]:
-    return video_part(data, heard=True, **SMALL, **options)
+    return video_part(data, use_audio=True, **SMALL, **options)
 
 
 def filmed(container: str, frames: int, seconds: float, seed: int, rate: int = 48_000, **options: Any) -> bytes:
@@ -65,7 +65,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hears]:
     ("topology", "chunk", "pool"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
 )
 def test_as_the_reference(model: Hears, topology: str, chunk: int, pool: dict[str, Any]) -> None:
-    assert all(item.plan.sound for prompt in model.prompts for item in prompt.items if item.plan.modality == "video")
+    assert all(
+        item.plan.audio_track for prompt in model.prompts for item in prompt.items if item.plan.modality == "video"
+    )
     assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk, **pool)) == model.answers
 
 

@@ -22,7 +22,7 @@ def computed(service: Running) -> int:
 def encodings(service: Running) -> int:
     """Transfers that encoders were asked for so far."""
     hosts = [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeLoop)]
-    return sum(host.num_asked for host in hosts)
+    return sum(host.num_requested for host in hosts)
 
 
 def chat(*turns: str, images: int = 2) -> Messages:

@@ -59,8 +59,7 @@ def test_writes_that_break_are_mended(model: Model) -> None:
         small = replace(FLOAT32, kv_receive_blocks=8, receive_blocks=8, receive_block_rows=8)
         async with running(model.folder, "1E1P1D", small, transfer=TransferConfig(inject_faults=BROKEN)) as service:
             answers = await service.answers(REQUESTS, max_tokens=8)
-            receivers = [host._incoming._receiver for host in decode_loops(service)]
-            return answers, sum(receiver.counters.resent for receiver in receivers)
+            return answers, sum(host.source.stats().counters.resent for host in decode_loops(service))
 
     answers, resent = asyncio.run(run())
     assert resent > 0
@@ -96,7 +95,7 @@ def test_many_requests_with_all_pools_tiny(model: Model) -> None:
 
 
 def test_preemption_where_it_decodes(model: Model) -> None:
-    """A cache that holds little more than the longest answer alone: what gives way is prefilled anew, elsewhere, with
+    """A cache that holds little more than the longest answer: a preempted request is prefilled again elsewhere, with
     what was generated so far."""
     longest = max(len(prompt.tokens) for prompt in model.prompts) + 32
     pages = -(-longest // FLOAT32.page_size) + 1

@@ -15,7 +15,7 @@ from tests.support.clips import clip, turned
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.stage_loops import count_parts, encode_loops
 from tests.support.video_cases import Model, answered, image_part, listed, user, video_part
-from triptych.encode.cache import Rows
+from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
 from triptych.models.base import EncoderInput
 from triptych.server.instance import Instance
@@ -72,7 +72,7 @@ def test_a_chat_goes_on_without_encoding_its_video_again(model: Model) -> None:
         async with running(model.folder, "1E1PD") as service:
             await service.answer(question, max_tokens=4)
             warm = await service.answer(more)
-            assert [host.num_asked for host in encode_loops(service)] == [1]
+            assert [host.num_requested for host in encode_loops(service)] == [1]
             async with running(model.folder, "1E1PD") as fresh:
                 assert await fresh.answer(more) == warm
 
@@ -106,18 +106,18 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
     def stop_midway(instance: Instance) -> None:
         for host in instance.hosts:
             if isinstance(host, EncodeLoop):
-                encoder = host._encoder
+                encoder = host.encoder
 
-                def slow(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[Rows]:
+                def slow(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
                     nonlocal parts
                     parts += len(inputs)
                     if parts > 4:
                         stood.set()
                         assert go_on.wait(20)
-                    rows: list[Rows] = encoder(inputs)
+                    rows: list[EmbeddingRows] = encoder(inputs)
                     return rows
 
-                host._encoder = slow
+                host.encoder = slow
 
     async def run() -> None:
         prompt = model.prompts[0]
@@ -146,12 +146,12 @@ def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
                 await asyncio.sleep(delay)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-                for request in list(service.frontend.router._requests):
+                for request in list(service.frontend.router.debug_state().dispatched):
                     service.frontend.router.cancel(request)
             assert await service.answer(CASES["mp4"]) == model.answers[0]
             (host,) = encode_loops(service)
             async with asyncio.timeout(20):
-                while not host.idle or host._parts:
+                while not host.idle or host.debug_state().parts:
                     await asyncio.sleep(0.01)
 
     asyncio.run(run())

@@ -40,7 +40,7 @@ def test_an_item_waits_for_its_encoder_as_long_as_its_request_may(timeout: float
     buffer = RowBuffer(LAYOUT, 4, 4, [LocalFabric()], allocate=PlainMemory)
     receiver = Receiver(buffer, Address("me"), lambda *_: None, clock=lambda: now[0])
     incoming = EmbeddingSource(receiver, "pd0", Address("me"), torch.float32, 4)
-    assert incoming.need(request(timeout))
+    assert incoming.expect(request(timeout))
     now[0] = last
     assert not incoming.take_failures()
     now[0] = last + 1

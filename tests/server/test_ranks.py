@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
+from tests.support.checkpoints import DENSE, MOE, edit_config, load_adapter, load_reference, make_checkpoint
 from tests.support.forward import (
     PAGE_SIZE,
     Pool,
@@ -96,11 +96,11 @@ class Case:
 
     @classmethod
     def of(cls, folder: Path) -> "Case":
-        family, reference = load_family(folder), load_reference(folder)
-        rows = family.load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], CPU).encode(IMAGES)
+        adapter, reference = load_adapter(folder), load_reference(folder)
+        rows = adapter.load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], CPU).encode(IMAGES)
         prompts = [
-            make_prompt(reference, list(b"look here"), IMAGES, rows, family.embedding_width),
-            make_prompt(reference, list(b"words, and nothing but words"), [], [], family.embedding_width),
+            make_prompt(reference, list(b"look here"), IMAGES, rows, adapter.embedding_width),
+            make_prompt(reference, list(b"words, and nothing but words"), [], [], adapter.embedding_width),
         ]
         expected = [reference_logits(reference, prompts[0], IMAGES), reference_logits(reference, prompts[1], [])]
         return cls(folder, prompts, expected)
@@ -335,7 +335,7 @@ def test_an_instance_refuses_a_size_before_it_starts_anything(tmp_path: Path) ->
 
 
 def test_the_kv_cache_of_a_rank(tmp_path: Path) -> None:
-    config = Model(Checkpoint(make_checkpoint(tmp_path)), FP32).family.decoder_config
+    config = Model(Checkpoint(make_checkpoint(tmp_path)), FP32).adapter.decoder_config
     assert config.shard(1) == config
     assert config.shard(2).kv_bytes(4) == config.kv_bytes(4) // 2
     assert config.shard(4).kv_bytes(4) == config.kv_bytes(4) // 2, "half of the ranks have the same kv head"

@@ -105,7 +105,7 @@ def test_every_change_leaves_the_answers_as_they_were(
                 assert all(a is b for a, b in zip(loaded, what_is_loaded(service, name), strict=True)), "all stays"
                 assert type(host(service, name)) is HOSTS[role]
                 assert (await status(service))[name].role is role
-                if service.frontend.router._generators():
+                if service.frontend.router.debug_state().serving:
                     assert await service.answers(requests, max_tokens=12) == expected, change
 
     asyncio.run(run())
@@ -185,7 +185,7 @@ def test_changes_under_load_lose_no_request(folder: Path, answers: list[list[int
         ("1E1PD", "pd1=EPD", True, "it has not loaded the towers, so it can't encode"),
         ("1E1PD", "e0=PD", True, "it has not loaded the decoder"),
         ("1E1PD", "x=PD", True, "no instance of that name"),
-        ("1P1D", "p0=PD", False, "nobody else prefills"),
+        ("1P1D", "p0=PD", False, "no other instance prefills"),
     ],
 )
 def test_refusals_leave_all_as_it_was(folder: Path, topology: str, change: str, force: bool, reason: str) -> None:
@@ -262,10 +262,10 @@ def test_status_shows_pools_and_what_is_under_way(folder: Path) -> None:
                 "d2": ["kv_blocks", "kv_pages"],
             }
             assert pools["d2"]["kv_blocks"].size == 7
-            assert pools["e0"]["encode_cache_bytes"].kept > 0
+            assert pools["e0"]["encode_cache_bytes"].cached > 0
             for name in ("p1", "d2"):
                 assert pools[name]["kv_pages"].used == 0
-                assert pools[name]["kv_pages"].kept > 0
+                assert pools[name]["kv_pages"].cached > 0
             assert {one.load.running + one.load.waiting for one in found.values()} == {0}
             assert [one.outstanding for one in found.values()] == pytest.approx([0.0] * 3, abs=1e-6)
 

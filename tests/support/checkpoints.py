@@ -100,11 +100,11 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
     return model_class.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
 
 
-def load_family(folder: Path) -> ModelAdapter:
-    """The folder's family, as instances find it."""
+def load_adapter(folder: Path) -> ModelAdapter:
+    """Return the adapter of a checkpoint folder, as instances do."""
     config = load_config(folder)
-    family: ModelAdapter = resolve(family_of(config).tower)(config)
-    return family
+    adapter: ModelAdapter = resolve(family_of(config).adapter)(config)
+    return adapter
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -17,7 +17,7 @@ SOUND_CODECS = {"mp4": "aac", "mov": "pcm_s16le", "webm": "libopus", "matroska":
 
 
 def picture(number: int, width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
-    """A frame that no other looks like: (height, width, 3)."""
+    """A unique frame of shape (height, width, 3)."""
     blocks = np.random.default_rng([seed, number]).integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), np.uint8)
     return np.kron(blocks, np.ones((16, 16, 1), dtype=np.uint8))[:height, :width]
 
@@ -38,11 +38,11 @@ def clip(
     sound_rate: int = 48_000,
     sound_codec: str | None = None,
 ) -> bytes:
-    """A video file. ``times`` are the frames' times in units of 1/1000 s, where they aren't even. ``sound`` is that of
-    its audio track, (channels, samples)."""
+    """Return a video file. ``times`` are the frames' times in milliseconds, if the rate varies. ``sound`` is the audio
+    track, of shape (channels, samples)."""
     codec = codec or CODECS[container]
     extra = {"libx264": {"preset": "ultrafast", "bf": "2", "g": "6"}, "libvpx-vp9": {"cpu-used": "8", "g": "6"}}
-    # a file, since what is written first may have to be read again to put the header there
+    # a file, since moving the header to the front reads what was written before
     out = tempfile.NamedTemporaryFile(suffix=f".{container}")  # noqa: SIM115 - read below
     with av.open(out.name, "w", format=container, options=options or {}) as file:
         stream: Any = file.add_stream(codec, rate=rate, options={**extra.get(codec, {}), **(codec_options or {})})
@@ -79,18 +79,18 @@ def sound_only() -> bytes:
 
 
 def all_frames(data: bytes) -> list[NDArray[np.uint8]]:
-    """Every frame, decoded from the first on."""
+    """Return every frame, decoded from the start."""
     with av.open(io.BytesIO(data), "r") as file:
         return [np.asarray(frame.to_ndarray(format="rgb24"), np.uint8) for frame in file.decode(video=0)]
 
 
 def turned(data: bytes, degrees: int) -> bytes:
-    """An MP4 file whose track's matrix asks for a turn, clockwise."""
+    """Return an MP4 file whose track matrix rotates it clockwise."""
     one = 1 << 16
     upright, asked = (
         (one, 0, 0, 0, one),
         {90: (0, one, 0, -one, 0), 180: (-one, 0, 0, 0, -one), 270: (0, -one, 0, one, 0)},
     )
     header = data.index(b"tkhd")
-    place = data.index(struct.pack(">5l", *upright), header)
-    return data[:place] + struct.pack(">5l", *asked[degrees]) + data[place + 20 :]
+    position = data.index(struct.pack(">5l", *upright), header)
+    return data[:position] + struct.pack(">5l", *asked[degrees]) + data[position + 20 :]

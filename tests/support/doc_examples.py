@@ -26,9 +26,7 @@ NOT_RUN = {
     "three-shapes.png: What is in the picture?": "no command: what the demo shows",
     "python -m pytest tests/gpu": "needs a GPU, and the checkout's tests and benchmarks",
     "# two random images of": "needs vLLM; tests/api/test_load_generators.py has other load generators",
-    "client\n": "no command: a picture",
-    "producer  ": "no command: a picture",
-    "              Offer  ": "no command: a picture",
+    "pip install .": "in a checkout; the wheel that is installed here is made of it",
 }
 """How blocks begin that aren't run, and why."""
 SERVICES = {" d1=P": "1P2D", "pd0=P": "2PD", "--control": "1E1PD"}

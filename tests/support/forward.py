@@ -28,12 +28,12 @@ def random_input(grid: tuple[int, int, int], seed: int = 0, patch_values: int = 
 
 @dataclass
 class Prompt:
-    """A prompt ready for the decoder: tokens [T], positions [3, T], media_index [M] and media_rows [M, width]."""
+    """A prompt ready for the decoder: tokens [T], positions [3, T], media_index [M] and media_embeddings [M, width]."""
 
     tokens: Tensor
     positions: Tensor
     media_index: Tensor
-    media_rows: Tensor
+    media_embeddings: Tensor
 
 
 def make_prompt(
@@ -56,8 +56,8 @@ def make_prompt(
         attention_mask=torch.ones_like(ids[None]),
         **media_types(reference, is_media[None]),
     )
-    media_rows = torch.cat(list(rows)) if rows else torch.zeros(0, width)
-    return Prompt(ids, positions[:, 0].double(), is_media.nonzero()[:, 0], media_rows)
+    media_embeddings = torch.cat(list(rows)) if rows else torch.zeros(0, width)
+    return Prompt(ids, positions[:, 0].double(), is_media.nonzero()[:, 0], media_embeddings)
 
 
 @torch.inference_mode()
@@ -125,20 +125,20 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
     counts = [count for _, count in work]
     ends = list(accumulate(counts))
     slots: list[int] = []
-    media_index, media_rows, parts = [], [], []
+    media_index, media_embeddings, parts = [], [], []
     for (sequence, count), end in zip(work, ends, strict=True):
         slots += sequence.grow(pool, count)
         prompt, chunk = sequence.prompt, slice(sequence.done, sequence.done + count)
         mine = (prompt.media_index >= chunk.start) & (prompt.media_index < chunk.stop)
         media_index.append(prompt.media_index[mine] - chunk.start + end - count)
-        media_rows.append(prompt.media_rows[mine])
+        media_embeddings.append(prompt.media_embeddings[mine])
         parts.append((prompt.tokens[chunk], prompt.positions[:, chunk]))
         sequence.done += count
     batch = ForwardBatch(
         tokens=torch.cat([tokens for tokens, _ in parts]),
         positions=torch.cat([positions for _, positions in parts], dim=1),
         media_index=torch.cat(media_index),
-        media_rows=torch.cat(media_rows),
+        media_embeddings=torch.cat(media_embeddings),
         logits_index={
             "all": torch.arange(ends[-1]),
             "last": torch.tensor(ends) - 1,

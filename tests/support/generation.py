@@ -8,7 +8,7 @@ import torch
 
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.padding import only_decodes
-from triptych.engine.prompt_logprobs import asked_of, joined
+from triptych.engine.prompt_logprobs import joined, prompt_logprobs_queries
 from triptych.engine.request import Request
 from triptych.engine.runner import MediaEmbeddings, Runner
 from triptych.engine.sampler import SampledToken, SamplingInput
@@ -55,16 +55,16 @@ class Generating:
         step = scheduler.schedule(lambda one: len(one.tokens))
         batch = self.runner.batch(step.chunks, self._media(step.chunks))
         sampling = [c.request for c in step.chunks if c.samples]
-        draws = [SamplingInput(s.sampling, s.history, s.end_token_ids) for s in sampling]
+        sampling_inputs = [SamplingInput(s.sampling, s.history, s.end_token_ids) for s in sampling]
         self.runner.prepare(step.chunks)
-        outcome = self.runner.run(batch, draws, asked_of(step.chunks))
-        for one, scored in zip([c.request for c in step.chunks if c.num_scored], outcome.scored, strict=True):
+        output = self.runner.run(batch, sampling_inputs, prompt_logprobs_queries(step.chunks))
+        for one, scored in zip([c.request for c in step.chunks if c.num_scored], output.scored, strict=True):
             assert isinstance(scored, PromptLogprobs)
             one.prompt_logprobs.append(scored)
         if only_decodes(batch):
             self.batches[len(step.chunks)] = self.batches.get(len(step.chunks), 0) + 1
-        scheduler.computed(step)
-        for one, token in zip(sampling, outcome.drawn, strict=True):
+        scheduler.mark_computed(step)
+        for one, token in zip(sampling, output.sampled, strict=True):
             assert isinstance(token, SampledToken)
             one.tokens.append(token.token)
             self.scored[int(one.id)] = self.scored.get(int(one.id)) or joined(one.prompt_logprobs)

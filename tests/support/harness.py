@@ -14,7 +14,7 @@ import torch
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, FrontendConfig, LeaseConfig, ObserveConfig, ServeConfig, TransferConfig
 from triptych.engine.loop import EngineLoop
-from triptych.engine.scheduler import ReadyTokens, Scheduler, Step
+from triptych.engine.scheduler import CountReadyTokens, Scheduler, SchedulerOutput
 from triptych.messages.channel import Channel
 from triptych.messages.work import SamplingParams
 from triptych.server.build import Model, build_instance
@@ -113,9 +113,9 @@ def together(number: int) -> Callable[[Instance], None]:
     def hold(scheduler: Scheduler) -> None:
         schedule = scheduler.schedule
 
-        def held(ready: ReadyTokens) -> Step:
+        def held(ready: CountReadyTokens) -> SchedulerOutput:
             if len(scheduler) < number:
-                return Step()
+                return SchedulerOutput()
             scheduler.schedule = schedule  # type: ignore[method-assign]
             return schedule(ready)
 

@@ -24,7 +24,7 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """What to put before a command that shall run there. Its processes see none of another host's."""
+        """The prefix of a command that runs there. Its processes see none of another machine's."""
         apart = ["--pid", "--ipc", "--uts", "--mount-proc", "--fork", "--kill-child"]
         return [_ip(), "netns", "exec", self.namespace, "unshare", *apart]
 

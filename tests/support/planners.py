@@ -42,7 +42,7 @@ def planner_of(family: str) -> Planner:
 def random_video(source: random.Random) -> tuple[VideoHeader, FrameSampling]:
     rate = source.choice([1.0, 2.0, 12.5, 24.0, 29.97002997002997])
     size = source.randint(20, 300), source.randint(20, 300)
-    header = VideoHeader("MP4", *size, source.randint(1, 100), rate, chosen=source.random() < 0.2)
+    header = VideoHeader("MP4", *size, source.randint(1, 100), rate, presampled=source.random() < 0.2)
     asked: dict[str, Any] = source.choice(
         [{}, {"fps": 2.0}, {"fps": 3.0}, {"fps": 0.7}, {"num_frames": source.randint(1, 24)}]
     )
@@ -53,9 +53,9 @@ def seconds_of(family: str, plan: ItemPlan) -> float:
     """How long a patch in time is, as the family's processor says it, in words of its own."""
     header = plan.header
     assert isinstance(header, VideoHeader)
-    if family == "qwen3_omni_moe" and not header.chosen and not plan.sampling.num_frames:
+    if family == "qwen3_omni_moe" and not header.presampled and not plan.sampling.num_frames:
         return 2 / (plan.sampling.fps or 1.0)
-    seen = None if header.chosen else list(plan.frames)
+    seen = None if header.presampled else list(plan.frames)
     sampled: float = VideoMetadata(header.frames, fps=header.rate, frames_indices=seen).sampled_fps
     return 2 / sampled
 

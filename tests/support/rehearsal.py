@@ -18,7 +18,7 @@ from triptych.layers.attention.base import AttentionBackend, KVTensors
 from triptych.layers.attention.triton_backend import TritonAttention
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import WEIGHT_FORMATS
-from triptych.layers.parallel import SINGLE_RANK, Group, ProcessGroup, arrived, rendezvous
+from triptych.layers.parallel import SINGLE_RANK, Group, ProcessGroup, ready_key, rendezvous
 from triptych.layers.weights import DecoderKeys
 from triptych.models.registry import family_of, resolve
 
@@ -29,10 +29,10 @@ MAX_NUM_SEQS, MAX_PAGES = 5, 60
 
 def load(folder: Path, backend: AttentionBackend, group: Group = SINGLE_RANK) -> Decoder:
     checkpoint, config = Checkpoint(folder), load_config(folder)
-    family = resolve(family_of(config).tower)(config)
+    adapter = resolve(family_of(config).adapter)(config)
     keys = DecoderKeys("model.language_model.", "lm_head.weight")
     weights = WEIGHT_FORMATS["float32"]
-    return Decoder.load(family.decoder_config, checkpoint, keys, weights, CPU, backend=backend, group=group)
+    return Decoder.load(adapter.decoder_config, checkpoint, keys, weights, CPU, backend=backend, group=group)
 
 
 def load_for_gpu(folder: Path, group: Group = SINGLE_RANK) -> Decoder:
@@ -75,8 +75,8 @@ def forward_of(decoder: Decoder, cache: KVTensors, recorder: Recorder | None) ->
 def join(path: str, rank: int, size: int) -> ProcessGroup:
     """A rank's end of the group that meets in the file ``path``, once all are there."""
     store = rendezvous(path, size)
-    store.set(arrived(rank), "")
-    store.wait([arrived(other) for other in range(size)])
+    store.set(ready_key(rank), "")
+    store.wait([ready_key(other) for other in range(size)])
     return ProcessGroup(store, rank, size, CPU)
 
 

@@ -61,7 +61,7 @@ TOOL = {"name": "look_up", "description": "Looks a person up.", "parameters": PE
 @dataclass(frozen=True)
 class Request:
     """``leaves_after`` is how many lines of a streamed answer its client reads before it goes; None: it stays. One
-    that leaves waits so many ``seconds`` for an answer that isn't streamed."""
+    that leaves waits ``seconds`` for an answer that isn't streamed."""
 
     path: str
     body: dict[str, Any]

@@ -1,6 +1,7 @@
 """A router with a clock of its own, whose messages are collected."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,10 +53,12 @@ class RouterHarness:
         engine = {name: settings.pop(name) for name in list(settings) if name in EngineConfig.__dataclass_fields__}
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
-        self.forgotten: list[tuple[Address, int]] = []
+        self.disconnected: list[tuple[Address, int]] = []
+        self.send: Callable[[Address, Message], None] = lambda to, message: self.sent.append((to, message))
+        """Tests replace this to make sending fail."""
         self.router = Router(
-            send=lambda to, message: self.sent.append((to, message)),
-            forget=lambda address: self.forgotten.append((address, len(self.sent))),
+            send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
+            disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
             fingerprint="model",
             frontend=FrontendConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
             engine=EngineConfig(**engine),

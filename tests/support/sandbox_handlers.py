@@ -1,4 +1,4 @@
-"""What the workers of these tests run."""
+"""Handlers that the workers of these tests run."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from triptych.errors import InternalError, TruncatedMedia
 from triptych.sandbox.child import Handler
-from triptych.sandbox.fork_server import Respond
+from triptych.sandbox.fork_server import Responder
 from triptych.sandbox.protocol import Limits
 
 Results = Iterator[tuple[bytes, Sequence[bytes]]]
@@ -93,13 +93,13 @@ def fail(argument: str, data: bytes) -> Results:
     yield b"", []
 
 
-def forked(argument: str) -> Callable[[], Respond]:
-    """What a fork server of these tests loads: each of its processes does what requests name."""
+def forked(argument: str) -> Callable[[], Responder]:
+    """Factory for a fork server: each process runs the function that a request names."""
     loaded = os.getpid()
 
-    def begin() -> Respond:
+    def begin() -> Responder:
         return lambda request, data: b"".join(
-            about for about, _ in {**globals(), "server": _server(loaded)}[request.decode()](argument, data)
+            payload for payload, _ in {**globals(), "server": _server(loaded)}[request.decode()](argument, data)
         )
 
     return begin
@@ -122,7 +122,7 @@ def files(argument: str, data: bytes) -> Results:
 
 
 def busy(argument: str, data: bytes) -> Results:
-    """For a tenth of a second of processor time."""
+    """Use a tenth of a second of processor time."""
     end = time.process_time() + 0.1
     while time.process_time() < end:
         pass

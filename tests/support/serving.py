@@ -17,7 +17,6 @@ from tests.support.image_cases import picture, png
 from triptych.config import EngineConfig, FrontendConfig, ObserveConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
-from triptych.errors import TriptychError
 from triptych.server.instance import Instance
 
 CHAT = "/v1/chat/completions"
@@ -92,14 +91,10 @@ class Served:
         if self.running.frontend.router.num_requests:
             return False
         for host in (host for instance in self.running.instances for host in instance.hosts):
-            if isinstance(host, EncodeLoop) and host._jobs:
+            if isinstance(host, EncodeLoop) and host.debug_state().jobs:
                 return False
-            if isinstance(host, EngineLoop):
-                try:
-                    host.scheduler.pool.check_all_free()
-                    host._incoming._receiver.buffer.pool.check_all_free()
-                except TriptychError:
-                    return False
+            if isinstance(host, EngineLoop) and (host.scheduler.pool.num_used or host.source.stats().used):
+                return False
         return True
 
 
@@ -119,8 +114,8 @@ def served(
             if isinstance(host, EngineLoop):
                 host.runner.run = steps.guard(host.runner.run)  # type: ignore[method-assign]
             if isinstance(host, EncodeLoop):
-                host._encoder = encoder.guard(host._encoder)
-                host._next_parts = preprocessor.guard(host._next_parts)  # type: ignore[method-assign]
+                host.encoder = encoder.guard(host.encoder)
+                host.preprocess_slice = preprocessor.guard(host.preprocess_slice)  # type: ignore[method-assign]
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

@@ -13,7 +13,7 @@ CODECS = {"wav": "pcm_s16le", "flac": "flac", "mp3": "libmp3lame", "ogg": "libop
 
 
 def tone(seconds: float, rate: int, channels: int = 1, hertz: float = 440.0) -> NDArray[np.float32]:
-    """A tone whose loudness changes; the channels differ in it: (channels, samples)."""
+    """Return a tone of changing loudness, different in each channel, of shape (channels, samples)."""
     time = np.arange(round(seconds * rate)) / rate
     loudness = 0.3 + 0.2 * np.sin(2 * np.pi * 3 * time)
     waves = [loudness * np.sin(2 * np.pi * hertz * time) / (1 + channel) for channel in range(channels)]
@@ -23,7 +23,7 @@ def tone(seconds: float, rate: int, channels: int = 1, hertz: float = 440.0) -> 
 def sound(
     container: str = "wav", samples: NDArray[np.float32] | None = None, rate: int = 16_000, codec: str = ""
 ) -> bytes:
-    """An audio file of these samples, (channels, samples)."""
+    """Return an audio file of samples of shape (channels, samples)."""
     samples = tone(1.0, rate) if samples is None else samples
     out = io.BytesIO()
     with av.open(out, "w", format=container) as file:
@@ -33,7 +33,7 @@ def sound(
 
 
 def track(file: Any, samples: NDArray[np.float32], rate: int, codec: str) -> Iterator[Any]:
-    """Adds an audio track to a file that is being written, whose packets are returned."""
+    """Add an audio track to an open file and return its packets."""
     layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(samples)]
     stream: Any = file.add_stream(codec, rate=rate, options={"strict": "-2"} if codec == "vorbis" else {})
     stream.layout = layout

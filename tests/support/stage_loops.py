@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.support.harness import Running
-from triptych.encode.cache import Rows
+from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
-from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineLoop
 from triptych.engine.split_loops import DecodeLoop
 from triptych.layers.decoder import ForwardBatch
@@ -43,14 +42,14 @@ def count_parts(instance: Instance, seen: list[int]) -> None:
     """Notes how many parts go through the tower."""
     for host in instance.hosts:
         if isinstance(host, EncodeLoop):
-            encoder = host._encoder
+            encoder = host.encoder
 
-            def counted(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[Rows]:
+            def counted(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
                 seen.append(len(inputs))
-                rows: list[Rows] = encoder(inputs)
+                rows: list[EmbeddingRows] = encoder(inputs)
                 return rows
 
-            host._encoder = counted
+            host.encoder = counted
 
 
 def decode_loops(service: Running) -> list[DecodeLoop]:
@@ -61,5 +60,4 @@ def kv_rows(service: Running) -> int:
     """Rows of KV that have landed so far."""
     hosts = decode_loops(service)
     assert hosts
-    arriving = [host._incoming for host in hosts]
-    return sum(one._receiver.counters.rows for one in arriving if isinstance(one, KVSource))
+    return sum(host.source.stats().counters.rows for host in hosts)

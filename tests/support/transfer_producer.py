@@ -1,7 +1,7 @@
-"""A process that offers many transfers to one consumer, over a fabric that breaks its writes.
+"""A process that offers many transfers to one consumer, over a faulty fabric. Not a test.
 
-Run as ``python -m tests.support.transfer_producer CONSUMER COUNT FAULTS``. Prints, as JSON, which
-faults struck and what is left.
+Run as ``python -m tests.support.transfer_producer CONSUMER COUNT FAULTS``. Prints, as JSON,
+the injected faults and the resources that are held.
 """
 
 import gc
@@ -26,7 +26,7 @@ from triptych.types import Address, TransferId
 LAYOUT = RowLayout(model="m", dtype="uint8", width=64, row_bytes=64)
 MAX_ROWS = 24
 UNDER_WAY = 32
-"""Transfers that the producer keeps going at a time."""
+"""Transfers that are in progress at a time."""
 
 
 def rows_of(number: int) -> Bytes:
@@ -36,14 +36,14 @@ def rows_of(number: int) -> Bytes:
 
 
 def left() -> dict[str, int]:
-    """What this process holds that a leak would add to."""
+    """Resources of this process that a leak would add to."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count(SHARED_NAME)
     return {"maps": maps, "files": len(os.listdir("/proc/self/fd"))}
 
 
 def left_soon(before: dict[str, int]) -> dict[str, int]:
-    """What is left once nothing is too much, or after a second."""
+    """The resources once they are as ``before``, or after a second."""
     deadline = time.monotonic() + 1.0
     while (now := left()) != before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -72,10 +72,12 @@ def produce(consumer: Address, count: int, faults: Faults) -> None:
         sender.poll()
         sender.check_deadlines()
     sender.consumer_lost(consumer)
-    channel.forget(consumer)
+    channel.disconnect(consumer)
     sys.stdin.readline()  # the consumer has closed its end, too
     counters = {"retries": sender.counters.retries, "aborted": sender.counters.aborted}
-    print(json.dumps({"struck": fabric.struck, "before": before, "after": left_soon(before)} | counters), flush=True)
+    print(
+        json.dumps({"injected": fabric.injected, "before": before, "after": left_soon(before)} | counters), flush=True
+    )
     channel.close()
 
 

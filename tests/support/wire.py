@@ -1,4 +1,4 @@
-"""Senders and receivers over a wire that a test holds in its hands."""
+"""Senders and receivers connected by message queues that a test controls."""
 
 import math
 import random
@@ -13,7 +13,7 @@ import pytest
 
 from triptych.errors import RegionError
 from triptych.messages.codec import Message, decode, encode
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, Grant, Offer, RegionHandle, RowLayout, TransferSide, Wrote
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
 from triptych.transfer.fabrics.faulty import Faults, FaultyFabric
@@ -22,8 +22,8 @@ from triptych.transfer.fabrics.mooncake import MooncakeFabric
 from triptych.transfer.fabrics.nixl import MODULES as NIXL_MODULES
 from triptych.transfer.fabrics.nixl import NixlFabric
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
-from triptych.transfer.memory import Bytes, Memory, PlainMemory, SharedMemory
-from triptych.transfer.receiver import Failure, Receiver
+from triptych.transfer.memory import Allocate, Bytes, Memory, PlainMemory, SharedMemory
+from triptych.transfer.receiver import QueuePosition, Receiver, TransferFailure
 from triptych.transfer.sender import Sender
 from triptych.transfer.states import Deadlines
 from triptych.types import Address, TransferId
@@ -66,33 +66,52 @@ def fabric_pair(name: str) -> Iterator[tuple[Fabric, Fabric]]:
             fabric.close()
 
 
-class StruckFabric(FaultyFabric):
-    """Breaks its first ``times`` writes only. While ``holding``, writes begin and don't
-    end, whoever calls them off, until ``let_go``: a copy that a process stands still in, or a network card that nobody
-    can stop."""
+class ControlledFabric:
+    """Injects faults into its first ``times`` writes.
+
+    While ``holding``, writes start but don't end, even if they are cancelled, until ``land_held``: like a copy in a
+    stopped process, or a network card that can't be stopped.
+    """
 
     def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float], times: float = math.inf) -> None:
-        super().__init__(fabric, faults, clock)
+        self.name = fabric.name
+        self.scope = fabric.scope
+        self.checksums = True
         self.times = times
         self.holding = False
+        self._fabric = fabric
+        self._faulty = FaultyFabric(fabric, faults, clock)
         self._held: list[HeldWrite] = []
+
+    @property
+    def injected(self) -> dict[str, int]:
+        return self._faulty.injected
+
+    def register(self, memory: Memory) -> RegionHandle:
+        return self._fabric.register(memory)
+
+    def deregister(self, region: RegionHandle) -> None:
+        self._fabric.deregister(region)
 
     def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Write:
         if self.holding:
             self._fabric.write(region, [])  # opens it
             self._held.append(HeldWrite(lambda: self._fabric.write(region, copies)))
             return self._held[-1]
-        return super().write(region, copies)
+        self.times -= 1
+        return (self._faulty if self.times >= 0 else self._fabric).write(region, copies)
 
-    def let_go(self) -> None:
+    def land_held(self) -> None:
         self.holding = False
         held, self._held = self._held, []
         for write in held:
             write.land()
 
-    def _draw(self) -> str | None:
-        self.times -= 1
-        return super()._draw() if self.times >= 0 else None
+    def release(self, region: RegionHandle) -> None:
+        self._fabric.release(region)
+
+    def close(self) -> None:
+        self._fabric.close()
 
 
 @dataclass
@@ -101,7 +120,7 @@ class HeldWrite:
     landed: bool = False
 
     def land(self) -> None:
-        with suppress(RegionError):  # by now there may be nothing to write to
+        with suppress(RegionError):  # the region may be gone by now
             self.land_now()
         self.landed = True
 
@@ -114,11 +133,11 @@ class HeldWrite:
 
 @dataclass
 class Item:
-    """What a test knows about one transfer. ``missing`` are the rows that its producer hasn't been given yet."""
+    """One transfer of a test. ``missing`` are the rows that haven't been provided yet."""
 
     transfer: TransferId
     producer: Address
-    place: tuple[int, ...]
+    position: QueuePosition
     source: Bytes
     offered: bool = False
     missing: list[tuple[int, int]] = field(default_factory=list)
@@ -131,7 +150,7 @@ class Item:
 
 
 class Wire:
-    """One consumer, two producers, and a queue for each pair: first in, first out within a pair, any order between."""
+    """One consumer, two producers, and a FIFO queue of messages for each pair."""
 
     def __init__(
         self,
@@ -146,7 +165,12 @@ class Wire:
         self.queues: defaultdict[tuple[Address, Address], deque[bytes]] = defaultdict(deque)
         self.sent: list[Message] = []
         self.fabrics = fabrics
-        self.buffer = RowBuffer(LAYOUT, num_blocks, block_rows, [fabrics[0]], SharedMemory)
+        self.allocate: Allocate = SharedMemory
+
+        def allocate(num_bytes: int) -> Memory:
+            return self.allocate(num_bytes)  # a test may have replaced it
+
+        self.buffer = RowBuffer(LAYOUT, num_blocks, block_rows, [fabrics[0]], allocate)
         self.now = 0.0
         self.receiver = Receiver(
             self.buffer,
@@ -158,20 +182,20 @@ class Wire:
             clock=lambda: self.now,
         )
         self.items: dict[TransferId, Item] = {}
-        self.failures: list[Failure] = []
-        self.let_go: list[tuple[TransferId, bool]] = []
-        self.struck: dict[Address, StruckFabric] = {}
-        self.all_struck: list[StruckFabric] = []
+        self.failures: list[TransferFailure] = []
+        self.ended: list[tuple[TransferId, bool]] = []
+        self.faulty: dict[Address, ControlledFabric] = {}
+        self.all_faulty: list[ControlledFabric] = []
         self._faults = faults or Faults()
         self._deadlines = deadlines
         self.senders = {address: self._sender(address) for address in PRODUCERS}
         self.ghosts: list[Sender] = []
 
     def _sender(self, address: Address) -> Sender:
-        """A producer with mappings of its own."""
+        """A producer with its own mappings."""
         fabric = SharedMemoryFabric() if self.fabrics[1].name == "shm" else self.fabrics[1]
-        faulty = self.struck[address] = StruckFabric(fabric, self._faults, lambda: self.now)
-        self.all_struck.append(faulty)
+        faulty = self.faulty[address] = ControlledFabric(fabric, self._faults, lambda: self.now)
+        self.all_faulty.append(faulty)
 
         def send(to: Address, message: Message) -> None:
             if self.senders[address] is sender:
@@ -181,8 +205,8 @@ class Wire:
         return sender
 
     def lose(self, producer: Address) -> Sender:
-        """The producer's lease runs out: nothing it says is heard any more, but it goes on as a ghost, which is
-        returned. Another takes its address."""
+        """The producer's lease expires: its messages are dropped, but it keeps running as a ghost, which is returned.
+        Another producer takes its address."""
         ghost = self.senders[producer]
         self.ghosts.append(ghost)
         self.senders[producer] = self._sender(producer)
@@ -191,7 +215,7 @@ class Wire:
         theirs = [item for item in self.items.values() if item.producer == producer]
         self.receiver.producer_lost(producer, [item.transfer for item in theirs])
         for item in theirs:
-            item.offered, item.missing = True, []  # or never will be
+            item.offered, item.missing = True, []  # no longer possible
         self.fail()
         return ghost
 
@@ -206,38 +230,38 @@ class Wire:
         self.queues[sender, to].append(encode(message))
 
     def expect(
-        self, rows: int, place: tuple[int, ...], producer: Address = PRODUCERS[0], seed: int = 0, first_row: int = 0
+        self, rows: int, position: QueuePosition, producer: Address = PRODUCERS[0], seed: int = 0, first_row: int = 0
     ) -> Item:
-        source = np.random.default_rng([seed, *place]).integers(0, 256, (rows, LAYOUT.row_bytes), dtype=np.uint8)
-        item = Item(TransferId(f"t{len(self.items)}"), producer, place, source, consumed=first_row)
+        source = np.random.default_rng([seed, *position]).integers(0, 256, (rows, LAYOUT.row_bytes), dtype=np.uint8)
+        item = Item(TransferId(f"t{len(self.items)}"), producer, position, source, consumed=first_row)
         item.missing = [(0, rows)]
         self.items[item.transfer] = item
-        self.receiver.expect(item.transfer, rows, place, first_row)
+        self.receiver.expect(item.transfer, rows, position, first_row)
         return item
 
     def offer(self, item: Item) -> None:
         item.offered = True
         self.senders[item.producer].offer(
-            item.transfer, CONSUMER, item.rows, LAYOUT, lambda complete: self.let_go.append((item.transfer, complete))
+            item.transfer, CONSUMER, item.rows, LAYOUT, lambda complete: self.ended.append((item.transfer, complete))
         )
 
     def provide(self, item: Item) -> None:
-        """All its rows, or all that are missing."""
+        """Provide all rows that are missing."""
         for first_row, end_row in item.missing:
             self.senders[item.producer].provide(item.transfer, item.source[first_row:end_row], first_row)
         item.missing = []
 
-    def provide_piece(self, item: Item, chance: random.Random) -> None:
-        """Some of the rows that are missing."""
+    def provide_some(self, item: Item, chance: random.Random) -> None:
+        """Provide some of the missing rows."""
         first_row, end_row = item.missing.pop(chance.randrange(len(item.missing)))
         low, high = sorted(chance.randint(first_row, end_row) for _ in range(2))
         if low == high:
             low, high = first_row, end_row
-        item.missing += [piece for piece in ((first_row, low), (high, end_row)) if piece[0] < piece[1]]
+        item.missing += [rest for rest in ((first_row, low), (high, end_row)) if rest[0] < rest[1]]
         self.senders[item.producer].provide(item.transfer, item.source[low:high], low)
 
     def deliver(self, sender: Address, to: Address) -> None:
-        """The pair's oldest message."""
+        """Deliver the pair's oldest message."""
         message = decode(self.queues[sender, to].popleft())
         if to == CONSUMER:
             self._to_receiver(message)
@@ -250,16 +274,16 @@ class Wire:
                 self.receiver.on_offer(message)
             case Wrote():
                 self.receiver.on_wrote(message)
-            case Abort(by=End.PRODUCER):
+            case Abort(by=TransferSide.PRODUCER):
                 self.receiver.on_abort(message)
-            case Done(by=End.PRODUCER):
+            case Done(by=TransferSide.PRODUCER):
                 self.receiver.on_done(message)
             case _:
                 raise AssertionError(f"{message} is not for the consumer")
         self.fail()
 
     def fail(self) -> None:
-        """Closes what has failed, as the language host does."""
+        """Close failed transfers, as the engine loop does."""
         for failure in self.receiver.take_failures():
             self.failures.append(failure)
             self.close(self.items[failure.transfer])
@@ -269,9 +293,9 @@ class Wire:
         match message:
             case Grant():
                 sender.on_grant(message)
-            case Done(by=End.CONSUMER):
+            case Done(by=TransferSide.CONSUMER):
                 sender.on_done(message)
-            case Abort(by=End.CONSUMER):
+            case Abort(by=TransferSide.CONSUMER):
                 sender.on_abort(message)
             case _:
                 raise AssertionError(f"{message} is not for a producer")
@@ -281,7 +305,7 @@ class Wire:
         self.receiver.close(item.transfer, "closed by the test")
 
     def consume(self, item: Item, rows: int) -> None:
-        """Reads the next ``rows`` rows, checks them against the source and lets them go."""
+        """Read the next ``rows`` rows, compare them with the source and consume them."""
         views = self.receiver.read(item.transfer, item.consumed, rows)
         np.testing.assert_array_equal(np.concatenate(views), item.source[item.consumed : item.consumed + rows])
         item.consumed += rows
@@ -292,15 +316,15 @@ class Wire:
         return 0 if item.ended else self.receiver.landed(item.transfer) - item.consumed
 
     def first_unread(self) -> list[Item]:
-        """What a prefill could read now: of each request (the place's first number), its first item not yet over."""
+        """The first unfinished item of each request (the position's first number): what a prefill could read now."""
         first: dict[int, Item] = {}
-        for item in sorted(self.items.values(), key=lambda item: item.place):
+        for item in sorted(self.items.values(), key=lambda item: item.position):
             if not item.ended:
-                first.setdefault(item.place[0], item)
+                first.setdefault(item.position[0], item)
         return list(first.values())
 
     def land(self, *items: Item) -> None:
-        """All of these that the pool holds lands."""
+        """Offer and provide these items; what fits in the pool lands."""
         for item in items:
             self.offer(item)
             self.provide(item)
@@ -309,13 +333,13 @@ class Wire:
         self.deliver_all()
 
     def poll(self) -> None:
-        """A tenth of a second passes."""
+        """Let a tenth of a second pass."""
         self.now += 0.1
         for sender in [*self.senders.values(), *self.ghosts]:
             sender.poll()
 
     def deliver_all(self, order: random.Random | None = None) -> None:
-        """Until nothing is on its way: no message, and no write."""
+        """Until no message and no write is in flight."""
         while True:
             if waiting := [pair for pair, queue in self.queues.items() if queue]:
                 self.deliver(*(order.choice(waiting) if order else waiting[0]))
@@ -324,7 +348,7 @@ class Wire:
             self.poll()
 
     def finish(self) -> None:
-        """Offers, provides and reads everything, all requests strictly in line: must end whatever happened before."""
+        """Offer, provide and read everything, in queue order. Must end, whatever happened before."""
         for item in self.items.values():
             if not item.offered:
                 self.offer(item)
@@ -339,20 +363,20 @@ class Wire:
                     self.consume(item, rows)
             if all(item.ended for item in self.items.values()):
                 break
-        assert all(item.ended for item in self.items.values()), "the line stands still"
+        assert all(item.ended for item in self.items.values()), "the queue makes no progress"
         self.deliver_all()
         assert self.receiver.idle
         self.receiver.check_idle()
         self.buffer.pool.check_all_free()
         assert all(sender.idle for sender in self.senders.values())
-        assert not self.buffer._left, "memory that was left is kept"
+        assert self.buffer.num_old_backings == 0, "old memory isn't released"
 
     def check(self) -> None:
-        """No block has two owners, and each taken block has one."""
+        """Each allocated block has exactly one owner."""
         owned = [
             block
-            for incoming in self.receiver._transfers.values()
-            for segment in incoming.segments
+            for segments in self.receiver.debug_state().values()
+            for segment in segments
             for block in range(segment.run.start, segment.run.end)
         ]
         assert len(owned) == len(set(owned)), "a block has two owners"

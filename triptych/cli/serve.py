@@ -23,7 +23,7 @@ from triptych.config import (
 )
 from triptych.errors import ConfigError
 from triptych.observe import logs
-from triptych.observe.machine import end_with_parent, stay_on
+from triptych.observe.machine import end_with_parent, pin_to_cores
 from triptych.topology import Role, Topology
 
 SUMMARY = "serve a model: all processes of a topology, or one instance that joins a frontend"
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     flags.fill_in_start(arguments)
     config = flags.serve_config(arguments)
-    stay_on(parse_cpus(config.engine.cpus))
+    pin_to_cores(parse_cpus(config.engine.cpus))
     frontend = dataclasses.replace(config.frontend, served_model_name=flags.model_name(arguments, config))
     config = dataclasses.replace(config, frontend=frontend)
     if arguments.role is None or arguments.role == FRONTEND:

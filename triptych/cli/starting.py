@@ -12,7 +12,7 @@ from rich.console import Console
 from triptych.cluster.service import LocalService
 from triptych.config import ServeConfig, parse_cpus
 from triptych.errors import StartError
-from triptych.observe.machine import stay_on
+from triptych.observe.machine import pin_to_cores
 from triptych.topology import Topology
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ async def started(
     config: ServeConfig, topology: Topology, console: Console, verbose: bool
 ) -> AsyncIterator[LocalService]:
     """A service that is ready. What its instances say is shown as it comes when ``verbose``, else only if they fail."""
-    stay_on(parse_cpus(config.engine.cpus))
+    pin_to_cores(parse_cpus(config.engine.cpus))
     said: list[str] = []
     if not verbose:
         logging.getLogger("triptych").setLevel(logging.WARNING)

@@ -11,7 +11,7 @@ from triptych import children
 from triptych.config import ServeConfig, as_flags, kv_cache_memory_per_instance, processes_of, threads_per_process
 from triptych.errors import StartError
 from triptych.observe import logs
-from triptych.observe.machine import ending
+from triptych.observe.machine import describe_exit
 from triptych.topology import Role, Topology
 
 SUPERVISOR_VARIABLE = "TRIPTYCH_SUPERVISOR"
@@ -106,7 +106,9 @@ class LocalCluster:
         code = await child.process.wait()
         if not self._stopping and not self.lost.done():
             last_words = f": {child.last_line}" if code > 0 and child.last_line else ""
-            self.lost.set_result(f"instance {child.name} (process {child.process.pid}) {ending(code)}{last_words}")
+            self.lost.set_result(
+                f"instance {child.name} (process {child.process.pid}) {describe_exit(code)}{last_words}"
+            )
 
 
 async def wait_until_ready(cluster: LocalCluster, is_ready: Callable[[], bool], timeout: float) -> None:

@@ -13,16 +13,16 @@ from triptych.checkpoint.config_files import load_config, load_preprocessor_conf
 from triptych.checkpoint.fingerprint import fingerprint
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, LeaseConfig, TransferConfig, processes_of
-from triptych.encode.cache import EncoderCache, Rows
+from triptych.encode.cache import EmbeddingRows, EncoderCache
 from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.workers import PreprocessWorkers
 from triptych.engine.gpu_runner import GpuRunner
-from triptych.engine.grammar.service import Grammars
+from triptych.engine.grammar.service import GrammarService
 from triptych.engine.group import CacheSize, GroupCache, agree_on_size, gather_memory, make_cache, make_forward
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_size import gib, kv_size
-from triptych.engine.loop import Engine
+from triptych.engine.loop import EngineCore
 from triptych.engine.runner import Forward, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.errors import StartError
@@ -31,7 +31,7 @@ from triptych.layers.decoder import Decoder
 from triptych.layers.devices import check_ranks, dtype_name, find_device, kv_dtype, weight_format, widens_kv
 from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device
-from triptych.layers.pinned import to_host
+from triptych.layers.pinned import to_cpu
 from triptych.messages.channel import Channel
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.models.base import EncoderInput, ModelConfig, Planner
@@ -60,10 +60,10 @@ class Model:
     def __init__(self, checkpoint: Checkpoint, engine: EngineConfig) -> None:
         self.checkpoint = checkpoint
         self.config: ModelConfig = load_config(checkpoint.folder)
-        self.files = family_of(self.config)
+        self.family = family_of(self.config)
         self._processors = load_preprocessor_config(checkpoint.folder), load_video_config(checkpoint.folder)
-        self.planner: Planner = resolve(self.files.planner)(self.config, *self._processors)
-        self.family: ModelAdapter = resolve(self.files.tower)(self.config)
+        self.planner: Planner = resolve(self.family.planner)(self.config, *self._processors)
+        self.adapter: ModelAdapter = resolve(self.family.adapter)(self.config)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
         self.kv_dtype = kv_dtype(engine, self.device, self.weights)
@@ -72,19 +72,19 @@ class Model:
 
     def num_bytes(self, role: Role) -> int:
         """What a role loads of the checkpoint, in bytes."""
-        stages = self.family.weight_bytes_by_stage(self.checkpoint.tensors)
-        return stages["tower"] * role.encodes + stages["decoder"] * role.has_decoder
+        stages = self.adapter.weight_bytes_by_stage(self.checkpoint.tensors)
+        return stages["encoder"] * role.encodes + stages["decoder"] * role.has_decoder
 
     def load_encoder(self) -> Encoder:
-        return self.family.load_encoder(self.checkpoint, self.weights, self.device)
+        return self.adapter.load_encoder(self.checkpoint, self.weights, self.device)
 
     def load_decoder(self, group: Group) -> Decoder:
-        return self.family.load_decoder(self.checkpoint, self.weights, rank_device(self.device, group.rank), group)
+        return self.adapter.load_decoder(self.checkpoint, self.weights, rank_device(self.device, group.rank), group)
 
     def make_cache(self, group: Group, num_pages: int, path: str) -> GroupCache:
         """See ``language.group.make_cache``."""
         return make_cache(
-            self.family.decoder_config,
+            self.adapter.decoder_config,
             group,
             num_pages=num_pages,
             page_size=self.page_size,
@@ -96,13 +96,13 @@ class Model:
     @property
     def row_layout(self) -> RowLayout:
         """Rows have the dtype that the decoder computes in, so that nothing is converted on the way."""
-        dtype, width = self.weights.activations, self.family.embedding_width
+        dtype, width = self.weights.activations, self.adapter.embedding_width
         return RowLayout(self.fingerprint, dtype_name(dtype), width, width * dtype.itemsize)
 
     @property
     def kv_layout(self) -> RowLayout:
         """One token's keys, or its values, in one layer, as the KV cache has them."""
-        dtype, config = self.kv_dtype, self.family.decoder_config
+        dtype, config = self.kv_dtype, self.adapter.decoder_config
         width = config.num_kv_heads * config.head_dim
         return RowLayout(self.fingerprint, dtype_name(dtype), width, width * dtype.itemsize, RowKind.KV)
 
@@ -122,7 +122,7 @@ def build_instance(
     """Loads what the role needs, and nothing else, and wires it up. Takes as long as reading the weights takes.
     Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit it. Call it
     on the process's main thread when an instance has several ranks."""
-    if role.encodes and not model.files.takes_media:
+    if role.encodes and not model.family.takes_media:
         raise StartError(f"{role.value} instances encode, and {model.checkpoint.folder} is a model of text alone")
     instance = Instance(
         name=name,
@@ -181,7 +181,7 @@ def _load(
             group=group,
             receiving=receiving,
         )
-        dtype, width = model.weights.activations, model.family.embedding_width
+        dtype, width = model.weights.activations, model.adapter.embedding_width
         always = transfer.checksum == "always"
         language = EngineComponents(parts, cache, dtype, width, blocks, engine.receive_block_rows, always)
     encoding = None
@@ -217,7 +217,7 @@ def _start_ranks(model: Model, role: Role, engine: EngineConfig, instance: Insta
     if (size := processes_of(engine, role)) == 1:
         return NoRanks()
     check_ranks(model.device, size)
-    model.family.decoder_config.shard(size)
+    model.adapter.decoder_config.shard(size)
     return ChildRanks(str(model.checkpoint.folder), engine, size, instance.fail)
 
 
@@ -228,15 +228,15 @@ class EncoderRunner:
         self._tower = tower
         self._dtype = dtype
 
-    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
         """Rows of each input, uint8 of shape (rows, row_bytes)."""
         with torch.inference_mode():
-            return [_as_bytes(rows) for rows in to_host([r.to(self._dtype) for r in self._tower.encode(inputs)])]
+            return [_as_bytes(rows) for rows in to_cpu([r.to(self._dtype) for r in self._tower.encode(inputs)])]
 
 
-def _as_bytes(rows: torch.Tensor) -> Rows:
+def _as_bytes(rows: torch.Tensor) -> EmbeddingRows:
     """A copy: a view would keep the whole batch's rows in memory for as long as the cache keeps one item's."""
-    as_bytes: Rows = rows.contiguous().view(torch.uint8).numpy()
+    as_bytes: EmbeddingRows = rows.contiguous().view(torch.uint8).numpy()
     return np.array(as_bytes)
 
 
@@ -291,12 +291,12 @@ def _engine(
     ranks: Ranks,
     group: Group,
     receiving: int,
-) -> tuple[Engine, KVTensors]:
+) -> tuple[EngineCore, KVTensors]:
     """What generates, and its KV cache, that of all ranks if they share one. What all ranks do together here: say what
     memory they have, learn how large the KV cache is, and make it. ``receiving`` is what the receive buffer will take,
     in bytes."""
     dtype, channel, device = model.weights.activations, instance.channel, rank_device(model.device, 0)
-    config, whole = decoder.config, model.family.decoder_config
+    config, whole = decoder.config, model.adapter.decoder_config
     sharing = group.size if device.type == "cpu" else 1  # ranks that use the same memory
     with ranks.together():
         memory = gather_memory(group, device)
@@ -322,9 +322,9 @@ def _engine(
         cache = model.make_cache(group, agreed.num_pages, ranks.cache)
         forward = make_forward(decoder, cache.own, engine, size.context_length)
     pool = PagePool(size.num_pages, engine.page_size)
-    grammars = Grammars(model.checkpoint.folder, config.vocab_size, channel.wake)
+    grammars = GrammarService(model.checkpoint.folder, config.vocab_size, channel.wake)
     instance.at_end(grammars.close)
-    parts = Engine(
+    parts = EngineCore(
         scheduler=Scheduler(
             pool,
             engine.max_num_seqs,
@@ -335,7 +335,7 @@ def _engine(
         compute=instance.compute,
         grammars=grammars,
         context_length=size.context_length,
-        vocabulary=config.vocab_size,
+        vocab_size=config.vocab_size,
     )
     return parts, cache.whole
 

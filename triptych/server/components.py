@@ -10,12 +10,12 @@ from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.kv_rows import LAYER_ROWS, CacheRows
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.kv_source import KVSource
-from triptych.engine.loop import Engine, EngineLoop
+from triptych.engine.loop import EngineCore, EngineLoop
 from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.split_loops import DecodeLoop, PrefillLoop
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
-from triptych.messages.rows import End, RowKind, RowLayout
+from triptych.messages.rows import RowKind, RowLayout, TransferSide
 from triptych.server.instance import Instance, RoleLoops
 from triptych.server.sender_loop import SenderLoop
 from triptych.stage_loop import StageLoop
@@ -33,7 +33,7 @@ class EngineComponents:
     ``embedding_width`` counts elements of ``row_dtype`` in a media row; ``receive_blocks`` are blocks for rows of each
     kind."""
 
-    engine: Engine
+    engine: EngineCore
     cache: KVTensors
     row_dtype: torch.dtype
     embedding_width: int
@@ -69,14 +69,14 @@ class Components:
         and registering memory raise; then nothing is left behind."""
         self.check(role)
         language = self._engine_loop(role, self.language) if role.has_decoder and self.language else None
-        hosts: list[tuple[StageLoop, End | None]] = []
+        hosts: list[tuple[StageLoop, TransferSide | None]] = []
         if role.encodes and self.make_encode_loop:
             hosts.append((self.make_encode_loop(), None))
         if role.encodes or role.sends_kv:
             # before the language host: when all is given up, transfers end without a word, and nobody is told twice
-            hosts.append((SenderLoop(self.sender), End.CONSUMER))
+            hosts.append((SenderLoop(self.sender), TransferSide.CONSUMER))
         if language:
-            hosts.append((language, End.PRODUCER))
+            hosts.append((language, TransferSide.PRODUCER))
         return RoleLoops(hosts, layouts(self.media_layout, self.kv_layout, has_decoder=self.language is not None))
 
     def _engine_loop(self, role: Role, parts: EngineComponents) -> EngineLoop:

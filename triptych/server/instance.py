@@ -17,7 +17,7 @@ from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.rows import Abort, Done, End, RowLayout
+from triptych.messages.rows import Abort, Done, RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     ChangeRole,
@@ -52,7 +52,7 @@ class RoleLoops(NamedTuple):
     """The hosts of a role, each with who it talks to in transfers, as ``Instance.add`` takes them; and how rows look
     that they make or take."""
 
-    hosts: list[tuple[StageLoop, End | None]]
+    hosts: list[tuple[StageLoop, TransferSide | None]]
     layouts: list[RowLayout]
 
 
@@ -100,7 +100,7 @@ class Instance:
         self._lease = lease
         self.hosts: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
-        self._handlers: dict[tuple[type[Any], End | None], Callable[[Any], object]] = {
+        self._handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
             (Registered, None): self._on_welcome,
             (RegistrationRefused, None): self._on_rejected,
             (RegisterAgain, None): lambda _: self._on_forgotten(),
@@ -108,7 +108,7 @@ class Instance:
             (Stop, None): lambda _: self.stop(),
             (ChangeRole, None): self._on_change_role,
         }
-        self._host_handlers: dict[tuple[type[Any], End | None], Callable[[Any], object]] = {}
+        self._host_handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {}
         self._change: _Change | None = None
         self._registered = False
         self._stopping = False
@@ -118,7 +118,7 @@ class Instance:
         self._register_deadline = self._remind_at = 0.0
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
-    def add(self, host: StageLoop, far_end: End | None = None) -> None:
+    def add(self, host: StageLoop, far_end: TransferSide | None = None) -> None:
         """Takes in a host. ``far_end`` is who it talks to in transfers, if it does: of two hosts in one instance, one
         is the producer and one the consumer, and what either end says goes to the other."""
         self.hosts.append(host)
@@ -343,4 +343,4 @@ class Instance:
     def _on_peer_lost(self, message: PeerLost) -> None:
         for host in self.hosts:
             host.peer_lost(message)
-        self.channel.forget(message.address)
+        self.channel.disconnect(message.address)

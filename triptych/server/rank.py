@@ -13,7 +13,7 @@ from triptych.engine.group import agree_on_size, gather_memory, make_forward
 from triptych.engine.step_broadcast import receive_step
 from triptych.errors import StartError
 from triptych.heap import keep_freed_memory, share_heap
-from triptych.layers.parallel import NO_TIMEOUT, ProcessGroup, arrived, rank_device, rendezvous
+from triptych.layers.parallel import NO_TIMEOUT, ProcessGroup, rank_device, ready_key, rendezvous
 from triptych.observe import logs
 from triptych.observe.machine import end_with_parent
 from triptych.server.build import Model
@@ -26,8 +26,8 @@ def run_rank(config: RankConfig) -> None:
     model = Model(Checkpoint(config.model), config.engine)
     device = rank_device(model.device, config.rank)
     store = rendezvous(config.rendezvous, config.num_ranks)
-    store.set(arrived(config.rank), "")
-    store.wait([arrived(0)], NO_TIMEOUT)
+    store.set(ready_key(config.rank), "")
+    store.wait([ready_key(0)], NO_TIMEOUT)
     group = ProcessGroup(store, config.rank, config.num_ranks, device)
     decoder = model.load_decoder(group)
     # as rank 0 does in roles/build.py
@@ -38,7 +38,7 @@ def run_rank(config: RankConfig) -> None:
     keep_freed_memory()
     with torch.inference_mode():
         while True:
-            forward(receive_step(group, model.family.embedding_width, decoder.dtype), cache, None)
+            forward(receive_step(group, model.adapter.embedding_width, decoder.dtype), cache, None)
 
 
 def main(argument: str) -> None:
