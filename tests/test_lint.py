@@ -72,3 +72,34 @@ def test_tests_import_neither_test_modules_nor_benchmarks() -> None:
     forbidden = re.compile(r"bench(\..*)?|tests\.(.*\.)?test_\w+")
     wrong = [(str(path.relative_to(ROOT)), name) for path, names in paths.items() for name in names]
     assert [(path, name) for path, name in wrong if forbidden.fullmatch(name)] == []
+
+
+MAX_PRIVATE = 29
+"""How many private attributes of other objects tests still read. It only ever gets smaller; libraries' are some."""
+
+
+def private_attributes(source: str) -> list[tuple[int, str]]:
+    """Line and text of each ``x._name`` where ``x`` is neither ``self``, ``cls`` nor ``super()``."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Attribute) or not re.match(r"_(?!_)", node.attr):
+            continue
+        owner = node.value.func if isinstance(node.value, ast.Call) else node.value
+        if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls", "super")):
+            found.append((node.lineno, ast.unparse(node)))
+    return found
+
+
+def test_private_attributes_are_found() -> None:
+    source = "self._a; cls._b; super()._c; x.__d__; x._e; f(y)._g; self.h._i"
+    assert [text for _, text in private_attributes(source)] == ["x._e", "f(y)._g", "self.h._i"]
+
+
+def test_tests_do_not_read_private_attributes_of_other_objects() -> None:
+    """What a test must see, the object offers: ``debug_state()``, a property, or a collaborator that it is given."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line, text in private_attributes(path.read_text())
+    ]
+    assert len(found) <= MAX_PRIVATE, "\n".join(found)

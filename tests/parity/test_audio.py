@@ -75,7 +75,7 @@ def test_first_token_logits(model: Hears) -> None:
     assert len(recorded) == len(CASES)
     for name, prompt, logits in zip(CASES, model.prompts, recorded, strict=True):
         with torch.inference_mode():
-            expected = model.reference(**model._inputs(prompt)).logits[0, -1]
+            expected = model.reference(**model.reference_inputs(prompt)).logits[0, -1]
         assert (logits - expected).abs().max() < 1e-4, name
 
 

@@ -63,9 +63,9 @@ class Hears(Model):
     def reference(self) -> PreTrainedModel:
         return load_reference(self.folder)
 
-    def _inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
+    def reference_inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
         """With what transformers' processor makes of each clip, and of each heard video's sound, by itself."""
-        inputs = super()._inputs(prompt)
+        inputs = super().reference_inputs(prompt)
         if any(item.plan.audio_track for item in prompt.items):
             inputs["use_audio_in_video"] = True
         if clips := [self._features(*sound) for item in prompt.items for sound in sounds_of(item)]:

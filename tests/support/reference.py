@@ -31,7 +31,7 @@ class Reference:
         """Greedy tokens, without regard to end-of-text tokens."""
         with torch.inference_mode():
             output = self.model.generate(
-                **self._inputs(prompt, images),
+                **self.reference_inputs(prompt, images),
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=max_new_tokens,
                 do_sample=False,
@@ -47,10 +47,10 @@ class Reference:
     def logits(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> Tensor:
         """Those at each of the prompt's tokens, of the one after it: float32 [tokens, vocab]."""
         with torch.inference_mode():
-            logits: Tensor = self.model(**self._inputs(prompt, images)).logits[0]
+            logits: Tensor = self.model(**self.reference_inputs(prompt, images)).logits[0]
         return logits
 
-    def _inputs(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+    def reference_inputs(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         tokens = torch.tensor([prompt.tokens])
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if (image := getattr(self.model.config, "image_token_id", None)) is not None:

@@ -65,7 +65,7 @@ class Model:
         for prompt in self.prompts:
             with torch.inference_mode():
                 output = reference.generate(
-                    **self._inputs(prompt),
+                    **self.reference_inputs(prompt),
                     max_new_tokens=32,
                     min_new_tokens=32,
                     do_sample=False,
@@ -76,7 +76,7 @@ class Model:
         assert len({tuple(answer) for answer in answers}) >= len(answers) - 1
         return answers
 
-    def _inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
+    def reference_inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
         config = load_config(self.folder)
         family = config["model_type"]
         preprocess = resolve(family_of(config).preprocessor or "")(
