@@ -22,10 +22,10 @@ from triptych.topology import Role
 MODEL = "m"
 
 
-def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: Path) -> None:
+def run_instance(config: ServeConfig, join: str, batch: int, out: Path) -> None:
     """What runs in the instance's process: the product's own entry point, with a stopwatch around the model."""
     from triptych.engine.runner import Runner
-    from triptych.server import main
+    from triptych.server import instance_main
 
     spans: list[tuple[float, float]] = []
     logits: Callable[..., Any] = Runner._logits
@@ -39,16 +39,16 @@ def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: 
         return found
 
     Runner._logits = timed  # type: ignore[assignment, method-assign]
-    main.run_instance(config, Role.EPD, join, "all", threads=threads)
+    instance_main.run(config.instance(Role.EPD, "all", join))
 
 
 async def overhead(folder: Path, engine: EngineConfig, batch: int) -> dict[str, float]:
     """Medians in ms over consecutive steps of ``batch`` sequences."""
-    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig(port=0, served_model_name=MODEL))
+    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "spans.json")
         async with LocalService(config, None, show=lambda _: None) as service:
-            arguments = (config, service.control, engine.threads, batch, out)
+            arguments = (config, service.control, batch, out)
             process = multiprocessing.get_context("spawn").Process(target=run_instance, args=arguments, daemon=True)
             process.start()
             try:

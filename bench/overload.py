@@ -164,7 +164,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"options": told_options, "rates": []}
 
     def config(timeout: float) -> ServeConfig:
-        door = FrontendConfig(port=0, served_model_name="m", request_timeout=timeout, max_queue=options.max_queue)
+        door = FrontendConfig.of(port=0, served_model_name="m", request_timeout=timeout, max_queue=options.max_queue)
         return ServeConfig(model=folder, engine=engine, frontend=door)
 
     topology = Topology.parse(options.topology)

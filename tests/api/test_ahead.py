@@ -10,7 +10,7 @@ from triptych.encode.loop import PREPROCESS_AHEAD, EncodeLoop
 def test_images_wait_as_files_not_as_patches(service: Served) -> None:
     """Requests, with the tower held up: few images are preprocessed, and all are answered in the end."""
     (host,) = [
-        host for instance in service.running.instances for host in instance.hosts if isinstance(host, EncodeLoop)
+        host for instance in service.running.instances for host in instance.loops if isinstance(host, EncodeLoop)
     ]
     service.encoder.close()
     with ThreadPoolExecutor(32) as clients:

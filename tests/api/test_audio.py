@@ -15,6 +15,7 @@ from tests.media.clips import clip
 from tests.media.sounds import sound, tone
 from tests.parity.test_audio import CASES, Hears
 from triptych.api.body import lift
+from triptych.config import ItemLimits
 from triptych.prompt.prompt import PromptBuilder
 
 DATA, URL = "messages[0].content[1].input_audio.data", "messages[0].content[1].audio_url.url"
@@ -177,7 +178,7 @@ def test_a_model_that_does_not_hear(service: Served) -> None:
 
 
 def test_limits(hears: Path) -> None:
-    limits = {"limit_mm_per_prompt": "audio=1", "max_audio_mb": 1, "max_item_tokens": 30}
+    limits = {"limit_mm_per_prompt": ItemLimits(audio=1), "max_audio_mb": 1, "max_item_tokens": 30}
     limits |= {"max_audio_seconds": 3.0, "max_audio_gigasamples": 0.0002}
     with served(hears, **limits) as service:
 

@@ -195,7 +195,7 @@ def test_nobody_can_refer_to_what_another_sent(service: Served) -> None:
 
 def test_a_salt_keeps_media_apart_from_those_of_others(service: Served) -> None:
     """Whether another sent the same picture, or a clip with the same frames, can't be told from how long it takes."""
-    hosts = [host for one in service.running.instances for host in one.hosts if isinstance(host, EncodeLoop)]
+    hosts = [host for one in service.running.instances for host in one.loops if isinstance(host, EncodeLoop)]
 
     def encoded() -> int:
         return sum(host.num_encoded for host in hosts)

@@ -12,6 +12,7 @@ from tests.api.test_bad_input import the_error
 from tests.api.test_videos import VIDEO, frames_part, prompt_tokens, video_part
 from tests.media.clips import clip
 from tests.media.sounds import tone
+from triptych.config import ItemLimits
 
 USE = "mm_processor_kwargs.use_audio_in_video"
 SECONDS = 3.0
@@ -101,7 +102,7 @@ def test_a_model_that_does_not_hear(service: Served) -> None:
 
 
 def test_limits(hears: Path) -> None:
-    with served(hears, limit_mm_per_prompt="audio=1,video=2", max_audio_seconds=4.0) as service:
+    with served(hears, limit_mm_per_prompt=ItemLimits(audio=1, video=2), max_audio_seconds=4.0) as service:
         assert ask(service, film()).status_code == 200
         response = service.post([video_part(film()), input_audio(), text_part("x")], **options())
         assert "2 audio clips, at most 1" in the_error(response, 400, "messages")

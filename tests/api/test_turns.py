@@ -36,7 +36,7 @@ class Turns:
     """What an encoder preprocesses, as it happens."""
 
     def __init__(self, service: Served) -> None:
-        hosts = [host for instance in service.running.instances for host in instance.hosts]
+        hosts = [host for instance in service.running.instances for host in instance.loops]
         (self.host,) = [host for host in hosts if isinstance(host, EncodeLoop)]
         self.log: list[tuple[str, bool, float]] = []
         """Of each turn that is over whose item it was, whether that is long, and how many seconds it took."""

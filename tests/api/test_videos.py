@@ -9,6 +9,7 @@ import pytest
 from tests.api.serving import Served, image, image_part, served, text_part
 from tests.api.test_bad_input import the_error
 from tests.media.clips import clip, sound_only
+from triptych.config import ItemLimits
 
 VIDEO = "messages[0].content[1].video_url.url"
 
@@ -148,7 +149,7 @@ def test_a_video_that_cannot_be_used(service: Served, data: bytes, code: str, st
 
 def test_limits(folder: Path) -> None:
     limits = {
-        "limit_mm_per_prompt": '{"video": 1, "image": 0}',
+        "limit_mm_per_prompt": ItemLimits(image=0, video=1),
         "max_video_mb": 1,
         "max_video_seconds": 5.0,
         "max_video_gigapixels": 0.0005,

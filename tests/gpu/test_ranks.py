@@ -20,6 +20,7 @@ from tests.cluster.test_serve import FAST
 from tests.harness import FLOAT32, running
 from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from triptych.config import RankSizes
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two GPUs")
 
@@ -35,7 +36,7 @@ def test_tokens(checkpoint_folder: Callable[..., Path], cuda_graphs: bool, moe: 
         FLOAT32,
         device="cuda",
         cuda_graphs=cuda_graphs,
-        tensor_parallel_size="2",
+        tensor_parallel_size=RankSizes(2),
         max_num_batched_tokens=64,
         kv_cache_tokens=pages * FLOAT32.page_size,
     )

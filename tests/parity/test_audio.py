@@ -23,6 +23,7 @@ from tests.parity.test_video import count_parts
 from tests.parity.test_video_families import SMALL
 from tests.parity.videos import Model, answered, image_part, user, video_part
 from tests.tiny import make_tiny
+from triptych.config import EncodeConfig
 from triptych.media.audio import decode_audio
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.server.instance import Instance
@@ -135,8 +136,8 @@ def test_receive_pool_of_one_block(model: Hears, topology: str, block_rows: int)
 @pytest.mark.parametrize("patches", [1, pytest.param(250, marks=slow)])
 def test_batches(model: Hears, patches: int) -> None:
     """However many parts go through the towers together, and however little is remembered of them."""
-    engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)
-    assert answered(model, "1E1PD", engine) == model.answers
+    encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
+    assert answered(model, "1E1PD", encode=encode) == model.answers
 
 
 def test_first_token_logits(model: Hears) -> None:

@@ -13,7 +13,7 @@ from tests.parity.cases import CASES, Case
 from tests.parity.conftest import Model
 from tests.parity.test_tokens import Recording, engine_loop
 from tests.tiny import TINY, make_tiny
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, RankSizes
 from triptych.models.registry import FAMILIES
 from triptych.server.instance import Instance
 
@@ -70,7 +70,9 @@ def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], fa
 
 @pytest.mark.parametrize("family", TWO_RANKS)
 def test_two_ranks(models: dict[str, Model], family: str) -> None:
-    assert answered(models[family], "1PD", replace(FLOAT32, tensor_parallel_size="2")) == models[family].answers
+    assert (
+        answered(models[family], "1PD", replace(FLOAT32, tensor_parallel_size=RankSizes(2))) == models[family].answers
+    )
 
 
 @pytest.mark.parametrize("family", WITH_WINDOWS)

@@ -18,7 +18,7 @@ REQUESTS = [case.messages for case in CASES]
 
 
 def engine_loop(instance: Instance) -> EngineLoop:
-    return next(host for host in instance.hosts if isinstance(host, EngineLoop))
+    return next(host for host in instance.loops if isinstance(host, EngineLoop))
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "2E1PD", "1E2PD", "1E1P1D", "1EP1D", "2E1P2D", "1E2P1D1PD"])

@@ -14,6 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.harness import FLOAT32, Messages, Running, running
 from tests.media.clips import clip, turned
 from tests.parity.videos import Model, answered, image_part, listed, user, video_part
+from triptych.config import EncodeConfig
 from triptych.encode.cache import Rows
 from triptych.encode.loop import EncodeLoop
 from triptych.models.base import EncoderInput
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 
 def encode_hosts(service: Running) -> list[EncodeLoop]:
-    return [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeLoop)]
+    return [host for instance in service.instances for host in instance.loops if isinstance(host, EncodeLoop)]
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D", "2E2PD"])
@@ -63,8 +64,8 @@ def test_receive_pool_of_one_block(model: Model, topology: str, block_rows: int)
 @pytest.mark.parametrize("patches", [1, 50, 10**6])
 def test_batches(model: Model, patches: int) -> None:
     """However many parts go through the tower together, and however little is remembered of them."""
-    engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)
-    assert answered(model, "1E1PD", engine) == model.answers
+    encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
+    assert answered(model, "1E1PD", encode=encode) == model.answers
 
 
 def test_a_chat_goes_on_without_encoding_its_video_again(model: Model) -> None:
@@ -84,7 +85,7 @@ def test_a_chat_goes_on_without_encoding_its_video_again(model: Model) -> None:
 
 def count_parts(instance: Instance, seen: list[int]) -> None:
     """Notes how many parts go through the tower."""
-    for host in instance.hosts:
+    for host in instance.loops:
         if isinstance(host, EncodeLoop):
             encoder = host._encoder
 
@@ -121,7 +122,7 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
     parts = 0
 
     def stop_midway(instance: Instance) -> None:
-        for host in instance.hosts:
+        for host in instance.loops:
             if isinstance(host, EncodeLoop):
                 encoder = host._encoder
 
@@ -138,8 +139,8 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
 
     async def run() -> None:
         prompt = model.prompts[0]
-        engine = replace(FLOAT32, encode_batch_patches=1, receive_block_rows=4)
-        async with running(model.folder, "1E1PD", engine, prepare=stop_midway) as service:
+        engine, encode = replace(FLOAT32, receive_block_rows=4), EncodeConfig(encode_batch_patches=1)
+        async with running(model.folder, "1E1PD", engine, encode=encode, prepare=stop_midway) as service:
             asking = asyncio.create_task(service.answer(CASES["mp4"]))
             (host,) = service.engine_loops()
             spans = prompt.items[0].placement.spans
@@ -156,8 +157,7 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
 
 def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
     async def run() -> None:
-        engine = replace(FLOAT32, encode_batch_patches=1)
-        async with running(model.folder, "1E1PD", engine) as service:
+        async with running(model.folder, "1E1PD", encode=EncodeConfig(encode_batch_patches=1)) as service:
             for delay in (0.0, 0.01, 0.03, 0.06, 0.1):
                 asking = asyncio.create_task(service.answer(CASES["two videos"]))
                 await asyncio.sleep(delay)
@@ -178,7 +178,7 @@ def test_an_image_does_not_wait_for_all_of_a_long_video(model: Model) -> None:
     order = []
 
     async def run() -> None:
-        async with running(model.folder, "1E1PD", replace(FLOAT32, encode_batch_patches=1)) as service:
+        async with running(model.folder, "1E1PD", encode=EncodeConfig(encode_batch_patches=1)) as service:
 
             async def ask(name: str, messages: Messages) -> None:
                 await service.answer(messages, max_tokens=1)

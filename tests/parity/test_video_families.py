@@ -15,6 +15,7 @@ from tests.media.clips import clip
 from tests.parity.test_video import count_parts
 from tests.parity.videos import Model, answered, image_part, listed, user, video_part
 from tests.tiny import make_tiny
+from triptych.config import EncodeConfig
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.types import FrameSampling, PixelBounds
 
@@ -71,8 +72,8 @@ def test_as_the_reference(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("patches", [1, 50, 10**6])
 def test_batches(models: dict[str, Model], family: str, patches: int) -> None:
-    engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)
-    assert answered(models[family], "1E1PD", engine) == models[family].answers
+    encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
+    assert answered(models[family], "1E1PD", encode=encode) == models[family].answers
 
 
 @pytest.mark.parametrize(

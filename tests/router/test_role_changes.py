@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.router.test_router import prompt, tokens_of
-from triptych.config import FrontendConfig, LeaseConfig
+from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
@@ -49,7 +49,7 @@ class RouterHarness:
             send=lambda to, message: self.sent.append((to, message)),
             forget=lambda _: None,
             fingerprint="model",
-            frontend=FrontendConfig(request_timeout=60.0),
+            admission=AdmissionConfig(request_timeout=60.0),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             expects_encoders=any(name.startswith("e") for name in names),
             clock=lambda: self.now,

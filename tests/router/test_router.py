@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.config import EngineConfig, FrontendConfig, LeaseConfig
+from triptych.config import AdmissionConfig, EncodeConfig, EngineConfig, LeaseConfig
 from triptych.errors import (
     DeadlineExceeded,
     InstanceLost,
@@ -76,8 +76,9 @@ class RouterHarness:
     """A router, the clock on its wall, and what it has sent."""
 
     def __init__(self, *addresses: Address, max_queue: int = 8, **settings: Any) -> None:
-        """``settings`` of the frontend, and of the engine those that have its names."""
+        """``settings`` of admission, of the engine and of encoding, by their names."""
         engine = {name: settings.pop(name) for name in list(settings) if name in EngineConfig.__dataclass_fields__}
+        encode = {name: settings.pop(name) for name in list(settings) if name in EncodeConfig.__dataclass_fields__}
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
         self.forgotten: list[tuple[Address, int]] = []
@@ -85,8 +86,9 @@ class RouterHarness:
             send=lambda to, message: self.sent.append((to, message)),
             forget=lambda address: self.forgotten.append((address, len(self.sent))),
             fingerprint="model",
-            frontend=FrontendConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
+            admission=AdmissionConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
             engine=EngineConfig(**engine),
+            encode=EncodeConfig(**encode),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             clock=lambda: self.now,
         )

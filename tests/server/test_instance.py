@@ -82,21 +82,22 @@ class Recorder:
 
 
 @dataclass
-class Composing:
-    """A composer whose hosts are recorders; ``refusal`` is what it raises, if anything, when it comes to it."""
+class RecorderBuilder:
+    """A loop builder whose loops are recorders."""
 
     refusal: BaseException | None = None
-    composed: list[Recorder] = field(default_factory=list)
+    """What building raises, if anything."""
+    built: list[Recorder] = field(default_factory=list)
 
-    def check(self, role: Role) -> None:
+    def check_role(self, role: Role) -> None:
         if role.encodes:
             raise StartError("no tower")
 
-    def compose(self, role: Role) -> RoleLoops:
+    def build_loops(self, role: Role) -> RoleLoops:
         if self.refusal is not None:
             raise self.refusal
-        self.composed.append(Recorder())
-        return RoleLoops([(self.composed[-1], End.CONSUMER)], [OTHER_LAYOUT])
+        self.built.append(Recorder())
+        return RoleLoops([(self.built[-1], End.CONSUMER)], [OTHER_LAYOUT])
 
 
 class RouterHarness:
@@ -107,7 +108,7 @@ class RouterHarness:
         self.instance = Instance(
             name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), frontend=self.channel.address, lease=lease
         )
-        self.instance.add(host, far_end=End.PRODUCER)
+        self.instance.add_loop(host, peer=End.PRODUCER)
         self.received: list[Message] = []
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -136,7 +137,7 @@ class RouterHarness:
         """Takes the registration and welcomes the instance."""
         self.await_count(Register, 1)
         self.send(Registered(expiry))
-        _until(lambda: self.instance._registered)
+        _until(lambda: self.instance.registered)
 
     def end(self) -> None:
         self._thread.join(10)
@@ -359,12 +360,12 @@ def test_failures_far_apart_end_nothing(start: Callable[..., RouterHarness], mon
 
 
 def test_it_changes_its_role_once_all_is_done(start: Callable[..., RouterHarness]) -> None:
-    desk, composer = start(host=Recorder(idle=False)), Composing()
-    desk.instance.composer = composer
+    desk, builder = start(host=Recorder(idle=False)), RecorderBuilder()
+    desk.instance.loop_builder = builder
     desk.join()
     desk.send(ChangeRole(Role.P, 30.0), cancel("still here"))
     _until(lambda: cancel("still here") in desk.host.told)
-    assert composer.composed == []
+    assert builder.built == []
     desk.host.idle = True
     desk.instance.channel.wake()
     desk.await_count(Register, 2)
@@ -374,7 +375,7 @@ def test_it_changes_its_role_once_all_is_done(start: Callable[..., RouterHarness
     assert desk.count(Deregister) == 0, "the frontend tells the others when it hears of the role"
     assert desk.host.told == [cancel("still here"), "close"]
     desk.send(Registered(30.0), cancel("for the new host"))
-    (host,) = composer.composed
+    (host,) = builder.built
     _until(lambda: host.told == [cancel("for the new host")])
 
 
@@ -390,7 +391,7 @@ def test_a_change_that_cannot_be_leaves_all_as_it_was(
     start: Callable[..., RouterHarness], role: Role, refusal: BaseException | None, reason: str
 ) -> None:
     desk = start()
-    desk.instance.composer = Composing(refusal)
+    desk.instance.loop_builder = RecorderBuilder(refusal)
     desk.join()
     desk.send(ChangeRole(role, 30.0))
     desk.await_count(RoleKept, 1)
@@ -402,7 +403,7 @@ def test_a_change_that_cannot_be_leaves_all_as_it_was(
 
 def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., RouterHarness]) -> None:
     desk = start(host=Recorder(idle=False))
-    desk.instance.composer = Composing()
+    desk.instance.loop_builder = RecorderBuilder()
     desk.join()
     desk.send(ChangeRole(Role.P, 0.1))
     desk.await_count(RoleKept, 1)
@@ -413,15 +414,15 @@ def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., R
 
 
 def test_starting_over_forgets_the_change(start: Callable[..., RouterHarness]) -> None:
-    desk, composer = start(host=Recorder(idle=False)), Composing()
-    desk.instance.composer = composer
+    desk, builder = start(host=Recorder(idle=False)), RecorderBuilder()
+    desk.instance.loop_builder = builder
     desk.join()
     desk.send(ChangeRole(Role.P, 30.0), RegisterAgain())
     desk.await_count(Register, 2)
     desk.host.idle = True
     desk.send(Registered(30.0), cancel("after"))
     _until(lambda: cancel("after") in desk.host.told)
-    assert composer.composed == []
+    assert builder.built == []
     assert desk.instance.role is Role.PD
 
 

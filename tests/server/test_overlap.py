@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Running, running
+from tests.harness import Running, running
 from tests.parity.cases import picture, png
+from triptych.config import EncodeConfig
 from triptych.encode.cache import Rows
 from triptych.encode.loop import EncodeLoop, RowEncoder
 from triptych.engine.loop import EngineLoop
@@ -21,7 +21,7 @@ from triptych.server.instance import Instance
 from triptych.types import Address
 
 IMAGES = 4
-ONE_AT_A_TIME = replace(FLOAT32, encode_batch_patches=1)
+ONE_AT_A_TIME = EncodeConfig(encode_batch_patches=1)
 
 
 class SlowEncoder:
@@ -34,7 +34,7 @@ class SlowEncoder:
 
 
 def slow_down(instance: Instance) -> None:
-    for host in instance.hosts:
+    for host in instance.loops:
         if isinstance(host, EncodeLoop):
             host._encoder = SlowEncoder(host._encoder)
 
@@ -51,7 +51,7 @@ async def timeline(service: Running) -> list[Interval]:
 
 def test_prefill_of_what_has_landed_begins_before_the_next_item_is_encoded(tmp_path: Path) -> None:
     async def run() -> list[Interval]:
-        async with running(make_checkpoint(tmp_path), "1E1PD", ONE_AT_A_TIME, prepare=slow_down) as service:
+        async with running(make_checkpoint(tmp_path), "1E1PD", encode=ONE_AT_A_TIME, prepare=slow_down) as service:
             return await timeline(service)
 
     intervals = asyncio.run(run())
@@ -67,7 +67,7 @@ def test_a_steps_tokens_are_told_while_the_next_step_runs(tmp_path: Path) -> Non
     told: list[tuple[bool, bool]] = []
 
     def watch(instance: Instance) -> None:
-        for host in instance.hosts:
+        for host in instance.loops:
             if isinstance(host, EngineLoop):
                 host._send = watching(host, host._send)
 

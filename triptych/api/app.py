@@ -192,7 +192,7 @@ async def _received(request: Request, service: Service) -> tuple[bytes, RequestC
     """The body's JSON; and who asks, and until when. Raises what ``read_body`` does, and InvalidRequest for a header
     that makes no sense."""
     hold = service.held.for_request()
-    body = await read_body(request, service.frontend.max_body_mb * 2**20, hold)
+    body = await read_body(request, service.frontend.http.max_body_mb * 2**20, hold)
     return body.text, RequestContext(
         scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
         expires=time.monotonic() + _timeout(request, service),
@@ -203,7 +203,7 @@ async def _received(request: Request, service: Service) -> tuple[bytes, RequestC
 
 def _timeout(request: Request, service: Service) -> float:
     """Seconds that the request may take, as far as its headers say."""
-    timeout = service.frontend.request_timeout
+    timeout = service.frontend.admission.request_timeout
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
             seconds = float(given)
@@ -224,7 +224,7 @@ async def _stream(
     """The response begins only once the first event is there, so that a request that fails before that still gets its
     HTTP status."""
     first = await _until_disconnect(request, _first(events))
-    return EventStream(_resumed(first, events, on_error), service.frontend.client_timeout)
+    return EventStream(_resumed(first, events, on_error), service.frontend.http.client_timeout)
 
 
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -28,8 +28,10 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
     context = context.within(request.timeout)
     check_model(service, request.model)
     wanted = len(request.prompts) * (request.n or 1)
-    if wanted > service.frontend.max_queue:
-        raise InvalidRequest(f"prompt: {wanted} answers, at most {service.frontend.max_queue} can be made", "prompt")
+    if wanted > service.frontend.admission.max_queue:
+        raise InvalidRequest(
+            f"prompt: {wanted} answers, at most {service.frontend.admission.max_queue} can be made", "prompt"
+        )
     began = time.time()
     with service.router.preparing(has_media=False, priority=request.priority or 0, timeout=context.remaining):
         async with context.in_time():

@@ -92,12 +92,12 @@ def check_parts(service: Service, parts: dict[Place, MediaPart], view: View) -> 
     clip, too, and for videos that shall be heard by a model that can't."""
     if view.heard and not service.prompt_builder.audio_in_video:
         raise InvalidRequest("the model doesn't hear videos", "mm_processor_kwargs.use_audio_in_video")
-    limits = service.frontend.media_limits
+    limits = service.frontend.media.limit_mm_per_prompt
     numbers = Counter(MODALITIES[type(part)] for part in parts.values())
     if view.heard:
         numbers["audio"] += numbers["video"]
     for modality, number in numbers.items():
-        if number > (most := limits[modality]):
+        if number > (most := limits.of(modality)):
             raise InvalidRequest(f"{number} {PLURALS[modality]}, at most {most} are allowed", "messages")
 
 

@@ -64,17 +64,17 @@ class RequireKey:
 
 def secured(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
     """The app behind what the settings ask for. Raises ConfigError for keys that can't be used."""
-    if keys := config.api_keys():
+    if keys := config.auth.api_keys():
         app = RequireKey(app, ApiKeys(keys))
-    if config.allowed_origins:
+    if config.cors.allowed_origins:
         # outermost: a browser asks without a key whether it may ask with one
         app = CORSMiddleware(
             app,
-            allow_origins=config.allowed_origins,
-            allow_methods=config.allowed_methods,
-            allow_headers=config.allowed_headers,
+            allow_origins=config.cors.allowed_origins,
+            allow_methods=config.cors.allowed_methods,
+            allow_headers=config.cors.allowed_headers,
             expose_headers=EXPOSED_HEADERS,
-            allow_credentials=config.allow_credentials,
+            allow_credentials=config.cors.allow_credentials,
         )
     return app
 

@@ -80,7 +80,7 @@ class Service:
     """Where prompts are made, and log probabilities told: a long text, or a header with many pieces, takes a while."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "held", MemoryBudget(self.frontend.max_inflight_mb * 2**20))
+        object.__setattr__(self, "held", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
 
     @property
     def input_modalities(self) -> list[str]:

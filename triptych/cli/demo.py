@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.questions < 0:
         raise ConfigError(f"--questions {arguments.questions} is too small")
     config = flags.serve_config(arguments)
-    config = dataclasses.replace(config, frontend=dataclasses.replace(config.frontend, served_model_name=flags.DEMO))
+    config = dataclasses.replace(config, frontend=config.frontend.having({"served_model_name": flags.DEMO}))
     return asyncio.run(_run(config, Topology.parse(arguments.topology), arguments.questions, arguments.verbose))
 
 

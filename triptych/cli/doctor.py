@@ -15,7 +15,7 @@ from rich.table import Table
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags
-from triptych.config import FrontendConfig, ObserveConfig, ServeConfig, is_loopback, parse_cpus, parse_ranks
+from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.models.registry import family_of, resolve
@@ -70,13 +70,13 @@ def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
     for name in ("shm", "nixl", "mooncake") if config.transfer.fabric == "auto" else (config.transfer.fabric,):
         yield _fabric(config, name)
     yield _tried("cluster secret", lambda: _secret(config))
-    yield _tried("API keys", lambda: _keys(config.frontend))
-    yield _tried("TLS", lambda: _tls(config.frontend))
-    yield _tried("where media may come from", lambda: _media(config.frontend))
+    yield _tried("API keys", lambda: _keys(config.frontend.auth))
+    yield _tried("TLS", lambda: _tls(config.frontend.tls))
+    yield _tried("where media may come from", lambda: _media(config.frontend.fetch))
     yield _tried("request log", lambda: _request_log(config.observe))
     for what, host, port in (
-        ("--port", config.frontend.host, config.frontend.port),
-        ("--control-port", config.cluster.cluster_host, config.frontend.control_port),
+        ("--port", config.frontend.http.host, config.frontend.http.port),
+        ("--control-port", config.cluster.cluster_host, config.frontend.http.control_port),
     ):
         yield _tried(what, lambda host=host, port=port: _port(host, port))  # type: ignore[misc]
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -119,28 +119,28 @@ def _prompts(config: ServeConfig) -> str:
 
 
 def _cores(config: ServeConfig) -> str:
-    named, allowed = parse_cpus(config.engine.cpus), os.sched_getaffinity(0)
+    named, allowed = config.engine.cpus.cores, os.sched_getaffinity(0)
     check_cores(named)
     return str(len(named or allowed))
 
 
 def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:
-    sizes = parse_ranks(config.engine.tensor_parallel_size)
-    for size in sizes.values():
-        decoder.shard(size)
-    return f"{max(sizes.values())} processes at most for each language instance"
+    sizes = config.engine.tensor_parallel_size
+    for role in Role:
+        decoder.shard(sizes.of(role))
+    return f"{sizes.largest} processes at most for each language instance"
 
 
-def _keys(config: FrontendConfig) -> str:
+def _keys(config: AuthConfig) -> str:
     return f"{len(keys)} are accepted" if (keys := config.api_keys()) else "none: requests need no key"
 
 
-def _tls(config: FrontendConfig) -> str:
-    config.check_ssl()
+def _tls(config: TlsConfig) -> str:
+    config.check_files()
     return "the certificate and its key can be used" if config.ssl_certfile else "off: plain HTTP"
 
 
-def _media(config: FrontendConfig) -> str:
+def _media(config: MediaFetchConfig) -> str:
     AllowedHosts(config.allowed_media_domains)
     if config.allowed_local_media_path:
         MediaFolder(config.allowed_local_media_path)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from triptych.config import EngineConfig, FrontendConfig
+from triptych.config import AdmissionConfig, EngineConfig
 from triptych.errors import Overloaded, RateLimited
 from triptych.fair_queue import FairQueue, Ticket
 from triptych.messages.work import Generate
@@ -77,7 +77,7 @@ G = TypeVar("G", bound=Generator)
 class Admission:
     """The requests that wait, and what is known of how fast they are worked off."""
 
-    def __init__(self, config: FrontendConfig, engine: EngineConfig) -> None:
+    def __init__(self, config: AdmissionConfig, engine: EngineConfig) -> None:
         """``engine`` is how this service's instances are set up; those with other settings are given work as if they
         had these."""
         self.forecast = Forecast()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from triptych import errors
-from triptych.config import EngineConfig, FrontendConfig, LeaseConfig
+from triptych.config import AdmissionConfig, EncodeConfig, EngineConfig, LeaseConfig
 from triptych.errors import (
     DeadlineExceeded,
     InstanceLost,
@@ -80,14 +80,15 @@ class Router:
         send: Send,
         forget: Callable[[Address], object],
         fingerprint: str,
-        frontend: FrontendConfig,
+        admission: AdmissionConfig,
         lease: LeaseConfig,
         engine: EngineConfig | None = None,
+        encode: EncodeConfig | None = None,
         expects_encoders: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engine`` is how the service's instances are set up. ``expects_encoders``: False for a topology without any,
-        which is ready and serves text without them.
+        """``engine`` and ``encode`` are how the service's instances are set up. ``expects_encoders``: False for a
+        topology without any, which is ready and serves text without them.
         ``last_token`` and ``last_encoded`` are when, by the clock, an instance last made a token, and one rows."""
         self._expects_encoders = expects_encoders
         self.registry = Registry(lease.lease_expiry)
@@ -95,7 +96,7 @@ class Router:
         self._send = send
         self._forget = forget
         self._fingerprint = fingerprint
-        self._config = frontend
+        self._config = admission
         self._lease = lease
         self._clock = clock
         self._ticked = clock()
@@ -103,10 +104,10 @@ class Router:
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.registry))
         engine = engine or EngineConfig()
-        self._admission = Admission(frontend, engine)
+        self._admission = Admission(admission, engine)
         self._encodings = EncodeDispatcher(
             encoders=lambda: self.registry.encoders(begun=True),
-            batch_patches=engine.encode_batch_patches,
+            batch_patches=(encode or EncodeConfig()).encode_batch_patches,
             tell=self._tell,
             rate=self._admission.forecast.encode_rate,
             clock=clock,

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from triptych.api.named_media import NamedMedia
 from triptych.api.security import secured
 from triptych.api.service import GenerationDefaults, Service
 from triptych.checkpoint.config_files import load_config
-from triptych.config import FrontendConfig, ServeConfig
+from triptych.config import FrontendConfig, MediaConfig, ServeConfig
 from triptych.errors import InstanceLost, StartError, TriptychError
 from triptych.messages.channel import BadAddress, Channel
 from triptych.messages.work import Deregister, Stop
@@ -60,14 +59,14 @@ class Frontend:
         Raises StartError when that fails."""
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        caps = _media_caps(config.frontend)
+        caps = _media_caps(config.frontend.media)
         builder = PromptBuilder(config.model, config.engine.max_model_len or None, caps)
         secret = config.cluster.secret()
-        config.frontend.check_ssl()
+        config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
-        self._socket = _listen(config.frontend.host, config.frontend.port)
+        self._socket = _listen(config.frontend.http.host, config.frontend.http.port)
         try:
-            self.channel = Channel(config.cluster.cluster_host, config.frontend.control_port, secret)
+            self.channel = Channel(config.cluster.cluster_host, config.frontend.http.control_port, secret)
         except BadAddress as error:
             self._socket.close()
             raise StartError(str(error)) from None
@@ -75,20 +74,21 @@ class Frontend:
             send=self.channel.send,
             forget=self.channel.forget,
             fingerprint=builder.fingerprint,
-            frontend=config.frontend,
+            admission=config.frontend.admission,
             lease=config.lease,
             engine=config.engine,
+            encode=config.encode,
             expects_encoders=expects_encoders and takes_media,
         )
         self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
         self._traces = _open_traces(config.observe.otlp_traces_endpoint)
         self.service = Service(
-            model_name=config.frontend.served_model_name or config.model.name,
+            model_name=config.frontend.http.served_model_name or config.model.name,
             router=self.router,
             prompt_builder=builder,
             tokenizer=builder.tokenizer,
             media=self._media,
-            named_media=NamedMedia(config.frontend.mm_uuid_cache_mb * 2**20),
+            named_media=NamedMedia(config.frontend.media.mm_uuid_cache_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
             frontend=config.frontend,
             # traces first: they give a request its trace id
@@ -96,8 +96,8 @@ class Frontend:
         )
         settings = uvicorn.Config(
             secured(create_app(self.service), config.frontend),
-            ssl_certfile=config.frontend.ssl_certfile or None,
-            ssl_keyfile=config.frontend.ssl_keyfile or None,
+            ssl_certfile=config.frontend.tls.ssl_certfile or None,
+            ssl_keyfile=config.frontend.tls.ssl_keyfile or None,
             http=BoundedHttp,
             ws="none",
             log_config=None,
@@ -113,7 +113,7 @@ class Frontend:
     def url(self) -> str:
         """Where the HTTP server listens."""
         host, port = self._socket.getsockname()[:2]
-        scheme = "https" if self._config.frontend.ssl_certfile else "http"
+        scheme = "https" if self._config.frontend.tls.ssl_certfile else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
@@ -179,7 +179,7 @@ class Frontend:
                 log.exception("the router's tick failed")
 
 
-def _media_caps(config: FrontendConfig) -> MediaCaps:
+def _media_caps(config: MediaConfig) -> MediaCaps:
     return MediaCaps(
         config.max_image_pixels,
         config.max_request_pixels,
@@ -191,16 +191,16 @@ def _media_caps(config: FrontendConfig) -> MediaCaps:
 
 def _media_source(config: FrontendConfig) -> MediaSource:
     """Raises ConfigError for hosts or a folder that aren't any."""
-    limits = WebLimits(config.media_fetch_timeout, min(config.media_fetch_timeout, WebLimits.idle_seconds))
-    networks = [ipaddress.ip_network(network) for network in config.allowed_media_networks]
+    fetch, media = config.fetch, config.media
+    limits = WebLimits(fetch.media_fetch_timeout, min(fetch.media_fetch_timeout, WebLimits.idle_seconds))
     return MediaSource(
-        web=WebFetcher(AllowedHosts(config.allowed_media_domains), networks, limits),
-        folder=MediaFolder(config.allowed_local_media_path) if config.allowed_local_media_path else None,
+        web=WebFetcher(AllowedHosts(fetch.allowed_media_domains), fetch.networks, limits),
+        folder=MediaFolder(fetch.allowed_local_media_path) if fetch.allowed_local_media_path else None,
         limits=MediaLimits(
-            max_bytes=config.max_image_mb * 2**20,
-            max_video_bytes=config.max_video_mb * 2**20,
-            max_audio_bytes=config.max_audio_mb * 2**20,
-            max_total_bytes=config.max_media_mb * 2**20,
+            max_bytes=media.max_image_mb * 2**20,
+            max_video_bytes=media.max_video_mb * 2**20,
+            max_audio_bytes=media.max_audio_mb * 2**20,
+            max_total_bytes=media.max_media_mb * 2**20,
         ),
     )
 

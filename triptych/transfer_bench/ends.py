@@ -378,9 +378,9 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
         for item in fabrics:
             instance.at_end(item.close)
         if role.encodes:
-            instance.add(ProducerEnd(instance, fabrics, pipe), far_end=End.CONSUMER)
+            instance.add_loop(ProducerEnd(instance, fabrics, pipe), peer=End.CONSUMER)
         else:
-            instance.add(ConsumerEnd(instance, fabrics, pipe), far_end=End.PRODUCER)
+            instance.add_loop(ConsumerEnd(instance, fabrics, pipe), peer=End.PRODUCER)
         instance.run()
     except StartError as error:
         pipe.send(error)
