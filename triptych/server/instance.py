@@ -164,6 +164,7 @@ class Instance:
     def run(self) -> None:
         """Register, and serve until ``stop``. Raises StartError when the frontend refuses the instance, the failure
         given to ``fail``, and what a stage loop raised when resetting hasn't helped."""
+        self._last_heartbeat = time.monotonic()  # loading may have taken longer than a lease lasts
         self._register()
         try:
             while not self._stopping:
