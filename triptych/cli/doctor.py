@@ -23,6 +23,7 @@ from triptych.observe.machine import available_bytes, check_cores
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
 from triptych.prompt.prompt import PromptBuilder
+from triptych.server.worker_extra import check_installed
 from triptych.topology import Role
 
 SUMMARY = "check machine, model, fabrics and ports, and show what each role would load, without loading it"
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_installed("doctor")
     config = flags.serve_config(arguments)
     model = load_config(config.model)
     files = family_of(model)

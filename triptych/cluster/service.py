@@ -13,6 +13,7 @@ from triptych.errors import TopologyError
 from triptych.heap import gc_frozen
 from triptych.models.registry import family_of
 from triptych.server.frontend import Frontend
+from triptych.server.worker_extra import check_installed
 from triptych.topology import Topology
 
 
@@ -34,6 +35,7 @@ class LocalService:
         self._config = config
         self._topology = topology
         if topology is not None:
+            check_installed("an instance")
             check_roles(config.model, topology)
         encodes = topology is None or any(role.encodes for role in topology.roles)
         self._frontend = Frontend(config, expects_encoders=encodes)

@@ -8,10 +8,12 @@ from triptych.config import InstanceSpec
 from triptych.errors import StartError
 from triptych.observe import logs
 from triptych.observe.machine import end_with_parent
+from triptych.server.worker_extra import check_installed
 
 
 def run(spec: InstanceSpec) -> None:
     """Run an instance in this process until the frontend or a signal ends it. Raises StartError when it can't start."""
+    check_installed("an instance")
     os.environ["OMP_NUM_THREADS"] = str(spec.engine.threads)
     # imported now, because torch reads that variable once, when it is imported
     from triptych.server.instance_process import run_instance
