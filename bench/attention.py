@@ -1,13 +1,12 @@
-"""How long a layer's attention takes by the compiled kernel and by PyTorch's own, over a KV cache in float32 and in
-float16, for what steps are made of.
+"""Time of a layer's attention with the compiled kernel and with PyTorch, over KV caches in float32 and float16.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.attention /tmp/mid --out bench/results/attention-mid.json
 
-The shapes are the checkpoint's; its weights aren't read. Layers, each with a cache, are as many as take more memory
-than processors' caches have, and are attended to one after the other, by each way in turn. A sequence's pages are
-consecutive, which PyTorch's way reads in place in float32. What is made once per step, such as masks, isn't counted.
-Beside the decoder's, a layer of the tower's over one picture.
+Shapes come from the checkpoint; its weights aren't read. There are enough layers, each with a cache, to exceed
+the processor's caches. They run one after the other, and the methods alternate. A sequence's pages are consecutive, so
+PyTorch reads them in place in float32. Work done once per step, such as masks, isn't counted. A layer of the vision
+tower over one image is measured too.
 """
 
 import argparse
@@ -32,7 +31,7 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 16
 READ_BYTES = 2**28
 SIDE = 448
-"""Pixels along each side of the picture."""
+"""Pixels along each side of the image."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Step:
-    """``sequences`` with ``new`` tokens each, the last of ``kv_len`` in the cache."""
+    """``sequences`` sequences with ``new`` new tokens each, the last of ``kv_len``."""
 
     sequences: int
     new: int
@@ -65,7 +64,7 @@ STEPS = [
 
 
 def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], rounds: int) -> dict[str, float]:
-    """By way, the median over ``rounds``."""
+    """Return the median over ``rounds`` by method."""
     pages = pages_needed(step.kv_len, PAGE_SIZE)
     tables = torch.arange(step.sequences * pages).split(pages)
     new = torch.arange(step.kv_len - step.new, step.kv_len)
@@ -91,7 +90,7 @@ def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], 
 
 
 def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> dict[str, dict[str, float]]:
-    """A picture's attention in one layer: milliseconds, and GFLOP/s."""
+    """Measure one image's attention in one layer: milliseconds and GFLOP/s."""
     tokens, heads = (SIDE // config["patch_size"]) ** 2, config["num_heads"]
     dim = config["hidden_size"] // heads
     packed = torch.randn(3, tokens, heads, dim)
@@ -110,7 +109,7 @@ def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> 
 
 
 def bytes_read(step: Step, decoder: DecoderConfig, dtype: torch.dtype) -> int:
-    """Of a layer's keys and values, if each is read once."""
+    """Return the bytes of a layer's keys and values, each read once."""
     return step.sequences * step.kv_len * replace(decoder, num_layers=1).kv_bytes(dtype.itemsize)
 
 

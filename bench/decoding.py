@@ -1,4 +1,4 @@
-"""What it costs to preprocess images in a sandboxed worker, beside in-process: time per image, and images per second
+"""Cost of preprocessing images in a sandboxed worker, compared with in-process: time per image, and images per second
 of several workers.
 
     python -m bench.decoding                     # the demo model's geometry: small results
@@ -39,7 +39,7 @@ def jpeg(width: int, height: int) -> bytes:
 
 
 def milliseconds(work: Callable[[bytes, ItemPlan], EncoderInput], data: bytes, plan: ItemPlan, rounds: int) -> float:
-    """Per image, the median; what comes is read, as a tower would."""
+    """Return the median time per image, including one read of the result."""
     times = []
     for _ in range(rounds):
         began = time.perf_counter()

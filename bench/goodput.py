@@ -1,12 +1,12 @@
-"""What splitting gives under load, and what it costs: goodput, the requests per second that keep two promises (time to
-first token, time per output token), of several topologies on the same cores, under mixed loads with Poisson arrivals.
+"""Goodput of several topologies on the same cores, under mixed loads with Poisson arrivals: the requests per second
+that meet two targets, time to first token and time per output token.
 
     python -m bench.make_checkpoint /tmp/small --preset small
     python -m bench.goodput /tmp/small --out bench/results/goodput-small.json --plot docs/pictures/goodput.png
 
-The promises are the same for every topology: multiples of what a request of that make-up takes on the first setup
-while nothing else runs. Rates are multiples of what that setup gets done in a closed loop. Within one run every setup
-gets the same requests at the same moments.
+The targets are the same for every topology: multiples of what such a request takes on the first setup by itself. Rates
+are multiples of that setup's closed-loop throughput. Within one run every setup gets the same requests at the same
+times.
 """
 
 import argparse
@@ -47,7 +47,7 @@ MIXES: dict[str, dict[Load, float]] = {
 
 @dataclass(frozen=True)
 class Promise:
-    """Seconds within which the first token, and each after it on average, must come."""
+    """Latency targets in seconds."""
 
     ttft: float
     tpot: float
@@ -58,7 +58,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that comes ``after`` so many seconds."""
+    """A request that is sent ``after`` seconds from the start."""
 
     after: float
     load: Load
@@ -66,7 +66,7 @@ class Arrival:
 
 
 def arrivals(mix: dict[Load, float], rate: float, requests: int, seed: int) -> list[Arrival]:
-    """Poisson arrivals at ``rate`` a second, each of a random make-up."""
+    """Return Poisson arrivals at ``rate`` per second, each of a random kind."""
     rng = random.Random(seed)
     found, now = [], 0.0
     while len(found) < requests:
@@ -77,12 +77,12 @@ def arrivals(mix: dict[Load, float], rate: float, requests: int, seed: int) -> l
 
 
 def offered(at: Sequence[Arrival]) -> float:
-    """Requests per second as they came, which a few draws leave well above or below what was asked for."""
+    """Return the actual arrival rate, which for few requests differs from the nominal one."""
     return (len(at) - 1) / at[-1].after
 
 
 async def arrive(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], at: Sequence[Arrival]) -> list[Sample]:
-    """Sends each body at its moment, whether or not earlier ones are done."""
+    """Send each body at its time, whether or not earlier ones are done."""
     began, running = time.perf_counter(), []
     for arrival, body in zip(at, bodies, strict=True):
         await asyncio.sleep(max(0.0, began + arrival.after - time.perf_counter()))
@@ -95,7 +95,7 @@ def bodies_of(at: Sequence[Arrival]) -> list[dict[str, Any]]:
 
 
 class Setup:
-    """A topology with so many threads per instance, as in ``1E1PD:1``, while it serves."""
+    """A running topology with a number of threads per instance, as in ``1E1PD:1``."""
 
     def __init__(self, folder: Path, name: str) -> None:
         topology, _, threads = name.partition(":")
@@ -118,7 +118,7 @@ class Setup:
 
 
 async def promises(folder: Path, setup: str) -> dict[Load, Promise]:
-    """What each make-up takes alone, times what is allowed."""
+    """Return the targets per kind of request: its latency by itself times the allowed factor."""
     found = {}
     async with Setup(folder, setup) as client:
         for load in (TEXT, SMALL, LARGE, MANY):
@@ -129,7 +129,7 @@ async def promises(folder: Path, setup: str) -> dict[Load, Promise]:
 
 
 async def capacity(folder: Path, setup: str, mix: dict[Load, float], requests: int) -> float:
-    """Requests per second in a closed loop of eight."""
+    """Return the throughput of a closed loop of eight, in requests per second."""
     at = arrivals(mix, 1.0, requests, seed=1)
     async with Setup(folder, setup) as client:
         bodies, began = bodies_of(at), time.perf_counter()
@@ -178,7 +178,7 @@ async def study(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def best(points: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
-    """Each setup's highest goodput, and that beside the first setup's."""
+    """Return each setup's highest goodput, and its ratio to the first setup's."""
     highest = {setup: max(point["goodput"] for point in found) for setup, found in points.items()}
     first = next(iter(highest.values()))
     return {

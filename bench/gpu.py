@@ -1,12 +1,12 @@
-"""Measures a GPU's decoder and tower against what the GPU itself can do::
+"""Performance of the decoder and vision tower on a GPU, relative to the GPU's limits::
 
     python -m bench.gpu                              # sizes like Qwen3-VL-2B's, random weights built on the GPU
     python -m bench.gpu --model 8b --json out.json
-    TRITON_INTERPRET=1 python -m bench.gpu --model tiny --device cpu    # a rehearsal; its figures mean nothing
+    TRITON_INTERPRET=1 python -m bench.gpu --model tiny --device cpu    # a dry run; its figures mean nothing
 
-Decode is held against the time that reading weights and keys and values takes at the bandwidth of a copy, prefill
-against its matrix products alone, both measured first. ``gpu``: between two events on the GPU, which waits where the
-host is slower; ``step``: on the host, from the scheduler's decision to the drawn tokens.
+Decode is compared with the time to read weights, keys and values at the bandwidth of a copy, prefill with its matrix
+products alone. Both limits are measured first. ``gpu`` is the time between two events on the GPU, which includes
+waiting for a slower CPU. ``step`` is the time on the CPU from the scheduler's decision to the sampled tokens.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from bench.gpu_models import MODELS, RandomCheckpoint, draws, made_up
-from bench.make_checkpoint import Sizes, model_config
+from tests.support.random_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
 from triptych.engine.buckets import bucket_sizes
 from triptych.engine.decode_graphs import DecodeGraphs, record_graphs
@@ -34,10 +34,10 @@ from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.devices import find_device
 from triptych.layers.linear import CUDA_FORMATS, PlainLinear
-from triptych.layers.pinned import to_device, to_host
+from triptych.layers.pinned import to_cpu, to_device
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
-from triptych.models.shared.backbone import decoder_keys
+from triptych.models.shared.backbone import detect_decoder_keys
 
 PAGE_SIZE = EngineConfig().page_size
 
@@ -51,16 +51,16 @@ class Bench:
         self.dtype = getattr(torch, dtype)
         checkpoint = RandomCheckpoint(sizes, self.dtype, device)
         config = model_config(sizes)
-        family = resolve(family_of(config).tower)(config)
+        adapter = resolve(family_of(config).adapter)(config)
         backend = None
         if device.type == "cpu":
             from triptych.layers.attention.triton_backend import TritonAttention
 
             backend = TritonAttention(num_processors=4)
         weights = CUDA_FORMATS[dtype]
-        keys = decoder_keys(family.decoder_config, checkpoint, "model.language_model.", "lm_head.weight")
-        self.decoder = Decoder.load(family.decoder_config, checkpoint, keys, weights, device, backend=backend)
-        self.tower = family.load_encoder(checkpoint, weights, device)
+        keys = detect_decoder_keys(adapter.decoder_config, checkpoint, "model.language_model.", "lm_head.weight")
+        self.decoder = Decoder.load(adapter.decoder_config, checkpoint, keys, weights, device, backend=backend)
+        self.tower = adapter.load_encoder(checkpoint, weights, device)
         self.budget = budget
         self.linears = [module for module in self.decoder.modules() if isinstance(module, PlainLinear)]
 
@@ -143,7 +143,7 @@ class Bench:
 
     def _forward(self, batch: ForwardBatch, cache: KVTensors, graphs: DecodeGraphs | None) -> Callable[[], object]:
         if graphs is not None:
-            assert graphs.suits(batch)
+            assert graphs.can_replay(batch)
             return lambda: graphs.replay(batch)
         return lambda: self.decoder(on_device(batch, self.device), cache)
 
@@ -176,7 +176,7 @@ class Bench:
         ]
         patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])
         upload = self.on_host(lambda: (to_device([patches], self.device), self._wait()))
-        seconds = self.on_host(lambda: to_host(self.tower.encode(inputs)))
+        seconds = self.on_host(lambda: to_cpu(self.tower.encode(inputs)))
         num_patches = images * grid * grid
         return {
             "images": images,
@@ -191,7 +191,7 @@ class Bench:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_gpu(self, work: Callable[[], object]) -> float:
-        """Median seconds between an event before and one after the work on the device; the first three don't count."""
+        """Median seconds between an event before and one after the work on the device; after three warm-up runs."""
         if self.device.type == "cpu":
             return self.on_host(work)
         for _ in range(3):
@@ -205,7 +205,7 @@ class Bench:
         return statistics.median(began.elapsed_time(ended) for began, ended in pairs) / 1e3
 
     def on_host(self, work: Callable[[], object]) -> float:
-        """Median seconds that the work, which must wait for its results, takes; the first three don't count."""
+        """Median seconds that the work, which must wait for its results, takes; after three warm-up runs."""
         seconds = []
         for _ in range(3 + self.repeats):
             began = time.perf_counter()
@@ -219,7 +219,7 @@ class Bench:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Prints rows of the same figures as a table."""
+    """Print rows of figures as a table."""
     names = list(rows[0])
     cells = [[f"{v:,.3g}" if isinstance(v, float) and v < 1000 else f"{v:,.0f}" if isinstance(v, float) else str(v)
               for v in row.values()] for row in rows]  # fmt: skip
@@ -230,11 +230,11 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Everything, shown as it comes."""
+    """Measure everything, and print each table when it is ready."""
     large = device.type == "cuda"
     bench = Bench(MODELS[arguments.model], arguments.dtype, device, 2048, arguments.repeats if large else 1)
     bandwidth = bench.copy_bandwidth(2**31 if large else 2**24)
-    name = torch.cuda.get_device_name(device) if large else "CPU: a rehearsal"
+    name = torch.cuda.get_device_name(device) if large else "CPU: a dry run"
     facts = {
         "device": name,
         "torch": torch.__version__,
@@ -243,23 +243,23 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
         "copy_gb_per_s": bandwidth / 1e9,
         "weights_gb": sum(linear.weight.nbytes for linear in bench.linears) / 1e9,
     }
-    show("what there is", [facts])
+    show("device and model", [facts])
     results: dict[str, Any] = {"facts": facts}
     contexts, chunks = ((1024, 8192), ((512, 0), (2048, 0), (2048, 8192))) if large else ((20,), ((16, 0), (16, 30)))
     batches, images = ((1, 8, 32), ((1, 512), (1, 1024), (8, 512))) if large else ((1, 3), ((1, 64), (2, 64)))
     results["decode"] = [
         row for context in contexts for batch in batches for row in bench.decode(batch, context, bandwidth)
     ]
-    show("decode: of_floor is 1 when nothing but reading weights, keys and values takes time", results["decode"])
+    show("decode: of_floor is 1 if only reading weights, keys and values takes time", results["decode"])
     results["prefill"] = [bench.prefill(*chunk) for chunk in chunks]
-    show("prefill: of_products is 1 when nothing but matrix products takes time", results["prefill"])
+    show("prefill: of_products is 1 if only matrix products take time", results["prefill"])
     results["tower"] = [bench.encode(*image) for image in images]
     show("vision tower", results["tower"])
     return results
 
 
 def main() -> None:
-    """Measures what the command line asks for."""
+    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="2b")
     parser.add_argument("--dtype", choices=CUDA_FORMATS, default="bfloat16")

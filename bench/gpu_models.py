@@ -1,4 +1,4 @@
-"""Models for ``bench/gpu.py``, of random weights that no file holds."""
+"""Models with random weights for ``bench/gpu.py``, without files."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.make_checkpoint import PRESETS, Sizes, model_config, weight_shapes
+from bench.make_checkpoint import PRESETS
+from tests.support.random_checkpoint import Sizes, model_config, weight_shapes
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.engine.request import Request
@@ -34,7 +35,7 @@ MODELS = {
 
 
 class RandomCheckpoint(Checkpoint):
-    """A checkpoint of that size whose tensors are made, at random, where and when they are read."""
+    """A checkpoint whose tensors are random and created on the device when they are read."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
         self.folder = Path("random")
@@ -57,7 +58,7 @@ class RandomCheckpoint(Checkpoint):
 
 
 def made_up(index: int, num_tokens: int, pages: Iterable[int]) -> Request:
-    """A request of that length in these pages."""
+    """Return a request with ``num_tokens`` tokens in these pages."""
     tokens = [(31 * index + place) % 200 for place in range(num_tokens)]
     positions = np.broadcast_to(np.arange(num_tokens), (3, num_tokens))
     greedy = SamplingParams(max_tokens=1, temperature=0)

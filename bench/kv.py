@@ -1,13 +1,13 @@
-"""What it gives that a layer's KV leaves while the next is computed: how much of the transfer is left to wait for once
-prefill is over, beside a service that sends it whole at the end.
+"""Benefit of sending a layer's KV while the next layer is computed: how much of the transfer remains after prefill,
+compared with sending all KV at the end.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.kv /tmp/mid --out bench/results/kv-mid.json
 
-A copy within one process is the limit that throughput is compared with; the KV is copied twice on its way, into the
-receive buffer and from there into pages. ``decode_waits_ms`` is how much later than later ones the second token comes.
-For each fabric two services of a prefill and a decode instance each, with one thread per instance, are asked in turns
-for text alone; the one that isn't asked sleeps. Sending at the end is a switch of this bench: the product has none.
+Throughput is compared with a copy within one process, although KV is copied twice: into the receive buffer and from
+there into pages. ``decode_waits_ms`` is the additional delay of the second token over later ones. Per fabric, two
+services of a prefill and a decode instance each, with one thread per instance, get text requests alternately. Sending
+at the end is an option of this benchmark only.
 """
 
 import argparse
@@ -37,12 +37,12 @@ START_TIMEOUT = 120.0
 MODEL = "m"
 OUTPUT_TOKENS = 8
 CACHED_PROMPTS = 3
-"""How many prompts the KV caches hold: few, so that all of their pages have been used before measuring begins."""
+"""Prompts that the KV caches hold: few, so that the warm-up touches all pages."""
 FABRICS = ("shm", "nixl", "mooncake")
 
 
 def run_instance(config: ServeConfig, role: Role, join: str, at_end: bool) -> None:
-    """What runs in an instance's process: the product's own entry point, and the switch before it."""
+    """Main function of an instance's process: the product's entry point, modified for sending at the end."""
     from triptych.engine.kv_sink import KVSink
     from triptych.server import instance_main
 
@@ -83,12 +83,12 @@ def text(length: int, seed: int) -> dict[str, Any]:
 
 
 def left_ms(sample: Sample) -> float:
-    """From the end of prefill until all KV was in its place."""
+    """Return the time from the end of prefill until all KV is in its pages."""
     return max(0.0, _ends(sample, "transfer") - _ends(sample, "prefill"))
 
 
 def transfer_ms(sample: Sample) -> float:
-    """From the first write until all KV was in its place."""
+    """Return the time from the first write until all KV is in its pages."""
     return _ends(sample, "transfer") - min(row["start_ms"] for row in sample.timeline if row["stage"] == "transfer")
 
 
@@ -112,7 +112,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
     samples: dict[str, list[Sample]] = {"by layer": [], "at the end": []}
     async with AsyncExitStack() as stack:
         clients = {name: await start(stack, config, at_end=name == "at the end") for name in samples}
-        for number in range(CACHED_PROMPTS + 1):  # memory is slow to write to for the first time, in a new process
+        for number in range(CACHED_PROMPTS + 1):  # warm-up: the first writes to new memory are slow
             for client in clients.values():
                 await ask(client, text(length, seed=10**7 + number))
         for number in range(options.rounds):
@@ -123,7 +123,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
                 samples[name].append(sample)
     left = {name: statistics.median(map(left_ms, found)) for name, found in samples.items()}
     whole = statistics.median(map(transfer_ms, samples["at the end"]))
-    decoder = resolve(family_of(load_config(options.model)).tower)(load_config(options.model)).decoder_config
+    decoder = resolve(family_of(load_config(options.model)).adapter)(load_config(options.model)).decoder_config
     tokens = samples["by layer"][0].prompt_tokens
     num_bytes = tokens * decoder.kv_bytes(ModelBundle(Checkpoint(options.model), engine).kv_dtype.itemsize)
     return {
@@ -145,7 +145,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
 
 
 def memcpy_ms(num_bytes: int) -> float:
-    """A copy of so many bytes within this process, to memory that has been used before."""
+    """Return the time of a copy of ``num_bytes`` within this process, to memory that was used before."""
     source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
     times = []
     for _ in range(7):

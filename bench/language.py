@@ -1,13 +1,12 @@
-"""The language engine beside its peers and the machine's limits, on one checkpoint, in one run.
+"""The language engine compared with other engines and with the machine's limits, on one checkpoint, in one run.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.language /tmp/mid --vllm /tmp/vllm --out bench/results/language-mid.json
 
-Each engine is a process of its own that is started, loaded and stopped in turn, round after round, so that a machine
-that slows down slows all of them: Triptych in several weight formats, transformers in float32, and, where ``--vllm``
-names an environment that has it, vLLM in float32. What bounds decoding and prefill is measured beside each of ours,
-because it changes with what else the machine does: how fast this machine reads memory, and how fast it multiplies
-matrices of the model's own shapes.
+Engines run as separate processes, started and stopped in alternating rounds, so that changes in the machine's speed
+affect all of them: Triptych in several weight formats, transformers in float32 and, with ``--vllm``, vLLM in float32.
+The limits of decoding and prefill, memory bandwidth and the speed of the model's matrix products, are measured next
+to each of Triptych's runs, because they vary too.
 """
 
 import argparse
@@ -40,7 +39,7 @@ START_TIMEOUT = 600.0
 LONG_PROMPT = 2000
 TURN_IMAGES = 4
 GROWTH = {64: (1, 2, 4, 8, 16, 32), 512: (1, 2, 4, 8, 16, 32), 2048: (1, 2, 4, 8), 8192: (1, 2), 16384: (1,)}
-"""How many sequences decode at a time, by how many tokens each has before it."""
+"""Numbers of sequences that decode at a time, by the length of their context."""
 GROWTH_TOKENS = 24
 
 
@@ -51,7 +50,7 @@ def engine_config(name: str, threads: int, **settings: Any) -> EngineConfig:
 
 @asynccontextmanager
 async def triptych(folder: Path, engine: EngineConfig) -> AsyncIterator[str]:
-    """A service in one process; its URL."""
+    """Run a service in one process. Yields its URL."""
     config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
     async with LocalService(config, Topology.parse("1EPD"), show=lambda _: None) as service:
         await service.wait_until_ready()
@@ -60,7 +59,7 @@ async def triptych(folder: Path, engine: EngineConfig) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def vllm(environment: Path, folder: Path) -> AsyncIterator[str]:
-    """vLLM's server on the same checkpoint; its URL."""
+    """Run vLLM's server on the same checkpoint. Yields its URL."""
     command = [environment / "bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     command += ["--dtype", "float32", "--max-model-len", "4096", "--port", "8123", "--served-model-name", MODEL]
     command += ["--limit-mm-per-prompt", '{"image":1,"video":0}', "--no-enable-prefix-caching"]
@@ -294,7 +293,7 @@ def ratios(engines: dict[str, Any], num_bytes: int) -> dict[str, float]:
 
 
 async def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Fills in ``found``, part by part; each is saved as soon as it is there."""
+    """Fill in ``found``, and save it after each part."""
     parts: dict[str, Callable[[argparse.Namespace], Awaitable[Any]]] = {
         "outside_the_model": outside_the_model,
         "while_a_long_prompt_prefills": while_a_long_prompt_prefills,

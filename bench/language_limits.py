@@ -1,5 +1,5 @@
-"""What bounds the language engine on this machine: how fast it reads memory, and how fast it multiplies matrices of a
-model's own shapes."""
+"""Limits of the language engine on this machine: memory bandwidth, and the speed of matrix products of the model's
+shapes."""
 
 from collections import Counter
 from pathlib import Path
@@ -21,7 +21,7 @@ READ_BYTES = 2**30
 
 
 def read_bandwidth(threads: int) -> float:
-    """GB per second that a sum over memory reads."""
+    """Return the read bandwidth of a sum over memory, in GB/s."""
     torch.set_num_threads(threads)
     memory = torch.ones(READ_BYTES // 4)
     return READ_BYTES / median_seconds(memory.sum, 7) / 1e9
@@ -69,7 +69,7 @@ def _linear(rows: int, out: int, inner: int) -> float:
 
 def decoder_config(folder: Path) -> DecoderConfig:
     config = load_config(folder)
-    decoder: DecoderConfig = resolve(family_of(config).tower)(config).decoder_config
+    decoder: DecoderConfig = resolve(family_of(config).adapter)(config).decoder_config
     return decoder
 
 

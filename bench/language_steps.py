@@ -1,5 +1,4 @@
-"""What a step costs besides the model: the time from one forward pass to the next, less the pass itself, while several
-sequences decode."""
+"""Overhead of a step: the time between two forward passes while several sequences decode."""
 
 import asyncio
 import itertools
@@ -22,8 +21,8 @@ from triptych.topology import Role
 MODEL = "m"
 
 
-def run_instance(config: ServeConfig, join: str, batch: int, out: Path) -> None:
-    """What runs in the instance's process: the product's own entry point, with a stopwatch around the model."""
+def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: Path) -> None:
+    """Main function of the instance's process: the product's entry point, with timing of the model."""
     from triptych.engine.runner import Runner
     from triptych.server import instance_main
 
@@ -43,12 +42,12 @@ def run_instance(config: ServeConfig, join: str, batch: int, out: Path) -> None:
 
 
 async def overhead(folder: Path, engine: EngineConfig, batch: int) -> dict[str, float]:
-    """Medians in ms over consecutive steps of ``batch`` sequences."""
+    """Return medians in ms over consecutive steps of ``batch`` sequences."""
     config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "spans.json")
         async with LocalService(config, None, show=lambda _: None) as service:
-            arguments = (config, service.control, batch, out)
+            arguments = (config, service.control, engine.threads, batch, out)
             process = multiprocessing.get_context("spawn").Process(target=run_instance, args=arguments, daemon=True)
             process.start()
             try:

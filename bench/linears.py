@@ -1,11 +1,11 @@
-"""What the weight formats bring, apart from everything else: how fast a decoder's linear layers read their weights for
-a few tokens, how long its tower takes for an image, and how long it takes to find the likeliest token.
+"""Weight formats in isolation: how fast a decoder's linear layers read their weights for a few tokens, how long the
+vision tower takes per image, and how long greedy sampling takes.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.linears /tmp/mid --out bench/results/linears-mid.json
 
-Layers of one shape are as many as take more memory than caches have, and are read one after the other. F.linear in
-float32 is what each format stands beside.
+There are enough layers of each shape to exceed the processor's caches. They run one after the other. Each
+format is compared with F.linear in float32.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from bench.measuring import like_an_instance, median_seconds, report
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
-from triptych.layers.pointwise import likeliest
+from triptych.layers.pointwise import argmax_rows
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
 from triptych.transfer_bench.measure import machine
@@ -33,7 +33,7 @@ FORMATS = {"fp16": WEIGHT_FORMATS["auto"], "float32": WEIGHT_FORMATS["float32"],
 TOKENS = (1, 8)
 READ_BYTES = 2**28
 SIDE = 448
-"""Pixels along each side of the picture."""
+"""Pixels along each side of the image."""
 
 
 def read_rates(shape: tuple[int, int], tokens: int) -> dict[str, float]:
@@ -55,20 +55,20 @@ def _seconds(layers: list[Any], activations: Tensor) -> float:
 def encode_ms(folder: Path) -> dict[str, float]:
     """By format, for one image."""
     config, checkpoint = load_config(folder), Checkpoint(folder)
-    family = resolve(family_of(config).tower)(config)
+    adapter = resolve(family_of(config).adapter)(config)
     vision = config["vision_config"]
     grid = (1, SIDE // vision["patch_size"], SIDE // vision["patch_size"])
     values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     patches = np.random.default_rng(0).standard_normal((grid[1] * grid[2], values), dtype=np.float32)
     image = EncoderInput(patches=patches, grid=grid, name="image")
     formats = {"F.linear": PlainFormat(torch.float32), "fp16": FORMATS["fp16"], "float32": FORMATS["float32"]}
-    towers = {name: family.load_encoder(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
+    towers = {name: adapter.load_encoder(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
     return {name: round(1e3 * median_seconds(partial(tower.encode, [image]), 7), 1) for name, tower in towers.items()}
 
 
 def likeliest_ms(rows: int, vocabulary: int) -> dict[str, float]:
     logits = torch.randn(rows, vocabulary)
-    searches = {"ours": partial(likeliest, logits), "torch": partial(logits.argmax, dim=-1)}
+    searches = {"ours": partial(argmax_rows, logits), "torch": partial(logits.argmax, dim=-1)}
     return {name: round(1e3 * median_seconds(search, 30), 3) for name, search in searches.items()}
 
 

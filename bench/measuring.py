@@ -1,4 +1,4 @@
-"""What the measurements of single parts share: medians of times, and where figures go."""
+"""Helpers of the micro-benchmarks: median times and reports."""
 
 import json
 import statistics
@@ -15,20 +15,20 @@ Work = Callable[[], Any]
 
 
 def like_an_instance(threads: int) -> None:
-    """From here on this process computes and keeps its memory as an instance does."""
+    """Configure this process's threads and memory like an instance's."""
     share_heap()
     torch.set_num_threads(threads)
     keep_freed_memory()
 
 
 def median_seconds(work: Work, rounds: int) -> float:
-    """Of so many runs after the first."""
+    """Return the median over ``rounds`` runs after the first."""
     return medians_in_turns({"": work}, rounds)[""]
 
 
 def medians_in_turns(ways: Mapping[str, Work], rounds: int) -> dict[str, float]:
-    """Seconds that each way takes, the median of so many rounds after the first. In a round they take turns, because a
-    machine isn't equally fast all the time."""
+    """Return each method's seconds, as the median over ``rounds`` rounds after the first. Methods alternate within a
+    round, because the machine's speed varies."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 + rounds):
         for name, work in ways.items():
@@ -39,7 +39,7 @@ def medians_in_turns(ways: Mapping[str, Work], rounds: int) -> dict[str, float]:
 
 
 def report(found: Mapping[str, Any], out: Path | None) -> None:
-    """Prints the figures as JSON, and writes them to ``out`` if it is given."""
+    """Print the figures as JSON, and write them to ``out`` if given."""
     shown = json.dumps(found, indent=1, ensure_ascii=False)
     print(shown)
     if out:

@@ -1,13 +1,12 @@
-"""What it gives that prefill runs over the rows that have landed while the rest is still being encoded: the time to
-the first token of one request with several images or a video, beside the same service whose prefill waits for every
-row.
+"""Benefit of prefilling rows that have landed while others are being encoded: time to first token of one request with
+several images or a video, compared with a prefill that waits for all rows.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.overlap /tmp/mid --out bench/results/overlap-mid.json
     python -m bench.overlap /tmp/mid --video-seconds 30 --out bench/results/overlap-video-mid.json
 
-Two services of an encode and a language instance each, with one thread per instance, are asked in turns; the one that
-isn't asked sleeps. Waiting is a switch of this bench: the product has none.
+Two services of an encode and a language instance each, with one thread per instance, get requests alternately. Waiting
+for all rows is an option of this benchmark only.
 """
 
 import argparse
@@ -36,12 +35,12 @@ from triptych.transfer_bench.measure import machine
 
 START_TIMEOUT = 120.0
 RECEIVE_BLOCKS = 256
-"""Room for all rows of a request: the product needs less, but who waits for every row never gets them otherwise."""
+"""Enough for all rows of a request, without which the service that waits for all rows would deadlock."""
 MODEL = "m"
 
 
 def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> None:
-    """What runs in an instance's process: the product's own entry point, and the switch before it."""
+    """Main function of an instance's process: the product's entry point, modified to wait for all rows."""
     from triptych.engine.embedding_source import EmbeddingSource
     from triptych.server import instance_main
 
@@ -58,7 +57,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> Non
 
 @dataclass
 class Setup:
-    """A service that runs, and how its instances began to."""
+    """A running service and its instances' processes."""
 
     service: LocalService
     client: httpx.AsyncClient
@@ -87,12 +86,12 @@ async def start(stack: AsyncExitStack, config: ServeConfig, *, waits: bool) -> S
         while (await client.get("/ready")).status_code != httpx.codes.OK:
             await asyncio.sleep(0.1)
             if any(process.exitcode is not None for process in processes):
-                raise SystemExit("an instance has ended")
+                raise SystemExit("an instance has exited")
     return Setup(service, client, processes)
 
 
 def body_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """A request of images, or of a video, that no other seed has."""
+    """Return a request with images, or with a video, unique to the seed."""
     if not options.video_seconds:
         load = Load(options.images, options.size, options.size, options.text_length, output_tokens=2)
         return request_body(MODEL, load, seed)
@@ -105,7 +104,7 @@ def body_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def overlap_ms(timeline: list[dict[str, Any]]) -> float:
-    """For how long prefill ran before the last item was encoded."""
+    """Return how long prefill ran before the last item was encoded."""
     encoded = max(row["end_ms"] for row in timeline if row["stage"] == "encode")
     prefills = [row for row in timeline if row["stage"] == "prefill"]
     return round(sum(max(0.0, min(row["end_ms"], encoded) - row["start_ms"]) for row in prefills), 1)
@@ -129,7 +128,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.rounds):
             body = body_of(options, seed=number)
             for name, setup in setups.items():
-                # what neither service has seen, so that no cache helps
+                # new to both services, so that no cache helps
                 samples[name].append(await setup.ask(body))
     medians = {name: statistics.median(sample.ttft for sample in found) for name, found in samples.items()}
     return {

@@ -1,12 +1,12 @@
-"""Goodput under overload: requests that are answered within their deadline, per second, as arrivals grow past what the
-service can do. What it can't do it should refuse at once, and do no less of the rest.
+"""Goodput under overload: requests per second that are answered within their deadline, as arrivals exceed capacity. The
+service should reject the excess at once, and its goodput should not drop.
 
     python -m bench.overload demo --topology 1E1PD --out bench/results/overload.json
 
-Capacity is measured first, closed-loop. Then arrivals are Poisson at shares of it; each request has a deadline of
-``--deadline`` times what one takes alone under full load, which the service knows as --request-timeout. Requests come
-from a process of its own, which has made them before its clock begins; what it and the frontend (this process) use of
-the machine is part of the result, since instances have that much less.
+Capacity is measured first, in a closed loop. Then arrivals are Poisson at fractions of it. Each request's deadline is
+``--deadline`` times the median duration at capacity, which the service gets as --request-timeout. A separate process
+prepares the requests in advance and sends them. The result includes the processor time of that process and of the
+frontend (this process), which the instances can't use.
 """
 
 import argparse
@@ -29,55 +29,57 @@ from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Topology
 
-CALLERS = 8
-REFUSED = (429, 503)
+NUM_CLIENTS = 8
+REJECTED = (429, 503)
 MOST_PER_SECOND = 100
-"""Requests that are made in advance to find out the capacity. No two are the same: the service would know them."""
-PATIENCE = 600.0
-"""Seconds until the generator gives up on an answer."""
+"""Requests per second that are prepared to measure capacity. All differ, so that caches don't help."""
+ANSWER_TIMEOUT = 600.0
+"""Seconds after which the load generator abandons a request."""
 
 
 @dataclasses.dataclass
-class StepOutput:
-    """How one request went: its status, 0 for none, and seconds until its answer was whole."""
+class RequestOutcome:
+    """Outcome of one request."""
 
     status: int
+    """HTTP status, 0 for none."""
     seconds: float
+    """Until the answer was complete."""
 
 
 @dataclasses.dataclass
 class Offered:
-    """What came of a load, in so many seconds, of which the generator itself computed ``cpu_seconds``. ``lag``: how
-    much too late requests were sent, at most."""
+    """Outcome of a load."""
 
-    outcomes: list[StepOutput]
+    outcomes: list[RequestOutcome]
     seconds: float
     cpu_seconds: float
+    """Processor time of the load generator."""
     lag: float = 0.0
+    """Maximum delay of a request behind its scheduled time, in seconds."""
 
 
 # ── the generator: a process of its own ──────────────────────────────────────────────────────────────────────
 
 
 def prepared(url: str, load: Load, seeds: range) -> list[bytes]:
-    """Whole HTTP requests, clients taking turns."""
+    """Return complete HTTP requests, from each client in turn."""
     host = urlsplit(url).netloc
     found = []
     for seed in seeds:
         body = json.dumps(request_body("m", load, seed)).encode()
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer client-{seed % CALLERS}\r\n"
-        )
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+        head += f"Authorization: Bearer client-{seed % NUM_CLIENTS}\r\n"
         head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         found.append(head.encode() + body)
     return found
 
 
-async def ask(url: str, request: bytes) -> StepOutput:
+async def ask(url: str, request: bytes) -> RequestOutcome:
     began = time.monotonic()
     status, answer = 0, b""
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(ANSWER_TIMEOUT):
             reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
             try:
                 writer.write(request)
@@ -86,18 +88,18 @@ async def ask(url: str, request: bytes) -> StepOutput:
             finally:
                 writer.close()
     except (OSError, TimeoutError, IndexError, ValueError):
-        status = status if status in REFUSED else 0
+        status = status if status in REJECTED else 0
     if status == 200 and (b"[DONE]" not in answer or b'"error"' in answer):
-        status = 504  # it had begun, and then its time ran out
-    return StepOutput(status, time.monotonic() - began)
+        status = 504  # it timed out after streaming had started
+    return RequestOutcome(status, time.monotonic() - began)
 
 
 def closed_loop(url: str, load: Load, *, concurrency: int, seconds: float) -> Offered:
-    """So many requests at a time, until the time is up or, where it was longer than thought, there are no more."""
+    """Keep ``concurrency`` requests running, until the time is up or all prepared requests are sent."""
 
     async def run() -> Offered:
         requests = iter(prepared(url, load, range(10**6, 10**6 + int(MOST_PER_SECOND * seconds))))
-        outcomes: list[StepOutput] = []
+        outcomes: list[RequestOutcome] = []
         began, used = time.monotonic(), time.process_time()
 
         async def worker() -> None:
@@ -111,7 +113,7 @@ def closed_loop(url: str, load: Load, *, concurrency: int, seconds: float) -> Of
 
 
 def open_loop(url: str, load: Load, *, rate: float, seconds: float, seed: int) -> Offered:
-    """Poisson arrivals for so many seconds, whatever becomes of them."""
+    """Send requests at Poisson times for ``seconds`` seconds, regardless of their outcomes."""
 
     async def run() -> Offered:
         rng = random.Random(seed)
@@ -132,13 +134,15 @@ def open_loop(url: str, load: Load, *, rate: float, seconds: float, seed: int) -
     return asyncio.run(run())
 
 
-# ── the service, and what came of the load ───────────────────────────────────────────────────────────────────
+# ── the service and the summary ──────────────────────────────────────────────────────────────────────────────
 
 
-def told(offered: Offered, door_cpu_seconds: float, *, rate: float, seconds: float, deadline: float) -> dict[str, Any]:
+def summary(
+    offered: Offered, frontend_cpu_seconds: float, *, rate: float, seconds: float, deadline: float
+) -> dict[str, Any]:
     outcomes = offered.outcomes
     good = [one for one in outcomes if one.status == 200 and one.seconds <= deadline]
-    refused = sorted(one.seconds for one in outcomes if one.status in REFUSED)
+    refused = sorted(one.seconds for one in outcomes if one.status in REJECTED)
     return {
         "rate": round(rate, 3),
         "requests": len(outcomes),
@@ -147,12 +151,12 @@ def told(offered: Offered, door_cpu_seconds: float, *, rate: float, seconds: flo
         "late": sum(one.status == 200 for one in outcomes) - len(good),
         "refused": len(refused),
         "timed_out": sum(one.status == 504 for one in outcomes),
-        "other": sum(one.status not in (200, 504, *REFUSED) for one in outcomes),
+        "other": sum(one.status not in (200, 504, *REJECTED) for one in outcomes),
         "refusal_ms_p50": round(1000 * statistics.median(refused), 1) if refused else None,
         "refusal_ms_p99": round(1000 * refused[int(0.99 * (len(refused) - 1))], 1) if refused else None,
         "generator_cores": round(offered.cpu_seconds / offered.seconds, 3),
         "generator_lag_ms_max": round(1000 * offered.lag, 1),
-        "frontend_cores": round(door_cpu_seconds / offered.seconds, 3),
+        "frontend_cores": round(frontend_cpu_seconds / offered.seconds, 3),
     }
 
 
@@ -160,17 +164,19 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     load = Load(options.images, options.size, options.size, options.text_length, options.output_tokens)
     engine = EngineConfig(threads=options.threads, max_num_seqs=options.max_num_seqs)
     folder = flags.model_folder(options.model)
-    told_options = {name: str(value) for name, value in vars(options).items() if name != "out"}
-    results: dict[str, Any] = {"options": told_options, "rates": []}
+    settings = {name: str(value) for name, value in vars(options).items() if name != "out"}
+    results: dict[str, Any] = {"options": settings, "rates": []}
 
     def config(timeout: float) -> ServeConfig:
-        door = FrontendConfig.of(port=0, served_model_name="m", request_timeout=timeout, max_queue=options.max_queue)
-        return ServeConfig(model=folder, engine=engine, frontend=door)
+        frontend = FrontendConfig.of(
+            port=0, served_model_name="m", request_timeout=timeout, max_queue=options.max_queue
+        )
+        return ServeConfig(model=folder, engine=engine, frontend=frontend)
 
     topology = Topology.parse(options.topology)
-    deadline = PATIENCE
+    deadline = ANSWER_TIMEOUT
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as generator:
-        for share in (0.0, *options.shares):  # a service for each: none begins with another's backlog or estimates
+        for share in (0.0, *options.shares):  # a new service for each, without backlog or learned estimates
             async with LocalService(config(deadline), topology, show=lambda _: None) as service:
                 await service.wait_until_ready()
                 in_generator = partial(asyncio.get_running_loop().run_in_executor, generator)
@@ -187,7 +193,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 how: dict[str, float] = {"rate": share * results["capacity"], "seconds": options.seconds}
                 used = time.process_time()
                 offered = await in_generator(partial(open_loop, service.url, load, seed=int(share * 10**9), **how))
-                entry = told(offered, time.process_time() - used, deadline=deadline, **how)
+                entry = summary(offered, time.process_time() - used, deadline=deadline, **how)
                 results["rates"].append({"share": share} | entry)
                 print(json.dumps(results["rates"][-1]), flush=True)
     peak = max(entry["goodput"] for entry in results["rates"])

@@ -1,11 +1,11 @@
-"""Planning and preprocessing of media, one thread, beside transformers' own processors on the same machine.
+"""Planning and preprocessing of media with one thread, compared with transformers' processors on the same machine.
 
     python -m bench.preprocess --reference DIR/bin/python --out bench/results/preprocess.json
 
-A 2000 × 2000 JPEG, 30 s of 720p video of which two frames a second are seen (H.264, 30 frames a second), 30 s of audio
-(MP3), each from the bytes of its file to what the tower takes; and planning, for a video of hours too. ``--reference``
-names the Python of an environment where torchvision can be imported, as ``tests/models/golden/make_videos.py`` says;
-without it, transformers' video processor isn't measured. Both sides run in processes of their own, in turns.
+Inputs are a 2000 × 2000 JPEG, 30 s of 720p video (H.264, 30 frames per second, sampled at two) and 30 s of audio (MP3),
+each from file to encoder input. Planning is measured separately, also for a video of hours. ``--reference`` names the
+Python of an environment with torchvision (see ``tests/models/golden/make_videos.py``); without it, transformers' video
+processor isn't measured. Both sides run in separate processes, alternately.
 """
 
 import argparse
@@ -46,7 +46,7 @@ RATE = 16_000
 
 
 def make_files(folder: Path, seconds: int, side: int, height: int, long_frames: int) -> None:
-    """What is measured; the long video has tiny frames."""
+    """Create the input files. The long video has tiny frames."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -58,7 +58,7 @@ def make_files(folder: Path, seconds: int, side: int, height: int, long_frames: 
 
 
 def make_video(path: Path, frames: int, width: int, height: int, seed: int = 1) -> None:
-    """A picture that wanders under noise, at 30 frames a second."""
+    """Write a video of a moving pattern, at 30 frames per second."""
     import av
 
     random = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def make_video(path: Path, frames: int, width: int, height: int, seed: int = 1) 
 
 
 def make_sound(path: Path, seconds: int) -> None:
-    """Noise that swells, stereo."""
+    """Write stereo noise."""
     import av
 
     samples = np.random.default_rng(2).standard_normal((2, 44_100 * seconds)).astype(np.float32) * 0.1
@@ -89,7 +89,7 @@ def make_sound(path: Path, seconds: int) -> None:
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> list[float]:
-    """How long each of the runs took, after one that doesn't count."""
+    """Return the time of each run, after a warm-up run."""
     work()
     times = []
     for _ in range(repeats):
@@ -115,12 +115,12 @@ def ours(folder: Path, repeats: int) -> dict[str, list[float]]:
     planner, preprocessor = Qwen3VLPlanner(CONFIG, *processors), Qwen3VLPreprocessor(CONFIG, *processors)
     features = LogMel()
     image_plan, video_plan = planner.plan(probe_image(image)), planner.plan(probe_video(video))
-    heard = probe_audio(audio)
+    header = probe_audio(audio)
     works: dict[str, tuple[Callable[[], object], int]] = {
         "image": (lambda: list(preprocessor(image, image_plan)), repeats),
         "video": (lambda: sum(len(part.patches) for part in preprocessor(video, video_plan)), repeats),
-        "audio": (lambda: features(decode_audio(audio, heard, RATE)), repeats),
-        "audio, features alone": (features_alone(features, decode_audio(audio, heard, RATE)), repeats),
+        "audio": (lambda: features(decode_audio(audio, header, RATE)), repeats),
+        "audio, features alone": (features_alone(features, decode_audio(audio, header, RATE)), repeats),
         "plan image": (lambda: planner.plan(probe_image(image)), 100),
         "plan video": (lambda: planner.plan(probe_video(video)), 100),
         "plan long video": (lambda: planner.plan(probe_video(long)), 100),

@@ -1,11 +1,11 @@
-"""How long products with packed weights take by our kernels, beside FBGEMM's and oneDNN's.
+"""Time of matrix products with packed weights: Triptych's kernels compared with FBGEMM and oneDNN.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.products /tmp/mid --out bench/results/products-mid.json
 
-A decoder layer's products, one after the other, of as many layers as take more memory than caches have. With int8,
-FBGEMM's are with one scale for all tokens, in 7 bits; oneDNN's in 7 bits, with PyTorch's operations around them, as
-where there is no compiler, and by themselves.
+The products of a decoder layer run one after the other, over enough layers to exceed the processor's caches.
+With int8, FBGEMM uses 7 bits and one scale for all tokens. oneDNN uses 7 bits and is measured with PyTorch's
+operations around it, as used without a compiler, and by itself.
 """
 
 import argparse
@@ -42,12 +42,12 @@ def fbgemm_int8(weight: Tensor) -> Product:
     return lambda activations: torch.ops.quantized.linear_dynamic(activations, packed, reduce_range=True)
 
 
-def onednn_int8(weight: Tensor) -> int8.OneDnnProduct:
-    return int8.OneDnnProduct(*int8.rounded(weight), None)
+def onednn_int8(weight: Tensor) -> int8.OneDnnInt8Product:
+    return int8.OneDnnInt8Product(*int8.quantize_rows(weight), None)
 
 
 def onednn_int8_alone(weight: Tensor) -> Product:
-    rounded, scales = int8.rounded(weight)
+    rounded, scales = int8.quantize_rows(weight)
     packed, multiply = torch.ops.onednn.qlinear_prepack(rounded, None), torch.ops.onednn.qlinear_pointwise
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     operands, as_float = (1.0, 64, packed, scales, zeros, None), (1.0, 0, torch.float32, "none", [], "")
@@ -62,7 +62,7 @@ KERNELS: dict[str, dict[str, Pack]] = {
     },
     "float32": {
         "ours": partial(float_product.float_product, bias=None),
-        "onednn": partial(float_product.OneDnnProduct, bias=None),
+        "onednn": partial(float_product.OneDnnFloatProduct, bias=None),
         "F.linear": lambda weight: partial(F.linear, weight=weight),
     },
     "int8": {

@@ -1,11 +1,11 @@
-"""Load on any OpenAI-compatible endpoint: random JPEGs and text, closed-loop or open-loop; reports TTFT, TPOT,
-inter-token latency and throughput.
+"""Load generator for any OpenAI-compatible endpoint: random JPEGs and text, closed-loop or open-loop. Reports TTFT,
+TPOT, inter-token latency and throughput.
 
     python -m bench.serve --url http://127.0.0.1:8000 --model mid --concurrency 1 --requests 5
     python -m bench.serve --url http://127.0.0.1:8000 --model mid --rate 0.5 --requests 20
 
-Closed-loop (``--concurrency``) keeps so many requests running; open-loop (``--rate``) starts them at Poisson times,
-whether or not earlier ones are done, as users do. Every request has its own pictures and text, so no cache can help.
+Closed-loop (``--concurrency``) keeps a number of requests running. Open-loop (``--rate``) starts them at Poisson times,
+whether or not earlier ones are done. Every request has its own images and text, so that no cache helps.
 """
 
 import argparse
@@ -29,8 +29,8 @@ WORDS = ("stone", "river", "lamp", "seven", "under", "cloud", "quick", "paper", 
 
 @dataclass(frozen=True)
 class Load:
-    """One request's make-up. ``text_length`` counts characters: the tokens of a byte-level tokenizer without merges, as
-    random checkpoints have, and about four times the tokens of a real one."""
+    """Contents of a request. ``text_length`` is in characters: the tokens of random checkpoints, and about four times
+    the tokens of a real tokenizer."""
 
     images: int = 1
     width: int = 448
@@ -65,7 +65,7 @@ class Sample:
 
 
 def request_body(model: str, load: Load, seed: int) -> dict[str, Any]:
-    """A chat request with random JPEGs before its text; it asks for exactly ``output_tokens`` tokens."""
+    """Return a chat request with random JPEGs before its text, for exactly ``output_tokens`` tokens."""
     rng = random.Random(seed)
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": random_jpeg(load.width, load.height, rng.randrange(2**32))}}

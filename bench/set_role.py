@@ -1,10 +1,10 @@
-"""How long an idle instance takes to go on in another role, beside starting one in that role.
+"""Time to change an idle instance's role, compared with starting an instance in that role.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.set_role /tmp/mid --out bench/results/set-role-mid.json
 
-A change is measured from the operator's asking until the frontend has taken the instance on in its new role; a start
-from the process's beginning until then. A new process of the same model: the files are in the page cache.
+A change is measured from the operator's command until the frontend has registered the instance in its new role, a start
+from the process's start until then. The model's files are in the page cache.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from bench.measuring import report
 from triptych.cli.flags import model_folder
 from triptych.cluster.control_client import ControlClient
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontendConfig, MemorySize, ServeConfig
+from triptych.config import EngineConfig, FrontendConfig, MemorySize, ServeConfig, as_flags
 from triptych.topology import Role, Topology
 from triptych.transfer_bench.measure import machine
 
 CHANGES = [Role.P, Role.D, Role.PD, Role.D, Role.P, Role.PD]
-"""Each of the three becomes each other once, beginning with PD."""
+"""Every change between the three roles, starting from PD."""
 CHANGED, STARTED = "pd0", "started"
 TIMEOUT = 120.0
 
 
 def change_seconds(operator: ControlClient, rounds: int) -> dict[str, list[float]]:
-    """By change, as in ``P → D``."""
+    """Return seconds by change, as in ``P → D``."""
     found: dict[str, list[float]] = {}
     now = Role.PD
     for then in itertools.chain.from_iterable([CHANGES] * rounds):
@@ -45,14 +45,12 @@ def change_seconds(operator: ControlClient, rounds: int) -> dict[str, list[float
 
 
 def start_seconds(operator: ControlClient, config: ServeConfig, control: str, role: Role) -> float:
-    """Starts an instance, and ends it again."""
-    command = [sys.executable, "-m", "triptych.server.instance_main", "--name", STARTED]
+    """Start an instance, and end it again."""
+    command = [sys.executable, "-m", "triptych", "serve", str(config.model), "--role", role, "--join", control]
+    command += ["--name", STARTED, *as_flags(config.engine, *config.shared)]
     began = time.monotonic()
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        assert process.stdin is not None
-        with process.stdin:
-            process.stdin.write(config.instance(role, STARTED, control).to_json())
         wait_for(lambda: is_there(operator, STARTED))
         return time.monotonic() - began
     finally:

@@ -1,12 +1,11 @@
-"""Serves unique images for minutes and looks whether any process keeps growing.
+"""Soak test: serves unique images for minutes and checks that no process keeps growing.
 
     python -m bench.soak --minutes 10
-    python -m bench.soak --minutes 0.2 --concurrency 2      # does it run?
+    python -m bench.soak --minutes 0.2 --concurrency 2      # smoke test
 
-Starts ``triptych serve`` by itself. A process's memory is what it has allocated and its share of what is shared (PSS of
-anonymous and shared memory), once a second; how much of mapped files counts as a process's own depends on who else has
-them open, so they are left out. After the first third, in which caches fill, a line is fitted through it against the
-number of answers; a slope above 1 MiB per 1000 requests fails, with exit code 1.
+Starts ``triptych serve``. A process's memory is the PSS of its anonymous and shared memory, sampled once a second.
+Mapped files are left out, because their share depends on other processes. After the first third, in which caches
+fill, a line is fitted against the number of answers. A slope above the limit fails with exit code 1.
 """
 
 import argparse
@@ -32,7 +31,7 @@ LIMIT_MIB = 1.0
 
 
 def jpeg(number: int, side: int) -> str:
-    """An image that no other number has, as a data: URL."""
+    """Return an image unique to ``number``, as a data: URL."""
     blocks = np.random.default_rng(number).integers(0, 255, (side // 8, side // 8, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(blocks).resize((side, side)).save(out, "JPEG")
@@ -40,7 +39,7 @@ def jpeg(number: int, side: int) -> str:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """The process and all that it has started, each with a name."""
+    """Return the names of a process and its descendants by process id."""
     found = {pid: "frontend"}
     for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda one: int(one.name)):
         try:
@@ -97,14 +96,14 @@ async def load(url: str, pid: int, minutes: float, concurrency: int, side: int) 
 
 
 def show_trouble(lines: Iterable[str]) -> None:
-    """Reads on, or the service would wait for somebody to."""
+    """Print warnings and errors. Reading also keeps the pipe from filling up."""
     for line in lines:
         if any(word in line for word in ("WARNING", "ERROR", "Error", "Traceback")):
             print(line, end="", flush=True)
 
 
 def report(seen: dict[str, list[tuple[int, float]]]) -> bool:
-    """Prints a line for each process. Whether all of them are flat."""
+    """Print a line per process. Returns whether none of them grows."""
     flat = True
     for name, samples in seen.items():
         later = np.array(samples[len(samples) // 3 :])

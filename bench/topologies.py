@@ -1,11 +1,11 @@
-"""Starts topologies one after the other on one checkpoint, puts the same load on each, and reports latency, throughput,
-the time spent in each stage, and what each process holds in memory beside the bytes of its weights.
+"""Compares topologies on one checkpoint under the same load: latency, throughput, time per stage, and each process's
+memory next to the size of its weights.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.topologies /tmp/mid 1EPD:2 1E1PD:1 --rounds 3
 
-``1EPD:2`` is topology and threads per instance. Rounds alternate between the topologies, so that a machine that slows
-down slows all of them.
+``1EPD:2`` is topology and threads per instance. Rounds alternate between the topologies, so that changes in the
+machine's speed affect all of them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 async def measure(folder: Path, setup: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Starts one service, loads it, stops it."""
+    """Start a service, measure it under load and stop it."""
     name, _, threads = setup.partition(":")
     engine = EngineConfig(dtype=options.dtype, threads=int(threads or 1))
     config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name="m"))
@@ -62,15 +62,15 @@ def memory() -> dict[str, float]:
 def weight_bytes(folder: Path) -> dict[str, float]:
     """What each role loads of the checkpoint, in MiB."""
     config = load_config(folder)
-    stages = resolve(family_of(config).tower)(config).weight_bytes_by_stage(read_folder(folder))
+    stages = resolve(family_of(config).adapter)(config).weight_bytes_by_stage(read_folder(folder))
     return {
-        role.value: round((role.encodes * stages["tower"] + role.has_decoder * stages["decoder"]) / MIB, 1)
+        role.value: round((role.encodes * stages["encoder"] + role.has_decoder * stages["decoder"]) / MIB, 1)
         for role in Role
     }
 
 
 def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over rounds of what one setup showed."""
+    """Return one setup's medians over rounds."""
     first = rounds[0]
     found: dict[str, Any] = {"memory_mib": first["memory_mib"], "memory_after_mib": first["memory_after_mib"]}
     for key in (key for key in first if key.startswith("concurrency")):

@@ -1,6 +1,6 @@
-"""One round of ``bench/language.py``'s requests in transformers, float32, in this process; prints its figures as JSON.
+"""Runs one round of ``bench/language.py``'s requests in transformers, in float32, and prints its figures as JSON.
 
-What a server adds (HTTP, template, tokenizer) isn't counted, which favours transformers.
+HTTP, template and tokenizer aren't counted, which favours transformers.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def inputs(folder: Path, builder: PromptBuilder, seed: int) -> dict[str, torch.T
 
 @torch.inference_mode()
 def ask(model: PreTrainedModel, request: dict[str, torch.Tensor], tokens: int) -> tuple[float, float]:
-    """Seconds to the first token, and per token after it."""
+    """Return the seconds to the first token, and per token after it."""
     times: list[float] = []
 
     class Clock:

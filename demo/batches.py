@@ -1,4 +1,4 @@
-"""Training batches: quizzes as padded token sequences with the masks and positions they need."""
+"""Training batches: quizzes as padded token sequences, with masks and positions."""
 
 from dataclasses import dataclass
 from random import Random
@@ -25,19 +25,19 @@ SYSTEM_MESSAGES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence. `branch` is 0 for tokens that all later ones see, k for those only question k's tokens see."""
+    """One sequence."""
 
     ids: Ints  # [length]
     positions: Ints  # [3, length]: time, height, width
-    branch: Ints  # [length]
-    scored: npt.NDArray[np.bool_]  # [length]: tokens of answers, which the model learns to write
+    branch: Ints  # [length]: 0 for tokens visible to all later ones, k for those visible only to question k
+    scored: npt.NDArray[np.bool_]  # [length]: whether the token is part of an answer, which the model learns to write
     patches: list[npt.NDArray[np.float32]]
     grids: list[Grid]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows side by side, padded at the end; all pictures' patches one after the other."""
+    """Rows of equal length, padded at the end, and the concatenated patches of all pictures."""
 
     ids: torch.Tensor  # [rows, length]
     positions: torch.Tensor  # [3, rows, length]
@@ -57,16 +57,16 @@ class RowMaker:
         self._turn_end = special(tokenizer, TURN_END)
 
     def example(self, example: Example) -> Row:
-        """One question and its answer."""
+        """Make a row of one question and its answer."""
         made = [patches(picture) for picture in example.pictures]
         ids = self._encode([user_turn(example.parts)], [example.answer], [grid for _, grid in made])
         return self._row([ids], len(ids[0]), made)
 
     def quiz(self, quiz: Quiz, rng: Random) -> Row:
-        """A quiz as a chat of several turns, or as separate questions that share the pictures before them.
+        """Make a row of a quiz, as a chat of several turns or as separate questions that share the pictures.
 
-        The second saves computing the same pictures for each question, yet equals asking each by itself: a question
-        does not see the others, and its positions follow the pictures.
+        Separate questions compute the pictures only once, but are equivalent to asking each by itself: a question
+        does not attend to the others, and its positions follow the pictures.
         """
         made = [patches(picture) for picture in quiz.pictures]
         grids = [grid for _, grid in made]
@@ -83,7 +83,7 @@ class RowMaker:
         return self._row(branches, int(ends[-1]) + 1 if made else 0, made)
 
     def _encode(self, turns: list[str], answers: list[str], grids: list[Grid]) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Token ids of the chat with every picture's token repeated, and which of them are answers'."""
+        """Return the chat's token ids, with each picture's token repeated, and which of them belong to answers."""
         ids: list[int] = []
         scored: list[bool] = []
         sizes = iter([rows * columns // MERGE**2 for rows, columns in grids])
@@ -101,7 +101,7 @@ class RowMaker:
         shared: int,
         made: list[tuple[npt.NDArray[np.float32], Grid]],
     ) -> Row:
-        """Joins sequences that have their first `shared` tokens in common."""
+        """Join sequences that have their first `shared` tokens in common."""
         grids = [grid for _, grid in made]
         placed = [rope_positions(ids, grids, self._image) for ids, _ in branches]
         rests = range(1, len(branches) + 1)
@@ -116,7 +116,7 @@ class RowMaker:
 
 
 def rope_positions(ids: Ints, grids: list[Grid], image: int) -> Ints:
-    """Positions [3, length] for M-RoPE: text advances all three, a picture's tokens spread over rows and columns."""
+    """Return M-RoPE positions [3, length]: text advances all axes, a picture's tokens vary by row and column."""
     positions = np.empty((3, len(ids)), dtype=np.int64)
     index = following = 0
     remaining = iter(grids)
@@ -135,7 +135,7 @@ def rope_positions(ids: Ints, grids: list[Grid], image: int) -> Ints:
 
 
 def collate(rows: list[Row], padding: int) -> Batch:
-    """Pads the rows to one length."""
+    """Pad the rows to one length."""
     length = max(len(row.ids) for row in rows)
     ids = np.full((len(rows), length), padding)
     positions = np.zeros((3, len(rows), length), dtype=np.int64)

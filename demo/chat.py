@@ -13,7 +13,7 @@ SPECIAL_TOKENS = (
     *("<|vision_pad|>", IMAGE, VIDEO),
 )
 VOCABULARY_SIZE = 768
-# Letters together, each digit by itself: the model reads numbers digit by digit.
+# Words are runs of letters; each digit is a word, since the model reads numbers digit by digit.
 _WORDS = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
 CHAT_TEMPLATE = """\
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = """\
 
 
 def special(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special token."""
+    """Return the id of a special token. Raises ValueError if the tokenizer has none."""
     number = tokenizer.token_to_id(token)
     if number is None:
         raise ValueError(f"the tokenizer has no {token}")
@@ -47,18 +47,18 @@ def special(tokenizer: Tokenizer, token: str) -> int:
 
 
 def system_turn(text: str) -> str:
-    """A system message as the chat template writes it."""
+    """Return a system message as rendered by the chat template."""
     return f"{TURN_START}system\n{text}{TURN_END}\n"
 
 
 def user_turn(parts: Components) -> str:
-    """A user's message as the chat template writes it, with what opens the answer."""
+    """Return a user's message as rendered by the chat template, with the start of the assistant's turn."""
     content = "".join(part if isinstance(part, str) else f"{VISION_START}{IMAGE}{VISION_END}" for part in parts)
     return f"{TURN_START}user\n{content}{TURN_END}\n{TURN_START}assistant\n"
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer that takes all letters as lower-case ones."""
+    """Train a byte-level BPE tokenizer that converts its input to lower case."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

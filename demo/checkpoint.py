@@ -1,4 +1,4 @@
-"""The demo model's architecture, and its folder in the layout that Hugging Face checkpoints have."""
+"""The demo model's architecture, and its folder in the layout of Hugging Face checkpoints."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ MAX_TOKENS = 2048
 
 
 def model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
-    """A Qwen3-VL of about 5 million parameters whose special tokens are the tokenizer's."""
+    """Return the config of a Qwen3-VL with about 5 million parameters and the tokenizer's special tokens."""
     text = {
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": HIDDEN,
@@ -45,7 +45,7 @@ def model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": TEMPORAL,
-        # Learned positions on a 12 x 12 grid, stretched over every picture: they tell places apart.
+        # Learned positions on a 12 x 12 grid, interpolated to the size of each picture.
         "num_position_embeddings": 144,
         "deepstack_visual_indexes": [1, 2],
         "initializer_range": 0.05,
@@ -62,7 +62,7 @@ def model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
 
 
 def save(model: Qwen3VLForConditionalGeneration, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the model, rounded to float16, with everything that a server needs beside it."""
+    """Write the model, rounded to float16, with all other files that a server needs."""
     folder.mkdir(parents=True, exist_ok=True)
     rounded = Qwen3VLForConditionalGeneration(model.config)
     rounded.load_state_dict(model.state_dict())
@@ -73,7 +73,7 @@ def save(model: Qwen3VLForConditionalGeneration, tokenizer: Tokenizer, folder: P
         pad_token_id=special(tokenizer, END_OF_TEXT),
     )
     rounded.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it the owner's alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by the owner only
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,

@@ -1,4 +1,4 @@
-"""Asks a checkpoint questions it was not trained on, through transformers alone: `python -m demo.evaluate`."""
+"""Evaluates a checkpoint on questions it was not trained on, with transformers only: `python -m demo.evaluate`."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ LONGEST_ANSWER = 48
 
 
 class Reference:
-    """The checkpoint as transformers runs it: greedily, in float32."""
+    """The checkpoint in transformers: greedy decoding, float32."""
 
     def __init__(self, folder: Path) -> None:
         self._model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
@@ -28,7 +28,7 @@ class Reference:
 
     @torch.no_grad()
     def answer(self, pictures: Sequence[Image.Image], parts: Components) -> str:
-        """The answer to one message of texts and pictures (given by their indices)."""
+        """Return the answer to one message of texts and pictures (given by their indices)."""
         content: list[dict[str, str]] = [
             {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts
         ]
@@ -55,7 +55,7 @@ class Reference:
 
 
 def main() -> None:
-    """Reads the arguments, asks, and prints the accuracy of each kind of question."""
+    """Parse the arguments, evaluate, and print the accuracy for each kind of question."""
     parser = argparse.ArgumentParser(description="Measure the demo model on questions it was not trained on.")
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="the checkpoint's folder (%(default)s)")
     parser.add_argument("--questions", type=int, default=500, help="how many (%(default)s)")
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def ask_bundled(reference: Reference) -> None:
-    """Asks what the demo asks about the bundled pictures."""
+    """Ask the demo's questions about the bundled pictures."""
     for entry in json.loads((PICTURES_DIR / "questions.json").read_text()):
         pictures = [Image.open(PICTURES_DIR / name) for name in entry["pictures"]]
         answer = reference.answer(pictures, (*range(len(pictures)), entry["question"]))

@@ -40,7 +40,7 @@ MAX_DIGIT_HEIGHT = 96
 
 @dataclass(frozen=True)
 class Thing:
-    """One drawn shape; `place` is an index into PLACES."""
+    """One drawn shape; `place` is an index into `PLACES`."""
 
     shape: str
     colour: str
@@ -52,7 +52,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: things in reading order, or a printed number (then `ink` is its colour)."""
+    """Contents of a picture: things in reading order, or a printed number, whose colour is `ink`."""
 
     width: int
     height: int
@@ -64,19 +64,21 @@ class Scene:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where something was drawn: its name (a shape or a digit) and colour, the middle and half the extent of its box,
-    all as shares of the picture's width and height."""
+    """Where something was drawn, in fractions of the picture's width and height."""
 
     name: str
+    """A shape or a digit."""
     colour: str
     x: float
     y: float
+    """Centre of its box."""
     half_width: float
     half_height: float
+    """Half the size of its box."""
 
 
 def random_size(rng: Random) -> tuple[int, int]:
-    """A width and height: mostly small ones, since small pictures train faster, some that will be shrunk."""
+    """Return a random width and height: mostly small, since small pictures train faster; some will be shrunk."""
     kind = rng.random()
     if kind < 0.2:
         return rng.choice(USUAL_SIZES)
@@ -90,7 +92,7 @@ def random_size(rng: Random) -> tuple[int, int]:
 
 
 def random_shapes(rng: Random, most: int = 4) -> Scene:
-    """A scene of one to `most` shapes, often from few kinds and colours so that there is something to count."""
+    """Return a scene of one to `most` shapes, often of few kinds and colours, so that there is something to count."""
     width, height = random_size(rng)
     dark = rng.random() < 0.12
     colours = [name for name in COLOURS if not (dark and name == "black")]
@@ -103,7 +105,7 @@ def random_shapes(rng: Random, most: int = 4) -> Scene:
 
 
 def random_number(rng: Random, text: str | None = None) -> Scene:
-    """A scene with a printed number of one to three digits (`text` if given)."""
+    """Return a scene with a printed number of one to three digits (`text` if given)."""
     width, height = random_size(rng)
     dark = rng.random() < 0.15
     unreadable = ("black", "blue", "purple") if dark else ("yellow",)
@@ -113,19 +115,19 @@ def random_number(rng: Random, text: str | None = None) -> Scene:
 
 
 def random_digits(rng: Random) -> str:
-    """A number in figures; all lengths are met, three digits most often."""
+    """Return a number of one to three digits, most often three."""
     low, high = rng.choice(((0, 9), (10, 99), (10, 99), (100, 999), (100, 999), (100, 999)))
     return str(rng.randint(low, high))
 
 
 def draw(scene: Scene, rng: Random) -> Image.Image:
-    """Paints the scene; `rng` moves, sizes and tints each thing a little."""
+    """Draw the scene; `rng` varies position, size and tint of each thing a little."""
     return draw_marked(scene, rng)[0]
 
 
 def draw_marked(scene: Scene, rng: Random) -> tuple[Image.Image, list[Mark]]:
-    """The same picture, and where in it each shape and digit is."""
-    # Drawing larger and averaging makes smooth edges; some pictures keep the hard ones that simple programs draw.
+    """Draw the scene, and return the position of each shape and digit too."""
+    # Drawing at a larger scale and averaging smooths edges; some pictures keep hard edges, as other programs draw.
     scale = 1 if scene.width * scene.height > 2 * MAX_PIXELS or rng.random() < 0.2 else 3
     canvas = Image.new("RGB", (scene.width * scale, scene.height * scale), scene.background)
     pen = ImageDraw.Draw(canvas)
@@ -136,7 +138,7 @@ def draw_marked(scene: Scene, rng: Random) -> tuple[Image.Image, list[Mark]]:
 
 
 def as_file(picture: Image.Image, quality: int | None) -> bytes:
-    """The picture encoded as JPEG of that quality, or as PNG."""
+    """Encode the picture as JPEG with `quality`, or as PNG if that is None."""
     buffer = io.BytesIO()
     if quality is None:
         picture.save(buffer, "PNG", optimize=True)
@@ -153,7 +155,7 @@ def _tint(name: str, rng: Random) -> Colour:
 def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, size: tuple[int, int], lone: bool, rng: Random) -> Mark:
     width, height = size
     cell_wide, cell_high = width / 3, height / 3
-    # A lone shape may be larger than its cell, as long as its middle stays well inside the cell.
+    # A lone shape may be larger than its cell, as long as its centre stays well inside the cell.
     radius = min(cell_wide, cell_high) / 2 * rng.uniform(0.66, 1.4 if lone and rng.random() < 0.5 else 0.94)
     column, row = thing.place % 3, thing.place // 3
     loose_x, loose_y = max(0.06 * cell_wide, cell_wide / 2 - radius), max(0.06 * cell_high, cell_high / 2 - radius)
@@ -169,7 +171,7 @@ def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, size: tuple[int, int], l
 
 
 def _outline(shape: str) -> Points:
-    """Corners of the shape inside the unit circle's square."""
+    """Return the corners of the shape, within [-1, 1]."""
     if shape == "square":
         return [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)]
     if shape == "triangle":
@@ -190,19 +192,19 @@ def _draw_number(pen: ImageDraw.ImageDraw, scene: Scene, scale: int, rng: Random
     width, height = scene.width * scale, scene.height * scale
     final_high, final_wide = resized(scene.height, scene.width)
     shrink = min(final_high / height, final_wide / width)
-    # Pillow's own typeface: a digit is about 0.71 of the size high and 0.58 wide.
+    # In Pillow's built-in typeface, a digit's height is about 0.71 of the font size, its width 0.58.
     largest = min(MAX_DIGIT_HEIGHT / shrink, 0.9 * height, 0.9 * width / len(scene.number) * 0.71 / 0.58)
     smallest = min(MIN_DIGIT_HEIGHT / shrink, largest)
     digit_height = math.exp(rng.uniform(math.log(smallest), math.log(largest)))
     font = ImageFont.load_default(size=digit_height / 0.71)
-    # A stroke around the figures makes them bold.
+    # A stroke around the digits makes them bold.
     bold = round(digit_height * rng.choice((0, 0.02, 0.04)))
     left, top, right, bottom = pen.textbbox((0, 0), scene.number, font=font, stroke_width=bold)
     margin = 2 * scale
     x = rng.uniform(margin, max(margin, width - margin - (right - left)))
     y = rng.uniform(margin, max(margin, height - margin - (bottom - top)))
     pen.text((x - left, y - top), scene.number, fill=_tint(scene.ink, rng), font=font, stroke_width=bold)
-    # Pillow's figures are all equally wide.
+    # All digits have the same width.
     half_width, half_height = (right - left) / len(scene.number) / 2, (bottom - top) / 2
     return [
         Mark(
@@ -218,11 +220,12 @@ def _draw_number(pen: ImageDraw.ImageDraw, scene: Scene, scale: int, rng: Random
 
 
 FIRST_SEED = 20
-"""Of the bundled pictures: with this one the demo answers them all rightly. How often it does is measured elsewhere."""
+"""Seed of the bundled pictures, chosen so that the demo answers all questions about them correctly. Its accuracy is
+measured on other pictures."""
 
 
 def _bundled() -> dict[str, Scene]:
-    """The scenes of the bundled pictures, by file name."""
+    """Return the scenes of the bundled pictures, by file name."""
     white, grey, cream, blue = LIGHT[1], LIGHT[2], LIGHT[3], LIGHT[4]
     landscape = (Thing("circle", "red", 0), Thing("square", "blue", 4), Thing("star", "green", 8))
     night = (*(Thing("star", "yellow", place) for place in (0, 2, 4)), Thing("circle", "purple", 6))
@@ -237,7 +240,7 @@ def _bundled() -> dict[str, Scene]:
     }
 
 
-# Pictures, question and answer; what the demo asks.
+# The demo's questions: pictures, question and answer.
 BUNDLED_QUESTIONS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("three-shapes.png",), "What is in the picture?", "a red circle, a blue square and a green star"),
     (("three-shapes.png",), "Where is the red circle?", "top left"),
@@ -256,7 +259,7 @@ BUNDLED_QUESTIONS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def write_bundled(folder: Path) -> None:
-    """Draws the bundled pictures into the folder, with the questions that the demo asks about them."""
+    """Write the bundled pictures into the folder, with the demo's questions about them."""
     for seed, (name, scene) in enumerate(_bundled().items()):
         picture = draw(scene, Random(FIRST_SEED + seed))
         (folder / name).write_bytes(as_file(picture, 88 if name.endswith(".jpg") else None))

@@ -1,4 +1,4 @@
-"""A picture as the vision tower takes it: numpy only, equal to transformers' `Qwen2VLImageProcessor` on Pillow."""
+"""Turns a picture into the vision tower's input, with numpy and Pillow, like transformers' `Qwen2VLImageProcessor`."""
 
 import math
 from typing import Any
@@ -11,10 +11,10 @@ PATCH = 16
 MERGE = 2
 TEMPORAL = 2
 FACTOR = PATCH * MERGE
-# A picture becomes about 16 to 30 tokens of 32 x 32 pixels; what is larger or smaller is resized to that.
+# A picture is resized to about 16 to 30 tokens of 32 x 32 pixels.
 MIN_PIXELS = 128 * 128
 MAX_PIXELS = 176 * 176
-# Bounds on either side of the ratio that transformers accepts too.
+# The limit of the aspect ratio is transformers'.
 MAX_ASPECT = 200
 
 PROCESSOR_CONFIG: dict[str, Any] = {
@@ -36,7 +36,8 @@ PROCESSOR_CONFIG: dict[str, Any] = {
 
 
 def resized(height: int, width: int) -> tuple[int, int]:
-    """Height and width after resizing: multiples of 32, an area within the limits, about the same aspect."""
+    """Return height and width after resizing: multiples of 32, an area within the limits, about the same aspect
+    ratio."""
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise ValueError(f"a picture of {width} x {height} pixels is too long and thin")
     high, wide = round(height / FACTOR) * FACTOR, round(width / FACTOR) * FACTOR
@@ -52,10 +53,10 @@ def resized(height: int, width: int) -> tuple[int, int]:
 
 
 def patches(picture: Image.Image) -> tuple[npt.NDArray[np.float32], tuple[int, int]]:
-    """The picture's patches [rows * columns, 3 * 2 * 16 * 16] and the grid (rows, columns) of patches.
+    """Return the picture's patches [rows * columns, 3 * 2 * 16 * 16] and their grid (rows, columns).
 
-    Patches come in blocks of 2 x 2, because the tower merges each such block into one token; every patch holds
-    the same picture twice, because the tower takes two frames at a time.
+    Patches are ordered in blocks of 2 x 2, which the tower merges into one token. Each patch holds the same pixels
+    twice, because the tower takes two frames at a time.
     """
     high, wide = resized(picture.height, picture.width)
     small = picture.convert("RGB").resize((wide, high), Image.Resampling.BICUBIC)

@@ -1,7 +1,7 @@
-"""What the demo model is trained and measured on: pictures, a question about them, and the answer.
+"""Training and evaluation data of the demo model: pictures, questions about them, and answers.
 
-Seeds: training takes those below 10**9; validation and evaluation have ranges of their own above it, so what is
-evaluated was never trained on, whatever seed a training run was given.
+Training uses seeds below 10**9; validation and evaluation have their own ranges above, so that evaluation examples are
+never trained on, whatever the seed of a training run.
 """
 
 import io
@@ -12,14 +12,14 @@ from PIL import Image
 
 from demo.pairs import ask_pair
 from demo.pictures import Scene, as_file, draw, random_digits, random_number, random_shapes
-from demo.single import Asked, ask, describe
+from demo.single import QuestionAnswer, ask, describe
 from demo.wording import dress
 
 TRAINING_SEEDS = range(10**9)
 EVALUATION_SEEDS = range(10**9, 10**9 + 10**6)
 VALIDATION_SEEDS = range(10**9 + 10**6, 10**9 + 2 * 10**6)
 
-# A user's message in order: texts, and indices of pictures.
+# The parts of a user's message in order: texts, and indices of pictures.
 Components = tuple[str | int, ...]
 
 _LEADS = (
@@ -35,7 +35,7 @@ _ORDINALS = (("first picture:", "second picture:"), ("picture 1:", "picture 2:")
 
 @dataclass(frozen=True)
 class Example:
-    """One question as a user would send it, with its answer."""
+    """One question as a user sends it, with its answer."""
 
     pictures: list[Image.Image]
     parts: Components
@@ -48,22 +48,21 @@ class Quiz:
     """Some pictures and several questions about them."""
 
     pictures: list[Image.Image]
-    asked: list[Asked]
+    asked: list[QuestionAnswer]
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """How hard quizzes are: training starts with easy ones.
-
-    `pairs` is the chance of two pictures; with the chance `described` the first question about one picture is what is
-    in it, which teaches most; `hard` is the share of questions of the kinds that take longest to learn.
-    """
+    """Difficulty of quizzes in a phase of the curriculum."""
 
     most_things: int = 4
     most_digits: int = 3
     pairs: float = 0.3
+    """Probability of two pictures."""
     described: float = 0.0
+    """Probability that the first question asks for everything in the picture, which teaches most."""
     hard: float = 0.0
+    """Share of questions of the kinds that take longest to learn."""
 
 
 HARD = ("count", "pair: count", "pair: equal", "pair: larger", "pair: more", "pair: where", "pair: which")
@@ -72,7 +71,7 @@ FINAL_LESSON = Lesson()
 
 
 def make_example(seed: int) -> Example:
-    """The example of that seed: always the same one."""
+    """Return the example of a seed, always the same."""
     rng = Random(seed)
     quiz = make_quiz(rng, 1)
     (asked,) = quiz.asked
@@ -80,31 +79,31 @@ def make_example(seed: int) -> Example:
 
 
 def make_quiz(rng: Random, questions: int, lesson: Lesson = FINAL_LESSON) -> Quiz:
-    """Up to `questions` different questions about one picture or about two."""
+    """Return up to `questions` different questions about one picture or about two."""
     scenes = _two_scenes(rng) if rng.random() < lesson.pairs else [_scene(rng, lesson)]
-    asked: dict[str, Asked] = {}
+    asked: dict[str, QuestionAnswer] = {}
     if len(scenes) == 1 and rng.random() < lesson.described:
         one = describe(scenes[0], "", rng)
-        asked[one.question] = Asked(one.kind, dress(one.question, rng), one.answer)
+        asked[one.question] = QuestionAnswer(one.kind, dress(one.question, rng), one.answer)
     for _ in range(questions):
         one = _ask(scenes, rng)
         if rng.random() < lesson.hard:
             one = next((other for _ in range(20) if (other := _ask(scenes, rng)).kind in HARD), one)
-        asked.setdefault(one.question, Asked(one.kind, dress(one.question, rng), one.answer))
+        asked.setdefault(one.question, QuestionAnswer(one.kind, dress(one.question, rng), one.answer))
     quiz = Quiz([through_file(draw(scene, rng), rng) for scene in scenes], list(asked.values()))
     if rng.random() < 0.015:
-        return Quiz([], [Asked("no picture", one.question, "there is no picture") for one in quiz.asked])
+        return Quiz([], [QuestionAnswer("no picture", one.question, "there is no picture") for one in quiz.asked])
     return quiz
 
 
-def _ask(scenes: list[Scene], rng: Random) -> Asked:
+def _ask(scenes: list[Scene], rng: Random) -> QuestionAnswer:
     if len(scenes) == 2:
         return ask_pair(scenes[0], scenes[1], rng)
     return ask(scenes[0], rng.choice(("", "", " in the picture", " in the image", " in this picture")), rng)
 
 
 def arrange(pictures: int, question: str, rng: Random) -> Components:
-    """The message: the question before, between or after the pictures, perhaps with words that lead to them."""
+    """Return the message: the question before, between or after the pictures, perhaps with an introduction."""
     every = tuple(range(pictures))
     layout = rng.random()
     if layout < 0.5 or not pictures:
@@ -126,7 +125,7 @@ def _scene(rng: Random, lesson: Lesson) -> Scene:
 
 
 def _two_scenes(rng: Random) -> list[Scene]:
-    """Shapes twice, numbers of up to two digits twice (often equal), or one of each."""
+    """Return two scenes of shapes, two of numbers of up to two digits (often equal), or one of each."""
     kind = rng.random()
     if kind < 0.5:
         return [random_shapes(rng, 3), random_shapes(rng, 3)]
@@ -139,7 +138,7 @@ def _two_scenes(rng: Random) -> list[Scene]:
 
 
 def through_file(picture: Image.Image, rng: Random) -> Image.Image:
-    """The picture as decoded from a file: half of them JPEG, which changes the pixels."""
+    """Return the picture as decoded from a file: half of them are JPEG, which changes the pixels."""
     if rng.random() < 0.5:
         return picture
     return Image.open(io.BytesIO(as_file(picture, rng.randint(60, 95)))).convert("RGB")

@@ -16,37 +16,37 @@ from demo.batches import Batch, Row, RowMaker, collate
 from demo.chat import END_OF_TEXT, special, train_tokenizer, user_turn
 from demo.checkpoint import model_config, save
 from demo.questions import TRAINING_SEEDS, VALIDATION_SEEDS, Lesson, arrange, make_example, make_quiz
-from demo.sight import learn_to_see
+from demo.tower import train_tower
 from triptych.demo import MODEL_DIR
 
 ROWS = 16
-# Rows are drawn in pools and sorted by length, so that little of a batch is padding.
+# Rows are generated in pools and sorted by length, so that batches contain little padding.
 POOL = 4 * ROWS
 MUON_RATE = 3e-3
 ADAMW_RATE = 1.5e-3
 WARM_UP = 0.03
-# The share of the time in which the tower learns to see, before the questions begin.
-SIGHT = 0.16
-SIGHT_RATE = 0.6
-# From then on the tower learns with the language half, more slowly.
+# The share of the time in which the tower is trained by itself, before the questions begin.
+TOWER_ONLY = 0.16
+TOWER_ONLY_RATE = 0.6
+# The share of the time after which the tower is trained together with the decoder, at a lower rate.
 TOWER_JOINS = 0.4
 TOWER_RATE = 0.4
-# When training goes on from a checkpoint, more gently.
+# The factor of the learning rates when training resumes from a checkpoint.
 RESUMED_RATE = 0.5
 VALIDATED = 144
 
 
 def main() -> None:
-    """Reads the arguments and trains."""
+    """Parse the arguments and train."""
     parser = argparse.ArgumentParser(description="Train the bundled demo model on pictures drawn for it.")
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="the folder to write (%(default)s)")
     parser.add_argument("--minutes", type=float, default=42, help="how long to train (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="processor cores to use (%(default)s)")
-    parser.add_argument("--resume", type=Path, help="go on with the weights of this checkpoint, past the first lessons")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the training pictures (%(default)s)")
+    parser.add_argument("--resume", type=Path, help="continue with this checkpoint's weights, in the last lesson")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and training pictures (%(default)s)")
     options = parser.parse_args()
     if options.seed not in TRAINING_SEEDS:
-        parser.error(f"--seed must be at least 0 and below {TRAINING_SEEDS.stop}: the others are for measuring")
+        parser.error(f"--seed must be at least 0 and below {TRAINING_SEEDS.stop}: the others are for evaluation")
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     if options.resume:
@@ -63,7 +63,7 @@ def main() -> None:
 def train(
     model: Qwen3VLForConditionalGeneration, tokenizer: Tokenizer, seconds: float, seed: int, out: Path, *, resumed: bool
 ) -> None:
-    """Trains for that long (the learning rate follows the clock), writing the checkpoint with each report."""
+    """Train for `seconds`, by which the learning rate is scheduled, and write the checkpoint with each report."""
     maker, padding = RowMaker(tokenizer), special(tokenizer, END_OF_TEXT)
     held_out = [maker.example(make_example(number)) for number in VALIDATION_SEEDS[:VALIDATED]]
     validation = [collate(held_out[start : start + ROWS], padding) for start in range(0, VALIDATED, ROWS)]
@@ -71,12 +71,12 @@ def train(
     optimizers = make_optimizers(model)
     curriculum = Curriculum(len(Curriculum.LESSONS) - 1 if resumed else 0)
     if not resumed:
-        _set_rates(optimizers, SIGHT_RATE, SIGHT_RATE)
-        learn_to_see(model, optimizers, Random(f"sight {seed}"), SIGHT * seconds)
-        seconds *= 1 - SIGHT
-        model.model.visual.requires_grad_(False)  # a language half that can't ask yet would only blur its sight
+        _set_rates(optimizers, TOWER_ONLY_RATE, TOWER_ONLY_RATE)
+        train_tower(model, optimizers, Random(f"sight {seed}"), TOWER_ONLY * seconds)
+        seconds *= 1 - TOWER_ONLY
+        model.model.visual.requires_grad_(False)  # gradients of an untrained decoder would only degrade it
     start = reported = time.monotonic()
-    seen, losses = 0, []
+    num_rows, losses = 0, []
     for step, rows in enumerate(_training_rows(maker, seed, curriculum)):
         done = (time.monotonic() - start) / seconds
         if done >= 1:
@@ -92,13 +92,13 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         curriculum.observe(right.float().mean().item(), done)
-        seen += len(rows)
+        num_rows += len(rows)
         losses.append(loss.item())
         if time.monotonic() - reported > 120:
             reported = time.monotonic()
             exact = accuracy(model, validation)
             print(
-                f"{(reported - start) / 60:5.1f} min  step {step + 1}  {seen} rows  "
+                f"{(reported - start) / 60:5.1f} min  step {step + 1}  {num_rows} rows  "
                 f"level {curriculum.level}  loss {sum(losses) / len(losses):.4f}  validation {exact:.1%}",
                 flush=True,
             )
@@ -111,9 +111,11 @@ def train(
 
 
 def make_optimizers(model: Qwen3VLForConditionalGeneration) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, which learn more from each step with it, and AdamW for everything else. Each has
-    a group for the language half and one for the tower."""
-    # The mergers' matrices are so large that Muon would take longer over them than over all others.
+    """Return Muon for the layers' matrices, which converge in fewer steps with it, and AdamW for everything else.
+
+    Each has one parameter group for the decoder and one for the tower.
+    """
+    # The mergers' matrices are so large that Muon would spend more time on them than on all others.
     named = dict(model.named_parameters())
     matrices = {name for name, p in named.items() if p.ndim == 2 and "embed" not in name and "merger" not in name}
 
@@ -131,28 +133,28 @@ def make_optimizers(model: Qwen3VLForConditionalGeneration) -> list[torch.optim.
 
 
 def _set_rates(optimizers: list[torch.optim.Optimizer], language: float, tower: float) -> None:
-    """Sets the learning rates, as shares of their peaks."""
+    """Set the learning rates, as fractions of their peaks."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * (tower if group["half"] == "tower" else language)
 
 
 def rate(done: float) -> float:
-    """The learning rate, as a share of its peak, once this share of the time has passed."""
+    """Return the learning rate, as a fraction of its peak, after the fraction `done` of the time."""
     return min(1.0, done / WARM_UP) * (0.01 + 0.99 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
 
 
 def score(model: Qwen3VLForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss over answer tokens, and which rows have all of them right ([rows] bool)."""
-    seen = model.model.visual(batch.patches, grid_thw=batch.grids)
+    """Return the mean loss over answer tokens, and which rows have all of them right ([rows] bool)."""
+    features = model.model.visual(batch.patches, grid_thw=batch.grids)
     pictures = batch.ids == model.config.image_token_id
     embedded = model.model.language_model.embed_tokens(batch.ids)
     hidden = model.model.language_model(
-        inputs_embeds=embedded.masked_scatter(pictures[..., None], seen.pooler_output),
+        inputs_embeds=embedded.masked_scatter(pictures[..., None], features.pooler_output),
         position_ids=batch.positions,
         attention_mask=batch.visible,
         visual_pos_masks=pictures,
-        deepstack_visual_embeds=seen.deepstack_features,
+        deepstack_visual_embeds=features.deepstack_features,
         use_cache=False,
     ).last_hidden_state
     before = batch.scored.roll(-1, dims=1)  # the token that stands before an answer's token predicts it
@@ -165,21 +167,23 @@ def score(model: Qwen3VLForConditionalGeneration, batch: Batch) -> tuple[torch.T
 
 
 def _embed_patches(model: Qwen3VLForConditionalGeneration, pixels: torch.Tensor) -> torch.Tensor:
-    """What the tower's convolution computes, as one matrix product: much quicker backwards on a CPU."""
+    """Compute the tower's convolution as one matrix product, whose backward pass is much faster on CPUs."""
     convolution = model.model.visual.patch_embed.proj
     return torch.nn.functional.linear(pixels, convolution.weight.flatten(1), convolution.bias)
 
 
 @torch.no_grad()
 def accuracy(model: Qwen3VLForConditionalGeneration, batches: list[Batch]) -> float:
-    """The share of questions answered exactly right (writing greedily gives the same answers as this reading)."""
+    """Return the share of questions answered exactly right; greedy generation would give the same answers."""
     right = torch.cat([score(model, batch)[1] for batch in batches])
     return right.float().mean().item()
 
 
 class Curriculum:
-    """Goes from a lone shape or digit to two pictures: on to the next lesson once this one is mastered, and by the
-    end of the first third of the time in any case."""
+    """Lessons from a single shape or digit to two pictures.
+
+    The next lesson begins once the current one is mastered; the last one at a third of the time at the latest.
+    """
 
     LESSONS = (
         Lesson(most_things=1, most_digits=1, pairs=0.0, described=0.5),
@@ -189,23 +193,23 @@ class Curriculum:
         Lesson(pairs=0.5, described=0.3, hard=0.4),
     )
     MASTERED = 0.6
-    """Share of rows with every answer right, of late."""
+    """Recent share of rows with all answers right, above which the next lesson begins."""
 
     def __init__(self, level: int) -> None:
         self.level = level
-        self._of_late = 0.0
+        self._recent_share = 0.0
 
     @property
     def lesson(self) -> Lesson:
         return self.LESSONS[self.level]
 
     def observe(self, right: float, done: float) -> None:
-        """Takes note of the share of rows answered right, after this share of the time."""
-        self._of_late += 0.03 * (right - self._of_late)
+        """Update the recent share of rows answered right, after the fraction `done` of the time."""
+        self._recent_share += 0.03 * (right - self._recent_share)
         due = min(len(self.LESSONS) - 1, int(done * 3 * len(self.LESSONS)))
-        if self.level < len(self.LESSONS) - 1 and (self._of_late > self.MASTERED or self.level < due):
+        if self.level < len(self.LESSONS) - 1 and (self._recent_share > self.MASTERED or self.level < due):
             self.level += 1
-            self._of_late = 0.0
+            self._recent_share = 0.0
 
 
 def _training_rows(maker: RowMaker, seed: int, curriculum: Curriculum) -> Iterator[list[Row]]:

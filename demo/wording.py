@@ -1,4 +1,4 @@
-"""Ways of saying things: templates with alternatives, articles, lists."""
+"""Wording of questions and answers: templates with alternatives, articles, lists."""
 
 import re
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ PICTURE = "(picture|picture|image|photo|drawing)"
 THINGS = "(shapes|shapes|things|objects|figures)"
 COLOUR = "(colour|color)"
 
-# What people put around a question.
+# Phrases before and after a question.
 _OPENINGS = ("", "", "", "", "", "please tell me: ", "hi! ", "hello, ", "look at this. ", "question: ", "so, ")
 _CLOSINGS = ("", "", "", "", "", " please answer briefly.", " thanks!", " please.", " answer in a few words.")
 
 
 def say(template: str, rng: Random) -> str:
-    """The template with one alternative of each innermost `(a|b|c)` chosen, until none is left."""
+    """Replace the innermost groups `(a|b|c)` of a template by one of their alternatives, until none is left."""
     while (group := re.search(r"\(([^()]*)\)", template)) is not None:
         template = template[: group.start()] + rng.choice(group[1].split("|")) + template[group.end() :]
     return template
 
 
 def dress(question: str, rng: Random) -> str:
-    """The question as different people would type it: polite or not, with or without its mark, in any case."""
+    """Vary a question as users do: with or without polite phrases and final punctuation, in any letter case."""
     if rng.random() < 0.2:
         question = question.rstrip("?.")
     question = rng.choice(_OPENINGS) + question + rng.choice(_CLOSINGS)
@@ -34,7 +34,7 @@ def dress(question: str, rng: Random) -> str:
 
 
 def a(noun: str) -> str:
-    """The noun with its article."""
+    """Return the noun with its article."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
@@ -44,7 +44,7 @@ def listing(nouns: list[str]) -> str:
 
 
 def description(scene: Scene) -> str:
-    """All that the picture shows, in reading order."""
+    """Describe everything in the picture, in reading order."""
     if scene.number:
         return f"the number {scene.number}"
     return listing([a(str(thing)) for thing in scene.things])
@@ -52,7 +52,7 @@ def description(scene: Scene) -> str:
 
 @dataclass(frozen=True)
 class Noun:
-    """A name for things: of a shape, of a colour, of both, or (with neither) of anything."""
+    """A noun phrase with a shape, a colour, both, or neither, for things of any kind."""
 
     shape: str = ""
     colour: str = ""
@@ -62,19 +62,19 @@ class Noun:
 
     @property
     def plural(self) -> str:
-        """A template for several of these."""
+        """A template of the plural."""
         several = f"{self.shape}{'es' if self.shape == 'cross' else 's'}" if self.shape else THINGS
         return f"{self.colour} {several}".strip()
 
     def found(self, scene: Scene) -> list[Thing]:
-        """The things in the scene that bear this name."""
+        """Return the things in the scene that the noun describes."""
         return [
             thing for thing in scene.things if self.shape in ("", thing.shape) and self.colour in ("", thing.colour)
         ]
 
 
 def some_noun(scene: Scene, rng: Random, shaped: float = 0.65, coloured: float = 0.65) -> Noun:
-    """A noun with a shape and with a colour at these chances, mostly taken from a thing in the scene."""
+    """Return a noun with a shape and a colour with the given probabilities, mostly of a thing in the scene."""
     shape, colour = rng.choice(SHAPES), rng.choice(tuple(COLOURS))
     if scene.things and rng.random() < 0.7:
         thing = rng.choice(scene.things)
@@ -86,7 +86,7 @@ def some_noun(scene: Scene, rng: Random, shaped: float = 0.65, coloured: float =
 
 
 def definite_noun(scene: Scene, rng: Random, shaped: float = 0.65, coloured: float = 0.65) -> Noun | None:
-    """A noun that only one thing bears, or (one time in ten) none; None where luck brings no such noun."""
+    """Return a noun that describes exactly one thing or (one time in ten) none; None if no such noun was found."""
     wanted = 0 if rng.random() < 0.1 else 1
     for _ in range(12):
         noun = some_noun(scene, rng, shaped, coloured)

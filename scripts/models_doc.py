@@ -8,12 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.layers import test_families as halves
-from tests.models import test_interleaving, test_mrope, test_patches, test_videos
 from tests.models.golden.make_videos import family_of
-from tests.parity import test_families as service
-from tests.parity import test_video_families
-from tests.tiny import TINY
+from tests.support import families
+from tests.support.tiny import TINY
 from triptych.layers.decoder_config import RopeConfig
 from triptych.models.registry import FAMILIES, Family, resolve
 from triptych.models.shared.backbone import BackboneDefaults
@@ -21,75 +18,76 @@ from triptych.models.shared.encoder import TowerSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 QWEN3_VL = {"qwen3_vl", "qwen3_vl_moe"}
-"""What tests/parity/conftest.py and tests/layers/test_parity.py run: in more topologies, and with more faults, than the
-others."""
+"""Families that tests/parity/conftest.py and tests/layers/test_parity.py run, in more topologies than the others."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """``families`` are those that ``file`` tests so."""
+    """One row of the table of checks."""
 
     what: str
+    """What is compared with the reference."""
     how: str
+    """How closely, and on which cases."""
     file: str
+    """Files or folders of the tests, separated by commas."""
     families: Collection[str]
+    """Model types that the tests cover."""
 
 
 CHECKS = (
     Check(
         "plans and patches of images",
-        "bit for bit those of the Pillow processor, but for 16-bit grey, which it clips",
+        "equal bit by bit to the Pillow processor's, except 16-bit grey, which that one clips",
         "tests/models",
-        {*test_patches.FAMILIES, *QWEN3_VL},
+        {*families.PATCHES, *QWEN3_VL},
     ),
     Check(
         "plans, placeholders and patches of videos",
-        "bit for bit those of transformers' processors, made where torchvision can be imported",
+        "equal bit by bit to those of Transformers' processors (recorded with torchvision)",
         "tests/models/test_videos.py",
-        {family_of(case) for case in test_videos.CASES},
+        {family_of(case) for case in families.VIDEO_CASES},
     ),
     Check(
         "positions",
-        "of 1,000 random mixes of text and the family's media (50 in CI) equal to `get_rope_index`",
+        "equal to `get_rope_index` for 1,000 random mixes of text and media (50 in CI)",
         "tests/models/test_mrope.py",
-        test_mrope.MODELS,
+        families.ROPE_INDEX,
     ),
-    Check("tower rows", "within 1e-5", "tests/layers", {*halves.WITH_IMAGES, *QWEN3_VL}),
+    Check("embeddings", "within 1e-5", "tests/layers", {*families.WITH_IMAGES, *QWEN3_VL}),
     Check(
         "logits",
-        "of whole prompts within 1e-4, from the published layout of keys and from `save_pretrained`'s",
+        "within 1e-4 for whole prompts, from published tensor names and from those of `save_pretrained`",
         "tests/layers",
-        {*(name for name, _ in halves.LAYOUTS), *QWEN3_VL, "qwen3_omni_moe_thinker"},
+        {*(name for name, _ in families.LAYOUTS), *QWEN3_VL, "qwen3_omni_moe_thinker"},
     ),
     Check(
         "answers",
-        "32 greedy tokens identical, in one instance, with each stage apart, in chunks of 7 and whole, and through a "
-        "receive pool of one block; logits of the first within 1e-4",
+        "32 greedy tokens equal: in one instance, with each stage on its own, in chunks of 7 and whole, and through a "
+        "receive pool of one block; first logits within 1e-4",
         "tests/parity",
         {*TINY, *QWEN3_VL},
     ),
     Check(
         "answers about videos",
-        "the same, in the same topologies, from MP4, WebM, GIF and lists of frames",
+        "as above, from MP4, WebM, GIF and lists of frames",
         "tests/parity",
-        {*test_video_families.FAMILIES, "qwen3_vl"},
+        {*families.VIDEO_ANSWERS, "qwen3_vl"},
     ),
     Check(
         "audio",
-        "tokens, features (within 1e-4) and rows (within 1e-5) as the reference has them; answers as above, to audio "
-        "alone and beside images",
+        "tokens equal, features within 1e-4, embeddings within 1e-5; answers as above, also beside images",
         "tests/models, tests/layers, tests/parity",
         {name for name, family in FAMILIES.items() if "audio" in family.modalities and name in TINY},
     ),
     Check(
-        "videos that are heard",
-        "tokens in the order of transformers' processor, positions (in the mixes above) and answers as with its "
-        "`use_audio_in_video`, from MP4, WebM and Matroska",
+        "videos with soundtracks",
+        "token order, positions and answers equal to those with `use_audio_in_video`, from MP4, WebM and Matroska",
         "tests/models, tests/parity/test_heard_videos.py",
-        {test_interleaving.FAMILY},
+        {families.HEARD_VIDEOS},
     ),
-    Check("tensor parallelism", "the same answers from two ranks", "tests/parity", {*service.TWO_RANKS, *QWEN3_VL}),
-    Check("sliding windows", "the same answers with windows switched on", "tests/parity", service.WITH_WINDOWS),
+    Check("tensor parallelism", "the same answers from two ranks", "tests/parity", {*families.TWO_RANKS, *QWEN3_VL}),
+    Check("sliding windows", "the same answers with windows switched on", "tests/parity", families.SLIDING_WINDOWS),
 )
 
 
@@ -98,19 +96,21 @@ def page() -> str:
     lines = [
         "# Models",
         "",
-        "Generated by `python -m scripts.models_doc`; a test keeps it up to date.",
+        "This page is generated by `scripts/models_doc.py` from the registry and the tests.",
         "",
-        "| `model_type` | models | requests are made of | language model | tower |",
+        "| `model_type` | models | input | language model | encoder |",
         "| --- | --- | --- | --- | --- |",
         *(_family(name, family) for name, family in FAMILIES.items()),
         "",
-        "A family of text alone is served without an encode instance: `1PD`, `1P1D`, … RoPE scaling (YaRN and others) "
-        "and quantized checkpoints are refused at start. Sliding windows are served on CPUs only.",
+        "Text models are served without an encode instance: `1PD`, `1P1D`, …",
+        "RoPE scaling (YaRN and others) and quantized checkpoints are refused at the start.",
+        "Sliding windows are served on CPUs only.",
         "",
         "## What is checked, and how",
         "",
-        "Against transformers in float32, on tiny random checkpoints with what is odd about a family switched on. No "
-        "released weights were ever loaded: the machines that this was built on can't download any.",
+        "The reference is Transformers in float32.",
+        "Checkpoints are tiny and random, with every special feature of a family switched on.",
+        "**No released weights have been loaded yet.**",
         "",
         "| | how | where | " + " | ".join(f"`{name}`" for name in FAMILIES) + " |",
         "| --- | --- | --- |" + " :-: |" * len(FAMILIES),
@@ -120,10 +120,10 @@ def page() -> str:
 
 
 def _family(name: str, family: Family) -> str:
-    loader = resolve(family.tower)
-    towers = ", ".join(map(_tower, loader.specs)) if family.takes_media else "none"
+    adapter = resolve(family.adapter)
+    towers = ", ".join(map(_tower, adapter.specs)) if family.takes_media else "none"
     modalities = ", ".join(family.modalities)
-    return f"| `{name}` | {family.name} | {modalities} | {_backbone(loader.backbone)} | {towers} |"
+    return f"| `{name}` | {family.name} | {modalities} | {_backbone(adapter.backbone)} | {towers} |"
 
 
 def _tower(spec: TowerSpec) -> str:
@@ -144,8 +144,9 @@ def _rope(rope: RopeConfig) -> str:
 def _check(check: Check) -> str:
     if unknown := set(check.families) - set(FAMILIES):
         raise ValueError(f"{check.what}: {unknown} are no families")
+    files = ", ".join(f"`{file}`" for file in check.file.split(", "))
     marks = " | ".join("✓" if name in check.families else "" for name in FAMILIES)
-    return f"| {check.what} | {check.how} | `{check.file}` | {marks} |"
+    return f"| {check.what} | {check.how} | {files} | {marks} |"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def thread() -> Iterator[ComputeThread]:
 def test_a_job_that_is_alone_has_begun_when_submit_returns(
     thread: ComputeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute_thread, "PATIENCE", 60.0)
+    monkeypatch.setattr(compute_thread, "START_TIMEOUT", 60.0)
     for _ in range(50):
         end = threading.Event()
         future = thread.submit(end.wait)
@@ -28,8 +28,8 @@ def test_a_job_that_is_alone_has_begun_when_submit_returns(
         assert future.result(10)
 
 
-def test_nobody_waits_for_one_behind_another(thread: ComputeThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_thread, "PATIENCE", 60.0)  # the test's own time runs out before
+def test_submit_does_not_wait_for_a_job_behind_another(thread: ComputeThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_thread, "START_TIMEOUT", 60.0)  # the test's own time runs out before
     end = threading.Event()
     first = thread.submit(end.wait)
     second = thread.submit(end.is_set)

@@ -1,4 +1,4 @@
-"""Whose turn it is: properties of the queue over random clients, costs and cancellations."""
+"""Fair queueing: properties of the queue over random clients, costs and cancellations."""
 
 from collections import Counter, defaultdict
 
@@ -91,7 +91,7 @@ def test_no_more_is_started_before_new_work_than_was_foretold(before: list, new:
     for number, (client, cost, priority, kind) in enumerate(before):
         queue.add(number, client, cost, priority, kind)
     client, cost, priority, kind = new
-    foretold = queue.ahead(client, cost, priority, kind if of_its_kind else None)
+    foretold = queue.cost_ahead(client, cost, priority, kind if of_its_kind else None)
     mine = queue.add(-1, client, cost, priority, kind)
     started = 0.0
     may_start = {number for number, one in enumerate([*before, new]) if not of_its_kind or one[3] == kind}

@@ -9,7 +9,7 @@ SIZE = 96 * 2**20  # more than a thread's own heap would hold
 OTHER_LIBRARY = 3
 STEPS = f"""
 import ctypes, resource, sys, threading
-from triptych.heap import M_MMAP_THRESHOLD, OF_ITS_OWN, keep_freed_memory, share_heap
+from triptych.heap import M_MMAP_THRESHOLD, MMAP_THRESHOLD, keep_freed_memory, share_heap
 
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -32,7 +32,7 @@ thread = threading.Thread(target=lambda: print(*[step() for _ in range(4)]))
 thread.start()
 thread.join()
 # afterwards, since to ask is to set it
-if not hasattr(library, "mallopt") or not library.mallopt(M_MMAP_THRESHOLD, OF_ITS_OWN):
+if not hasattr(library, "mallopt") or not library.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD):
     sys.exit({OTHER_LIBRARY})
 """
 

@@ -1,5 +1,6 @@
-"""The linter refuses what would run code that came from outside, or let everybody in."""
+"""The linter refuses what would run code from outside, or open ports to everybody; and rules that it doesn't have."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -51,3 +52,23 @@ def test_no_socket_is_bound_to_all_addresses_and_no_remote_code_is_trusted() -> 
     sources = {path: path.read_text() for path in (ROOT / "triptych").rglob("*.py")}
     assert len(sources) > 100
     assert [str(path) for path, source in sources.items() if wrong.search(source)] == []
+
+
+def imported(source: str) -> set[str]:
+    """The modules that a file imports, or imports something from; ``from a import b`` counts as ``a`` and ``a.b``."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+    return found
+
+
+def test_tests_import_neither_test_modules_nor_benchmarks() -> None:
+    """What several tests share is in tests/support."""
+    paths = {path: imported(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
+    assert len(paths) > 100
+    forbidden = re.compile(r"bench(\..*)?|tests\.(.*\.)?test_\w+")
+    wrong = [(str(path.relative_to(ROOT)), name) for path, names in paths.items() for name in names]
+    assert [(path, name) for path, name in wrong if forbidden.fullmatch(name)] == []

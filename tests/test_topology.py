@@ -44,7 +44,7 @@ def test_reads_what_makes_sense(text: str, roles: list[Role]) -> None:
         ("1E1D", "no instance that prefills"),
         ("1E1PD1D", "no instance that prefills"),
         ("1E1P", "no instance that decodes"),
-        ("1E1PD1P", "nobody to prefill for"),
+        ("1E1PD1P", "no decode instance for"),
     ],
 )
 def test_says_what_is_wrong_with_the_rest(text: str, reason: str) -> None:

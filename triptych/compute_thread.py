@@ -1,8 +1,8 @@
-"""The one thread of an instance that computes, so that its loop stays free to answer messages.
+"""The one thread of an instance that computes, so that its loop stays responsive to messages.
 
-All that takes several cores runs on it, loading included. OpenMP keeps a team of threads for every thread that has ever
-asked for one, and once a process has more of them than cores, each of the dozens of hand-overs in a step goes through
-the kernel (decision 3).
+All multi-core work runs on it, loading included. OpenMP keeps a team of threads for every thread that has used it. Once
+a process has more of them than cores, each of the dozens of synchronizations in a step goes through the kernel
+(decision 3).
 """
 
 import threading
@@ -14,25 +14,25 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PATIENCE = 0.01
-"""Seconds that a job may take to begin, on a machine that has other work, before the loop goes on regardless."""
+START_TIMEOUT = 0.01
+"""Seconds that ``submit`` waits for a job to begin, on a machine with other load."""
 
 
 class ComputeThread:
-    """Runs jobs one at a time in the order given. An instance with several stages gives each of them one job at a
-    time, so they take turns on the same cores: what ``EPD`` in one process means. ``busy_seconds`` is how long
-    jobs have run so far."""
+    """Runs jobs one at a time, in order. An instance with several stages submits one job at a time for each, so that
+    they take turns on the same cores."""
 
     def __init__(self, on_done: Callable[[], None]) -> None:
-        """``on_done`` is called, on the compute thread, whenever a job has ended."""
+        """``on_done`` is called on the compute thread after every job."""
         self.busy_seconds = 0.0
+        """Total run time of all jobs so far."""
         self._on_done = on_done
         self._num_submitted = self._num_ended = 0  # each counted by one thread
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        """Queues a job, and waits until it has begun if it is the only one: what the caller does next, and those whom
-        it wakes, would take the core that the job is to begin on, while the others have nothing to do."""
+        """Queue a job. If it is the only one, wait until it has begun: otherwise the calling thread, and those that it
+        wakes next, would occupy the core that the job needs to start, while the other cores are idle."""
         alone, begun = self._num_submitted == self._num_ended, threading.Event()
         self._num_submitted += 1
 
@@ -48,9 +48,9 @@ class ComputeThread:
         future = self._executor.submit(timed)
         future.add_done_callback(lambda _: self._on_done())
         if alone:
-            begun.wait(PATIENCE)
+            begun.wait(START_TIMEOUT)
         return future
 
     def close(self) -> None:
-        """Lets the job that runs end, drops the others."""
+        """Wait for the running job, and drop the others."""
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,58 +1,41 @@
-"""Every error that Triptych raises on purpose, in one tree.
+"""The exceptions that Triptych raises on purpose, in one tree.
 
 ::
 
     TriptychError
-    ├── RequestError                a client's fault; carries the field at fault
-    │   ├── InvalidRequest          wrong type, unknown field, value out of range
-    │   ├── GrammarTooCostly        compiling it, or matching the answer, takes more than it may
-    │   ├── PromptTooLong           more tokens than the model's context holds
-    │   ├── NoTokenAllowed          grammar, logit_bias and min_tokens together rule every token out
-    │   ├── UnknownModel
-    │   ├── PayloadTooLarge
-    │   ├── BodyTooSlow             a request body that doesn't come
-    │   └── MediaError              an item that can't be used
-    │       ├── UnsupportedMedia    not an image or a video of a known format
-    │       ├── TruncatedMedia      the bytes end before the header or the pixels do
-    │       ├── MediaTooLarge       refused at planning, before any pixel is decoded
-    │       ├── MediaMismatch       not what its header says
-    │       ├── BadMediaSize        zero sides, or a shape the model can't take
-    │       ├── MediaNotAllowed     a URL whose host isn't allowed
-    │       ├── MediaNotFetched     a URL that may be fetched, but couldn't be
-    │       ├── DecodeFailed        its decoder crashed, or needed more than it may
-    │       ├── MediaNotServed      the topology has no encoder
-    │       └── UnknownMedia        a uuid that nothing is remembered by
-    ├── ServiceError                our side's fault or state
-    │   ├── Overloaded              the queue is full, or too long for the deadline; carries retry_after
-    │   │   └── RateLimited         one client's share of it is full
-    │   ├── Unavailable             no instance can do this (now, or in this topology)
-    │   ├── InstanceLost            the instance that held the request is gone
-    │   ├── DeadlineExceeded
-    │   ├── PlanMismatch            a result that differs from its plan: a bug, caught
-    │   ├── NonFiniteLogits         the model's logits for one request aren't finite numbers
-    │   └── InternalError           anything else that went wrong while serving one request
+    ├── RequestError
+    │   ├── InvalidRequest, GrammarTooCostly, PromptTooLong, NoTokenAllowed, UnknownModel, PayloadTooLarge, BodyTooSlow
+    │   └── MediaError
+    │       ├── UnsupportedMedia, TruncatedMedia, MediaTooLarge, MediaMismatch, BadMediaSize, DecodeFailed
+    │       └── MediaNotAllowed, MediaNotFetched, MediaNotServed, UnknownMedia
+    ├── ServiceError
+    │   ├── Overloaded
+    │   │   └── RateLimited
+    │   └── Unavailable, InstanceLost, DeadlineExceeded, PlanMismatch, NonFiniteLogits, InternalError
     ├── TransferError
-    │   ├── BlockError              double free, foreign free or leak in a block pool
-    │   └── RegionError             a region that can't be opened or is too small
-    └── StartError                  the service can't start; shown to the operator
-        ├── CheckpointError         a checkpoint folder that can't be served; names file or key
-        ├── TopologyError
-        └── ConfigError
+    │   └── BlockError, RegionError
+    ├── StartError
+    │   └── CheckpointError, TopologyError, ConfigError
+    └── BadAddress, BadMessage
 
-What HTTP status each becomes is said once, in ``triptych/api/errors.py``.
+Each docstring says first what happened, then what the client or the operator can do about it. The HTTP status of each
+error stands in ``triptych/api/errors.py``.
 """
 
 
 class TriptychError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of every error raised on purpose."""
 
 
 class RequestError(TriptychError):
-    """The client sent something that can't be served.
+    """The request can't be served as the client sent it.
 
-    ``param`` names the field at fault, in the path notation of the OpenAI API
-    (``messages[0].content[1].image_url.url``), or is None when no single field is.
+    Change the request; sending it again unchanged fails again.
     """
+
+    param: str | None
+    """The field at fault, as a path of the OpenAI API (``messages[0].content[1].image_url.url``); None if there is no
+    single one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -60,83 +43,152 @@ class RequestError(TriptychError):
 
 
 class InvalidRequest(RequestError):
-    """A field is unknown, has the wrong type, or a value out of range."""
+    """A field is unknown, missing, of the wrong type, or out of range.
+
+    Correct the field that ``param`` names. Unsupported fields are rejected, never ignored: remove them.
+    """
 
 
 class GrammarTooCostly(RequestError):
-    """The grammar that the answer must keep to takes more time or memory than it may, to compile or to match."""
+    """The grammar takes too much time or memory to compile or to match.
+
+    Simplify the JSON schema, regular expression or grammar: fewer alternatives, fewer large repetition counts.
+    """
 
 
 class PromptTooLong(RequestError):
-    """The prompt, or prompt and requested output, exceed the context length."""
+    """The prompt, or the prompt and ``max_tokens``, exceed the context length.
+
+    Shorten the prompt, lower ``max_tokens``, or send fewer or smaller media items. The operator can raise
+    ``--max-model-len`` up to the model's own limit.
+    """
 
 
 class NoTokenAllowed(RequestError):
-    """What the request asks for rules every token out: its grammar, ``logit_bias`` and ``min_tokens`` together."""
+    """The request's grammar, ``logit_bias`` and ``min_tokens`` together exclude every token.
+
+    Relax one of them.
+    """
 
 
 class UnknownModel(RequestError):
-    """The request names a model that isn't served here."""
+    """The request names a model that this service doesn't serve.
+
+    Use a name from ``GET /v1/models``. The operator can set it with ``--served-model-name``.
+    """
 
 
 class PayloadTooLarge(RequestError):
-    """The request body exceeds the limit."""
+    """The request body exceeds a limit on its size.
+
+    Send less in one request. The operator can raise ``--max-body-mb``; the limits on text and on the number of values
+    are fixed.
+    """
 
 
 class BodyTooSlow(RequestError):
-    """The request body doesn't come."""
+    """The request body did not arrive in time.
+
+    Send the request again over a faster connection, or send less in one request.
+    """
 
 
 class MediaError(RequestError):
-    """A media item can't be used."""
+    """A media item can't be used.
+
+    ``param`` names the item; the class says what is wrong with it.
+    """
 
 
 class UnsupportedMedia(MediaError):
-    """The bytes aren't of a media format that Triptych reads."""
+    """The bytes aren't in a media format that Triptych reads, or the model doesn't take this kind of media.
+
+    Convert the item to a supported format, such as PNG, JPEG, MP4, WebM, WAV or FLAC.
+    """
 
 
 class TruncatedMedia(MediaError):
-    """The bytes end too early."""
+    """The bytes end before the media item does.
+
+    Check that the file was uploaded or downloaded completely, and send it again.
+    """
 
 
 class MediaTooLarge(MediaError):
-    """The item exceeds a limit on pixels, bytes or tokens."""
+    """The item exceeds a limit on bytes, pixels, duration or tokens.
+
+    Send a smaller or shorter item. The operator can raise the limit: ``--max-image-mb``, ``--max-image-pixels``,
+    ``--max-video-seconds``, ``--max-audio-seconds``, ``--max-item-tokens`` and similar flags.
+    """
 
 
 class MediaMismatch(MediaError):
-    """What was decoded isn't what the item's header says."""
+    """The decoded item differs from what its header says.
+
+    The file is damaged or was written incorrectly: encode it again.
+    """
 
 
 class BadMediaSize(MediaError):
-    """The item's sides are zero, or a shape the model can't take."""
+    """The item is empty, or the model can't take its shape.
+
+    Send an item with at least one pixel or sample, of a less extreme aspect ratio.
+    """
 
 
 class MediaNotAllowed(MediaError):
-    """The item's URL isn't one that this server may fetch."""
+    """The item's URL isn't one that this service may fetch.
+
+    Send the item inline as a ``data:`` URL. The operator can allow hosts with ``--allowed-media-domains``, networks
+    with ``--allowed-media-networks``, and a folder with ``--allowed-local-media-path``.
+    """
 
 
 class MediaNotFetched(MediaError):
-    """The item's URL may be fetched, but couldn't be, now."""
+    """The item's URL is allowed, but could not be fetched.
+
+    Check the URL and the server behind it, or send the item inline. The operator can raise ``--media-fetch-timeout``.
+    """
 
 
 class DecodeFailed(MediaError):
-    """The item's decoder crashed, or needed more time or memory than it may."""
+    """The item's decoder crashed, or exceeded its time or memory limit.
+
+    Encode the item again, or send a smaller one. The operator can raise ``--decode-timeout`` and
+    ``--decode-memory-mb``.
+    """
 
 
 class MediaNotServed(MediaError):
-    """This service was started without an encode instance: it answers text alone."""
+    """This service takes text only: its model or its topology has no encoder.
+
+    Send text only. The operator can start a topology with an encode stage, such as ``1E1PD``.
+    """
 
 
 class UnknownMedia(MediaError):
-    """Nothing is remembered by the uuid that stands for the item; the client can send the item again."""
+    """The service no longer holds the item that a uuid stands for.
+
+    Send the item itself again, with its uuid. The operator can raise ``--mm-uuid-cache-mb``.
+    """
 
 
 class ServiceError(TriptychError):
-    """The service couldn't answer a valid request."""
+    """The service could not answer a valid request.
+
+    Sending it again may succeed.
+    """
 
 
 class Overloaded(ServiceError):
-    """The queue is full, or too long for the request to be answered in time. ``retry_after`` is in seconds."""
+    """The service is full, or the queue is too long for the request to meet its deadline.
+
+    Send the request again after ``Retry-After`` seconds. The operator can add instances, or raise ``--max-queue`` and
+    ``--request-timeout``.
+    """
+
+    retry_after: int
+    """Seconds after which there may be room."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -144,64 +196,122 @@ class Overloaded(ServiceError):
 
 
 class RateLimited(Overloaded):
-    """This client has as many requests waiting or running as it may, or they hold as much memory as they may."""
+    """The client has as many requests in flight, or holds as much memory with them, as it may.
+
+    Wait for some of them to end, then send the request again. The operator can raise ``--max-queue-per-client`` and
+    ``--max-inflight-mb``.
+    """
 
 
 class Unavailable(ServiceError):
-    """No instance can do this now, or in this topology."""
+    """No instance can do this work now.
+
+    Send the request again later. The operator can see with ``triptych status`` which stage has no instance.
+    """
 
 
 class InstanceLost(ServiceError):
-    """The instance that held the request is gone."""
+    """An instance was lost while it worked on the request, and no other could take over.
+
+    Send the request again. The operator finds the reason in the lost instance's log.
+    """
 
 
 class DeadlineExceeded(ServiceError):
-    """The request's time ran out."""
+    """The request was not answered before its deadline.
+
+    Send the request again with fewer tokens or a longer timeout. The operator can add instances, or raise
+    ``--request-timeout``.
+    """
 
 
 class PlanMismatch(ServiceError):
-    """A result differs from its plan. Always a bug, never the client's fault."""
+    """An encoded item differs from its plan.
+
+    This is a bug, never the client's fault: report it with the media item and the model.
+    """
 
 
 class NonFiniteLogits(ServiceError):
-    """The model's logits for this request aren't finite: its weights or activations overflow."""
+    """The model's logits for the request aren't finite: its weights or activations overflow.
+
+    The operator can start the service with a wider ``--dtype`` (bfloat16 or float32), or without ``--quantization``.
+    """
 
 
 class InternalError(ServiceError):
-    """Something went wrong while serving one request."""
+    """Something unexpected failed while the request was served.
+
+    Send the request again. The operator finds the cause in the log, under the request's id.
+    """
 
 
 class TransferError(TriptychError):
-    """A transfer between instances went wrong."""
+    """A transfer between instances failed.
+
+    Transfers are retried; the operator should look at the fabric and the network if this error repeats.
+    """
 
 
 class BlockError(TransferError):
-    """Double free, foreign free or leak in a block pool."""
+    """A block pool was used incorrectly: a double free, a foreign free or a leak.
+
+    This is a bug: report it with the log.
+    """
 
 
 class RegionError(TransferError):
-    """A region can't be opened, or isn't what its handle says."""
+    """A registered memory region can't be opened, or doesn't match its handle.
+
+    Check that both instances use the same fabric, and that the machine allows shared or registered memory.
+    """
 
 
 class StartError(TriptychError):
-    """The service can't start. The message is for the operator's terminal."""
+    """The service can't start.
+
+    The message, on the operator's terminal, names the flag, file or key to correct.
+    """
 
 
 class CheckpointError(StartError):
-    """A checkpoint folder can't be served. Names the file or the key."""
+    """The checkpoint folder can't be served.
+
+    The message names the file or the key. ``triptych doctor MODEL`` checks a folder without starting a service.
+    """
 
 
 class TopologyError(StartError):
-    """A topology that makes no sense."""
+    """The topology is invalid.
+
+    Write counts and roles, such as ``1EPD``, ``1E1PD`` or ``1E1P1D``, with a role for each stage.
+    """
 
 
 class ConfigError(StartError):
-    """Settings that don't fit together."""
+    """A setting is invalid, or settings contradict each other.
+
+    Correct the flag, environment variable or configuration key that the message names.
+    """
+
+
+class BadAddress(TriptychError):
+    """An address can't be listened on or connected to.
+
+    Check ``--host``, the ports and ``--cluster-host``; another process may use the port.
+    """
+
+
+class BadMessage(TriptychError):
+    """Bytes received on a process's socket aren't a message.
+
+    They are dropped. If it repeats, check that all processes run the same version, and that nothing else connects.
+    """
 
 
 def from_wire(name: str, message: str, param: str | None = None) -> TriptychError:
-    """The error that another process reported by class name; an InternalError for a name that isn't in the tree or
-    isn't one a request may end in."""
+    """Return the error that another process reported by class name; an InternalError for an unknown name, or one
+    that no request can end in."""
     kind = globals().get(name)
     if not isinstance(kind, type) or not issubclass(kind, RequestError | ServiceError):
         return InternalError(message)

@@ -1,9 +1,9 @@
-"""Whose turn it is: work that waits, shared out fairly among clients. Holds no device and no socket.
+"""A queue that shares service fairly among clients. Holds no device and no socket.
 
-Each client has a counter of the work that was done for it, and the one with the smallest goes first; who comes after a
-pause starts where the others are, so that nobody saves up and nobody pays for having been alone. This is the virtual
-token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Lower priorities go first,
-whosever they are; within a client's work of one priority and kind, first come, first served.
+Each client has a counter of the work done for it, and the client with the smallest counter goes first. A client that
+returns after a pause starts at the others' level, so that idle time earns no credit. This is the virtual token counter
+of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Lower priorities go first, across clients;
+within a client's work of one priority and kind, the order is first come, first served.
 """
 
 from collections import deque
@@ -14,32 +14,50 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_IDLE_COUNTERS = 1024
-"""Clients that nothing waits for and whose counters are kept all the same."""
+"""Clients with nothing queued whose counters are kept."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ticket(Generic[T]):
-    """A piece of work that waits. ``cost`` in whatever the queue's counters count."""
+    """A queued piece of work."""
 
     work: T
     client: str
     cost: float
+    """In the unit of the queue's counters."""
     priority: int
+    """Lower goes first."""
     kind: str
     number: int
+    """Order of arrival."""
 
 
 @dataclass
 class _Flow(Generic[T]):
-    """What waits of one client, priority and kind, oldest first."""
+    """The queued work of one client, priority and kind, oldest first."""
 
     tickets: deque[Ticket[T]] = field(default_factory=deque)
     cost: float = 0.0
+    """Sum of the tickets' costs."""
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """Snapshot of a ``FairQueue``, for tests and debugging."""
+
+    counters: dict[str, float]
+    """Work done for each client."""
+    flows: dict[tuple[int, str, str], tuple[float, list[float]]]
+    """By priority, client and kind: the flow's total cost, and each ticket's."""
+
+    def __len__(self) -> int:
+        """Number of queued tickets."""
+        return sum(len(costs) for _, costs in self.flows.values())
 
 
 class FairQueue(Generic[T]):
-    """Work by client. ``kind`` tells apart what can't be started for reasons of its own, so that it isn't in the way of
-    the same client's other work."""
+    """Fair queue of work by client. Work of one ``kind`` doesn't block a client's work of another kind that could
+    start earlier."""
 
     def __init__(self) -> None:
         self._flows: dict[tuple[int, str, str], _Flow[T]] = {}
@@ -49,6 +67,7 @@ class FairQueue(Generic[T]):
         self._length = 0
 
     def add(self, work: T, client: str, cost: float, priority: int = 0, kind: str = "") -> Ticket[T]:
+        """Queue a piece of work."""
         if not any(key[1] == client for key in self._flows):
             self._counters[client] = max(self._counters.get(client, 0.0), self._now)
         ticket = Ticket(work, client, cost, priority, kind, self._number)
@@ -60,7 +79,7 @@ class FairQueue(Generic[T]):
         return ticket
 
     def pop(self, may_start: Callable[[T], bool] = lambda _: True) -> Ticket[T] | None:
-        """Whose turn it is of those that may start; None when none may."""
+        """Dequeue the first ticket whose work may start, and charge its client; None if there is none."""
         heads = (flow.tickets[0] for flow in self._flows.values() if may_start(flow.tickets[0].work))
         ticket = min(heads, key=lambda one: (one.priority, self._counters[one.client], one.number), default=None)
         if ticket is not None:
@@ -70,7 +89,7 @@ class FairQueue(Generic[T]):
         return ticket
 
     def remove(self, ticket: Ticket[T]) -> None:
-        """Takes out a ticket that is in the queue. One that nobody waits for any more costs its client nothing."""
+        """Remove a queued ticket, at no cost for its client."""
         key = ticket.priority, ticket.client, ticket.kind
         flow = self._flows[key]
         flow.tickets.remove(ticket)
@@ -78,28 +97,34 @@ class FairQueue(Generic[T]):
         self._length -= 1
         if not flow.tickets:
             del self._flows[key]
-            self._forget_idle()
+            self._drop_idle_counters()
 
     def charge(self, client: str, cost: float) -> None:
-        """Work that was started turned out to cost so much more, or, below zero, less."""
+        """Adjust a client's counter by how much more work cost than estimated; negative if it cost less."""
         if client in self._counters:
             self._counters[client] = max(0.0, self._counters[client] + cost)
 
-    def ahead(self, client: str, cost: float, priority: int = 0, kind: str | None = None) -> float:
-        """How much of what waits, of that kind if one is given, will be started before new work of that cost: all that
-        is more urgent, the client's own, and of each other as much as the client will have had by then."""
+    def cost_ahead(self, client: str, cost: float, priority: int = 0, kind: str | None = None) -> float:
+        """Return the cost of the queued work that will start before new work of this cost, of one kind or of all.
+
+        That is all work of lower priority numbers, the client's own, and of each other client at most as much as this
+        client gets by then."""
         own = urgent = 0.0
         others: dict[str, float] = {}
-        for (its, whose, what), flow in self._flows.items():
-            if kind is not None and what != kind:
+        for (flow_priority, flow_client, flow_kind), flow in self._flows.items():
+            if kind is not None and flow_kind != kind:
                 continue
-            if whose == client and its <= priority:
+            if flow_client == client and flow_priority <= priority:
                 own += flow.cost
-            elif whose != client and its < priority:
+            elif flow_client != client and flow_priority < priority:
                 urgent += flow.cost
-            elif whose != client and its == priority:
-                others[whose] = others.get(whose, 0.0) + flow.cost
-        return own + urgent + sum(min(waiting, own + cost) for waiting in others.values())
+            elif flow_client != client and flow_priority == priority:
+                others[flow_client] = others.get(flow_client, 0.0) + flow.cost
+        return own + urgent + sum(min(queued, own + cost) for queued in others.values())
+
+    def debug_state(self) -> QueueState:
+        flows = {key: (flow.cost, [ticket.cost for ticket in flow.tickets]) for key, flow in self._flows.items()}
+        return QueueState(dict(self._counters), flows)
 
     def __len__(self) -> int:
         return self._length
@@ -108,11 +133,11 @@ class FairQueue(Generic[T]):
         """In no particular order."""
         return iter([ticket for flow in self._flows.values() for ticket in flow.tickets])
 
-    def _forget_idle(self) -> None:
+    def _drop_idle_counters(self) -> None:
         if len(self._counters) <= MAX_IDLE_COUNTERS + len(self._flows):
             return
         waiting = {client for _, client, _ in self._flows}
-        # of those who had least: they would start from where the others are anyway
+        # the smallest ones: these clients would start at the others' level anyway
         idle = sorted((client for client in self._counters if client not in waiting), key=self._counters.__getitem__)
         for client in idle[: len(idle) - MAX_IDLE_COUNTERS // 2]:
             del self._counters[client]

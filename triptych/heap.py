@@ -1,4 +1,4 @@
-"""What stays in memory: the garbage collector is kept away from it, the C library from what is free for a moment."""
+"""Keeps long-lived objects out of the garbage collector, and stops glibc from returning freed memory to the system."""
 
 import ctypes
 import gc
@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """For as long as a process has what it works with. A full collection walks through all that is there, which takes
-    tens of milliseconds, with PyTorch more, and nobody is answered meanwhile: within this it finds only what comes."""
+    """Freeze all objects allocated so far, so that full collections walk only newer ones.
+
+    A full collection over a loaded process stops it for long enough to be noticed by clients."""
     gc.collect()
     gc.freeze()
     try:
@@ -18,32 +19,33 @@ def gc_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-# of mallopt(3), in glibc's malloc.h
+# parameters of mallopt(3), from glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 NEVER = -1
-OF_ITS_OWN, OF_ITS_OWN_AT_MOST = 2**30, 2**25
-"""Bytes from which on a piece of memory is mapped by itself, and given back as soon as it is freed; and the most that
-some versions of glibc take for it."""
+MMAP_THRESHOLD, MAX_MMAP_THRESHOLD = 2**30, 2**25
+"""Size in bytes from which an allocation is mapped separately, and returned to the system when freed; and the largest
+value that some versions of glibc accept for it."""
 
 
 def share_heap() -> None:
-    """All threads of this process take memory from one heap: those that glibc makes for threads hold 64 MiB, and what
-    is larger is mapped by itself. To be called before there are other threads, which begin with heaps of their own."""
+    """Make all threads of this process allocate from one heap. glibc's heaps for threads are small, and every larger
+    allocation is mapped separately. Call it before any other thread starts."""
     _mallopt(M_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> None:
-    """From now on this process keeps what it frees. A step needs the same memory as the one before, and what was given
-    back to the system comes page by page, each cleared, at the first touch: thousands of times in a step over a prompt.
-    What has been freed so far is given back once."""
+    """Make this process keep the memory that it frees, after returning once what has been freed so far.
+
+    A step needs as much memory as the step before. Memory that was returned comes back page by page, each with a page
+    fault and cleared, thousands of times in one step over a prompt."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     _mallopt(M_TRIM_THRESHOLD, NEVER)
-    if not _mallopt(M_MMAP_THRESHOLD, OF_ITS_OWN):
-        _mallopt(M_MMAP_THRESHOLD, OF_ITS_OWN_AT_MOST)
+    if not _mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD):
+        _mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
 
 
 def _mallopt(parameter: int, value: int) -> bool:
-    """Whether it was taken; other C libraries have no such thing."""
+    """Set a parameter of malloc; return False if the C library rejects it or has no ``mallopt``."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(parameter, value) == 1

@@ -1,5 +1,5 @@
-"""Topologies: which instances there are and which stages each runs. ``2E1PD`` is two encode instances and one
-instance that runs prefill and decode."""
+"""Topologies: the set of instances, and the stages that each runs. ``2E1PD`` is two encode instances and one instance
+that runs prefill and decode."""
 
 import enum
 import re
@@ -9,7 +9,7 @@ from triptych.errors import TopologyError
 
 
 class Stage(enum.StrEnum):
-    """One panel of the triptych."""
+    """A stage of serving."""
 
     ENCODE = "E"
     PREFILL = "P"
@@ -17,7 +17,7 @@ class Stage(enum.StrEnum):
 
 
 class Role(enum.StrEnum):
-    """The run of adjacent stages that one instance serves."""
+    """The adjacent stages that one instance runs."""
 
     E = "E"
     P = "P"
@@ -44,17 +44,17 @@ class Role(enum.StrEnum):
 
     @property
     def has_decoder(self) -> bool:
-        """Whether it holds the language model: prefill and decode both do."""
+        """Whether it loads the decoder, which prefill and decode both need."""
         return self.prefills or self.decodes
 
     @property
     def sends_kv(self) -> bool:
-        """Whether it prefills for others."""
+        """Whether it prefills for other instances."""
         return self.prefills and not self.decodes
 
     @property
     def takes_kv(self) -> bool:
-        """Whether others prefill for it."""
+        """Whether other instances prefill for it."""
         return self.decodes and not self.prefills
 
 
@@ -70,10 +70,10 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Reads ``1E1PD`` and the like. Raises TopologyError, with the reason, for one that makes no sense."""
+        """Parse a topology such as ``1E1PD``. Raises TopologyError, with the reason, for an invalid one."""
         written = text.strip().upper()
         if not written or _GROUP.sub("", written):
-            raise TopologyError(f"topology {text!r} is not a row of counts and roles: {_EXAMPLES}")
+            raise TopologyError(f"topology {text!r} is not a sequence of counts and roles: {_EXAMPLES}")
         groups = tuple((_role(letters, text), int(count)) for count, letters in _GROUP.findall(written))
         topology = cls(groups)
         topology._check(text)
@@ -92,15 +92,15 @@ class Topology:
         if any(count == 0 for _, count in self.groups):
             raise TopologyError(f"topology {text!r} has a group of zero instances")
         if len(named) != len(set(named)):
-            raise TopologyError(f"topology {text!r} names a role twice; write the sum of its instances once")
+            raise TopologyError(f"topology {text!r} names a role twice; write it once, with the total count")
         if sum(count for _, count in self.groups) > MAX_INSTANCES:
             raise TopologyError(f"topology {text!r} has more than {MAX_INSTANCES} instances")
         if not any(role.decodes for role in named):
             raise TopologyError(f"topology {text!r} has no instance that decodes: {_EXAMPLES}")
         if any(role.takes_kv for role in named) and not any(role.sends_kv for role in named):
-            raise TopologyError(f"topology {text!r} has no instance that prefills for those that decode: {_EXAMPLES}")
+            raise TopologyError(f"topology {text!r} has no prefill instance for its decode instances: {_EXAMPLES}")
         if any(role.sends_kv for role in named) and not any(role.takes_kv for role in named):
-            raise TopologyError(f"topology {text!r} has nobody to prefill for: {_EXAMPLES}")
+            raise TopologyError(f"topology {text!r} has no decode instance for its prefill instances: {_EXAMPLES}")
 
 
 MAX_INSTANCES = 64
@@ -110,5 +110,5 @@ def _role(letters: str, text: str) -> Role:
     try:
         return Role(letters)
     except ValueError:
-        served = ", ".join(role.value for role in Role)
-        raise TopologyError(f"topology {text!r}: {letters!r} is not a role; roles are {served}") from None
+        roles = ", ".join(role.value for role in Role)
+        raise TopologyError(f"topology {text!r}: {letters!r} is not a role; roles are {roles}") from None

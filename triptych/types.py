@@ -7,48 +7,45 @@ from typing import Annotated, NewType
 
 import msgspec
 
-# What messages from other processes are held to when they are decoded.
+# Constraints that are checked when messages from other processes are decoded.
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 RequestId = NewType("RequestId", str)
-"""Names one sequence of a request, for as long as it lives; made by the router."""
+"""Identifies one generation while it is in flight; made by the router."""
 
 TransferId = NewType("TransferId", str)
-"""Names one transfer; made by its consumer, so that two transfers of one item never meet."""
+"""Identifies one transfer; made by its consumer, so that two transfers of one item are never confused."""
 
 Address = NewType("Address", str)
 """Where a process receives messages: a ZeroMQ endpoint."""
 
 
 class ImageHeader(msgspec.Struct, frozen=True, tag="image"):
-    """What an image file's header says, before any pixel is decoded.
-
-    ``width`` and ``height`` are in pixels and as displayed: EXIF orientation is applied.
-    """
+    """An image file's header, read before any pixel is decoded."""
 
     format: str
     width: int
+    """In pixels, as displayed: EXIF orientation is applied."""
     height: int
 
 
 class VideoHeader(msgspec.Struct, frozen=True, tag="video"):
-    """What a video file's header says, before any frame is decoded.
-
-    ``width`` and ``height`` are in pixels and as displayed, once frames are turned by ``rotation`` degrees clockwise
-    (0, 90, 180 or 270). ``rate`` is in frames per second, on average. Where ``counted``, the header knows each frame,
-    and ``frames`` is their number in the file; elsewhere it is what duration and rate come to. Where they were
-    ``chosen``, by the client, all of them are seen.
-    """
+    """A video file's header, read before any frame is decoded."""
 
     format: str
     width: int
+    """In pixels, as displayed: rotation is applied."""
     height: int
     frames: Positive
+    """Number of frames: exact if ``counted``, else duration times rate."""
     rate: Annotated[float, msgspec.Meta(gt=0)]
+    """Average frames per second."""
     rotation: int = 0
+    """Degrees clockwise that frames are rotated by for display: 0, 90, 180 or 270."""
     counted: bool = True
-    chosen: bool = False
+    presampled: bool = False
+    """Whether the client chose the frames, so that all of them are used."""
 
     @property
     def seconds(self) -> float:
@@ -56,22 +53,23 @@ class VideoHeader(msgspec.Struct, frozen=True, tag="video"):
 
 
 class AudioHeader(msgspec.Struct, frozen=True, tag="audio"):
-    """What an audio file's header says, before any of it is decoded: ``samples`` for each of ``channels``, ``rate`` of
-    them a second. Of a video's audio ``track`` they are ticks of its clock, in one channel, and tell how long it is:
-    what samples and channels it really has is found out when it is decoded."""
+    """An audio file's header, or a video's audio track's, read before any sample is decoded."""
 
     format: str
     rate: Positive
+    """Samples per second; for a video's audio track, ticks of its clock per second."""
     channels: Positive
     samples: Positive
-    track: bool = False
+    """Of each channel; for a video's audio track, its duration in ticks."""
+    in_video: bool = False
+    """Whether it is a video's audio track. Its real sample rate and channels are known only once it is decoded."""
 
     @property
     def seconds(self) -> float:
         return self.samples / self.rate
 
     def resampled(self, rate: int) -> int:
-        """How many samples there are at another rate."""
+        """Return the number of samples at another rate."""
         return -(-self.samples * rate // self.rate)
 
 
@@ -79,110 +77,115 @@ MediaHeader = ImageHeader | VideoHeader | AudioHeader
 
 
 class PixelBounds(msgspec.Struct, frozen=True):
-    """Bounds of the area, in pixels, that an image is resized to, or a video: each of its frames, or all together, as
-    the model's processor counts; 0 where the model's own holds."""
+    """Bounds, in pixels, of the area that an image or a video is resized to; 0 stands for the model's own bound. For a
+    video, the model's processor decides whether they apply to each frame or to all together."""
 
     min_pixels: int = 0
     max_pixels: int = 0
 
 
 MODEL_BOUNDS = PixelBounds()
-"""Those that hold unless a request has its own."""
+"""The model's own bounds."""
 
 
 class FrameSampling(msgspec.Struct, frozen=True):
-    """Which frames of a video are seen: ``fps`` a second, or ``num_frames`` of all; 0 where the model's own holds."""
+    """How a video's frames are sampled. With both fields 0, as the model's processor does."""
 
     fps: float = 0.0
+    """Frames per second of video."""
     num_frames: int = 0
+    """Frames in all."""
 
 
 MODEL_SAMPLING = FrameSampling()
-"""That which holds unless a request has its own."""
+"""The model's own sampling."""
 
 
-class SoundPlan(msgspec.Struct, frozen=True):
-    """What a video's audio track will become: so many ``frames`` of features, and these so many ``rows``."""
+class AudioTrackPlan(msgspec.Struct, frozen=True):
+    """What a video's audio track will become."""
 
     header: AudioHeader
     frames: Positive
+    """Frames of audio features."""
     rows: Positive
+    """Embedding rows."""
 
 
 class PartRows(msgspec.Struct, frozen=True, array_like=True):
-    """Where the rows of one part are among its item's: at runs of (first row, rows), in order. ``heard``: the part is
-    of a video's sound, and not of its frames."""
+    """Which of an item's rows belong to one part."""
 
     runs: tuple[tuple[Count, Positive], ...]
-    heard: bool = False
+    """Runs of (first row, rows), in order."""
+    is_audio: bool = False
+    """Whether the part is of a video's audio track rather than its frames."""
 
 
-DECODED_AT_ONCE = 2**26
-"""Pixels of a video's frames, seen or not, that are decoded in about a tenth of a second."""
+LONG_DECODE_PIXELS = 2**26
+"""Decoded pixels, sampled frames or not, from which decoding a video would delay other items."""
 
 
 class ItemPlan(msgspec.Struct, frozen=True):
-    """What a media item will become: a pure function of its header, the options and the model's configuration.
-
-    ``resized_height`` and ``resized_width`` are in pixels; ``grid`` counts patches (in time, rows, columns). Audio has
-    no sides, 0, and its patches are the frames of its features, all in time. ``rows`` counts the tokens, hence
-    embedding rows, that stand for the item in the prompt; it is encoded in parts of ``rows_per_part``, of which the
-    last may have fewer. ``cost`` is the work of encoding it, in patch-multiplications (linear in patches plus the
-    attention's square), of the patches of the model's vision tower; ``bounds`` and ``sampling`` are what the request
-    asked for; ``frames`` are the numbers of a video's frames that are seen, in the order of display, from 0 on.
-
-    Where a video's ``sound`` is heard, ``rows`` and ``cost`` are those of both; the rest is about its frames. The rows
-    are interleaved, so ``parts`` says where those of each part are, in the order in which parts are made; without sound
-    they follow each other.
-    """
+    """What a media item will become: a pure function of its header, the options and the model's configuration."""
 
     modality: str
     header: MediaHeader
     resized_height: int
+    """In pixels; 0 for audio."""
     resized_width: int
     grid: tuple[Positive, Positive, Positive]
+    """Patches in time, rows and columns. Audio's are the frames of its features, all in time."""
     rows: Positive
+    """Embedding rows, hence placeholder tokens; with an audio track, those of frames and audio together."""
     rows_per_part: Positive
+    """Rows of each part that is encoded by itself; the last part may have fewer."""
     cost: float
+    """Work of encoding it, in multiplications per patch of the model's vision tower: linear in patches, plus
+    attention's square."""
     bounds: PixelBounds = MODEL_BOUNDS
+    """As requested."""
     sampling: FrameSampling = MODEL_SAMPLING
+    """As requested."""
     frames: tuple[int, ...] = ()
-    sound: SoundPlan | None = None
+    """Indexes of a video's sampled frames, in display order."""
+    audio_track: AudioTrackPlan | None = None
+    """A video's audio track, if it is used. Its rows are interleaved with those of the frames."""
     parts: tuple[PartRows, ...] = ()
+    """With an audio track, the rows of each part, in the order in which parts are encoded. Without one it is empty:
+    parts follow each other."""
 
     @property
     def patches(self) -> int:
-        """How many the towers are given."""
-        return math.prod(self.grid) + (self.sound.frames if self.sound else 0)
+        """Patches that go through the towers, audio included."""
+        return math.prod(self.grid) + (self.audio_track.frames if self.audio_track else 0)
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts the item is cut for encoding."""
+        """Parts that the item is encoded in."""
         return len(self.parts) or -(-self.rows // self.rows_per_part)
 
-    def takes_turns(self, batch_patches: int) -> bool:
-        """Whether the item is encoded by turns with others: it has several parts, and either more patches than are
-        encoded together, or many pixels to decode for them."""
+    def is_time_sliced(self, batch_patches: int) -> bool:
+        """Return whether the item is encoded in time slices, alternating with others: it has several parts, and either
+        more patches than one batch, or many pixels to decode."""
         header = self.header
         decoded = header.width * header.height * header.frames if isinstance(header, VideoHeader) else 0
-        return self.num_parts > 1 and (self.patches > batch_patches or decoded > DECODED_AT_ONCE)
+        return self.num_parts > 1 and (self.patches > batch_patches or decoded > LONG_DECODE_PIXELS)
 
     def runs_of(self, part: int) -> tuple[tuple[int, int], ...]:
-        """(first row, rows) of each run of rows of the part of that number, from 0 on."""
+        """Return (first row, rows) of each run of a part's rows; parts are numbered from 0."""
         if self.parts:
             return self.parts[part].runs
         first_row = part * self.rows_per_part
         return ((first_row, min(self.rows_per_part, self.rows - first_row)),)
 
     def rows_of(self, part: int) -> int:
-        """How many rows the part of that number, from 0 on, has."""
+        """Return the number of rows of a part; parts are numbered from 0."""
         return sum(rows for _, rows in self.runs_of(part))
 
     @property
     def is_whole(self) -> bool:
-        """Whether its parts make up its rows, each once: a plan may come from another process."""
-        if not self.parts or self.sound is None:
-            return not self.parts and self.sound is None
+        """Whether its parts cover each of its rows once. Checked, because a plan may come from another process."""
+        if not self.parts or self.audio_track is None:
+            return not self.parts and self.audio_track is None
         end = 0
         for first_row, rows in sorted(run for part in self.parts for run in part.runs):
             if first_row != end:
@@ -192,7 +195,7 @@ class ItemPlan(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A run of prompt tokens ``[start, start + length)`` that stands for one item, or for part of it."""
+    """A run of prompt tokens, ``[start, start + length)``, that stands for an item or for part of one."""
 
     start: Count
     length: Positive
@@ -203,10 +206,11 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where an item's rows belong in the prompt: at the tokens of its spans, in order. An image has one span; a video
-    may have one for each patch in time, with timestamps between them. Neither overlapping nor empty."""
+    """Where an item's rows belong in the prompt: at the tokens of its spans, in order."""
 
     spans: tuple[Span, ...]
+    """Neither overlapping nor empty. An image has one; a video may have one for each patch in time, with timestamps
+    between them."""
 
     @property
     def start(self) -> int:
@@ -221,7 +225,7 @@ class Placement(msgspec.Struct, frozen=True):
         return sum(span.length for span in self.spans)
 
     def rows_before(self, token: int) -> int:
-        """How many of the item's rows stand before a token."""
+        """Return the number of the item's rows before a token."""
         rows = 0
         for span in self.spans:
             if token <= span.start:
@@ -230,7 +234,7 @@ class Placement(msgspec.Struct, frozen=True):
         return rows
 
     def token_of(self, row: int) -> int:
-        """The token at which a row stands."""
+        """Return the token of a row. Raises IndexError for a row that the item doesn't have."""
         for span in self.spans:
             if row < span.length:
                 return span.start + row
@@ -238,7 +242,7 @@ class Placement(msgspec.Struct, frozen=True):
         raise IndexError("the item has fewer rows")
 
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(first token, first row, length) of each run of the item's tokens within ``[start, end)``."""
+        """Yield (first token, first row, length) of each run of the item's tokens within ``[start, end)``."""
         row = 0
         for span in self.spans[: bisect.bisect_left(self.spans, end, key=lambda span: span.start)]:
             low, high = max(start, span.start), min(end, span.end)

@@ -1,13 +1,13 @@
-"""One service for all tests of the API that need no other settings, and one of a model that hears."""
+"""Services that tests of the API share: one with default settings, and one of a model with audio."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.api.serving import SOON, Served, served, wait_for
-from tests.checkpoints import make_checkpoint
-from tests.tiny import make_tiny
+from tests.support.checkpoints import make_checkpoint
+from tests.support.serving import SOON, Served, served, wait_for
+from tests.support.tiny import make_tiny
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def shared_service(folder: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def service(shared_service: Served) -> Iterator[Served]:
-    """The shared service; the test leaves nothing behind in it."""
+    """The shared service; fails a test that leaves requests or memory behind."""
     yield shared_service
     for gate in (shared_service.steps, shared_service.encoder, shared_service.preprocessor):
         gate.opened.set()
@@ -44,6 +44,6 @@ def shared_hearing(hears: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def hearing(shared_hearing: Served) -> Iterator[Served]:
-    """As ``service``, of a model that hears."""
+    """As ``service``, of a model with audio."""
     yield shared_hearing
     wait_for(shared_hearing.everything_is_back, SOON)

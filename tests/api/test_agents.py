@@ -1,4 +1,4 @@
-"""What agents and OpenAI's own clients send beyond a question: choices of tools, refusals, earlier items, hints."""
+"""Requests of agents and OpenAI's own clients: tool choices, refusals, earlier items, hints."""
 
 import json
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.api.serving import Served, image_part
-from tests.api.test_bad_input import the_error
-from tests.api.test_responses import answer, post
-from tests.api.test_tools import TOOLS, choice
-from tests.api.thinking import thinking_service
-from triptych.api.parsing import parse
+from tests.support.chat import the_error
+from tests.support.reasoning import thinking_service
+from tests.support.responses import answer, post
+from tests.support.serving import Served, image_part
+from tests.support.tools import TOOLS, choice
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -33,11 +33,11 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:
-    return parse(ChatCompletionRequest, json.dumps({"model": "m", "messages": [HELLO]} | fields).encode())
+    return parse_request(ChatCompletionRequest, json.dumps({"model": "m", "messages": [HELLO]} | fields).encode())
 
 
 def responses(**fields: Any) -> ResponsesRequest:
-    return parse(ResponsesRequest, json.dumps({"model": "m", "input": "x"} | fields).encode())
+    return parse_request(ResponsesRequest, json.dumps({"model": "m", "input": "x"} | fields).encode())
 
 
 # ── choices of tools ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -51,7 +51,7 @@ def test_only_allowed_tools_are_called(thinker: Served, name: str) -> None:
     assert made["finish_reason"] == "tool_calls"
     same = choice(thinker, tools=[one for one in TOOLS if one["function"]["name"] == name], seed=2, tool_choice="auto")
     free = choice(thinker, tools=TOOLS, tool_choice=allowed("auto", name), seed=2)
-    assert free["message"]["content"] == same["message"]["content"], "the model is told of the allowed ones alone"
+    assert free["message"]["content"] == same["message"]["content"], "the prompt has only the allowed tools"
 
 
 def test_allowed_tools_of_responses(thinker: Served) -> None:
@@ -79,14 +79,14 @@ def test_an_allowed_tool_must_be_there() -> None:
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_earlier_refusal_is_what_the_assistant_said(service: Served) -> None:
+def test_an_earlier_refusal_becomes_the_assistants_message(service: Served) -> None:
     def history(**assistant: Any) -> list[dict[str, Any]]:
         return [HELLO, {"role": "assistant"} | assistant, HELLO]
 
     expected = service.text(messages=history(content="I won't."), temperature=0)
     part = {"type": "refusal", "refusal": "I won't."}
-    for told in ({"content": [part]}, {"content": None, "refusal": "I won't."}, {"refusal": "I won't."}):
-        assert service.text(messages=history(**told), temperature=0) == expected
+    for refusal in ({"content": [part]}, {"content": None, "refusal": "I won't."}, {"refusal": "I won't."}):
+        assert service.text(messages=history(**refusal), temperature=0) == expected
     items = [HELLO, {"role": "assistant", "content": [part]}, HELLO]
     made = answer(service, input=items, temperature=0.0, max_output_tokens=8, ignore_eos=True)
     assert made["output"][0]["content"][0]["text"] == expected
@@ -104,20 +104,22 @@ def test_what_openais_client_dumps_can_be_sent_back(thinker: Served) -> None:
         tools: Any = RESPONSE_TOOLS
         ask: dict[str, Any] = {"model": thinker.model, "tools": tools, "max_output_tokens": 300, "temperature": 0}
         called = client.responses.create(input="Hello", tool_choice="required", parallel_tool_calls=False, **ask)
-        said = client.responses.create(input="Hello", model=thinker.model, max_output_tokens=4)
+        sent = client.responses.create(input="Hello", model=thinker.model, max_output_tokens=4)
         for by_alias in (False, True):
-            dumped: Any = [item.model_dump(by_alias=by_alias) for item in (*said.output, *called.output)]
+            dumped: Any = [item.model_dump(by_alias=by_alias) for item in (*sent.output, *called.output)]
             (call,) = [item for item in dumped if item["type"] == "function_call"]
             output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
             history: Any = [HELLO, *dumped, output, HELLO]
             assert client.responses.create(input=history, **ask | {"max_output_tokens": 4}).output
 
 
-def test_what_a_call_brought_may_be_parts() -> None:
+def test_the_result_of_a_call_may_have_parts() -> None:
     def messages(output: Any) -> Any:
         call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
         return (
-            responses(input=[call, {"type": "function_call_output", "call_id": "c", "output": output}]).chat().messages
+            responses(input=[call, {"type": "function_call_output", "call_id": "c", "output": output}])
+            .to_chat()
+            .messages
         )
 
     text = {"type": "input_text", "text": "sunny"}
@@ -132,8 +134,8 @@ def test_what_a_call_brought_may_be_parts() -> None:
     assert caught.value.param == "input[1].output[0].text"
 
 
-def test_what_an_agent_sends_along(service: Served) -> None:
-    """Fields of Codex and OpenAI's Agents SDK that change nothing here, and why: docs/operating.md."""
+def test_fields_that_agents_send_are_accepted(service: Served) -> None:
+    """Fields of Codex and OpenAI's Agents SDK without effect here; docs/operating.md has the reasons."""
     plain = answer(service, temperature=0.0)["output"][0]["content"]
     sent = {
         "store": False, "prompt_cache_key": "conversation-1", "prompt_cache_retention": "in_memory",
@@ -155,8 +157,8 @@ def test_what_an_agent_sends_along(service: Served) -> None:
         the_error(post(service, **sent | {field: value}), 400, param)
 
 
-def test_prompts_share_what_is_known_whatever_their_cache_key(service: Served) -> None:
-    """The key is a hint, and no salt: agents have one for each conversation, and all begin alike."""
+def test_prompts_share_prefixes_whatever_their_cache_key(service: Served) -> None:
+    """The key is a hint, not a salt: agents use one per conversation, and all conversations share a prefix."""
     text = "A beginning that two conversations have, longer than a page of the cache. " * 3
 
     def cached(**fields: Any) -> int:

@@ -1,33 +1,22 @@
-"""Audio over HTTP: answered, and refused with the field at fault when it can't be used."""
+"""Audio over HTTP: answers, and errors that name the invalid field."""
 
-import base64
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part
-from tests.api.test_bad_input import the_error
-from tests.api.test_responses import answer, post
-from tests.media.clips import clip
-from tests.media.sounds import sound, tone
-from tests.parity.test_audio import CASES, Hears
-from triptych.api.body import lift
+from tests.support.audio_cases import CASES, Hears
+from tests.support.chat import WAV, encoded, input_audio, the_error, wav
+from tests.support.clips import clip
+from tests.support.responses import answer, post
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part
+from tests.support.sounds import sound, tone
+from triptych.api.body import extract_inline_media
 from triptych.config import ItemLimits
 from triptych.prompt.prompt import PromptBuilder
 
 DATA, URL = "messages[0].content[1].input_audio.data", "messages[0].content[1].audio_url.url"
-WAV = sound("wav", tone(1.5, 16_000))
-
-
-def encoded(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def input_audio(data: bytes = WAV, kind: str = "wav") -> dict[str, Any]:
-    return {"type": "input_audio", "input_audio": {"data": encoded(data), "format": kind}}
 
 
 def audio_url(data: bytes = WAV, kind: str = "audio/wav") -> dict[str, Any]:
@@ -50,17 +39,17 @@ def test_an_answer_does_not_depend_on_how_the_audio_came(hearing: Served, hears:
     local = {"type": "audio_url", "audio_url": {"url": f"file://{hears}/sound.wav"}}
     assert hearing.text([text_part("x"), local]) == answer
     body = json.dumps(hearing.body(content))
-    assert lift(bytearray(body.encode())).inline
+    assert extract_inline_media(bytearray(body.encode())).inline
     escaped = body.replace("A", "\\u0041")  # nothing to take out of this one
-    assert not lift(bytearray(escaped.encode())).inline
+    assert not extract_inline_media(bytearray(escaped.encode())).inline
     with hearing.client() as client:
-        told = client.post(CHAT, content=escaped.encode()).json()
-    assert told["choices"][0]["message"]["content"] == answer
+        answered = client.post(CHAT, content=escaped.encode()).json()
+    assert answered["choices"][0]["message"]["content"] == answer
     assert hearing.text([text_part("x"), input_audio(sound("wav", tone(1.5, 16_000, hertz=900)))]) != answer
 
 
 def test_responses_take_audio_as_chats_do(hearing: Served) -> None:
-    """Taken out of the body, or small enough to stay in it; and refused with a field of theirs at fault."""
+    """Extracted from the body or small enough to stay in it; errors name this API's fields."""
     for data in (WAV, sound("wav", tone(0.05, 16_000))):
         expected = hearing.text([text_part("x"), input_audio(data)], max_tokens=8, temperature=0)
         content = [{"type": "input_text", "text": "x"}, input_audio(data)]
@@ -84,13 +73,13 @@ def test_answers_are_those_of_transformers(hearing: Served, hears: Path) -> None
         content = messages[0]["content"]
         parts = [part if part["type"] == "text" else kinds[part["type"]](part["data"]) for part in content]
         response = hearing.post(parts, max_tokens=32, temperature=0, logprobs=True)
-        told = [entry["bytes"] for entry in response.json()["choices"][0]["logprobs"]["content"]]
+        token_bytes = [entry["bytes"] for entry in response.json()["choices"][0]["logprobs"]["content"]]
         spelled = PromptBuilder(hears).tokenizer.bytes_of
-        assert told == [list(spelled(token)) for token in expected]
+        assert token_bytes == [list(spelled(token)) for token in expected]
 
 
 def test_the_prompt_has_the_rows_that_were_planned(hearing: Served) -> None:
-    """13 for each second."""
+    """13 tokens for each second."""
     tokens = [
         hearing.post([audio_url(sound("flac", tone(seconds, 16_000))), text_part("x")]).json()["usage"]["prompt_tokens"]
         for seconds in (1.0, 2.0, 7.0)
@@ -98,13 +87,13 @@ def test_the_prompt_has_the_rows_that_were_planned(hearing: Served) -> None:
     assert [count - tokens[0] for count in tokens] == [0, 13, 78]
 
 
-def test_the_models_list_says_what_it_takes(hearing: Served) -> None:
+def test_the_list_of_models_has_the_input_modalities(hearing: Served) -> None:
     with hearing.client() as client:
         (model,) = client.get("/v1/models").json()["data"]
     assert model["input_modalities"] == ["text", "audio", "image", "video"]
 
 
-def test_a_clip_is_remembered_by_its_uuid(hearing: Served) -> None:
+def test_a_clip_is_cached_by_its_uuid(hearing: Served) -> None:
     answer = hearing.text([text_part("x"), input_audio() | {"uuid": "mine"}])
     for again in (
         {"type": "input_audio", "input_audio": None, "uuid": "mine"},
@@ -115,13 +104,6 @@ def test_a_clip_is_remembered_by_its_uuid(hearing: Served) -> None:
     the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
     response = hearing.post([text_part("x"), {"type": "input_audio", "input_audio": None}])
     the_error(response, 400, "messages[0].content[1].input_audio", "invalid_request")
-
-
-def wav(samples: int, channels: int = 1, rate: int = 16_000, extra: int = 0) -> bytes:
-    layout = struct.pack("<HHLLHH", 1, channels, rate, rate * channels * 2, channels * 2, 16)
-    size = samples * channels * 2
-    chunks = b"fmt " + struct.pack("<L", 16) + layout + b"data" + struct.pack("<L", size + extra) + bytes(size)
-    return b"RIFF" + struct.pack("<L", 4 + len(chunks)) + b"WAVE" + chunks
 
 
 FLAC = sound("flac", tone(3.0, 16_000))
@@ -168,17 +150,17 @@ def test_audio_that_cannot_be_used(hearing: Served, name: str, stream: bool) -> 
         ({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,?"}}, URL),
     ],
 )
-def test_parts_that_make_no_sense(hearing: Served, part: dict[str, Any], param: str) -> None:
+def test_invalid_parts(hearing: Served, part: dict[str, Any], param: str) -> None:
     the_error(hearing.post([text_part("x"), part]), 400, param, "invalid_request")
 
 
-def test_a_model_that_does_not_hear(service: Served) -> None:
+def test_a_model_without_audio(service: Served) -> None:
     message = the_error(service.post([text_part("x"), input_audio()]), 400, DATA, "unsupported_media")
     assert "takes no audio clips" in message
 
 
 def test_limits(hears: Path) -> None:
-    limits = {"limit_mm_per_prompt": ItemLimits(audio=1), "max_audio_mb": 1, "max_item_tokens": 30}
+    limits = {"limit_mm_per_prompt": ItemLimits.parse("audio=1"), "max_audio_mb": 1, "max_item_tokens": 30}
     limits |= {"max_audio_seconds": 3.0, "max_audio_gigasamples": 0.0002}
     with served(hears, **limits) as service:
 

@@ -1,31 +1,18 @@
-"""Bad input over HTTP: the status, OpenAI's nested shape, the field at fault; never a 500, and the service unharmed."""
+"""Invalid input over HTTP: the status, OpenAI's error format and the invalid field; never a 500."""
 
 import socket
 import struct
 import zlib
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, text_part
-
-
-def the_error(response: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> str:
-    """Checks an error's shape; returns its message."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    (error,) = response.json().values()
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
-    assert error["param"] == param
-    assert code is None or error["code"] == code
-    assert error["message"]
-    return str(error["message"])
+from tests.support.chat import the_error
+from tests.support.serving import CHAT, Served, image, image_part, text_part
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A valid PNG header and nothing behind it: what must be refused is refused before any pixel is looked for."""
+    """A valid PNG header without pixels, for images that must be refused before any pixel is decoded."""
     header = b"IHDR" + struct.pack(">LLBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">L", 13) + header + struct.pack(">L", zlib.crc32(header))
 
@@ -57,13 +44,13 @@ def test_an_image_that_cannot_be_used(service: Served, data: bytes, status: int,
     assert service.text() == before
 
 
-def test_what_is_refused_at_planning_never_reaches_an_encoder(service: Served) -> None:
+def test_items_refused_at_planning_never_reach_an_encoder(service: Served) -> None:
     service.preprocessor.entered.clear()
     for data in (png_header(50_000, 50_000), png_header(2010, 10), b"text"):
         assert service.post([image_part(data)]).status_code in (400, 413)
     assert not service.preprocessor.entered.is_set()
     assert service.post([image_part(image()[:-200])]).status_code == 400
-    assert service.preprocessor.entered.is_set(), "pixels are missed by whoever decodes them"
+    assert service.preprocessor.entered.is_set(), "missing pixels are found when they are decoded"
 
 
 def test_one_bad_image_of_several_is_the_one_named(service: Served) -> None:
@@ -90,7 +77,7 @@ def test_an_unknown_model(service: Served) -> None:
     assert service.model in message
 
 
-def test_errors_quote_no_more_than_can_be_read(service: Served) -> None:
+def test_errors_are_truncated(service: Served) -> None:
     assert len(the_error(service.post(model="m" * 10**6), 404, "model")) <= 2000
     response = service.post(**{"f" * 10**6: 1})
     assert response.status_code == 400
@@ -111,14 +98,14 @@ def test_errors_quote_no_more_than_can_be_read(service: Served) -> None:
     ],
     ids=["empty", "cut", "null", "array", "not utf-8", "deep array", "deep object", "half surrogate"],
 )
-def test_bodies_that_are_no_request(service: Served, body: bytes) -> None:
+def test_bodies_that_are_not_requests(service: Served, body: bytes) -> None:
     with service.client() as client:
         the_error(client.post(CHAT, content=body), 400, None, "invalid_request")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "-1", "true", '"1"', "[]"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "max_tokens", "seed", "top_k", "stop_token_ids", "n"])
-def test_numbers_that_are_none(service: Served, field: str, number: str) -> None:
+def test_nan_and_infinity_are_refused(service: Served, field: str, number: str) -> None:
     body = f'{{"model": "{service.model}", "messages": [{{"role": "user", "content": "x"}}], "{field}": {number}'
     with service.client() as client:
         fine = {("seed", "-1"), ("top_k", "-1"), ("stop_token_ids", "[]")}
@@ -129,7 +116,7 @@ def test_numbers_that_are_none(service: Served, field: str, number: str) -> None
             assert field in the_error(response, 400, field)
 
 
-def test_paths_and_methods_that_are_not_there(service: Served) -> None:
+def test_unknown_paths_and_methods(service: Served) -> None:
     with service.client() as client:
         the_error(client.get("/nothing/here"), 404, None, "not_found")
         the_error(client.get("/v1/models/x/y"), 404, "model", "unknown_model")

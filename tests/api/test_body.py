@@ -1,4 +1,4 @@
-"""What comes before a request is understood: heads and bodies of any size, at any speed, and inline media within."""
+"""Request heads and bodies of any size and speed, and the extraction of inline media."""
 
 import asyncio
 import base64
@@ -14,21 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api.serving import CHAT, Served, image, image_part, text_part
+from tests.support.serving import CHAT, Served, image, image_part, text_part
 from triptych.api import body as body_module
 from triptych.api import http as http_module
-from triptych.api.body import WORTH_LIFTING, lift
-from triptych.api.values import MAX_VALUES, check_values
+from triptych.api.body import MIN_INLINE_LENGTH, extract_inline_media
+from triptych.api.json_limits import MAX_VALUES, check_num_values
 from triptych.errors import PayloadTooLarge
 from triptych.prompt.media import decode_data_url
 
-LONG = "data:image/png;base64," + "A" * WORTH_LIFTING
+LONG = "data:image/png;base64," + "A" * MIN_INLINE_LENGTH
 
 
 def put_back(body: bytes) -> bytes:
-    lifted = lift(bytearray(body))
-    text = lifted.text
-    for name, piece in lifted.inline.items():
+    extracted = extract_inline_media(bytearray(body))
+    text = extracted.text
+    for name, piece in extracted.inline.items():
         assert text.count(name.encode()) == 1
         text = text.replace(name.encode(), bytes(piece))
     return text
@@ -39,33 +39,33 @@ def put_back(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("key", ["url", "image_url", "video_url", "audio_url"])
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" , ", "\n:\t")])
-def test_inline_media_are_taken_out(key: str, separators: tuple[str, str]) -> None:
+def test_inline_media_are_extracted(key: str, separators: tuple[str, str]) -> None:
     body = json.dumps([{key: LONG}, {"text": "x"}, {key: LONG + "BBBB"}], separators=separators).encode()
-    lifted = lift(bytearray(body))
-    assert len(lifted.text) < 300
-    assert [bytes(piece) for piece in lifted.inline.values()] == [LONG.encode(), LONG.encode() + b"BBBB"]
-    assert [value for part in json.loads(lifted.text) for key, value in part.items() if key != "text"] == list(
-        lifted.inline
+    extracted = extract_inline_media(bytearray(body))
+    assert len(extracted.text) < 300
+    assert [bytes(piece) for piece in extracted.inline.values()] == [LONG.encode(), LONG.encode() + b"BBBB"]
+    assert [value for part in json.loads(extracted.text) for key, value in part.items() if key != "text"] == list(
+        extracted.inline
     )
     assert put_back(body) == body
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (" , ", "\n:\t")])
 @pytest.mark.parametrize("has_format", ["before", "after", "not at all"])
-def test_the_data_of_audio_are_taken_out(has_format: str, separators: tuple[str, str]) -> None:
-    data = "A" * WORTH_LIFTING + "+/=="
+def test_inline_audio_is_extracted(has_format: str, separators: tuple[str, str]) -> None:
+    data = "A" * MIN_INLINE_LENGTH + "+/=="
     before, after = ({"format": "wav"} if has_format == place else {} for place in ("before", "after"))
     part = {"input_audio": {**before, "data": data, **after}}
     body = json.dumps([part, {"url": LONG}], separators=separators).replace("/", "\\/").encode()
-    lifted = lift(bytearray(body))
-    assert [bytes(piece) for piece in lifted.inline.values()] == [data.encode(), LONG.encode()]
-    assert json.loads(lifted.text)[0]["input_audio"]["data"] == next(iter(lifted.inline))
+    extracted = extract_inline_media(bytearray(body))
+    assert [bytes(piece) for piece in extracted.inline.values()] == [data.encode(), LONG.encode()]
+    assert json.loads(extracted.text)[0]["input_audio"]["data"] == next(iter(extracted.inline))
 
 
 def test_slashes_may_be_escaped() -> None:
     url = LONG + "/+"
-    lifted = lift(bytearray(json.dumps({"url": url}).replace("/", "\\/").encode()))
-    assert [bytes(piece) for piece in lifted.inline.values()] == [url.encode()]
+    extracted = extract_inline_media(bytearray(json.dumps({"url": url}).replace("/", "\\/").encode()))
+    assert [bytes(piece) for piece in extracted.inline.values()] == [url.encode()]
 
 
 @pytest.mark.parametrize(
@@ -94,39 +94,39 @@ def test_slashes_may_be_escaped() -> None:
     ],
 )
 def test_everything_else_stays(body: str) -> None:
-    assert lift(bytearray(body.encode())).inline == {}
-    assert lift(bytearray(body.encode())).text == body.encode()
+    assert extract_inline_media(bytearray(body.encode())).inline == {}
+    assert extract_inline_media(bytearray(body.encode())).text == body.encode()
 
 
 PIECES = ['"url"', ":", '"', "data:", ";base64,", LONG, "\\", " ", "{", "}", ",", '"data:;base64,']
 
 
 @given(st.lists(st.sampled_from([*PIECES, '"input_audio":{', '"data":"']), max_size=12))
-def test_whatever_is_taken_out_can_be_put_back(pieces: list[str]) -> None:
+def test_extraction_is_reversible(pieces: list[str]) -> None:
     body = "".join(pieces).encode()
     assert put_back(body).replace(b"\\/", b"/") == body.replace(b"\\/", b"/")
 
 
 def test_an_answer_does_not_depend_on_how_the_image_was_written(service: Served) -> None:
     large = image(600, 500, seed=7)
-    assert len(large) > WORTH_LIFTING
+    assert len(large) > MIN_INLINE_LENGTH
     content = [image_part(large), text_part("x"), image_part(image(seed=8))]
     expected = service.text(content)
     escaped = json.dumps(service.body(content)).replace("A", "\\u0041")  # nothing to take out of this one
-    assert not lift(bytearray(escaped.encode())).inline
+    assert not extract_inline_media(bytearray(escaped.encode())).inline
     with service.client() as client:
         answer = client.post(CHAT, content=escaped.encode()).json()
     assert answer["choices"][0]["message"]["content"] == expected
 
 
-def test_inline_media_where_none_can_be(service: Served) -> None:
+def test_inline_media_in_other_fields(service: Served) -> None:
     schema = {"type": "object", "properties": {"url": {"const": "x"}}, "examples": [{"url": LONG}]}
     response = service.post(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
     assert response.status_code == 400
     assert "no media can be" in response.json()["error"]["message"]
 
 
-def test_the_loop_goes_on_while_a_large_item_is_decoded() -> None:
+def test_decoding_a_large_item_does_not_block_the_loop() -> None:
     url = memoryview(b"data:;base64," + base64.b64encode(os.urandom(24 * 2**20)))
 
     async def ticks() -> int:
@@ -163,14 +163,14 @@ def test_the_loop_goes_on_while_a_large_item_is_decoded() -> None:
 def test_values_are_counted_before_they_are_parsed(body: bytes, fine: bool) -> None:
     began = time.monotonic()
     if fine:
-        check_values(body)
+        check_num_values(body)
     else:
         with pytest.raises(PayloadTooLarge):
-            check_values(body)
+            check_num_values(body)
     assert time.monotonic() - began < 2
 
 
-def test_millions_of_wrong_values_cost_nothing(service: Served) -> None:
+def test_millions_of_invalid_values_are_refused_quickly(service: Served) -> None:
     began = time.monotonic()
     with service.client() as client:
         response = client.post(CHAT, content=b'{"model": "m", "messages": [' + b"{}," * 2_000_000 + b"{}]}")
@@ -186,7 +186,7 @@ def connected(service: Served) -> Iterator[socket.socket]:
 
 
 def answer_to(connection: socket.socket) -> tuple[int, str]:
-    """The status and the error's code. The connection is closed behind it."""
+    """Return the status and the error's code of a response after which the connection is closed."""
     received = b""
     while piece := connection.recv(65536):
         received += piece
@@ -194,8 +194,8 @@ def answer_to(connection: socket.socket) -> tuple[int, str]:
     return int(head.split()[1]), str(json.loads(body)["error"]["code"])
 
 
-def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.5)
+def test_a_body_of_unknown_length_is_refused_at_the_limit(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
     with connected(service) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         for _ in range(service.running.frontend.service.frontend.http.max_body_mb + 8):
@@ -206,7 +206,7 @@ def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Served, monkeypat
         assert drip(connection, b"1\r\nx\r\n", answer=False) < 3
 
 
-def test_text_beside_inline_media_has_a_limit_of_its_own(service: Served) -> None:
+def test_text_beside_inline_media_has_its_own_limit(service: Served) -> None:
     with service.client() as client:
         response = client.post(CHAT, content=b" " * (9 * 2**20))
     assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
@@ -232,7 +232,7 @@ def test_heads_that_are_too_long(service: Served, head: bytes) -> None:
     assert service.text()
 
 
-def test_a_head_that_is_too_long_is_told_so(service: Served) -> None:
+def test_a_head_that_is_too_long_gets_an_error(service: Served) -> None:
     with connected(service) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nx: " + b"a" * http_module.MAX_HEAD)
         assert answer_to(connection) == (431, "head_too_large")
@@ -263,10 +263,8 @@ def drip(connection: socket.socket, data: bytes, seconds: float = 5.0, answer: b
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nx: y", b"\r\n"], ids=["headers", "empty lines"])
 @pytest.mark.parametrize("again", [False, True], ids=["first", "kept alive"])
-def test_a_head_that_comes_too_slowly(
-    service: Served, monkeypatch: pytest.MonkeyPatch, data: bytes, again: bool
-) -> None:
-    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.5)
+def test_a_slow_head_times_out(service: Served, monkeypatch: pytest.MonkeyPatch, data: bytes, again: bool) -> None:
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
     with connected(service) as connection:
         if again:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -277,24 +275,22 @@ def test_a_head_that_comes_too_slowly(
         assert answer_to(connection) == (408, "head_too_slow")
 
 
-def test_a_connection_that_says_nothing(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.3)
+def test_an_idle_connection_times_out(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.3)
     with connected(service) as connection:
         assert answer_to(connection) == (408, "head_too_slow")
 
 
-def test_a_slow_answer_is_no_slow_head(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEAD_SECONDS", 0.2)
+def test_a_slow_answer_is_not_a_slow_head(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.2)
     service.steps.delay = 0.1
     assert service.post(max_tokens=8).status_code == 200
 
 
 @pytest.mark.parametrize(("idle", "total"), [(0.3, 60.0), (60.0, 0.5)], ids=["stands still", "drips"])
-def test_a_body_that_comes_too_slowly(
-    service: Served, monkeypatch: pytest.MonkeyPatch, idle: float, total: float
-) -> None:
-    monkeypatch.setattr(body_module, "IDLE_SECONDS", idle)
-    monkeypatch.setattr(body_module, "SECONDS", total)
+def test_a_slow_body_times_out(service: Served, monkeypatch: pytest.MonkeyPatch, idle: float, total: float) -> None:
+    monkeypatch.setattr(body_module, "IDLE_TIMEOUT", idle)
+    monkeypatch.setattr(body_module, "BODY_TIMEOUT", total)
     with connected(service) as connection:
         connection.sendall(
             f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n{{".encode()
@@ -305,7 +301,7 @@ def test_a_body_that_comes_too_slowly(
     assert service.running.frontend.router.num_requests == 0
 
 
-def test_pipelined_requests_are_answered_in_turn(service: Served) -> None:
+def test_pipelined_requests_are_answered_in_order(service: Served) -> None:
     with connected(service) as connection:
         connection.sendall(
             b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 50 + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Chat completions that go well: text and images, streamed and not, over plain HTTP and with OpenAI's client."""
+"""Successful chat completions: text and images, streamed or not, over plain HTTP and with OpenAI's client."""
 
 import json
 import re
@@ -8,29 +8,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, text_part, wait_for
+from tests.support.chat import events, streamed_text
+from tests.support.serving import CHAT, Served, image, image_part, text_part, wait_for
 
 TWO_IMAGES = [image_part(image(seed=1)), text_part("and"), image_part(image(64, 160, 2)), text_part("differ how?")]
 
 
-def events(service: Served, body: dict[str, Any], headers: dict[str, str] | None = None) -> list[Any]:
-    """The payloads of a stream that must end with ``[DONE]``."""
-    with service.client() as client:
-        response = client.post(CHAT, json=body | {"stream": True}, headers=headers)
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in response.text.split("\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines.pop() == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-def streamed_text(chunks: list[Any]) -> str:
-    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
-
-
 @pytest.mark.parametrize("content", ["Hello", [text_part("Hello")], TWO_IMAGES], ids=["text", "part", "images"])
-def test_the_answer_and_its_stream_say_the_same(service: Served, content: Any) -> None:
+def test_the_answer_and_its_stream_are_equal(service: Served, content: Any) -> None:
     body = service.body(content, max_tokens=24)
     answer = service.post(content, max_tokens=24).json()
     assert answer["object"] == "chat.completion"
@@ -72,10 +57,10 @@ def test_a_conversation_with_all_roles(service: Served) -> None:
         {"role": "assistant", "content": "A square."},
         {"role": "user", "content": [text_part("And this?"), image_part(image(seed=5))]},
     ]
-    said = service.text(messages=messages)
-    assert said != service.text(messages=messages[1:])
+    full_text = service.text(messages=messages)
+    assert full_text != service.text(messages=messages[1:])
     developer = [{"role": "developer", "content": "Be brief."}, *messages[1:]]
-    assert service.text(messages=developer) == said
+    assert service.text(messages=developer) == full_text
 
 
 def test_the_same_seed_gives_the_same_answer(service: Served) -> None:
@@ -85,7 +70,7 @@ def test_the_same_seed_gives_the_same_answer(service: Served) -> None:
     assert len({service.text(temperature=2.0, max_tokens=24) for _ in range(3)}) == 3, "no seed: another one each time"
 
 
-def test_max_completion_tokens_goes_before_max_tokens(service: Served) -> None:
+def test_max_completion_tokens_takes_precedence(service: Served) -> None:
     answer = service.post(max_tokens=9, max_completion_tokens=5).json()
     assert answer["usage"]["completion_tokens"] == 5
 
@@ -104,7 +89,7 @@ def test_the_answer_ends_before_a_stop_string_that_spans_tokens(service: Served)
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_half_a_stop_string_is_said_after_all(service: Served) -> None:
+def test_half_a_stop_string_is_part_of_the_answer(service: Served) -> None:
     whole = service.text(max_tokens=20)
     chunks = events(service, service.body(max_tokens=20, stop=whole[-1] + "never said"))
     assert streamed_text(chunks) == whole
@@ -126,7 +111,7 @@ def test_stop_ids_end_the_answer(service: Served) -> None:
 
 
 def test_the_end_token_ends_the_answer_unless_ignored(service: Served) -> None:
-    """A random model says its end token at some seed soon enough."""
+    """A random model generates its end token soon enough with some seed."""
     ended = (service.post(temperature=2.0, seed=s, max_tokens=60, ignore_eos=False).json() for s in range(60))
     finished = next(answer for answer in ended if answer["choices"][0]["finish_reason"] == "stop")
     assert finished["usage"]["completion_tokens"] < 60
@@ -134,7 +119,7 @@ def test_the_end_token_ends_the_answer_unless_ignored(service: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_timeline_comes_when_the_header_asks(service: Served, stream: bool) -> None:
+def test_the_timeline_is_sent_if_the_header_requests_it(service: Served, stream: bool) -> None:
     body = service.body(
         [image_part(image(seed=stream + 10))], **({"stream_options": {"include_usage": True}} if stream else {})
     )
@@ -168,8 +153,8 @@ def test_openais_client_works_unchanged(service: Served) -> None:
             stream_options={"include_usage": True},
         )
         chunks = list(stream)
-        said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
-        assert said == answer.choices[0].message.content
+        full_text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        assert full_text == answer.choices[0].message.content
         assert chunks[-1].usage == answer.usage
         with pytest.raises(openai.NotFoundError) as unknown:
             client.chat.completions.create(model="gpt-4o", messages=messages)
@@ -194,7 +179,7 @@ def test_models_health_and_ready(service: Served) -> None:
             openais.models.retrieve("another")
 
 
-def test_what_answers_get_answers_head(service: Served) -> None:
+def test_endpoints_with_get_answer_head(service: Served) -> None:
     with service.client() as client:
         wait_for(lambda: client.get("/ready").status_code == 200)
         for path in ("/health", "/ready", "/metrics", "/version", "/v1/models", f"/v1/models/{service.model}", "/docs"):
@@ -205,7 +190,7 @@ def test_what_answers_get_answers_head(service: Served) -> None:
         assert client.head(CHAT).status_code == 405
 
 
-def test_several_choices_are_as_if_asked_for_one_by_one(service: Served) -> None:
+def test_several_choices_equal_separate_requests(service: Served) -> None:
     settings = {"temperature": 1.0, "max_tokens": 12}
     choices = service.post(TWO_IMAGES, n=3, seed=5, **settings).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2]
@@ -228,12 +213,12 @@ def test_several_choices_are_as_if_asked_for_one_by_one(service: Served) -> None
     assert [usage["completion_tokens"] for usage in usages] == [36]
 
 
-def test_logprobs_tell_what_greedy_sampling_chose(service: Served) -> None:
+def test_logprobs_are_those_of_greedy_sampling(service: Served) -> None:
     settings = {"logprobs": True, "top_logprobs": 3, "max_tokens": 6, "temperature": 0}
     (choice,) = service.post("Hello", **settings).json()["choices"]
     content = choice["logprobs"]["content"]
-    said = bytes(byte for entry in content for byte in entry["bytes"])
-    assert said.decode(errors="replace") == choice["message"]["content"]
+    full_text = bytes(byte for entry in content for byte in entry["bytes"])
+    assert full_text.decode(errors="replace") == choice["message"]["content"]
     for entry in content:
         best, *others = entry["top_logprobs"]
         assert (best["token"], best["logprob"]) == (entry["token"], entry["logprob"])
@@ -261,7 +246,7 @@ def test_a_bias_and_a_minimum_length_are_honoured(service: Served) -> None:
 
 
 def formatted(service: Served, content: Any = "Hello", **settings: Any) -> str:
-    """An answer that the grammar must end: the model's weights are random, and would go on."""
+    """An answer that only the grammar ends, because the model's weights are random."""
     answer = service.post(content, **({"max_tokens": 300, "temperature": 1.0, "ignore_eos": False} | settings)).json()
     assert answer["choices"][0]["finish_reason"] == "stop", answer
     return answer["choices"][0]["message"]["content"]
@@ -277,7 +262,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("content", ["Hello", TWO_IMAGES], ids=["text", "images"])
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_an_answer_keeps_to_a_json_schema(service: Served, content: Any, ignore_eos: bool) -> None:
+def test_an_answer_matches_its_json_schema(service: Served, content: Any, ignore_eos: bool) -> None:
     response_format = {"type": "json_schema", "json_schema": {"name": "what", "schema": SCHEMA}}
     answers = [
         json.loads(formatted(service, content, response_format=response_format, seed=seed, ignore_eos=ignore_eos))
@@ -299,9 +284,7 @@ def test_an_answer_keeps_to_a_json_schema(service: Served, content: Any, ignore_
         ({"grammar": 'root ::= "(" root ")" | "x"'}, r"\(*x\)*"),
     ],
 )
-def test_an_answer_keeps_to_a_regex_a_choice_and_a_grammar(
-    service: Served, wanted: dict[str, Any], pattern: str
-) -> None:
+def test_an_answer_matches_its_regex_choice_or_grammar(service: Served, wanted: dict[str, Any], pattern: str) -> None:
     for seed in range(3):
         assert re.fullmatch(pattern, formatted(service, structured_outputs=wanted, seed=seed))
 
@@ -330,7 +313,7 @@ def test_grammars_and_free_text_share_a_batch(service: Served) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_makes_no_sense_is_refused(service: Served, settings: dict[str, Any], stream: bool) -> None:
+def test_an_invalid_grammar_is_refused(service: Served, settings: dict[str, Any], stream: bool) -> None:
     answer = service.post("Hello", stream=stream, **settings)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -341,7 +324,7 @@ def test_a_grammar_that_makes_no_sense_is_refused(service: Served, settings: dic
     ("settings", "param"),
     [({"logit_bias": {"999999999": 1}}, None), ({"stop_token_ids": [10**9]}, None), ({"min_tokens": 9}, "min_tokens")],
 )
-def test_what_the_model_has_no_room_or_token_for_is_refused(
+def test_lengths_and_tokens_beyond_the_model_are_refused(
     service: Served, settings: dict[str, Any], param: str | None
 ) -> None:
     answer = service.post("Hello", max_tokens=8, **settings)

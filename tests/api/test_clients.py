@@ -13,9 +13,9 @@ import openai
 import pydantic
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, text_part
-from tests.api.test_tools import CITY
-from tests.api.thinking import thinking_service
+from tests.support.reasoning import thinking_service
+from tests.support.serving import CHAT, Served, image, image_part, text_part
+from tests.support.tools import CITY
 
 PICTURE = [image_part(image(seed=5)), text_part("What is it?")]
 TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "tells it", "parameters": CITY}}
@@ -77,13 +77,13 @@ import litellm
 url, model, tool = json.loads(sys.argv[1])
 settings = dict(model="openai/" + model, api_base=url + "/v1", api_key="none", temperature=0, num_retries=0)
 messages = [{"role": "user", "content": "Hello"}]
-said = litellm.completion(messages=messages, max_tokens=12, **settings).choices[0].message.content
+answered = litellm.completion(messages=messages, max_tokens=12, **settings).choices[0].message.content
 stream = litellm.completion(messages=messages, max_tokens=12, stream=True, **settings)
 streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 settings |= dict(tools=[tool], tool_choice="required", parallel_tool_calls=False)
 called = litellm.completion(messages=messages, max_tokens=300, **settings)
 call = called.choices[0].message.tool_calls[0].function
-print(json.dumps([said, streamed, call.name, json.loads(call.arguments)["days"]]))
+print(json.dumps([answered, streamed, call.name, json.loads(call.arguments)["days"]]))
 """
 
 
@@ -99,8 +99,8 @@ def test_litellm(thinker: Served) -> None:
         [python, "-c", LITELLM, arguments], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
-    said, streamed, name, days = json.loads(done.stdout.splitlines()[-1])
-    assert said == streamed == expected(thinker, "Hello")
+    answered, streamed, name, days = json.loads(done.stdout.splitlines()[-1])
+    assert answered == streamed == expected(thinker, "Hello")
     assert name == "weather"
     assert days in (1, 22)
 

@@ -1,30 +1,16 @@
-"""``/v1/completions``, ``/tokenize`` and ``/detokenize``: prompts without a chat template, and what they become."""
+"""``/v1/completions``, ``/tokenize`` and ``/detokenize``."""
 
 import asyncio
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from tests.api.serving import CHAT, Served, image_part, text_part
-from tests.api.test_bad_input import the_error
-from triptych.api.prompt_logprobs import MAX_TOLD
-
-COMPLETIONS = "/v1/completions"
-
-
-def post(service: Served, path: str = COMPLETIONS, **fields: Any) -> httpx.Response:
-    defaults = {"model": service.model} | ({"max_tokens": 8, "ignore_eos": True} if path == COMPLETIONS else {})
-    with service.client() as client:
-        return client.post(path, json=defaults | fields)
-
-
-def answer(service: Served, path: str = COMPLETIONS, **fields: Any) -> Any:
-    response = post(service, path, **fields)
-    assert response.status_code == 200, response.text
-    return response.json()
+from tests.support.chat import the_error
+from tests.support.completions import COMPLETIONS, answer, post
+from tests.support.serving import CHAT, Served, image_part, text_part
+from triptych.api.prompt_logprobs import MAX_PROMPT_LOGPROBS
 
 
 def texts(service: Served, **fields: Any) -> list[str]:
@@ -39,7 +25,7 @@ def streamed(service: Served, **fields: Any) -> list[Any]:
     return [json.loads(event) for event in events]
 
 
-def test_text_and_its_tokens_are_continued_alike(service: Served) -> None:
+def test_a_text_and_its_tokens_have_the_same_answer(service: Served) -> None:
     tokens = answer(service, "/tokenize", prompt="Once upon")["tokens"]
     (text,) = texts(service, prompt="Once upon")
     assert text
@@ -62,18 +48,18 @@ def test_choices_are_numbered_prompt_by_prompt(service: Served) -> None:
     assert [choice["text"] for choice in made["choices"]] == alone[0] + alone[1]
 
 
-def test_the_stream_says_the_same(service: Served) -> None:
+def test_the_stream_equals_the_answer(service: Served) -> None:
     fields: dict[str, Any] = {"prompt": ["Once", "Twice"], "echo": True, "max_tokens": 20, "stop": "\n"}
     whole = answer(service, **fields)
     options = {"include_usage": True, "continuous_usage_stats": True}
     *events, last = streamed(service, **fields, stream_options=options)
-    said = ["", ""]
+    full_text = ["", ""]
     reasons: list[Any] = [None, None]
     for event in events:
         (choice,) = event["choices"]
-        said[choice["index"]] += choice["text"]
+        full_text[choice["index"]] += choice["text"]
         reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
-    assert said == [choice["text"] for choice in whole["choices"]]
+    assert full_text == [choice["text"] for choice in whole["choices"]]
     assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
@@ -101,7 +87,7 @@ def test_logprobs_have_an_entry_for_each_token(service: Served) -> None:
 
 
 def test_offsets_count_characters_of_the_text(service: Served) -> None:
-    """A character of several tokens counts once, and its tokens have its place."""
+    """A character of several tokens counts once, and its tokens have its offset."""
     text = "héllo 🎉 世"
     for fields in ({"echo": True, "max_tokens": 0}, {"echo": True, "max_tokens": 3, "temperature": 0}):
         choice = answer(service, prompt=text, logprobs=0, **fields)["choices"][0]
@@ -114,8 +100,8 @@ def test_offsets_count_characters_of_the_text(service: Served) -> None:
         assert choice["text"].startswith(text)
 
 
-def test_the_prompt_is_told_with_its_logprobs(service: Served) -> None:
-    """As evaluation harnesses ask for them."""
+def test_echo_returns_the_prompt_with_its_logprobs(service: Served) -> None:
+    """As evaluation harnesses request them."""
     fields: dict[str, Any] = {"prompt": ["Once <|im_start|>upon", "Größe"], "logprobs": 2, "temperature": 0}
     plain = answer(service, **fields)
     echoed = answer(service, **fields, echo=True)
@@ -127,8 +113,8 @@ def test_the_prompt_is_told_with_its_logprobs(service: Served) -> None:
         assert len(logprobs["tokens"]) == count + 8
         assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
         assert "".join(logprobs["tokens"][:count]) == prompt or "\ufffd" in "".join(logprobs["tokens"])
-        told = list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
-        for token, logprob, top in told[1:]:
+        entries = list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
+        for token, logprob, top in entries[1:]:
             assert logprob <= top[token] <= max(top.values()) <= 0
             assert top[token] == logprob or token == "\ufffd", "of those that are spelled alike, the likeliest"
             assert 1 <= len(top) <= 3
@@ -163,7 +149,7 @@ def test_the_prompt_alone(service: Served) -> None:
     assert one_token["logprobs"]["token_logprobs"] == one_token["prompt_logprobs"] == [None]
 
 
-def test_prompt_logprobs_in_vllms_words(service: Served) -> None:
+def test_prompt_logprobs_in_vllms_format(service: Served) -> None:
     fields = {"prompt": ["Once upon", "a time"], "prompt_logprobs": 2, "temperature": 0}
     made = answer(service, **fields)
     echoed = answer(service, **fields, echo=True, logprobs=5)
@@ -180,7 +166,7 @@ def test_prompt_logprobs_in_vllms_words(service: Served) -> None:
             likeliest = [one for one in entry.values() if one["rank"] <= 2]
             assert [one["rank"] for one in sorted(likeliest, key=lambda one: -one["logprob"])] == [1, 2]
             assert len(entry) == (2 if own["rank"] <= 2 else 3)
-            assert len(other["prompt_logprobs"][n]) == len(entry), "as many as were asked for, each for itself"
+            assert len(other["prompt_logprobs"][n]) == len(entry), "each choice has the number that it requested"
 
 
 def test_prompt_logprobs_of_a_chat_with_a_picture(service: Served) -> None:
@@ -195,8 +181,8 @@ def test_prompt_logprobs_of_a_chat_with_a_picture(service: Served) -> None:
     assert "prompt_logprobs" not in service.post(content).json()
 
 
-def test_telling_takes_no_thread_that_media_are_decoded_on(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are few, shared by all, and taken in order of arrival."""
+def test_formatting_uses_no_thread_of_media_decoding(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those threads are few and shared, and serve in order of arrival."""
 
     def taken(*_: Any) -> Any:
         raise AssertionError
@@ -214,13 +200,13 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
     num_prompt = made.json()["usage"]["prompt_tokens"]
     assert len(made.json()["choices"]) == 8
     assert len(made.json()["prompt_logprobs"]) == num_prompt
-    assert num_prompt * 21 < MAX_TOLD < num_prompt * 21 * 8
+    assert num_prompt * 21 < MAX_PROMPT_LOGPROBS < num_prompt * 21 * 8
     fields = {"prompt": [[5] * 900], "prompt_logprobs": 20, "n": 8, "max_tokens": 1}
-    the_error(post(service, **fields), 400, "prompt_logprobs")  # each choice would tell of it
+    the_error(post(service, **fields), 400, "prompt_logprobs")  # each choice would have them
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "says"),
+    ("fields", "param", "expected_message"),
     [
         ({}, "prompt", "required"),
         ({"prompt": ""}, "prompt", "no tokens"),
@@ -234,20 +220,22 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
         ({"prompt": "x" * 5000}, "prompt", "tokens"),
         ({"prompt": "x", "max_tokens": 4096}, "prompt", "context"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "''"),
-        ({"prompt": "x", "best_of": 2}, "best_of", "n is supported"),
+        ({"prompt": "x", "best_of": 2}, "best_of", "must equal n"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "echo"),
         ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "20"),
         ({"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs", "greater"),
-        ({"prompt": "x", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "streams"),
+        ({"prompt": "x", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream: true"),
         ({"prompt": [[5] * 1000] * 10, "prompt_logprobs": 20}, "prompt_logprobs", "210000"),
-        ({"prompt": [[5] * 1000] * 5, "n": 2, "echo": True, "logprobs": 20}, "echo", "at most 131072"),
+        ({"prompt": [[5] * 1000] * 5, "n": 2, "echo": True, "logprobs": 20}, "echo", "limit of 131072"),
         ({"prompt": ["x"] * 100, "n": 64}, "prompt", "6400"),
         ({"prompt": "x", "messages": []}, "messages", "unknown"),
         ({"prompt": "x", "tools": []}, "tools", "unknown"),
     ],
 )
-def test_what_cannot_be_continued(service: Served, fields: dict[str, Any], param: str, says: str) -> None:
-    assert says.lower() in the_error(post(service, **fields), 400, param).lower()
+def test_invalid_completion_requests(
+    service: Served, fields: dict[str, Any], param: str, expected_message: str
+) -> None:
+    assert expected_message.lower() in the_error(post(service, **fields), 400, param).lower()
 
 
 def test_tokens_outside_the_vocabulary(service: Served) -> None:
@@ -257,7 +245,7 @@ def test_tokens_outside_the_vocabulary(service: Served) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-def test_tokens_and_text_become_each_other(service: Served, prefix: str) -> None:
+def test_tokenize_and_detokenize_are_inverse(service: Served, prefix: str) -> None:
     text = "Größe <|im_start|> 🙂"
     made = answer(service, f"{prefix}/tokenize", prompt=text, return_token_strs=True)
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
@@ -268,7 +256,7 @@ def test_tokens_and_text_become_each_other(service: Served, prefix: str) -> None
         assert client.post(f"{prefix}/tokenize", json={"prompt": text}).json()["tokens"] == made["tokens"]
 
 
-def test_a_conversation_counts_as_its_prompt_does(service: Served) -> None:
+def test_a_tokenized_conversation_is_its_prompt(service: Served) -> None:
     content = [image_part(), text_part("What is it?")]
     messages = [{"role": "user", "content": content}]
     made = answer(service, "/tokenize", messages=messages)
@@ -277,7 +265,7 @@ def test_a_conversation_counts_as_its_prompt_does(service: Served) -> None:
     assert made["token_strs"] is None
 
 
-def test_what_cannot_be_tokenized(service: Served) -> None:
+def test_invalid_tokenize_requests(service: Served) -> None:
     the_error(post(service, "/tokenize", prompt=3), 400, "prompt")
     the_error(post(service, "/tokenize", model="other", prompt="x"), 404, "model")
     the_error(post(service, "/tokenize", messages=[]), 400, "messages")
@@ -294,7 +282,7 @@ def test_openais_client_completes(service: Served) -> None:
         assert made.choices[0].logprobs is not None
 
 
-def test_the_version_is_told(service: Served) -> None:
+def test_the_version_is_returned(service: Served) -> None:
     with service.client() as client:
         assert client.get("/version").json()["version"]
         document = client.get("/openapi.json").json()

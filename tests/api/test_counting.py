@@ -1,4 +1,4 @@
-"""Which tokens belong to an answer and count: those that were generated for it, shown or not."""
+"""Which tokens count towards the usage: all that were generated for the answer, shown or not."""
 
 import asyncio
 import math
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.router.test_router import PD0, RouterHarness, prompt
+from tests.support.router_harness import PD0, RouterHarness, prompt
 from triptych.api.completion_schemas import CompletionRequest
-from triptych.api.generation import Generation, RequestContext, _Text
-from triptych.api.observed import Observed
+from triptych.api.generation import ChoiceText, Generation, RequestContext
+from triptych.api.request_records import RequestRecordMiddleware
 from triptych.messages.work import SamplingParams, TokenLogprob, Tokens
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.tokenizer import Tokenizer
@@ -25,25 +25,26 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def test_tokens_that_came_and_nobody_took_are_told_as_they_are_recorded(tokenizer: Tokenizer) -> None:
-    """A choice that has all that it needs (one call, where calls aren't to be parallel) is ended by who reads it."""
-    desk = RouterHarness(PD0)
-    stream = desk.submit()
+def test_unread_tokens_count_in_the_usage_as_in_the_record(tokenizer: Tokenizer) -> None:
+    """A choice is ended early once it is complete: with its first call, if calls must not be parallel."""
+    harness = RouterHarness(PD0)
+    stream = harness.submit()
     fields = CompletionRequest(model="tiny", prompt="x")
-    service: Any = SimpleNamespace(router=desk.router, tokenizer=tokenizer)
-    client = RequestContext("", math.inf, SimpleNamespace())  # type: ignore[arg-type]
-    generation = Generation(
-        service, [prompt()], [SamplingParams(max_tokens=4)], fields, client, "id", _streams=[stream]
+    router = SimpleNamespace(
+        submit=lambda *_, **__: stream, complete=harness.router.complete, cancel=harness.router.cancel
     )
+    service: Any = SimpleNamespace(router=router, tokenizer=tokenizer)
+    context = RequestContext("", math.inf, SimpleNamespace())  # type: ignore[arg-type]
+    generation = Generation(service, [prompt()], [SamplingParams(max_tokens=4)], fields, context, "id")
     (token,) = tokenizer.encode("a")
     for _ in range(MAX_JOINED + 3):
-        desk.router.handle(Tokens(stream.request, [token, token]))
+        harness.router.handle(Tokens(stream.request, [token, token]))
 
     async def read() -> None:
-        pieces = generation._pieces(0, _Text(tokenizer, fields), stream)
-        await anext(pieces)
+        outputs = generation.stream()
+        await anext(outputs)
         generation.end(0)
-        assert [piece async for piece in pieces] == []
+        assert [output async for output in outputs] == []
 
     asyncio.run(read())
     assert stream.record.num_tokens == 2 * (MAX_JOINED + 3)
@@ -51,21 +52,21 @@ def test_tokens_that_came_and_nobody_took_are_told_as_they_are_recorded(tokenize
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_a_stop_string_that_the_answers_end_completes_takes_no_token_away(tokenizer: Tokenizer, reason: str) -> None:
+def test_a_stop_string_completed_by_the_answers_end_removes_no_token(tokenizer: Tokenizer, reason: str) -> None:
     """The first byte of a character is U+FFFD once nothing follows it."""
-    text = _Text(tokenizer, CompletionRequest(model="tiny", prompt="x", stop="\ufffd"))
+    text = ChoiceText(tokenizer, CompletionRequest(model="tiny", prompt="x", stop="\ufffd"))
     shown = [*tokenizer.encode("a"), tokenizer.encode("é")[0]]
     tokens = [*shown, min(tokenizer.eos_token_ids)] if reason == "stop" else shown
     logprobs = [TokenLogprob(-1.0, []) for _ in tokens]
     report = text.read(Tokens(RequestId("r"), tokens, logprobs, finish_reason=reason))
     assert (report.tokens, len(report.logprobs), report.finish_reason) == (tokens, len(tokens), "stop")
-    assert text.shown(report) == shown, "the token that ends the answer isn't shown, as of any other"
+    assert text.shown(report) == shown, "the stop token isn't shown"
     assert text.take(report) == "a"
 
 
-def test_a_request_that_another_context_closes_is_told_of() -> None:
-    """As those are that are left at shutdown."""
-    told: list[RequestRecord] = []
+def test_a_request_closed_from_another_context_is_reported() -> None:
+    """As the open requests are at shutdown."""
+    reported: list[RequestRecord] = []
 
     async def app(*_: Any) -> None:
         await asyncio.Future()
@@ -73,9 +74,9 @@ def test_a_request_that_another_context_closes_is_told_of() -> None:
     scope = {"type": "http", "method": "GET", "headers": []}
 
     async def start() -> Any:
-        request = Observed(app, [told.append])(scope, None, None)  # type: ignore[arg-type]
+        request = RequestRecordMiddleware(app, [reported.append])(scope, None, None)  # type: ignore[arg-type]
         copy_context().run(request.send, None)  # type: ignore[attr-defined]
         return request
 
     asyncio.run(start()).close()
-    assert [record.ended > 0 for record in told] == [True]
+    assert [record.ended > 0 for record in reported] == [True]

@@ -1,4 +1,4 @@
-"""When the service's side fails: typed errors, error events in streams, and the service goes on."""
+"""Failures of the service: typed errors, error events in streams, and the service recovers."""
 
 import json
 import socket
@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, served, wait_for
-from tests.api.test_bad_input import the_error
+from tests.support.chat import the_error
+from tests.support.serving import CHAT, Served, image, image_part, served, wait_for
 from triptych.config import ItemLimits
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
@@ -21,8 +21,8 @@ from triptych.messages.work import Deregister
 
 @pytest.fixture
 def small(folder: Path) -> Iterator[Served]:
-    """Room for one request at a time, of at most 1 MiB."""
-    with served(folder, max_queue=1, max_body_mb=1, limit_mm_per_prompt=ItemLimits(image=2)) as service:
+    """A service for one request at a time, of at most 1 MiB."""
+    with served(folder, max_queue=1, max_body_mb=1, limit_mm_per_prompt=ItemLimits.parse("image=2")) as service:
         yield service
 
 
@@ -71,7 +71,7 @@ def test_a_tower_that_fails(service: Served) -> None:
 
 
 @pytest.mark.parametrize("stage", ["encode", "language"])
-def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
+def test_a_bug_in_a_loop_fails_only_requests_in_flight(
     small: Served, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     encode, language = (instance.loops[0] for instance in small.running.instances)
@@ -79,7 +79,7 @@ def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
     assert isinstance(language, EngineLoop)
 
     def fail() -> None:
-        if encode._jobs if stage == "encode" else len(language.scheduler):
+        if encode.debug_state().jobs if stage == "encode" else len(language.scheduler):
             monkeypatch.undo()
             raise RuntimeError("secret of /the/server")
 
@@ -91,7 +91,7 @@ def test_a_bug_in_a_loop_costs_what_is_under_way_and_no_more(
     assert small.text([image_part(image(seed=400))])
 
 
-def test_a_full_queue_says_when_to_come_back(small: Served) -> None:
+def test_a_full_queue_answers_with_retry_after(small: Served) -> None:
     small.steps.close()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(small.text)
@@ -107,7 +107,7 @@ def test_a_full_queue_says_when_to_come_back(small: Served) -> None:
     assert small.text()
 
 
-def test_bodies_and_numbers_of_images_that_are_too_large(small: Served) -> None:
+def test_too_large_bodies_and_too_many_images(small: Served) -> None:
     the_error(small.post("x" * 2**20), 413, None, "payload_too_large")
     chunked = (b" " * 65536 for _ in range(20))
     with small.client() as client:
@@ -116,7 +116,7 @@ def test_bodies_and_numbers_of_images_that_are_too_large(small: Served) -> None:
     assert small.text([image_part()] * 2)
 
 
-def test_a_length_that_is_declared_is_refused_before_the_body_comes(small: Served) -> None:
+def test_a_declared_length_is_refused_before_the_body_arrives(small: Served) -> None:
     host, port = small.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**40}\r\n\r\n".encode())
@@ -124,7 +124,7 @@ def test_a_length_that_is_declared_is_refused_before_the_body_comes(small: Serve
 
 
 def test_without_an_encoder_text_is_served_and_images_are_not(small: Served) -> None:
-    door, (encoder, language) = small.running.frontend, small.running.instances
+    frontend, (encoder, language) = small.running.frontend, small.running.instances
     _leave(small, encoder.channel.address)
     response = small.post([image_part()])
     the_error(response, 503, None, "unavailable")
@@ -135,11 +135,11 @@ def test_without_an_encoder_text_is_served_and_images_are_not(small: Served) -> 
         assert client.get("/ready").status_code == 503
         assert client.get("/health").status_code == 200
     # the encoder's next heartbeat brings it back
-    wait_for(lambda: len(door.router.registry) == 2)
+    wait_for(lambda: len(frontend.router.registry) == 2)
     assert small.text([image_part()])
     _leave(small, language.channel.address)
     the_error(small.post(), 503, None, "unavailable")
-    wait_for(lambda: len(door.router.registry) == 2)
+    wait_for(lambda: len(frontend.router.registry) == 2)
 
 
 def test_an_instance_that_is_lost_in_the_middle_is_an_error_event(small: Served) -> None:
@@ -154,7 +154,7 @@ def test_an_instance_that_is_lost_in_the_middle_is_an_error_event(small: Served)
     wait_for(small.everything_is_back, 1.0)
 
 
-def test_draining_admits_nothing_new_and_finishes_what_runs(small: Served) -> None:
+def test_draining_refuses_new_requests_and_finishes_running_ones(small: Served) -> None:
     router = small.running.frontend.router
     body = small.body(max_tokens=300, stream=True)
     with small.client() as client, client.stream("POST", CHAT, json=body) as response:
@@ -184,7 +184,7 @@ def test_a_request_that_takes_too_long(folder: Path) -> None:
 
 
 def test_ending_the_service_ends_streams_with_an_error_event(folder: Path) -> None:
-    """And doesn't wait for clients that are only connected."""
+    """And doesn't wait for idle connections."""
     with served(folder) as service:
         idle, busy = service.client(), service.client()
         idle.get("/health")
@@ -201,7 +201,7 @@ def test_ending_the_service_ends_streams_with_an_error_event(folder: Path) -> No
 
 
 def _leave(service: Served, address: Any) -> None:
-    """Makes the frontend believe that an instance says good-bye."""
-    door = service.running.frontend
-    door._server.servers[0].get_loop().call_soon_threadsafe(door.router.handle, Deregister(address))
-    wait_for(lambda: len(door.router.registry) == 1)
+    """Deregister an instance at the frontend."""
+    router = service.running.frontend.router
+    service.loop.call_soon_threadsafe(router.handle, Deregister(address))
+    wait_for(lambda: len(router.registry) == 1)

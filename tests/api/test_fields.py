@@ -1,4 +1,4 @@
-"""Each field of a chat that vLLM and SGLang know, one by one: honoured, or refused by name."""
+"""Each chat field of vLLM and SGLang: supported, or refused by name."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from tests.api.test_bad_input import the_error
-from tests.api.test_completions import answer
-from tests.api.test_videos import frames_part
-from triptych.api.media_parts import LOW_DETAIL_PIXELS, View
+from tests.support.chat import frames_part, the_error
+from tests.support.completions import answer
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+from triptych.api.media_parts import LOW_DETAIL_PIXELS, MediaSettings
 from triptych.api.schemas import ImagePart, ImageURL
 from triptych.encode.loop import EncodeLoop
-from triptych.prompt.template import ChatTemplate
 from triptych.types import PixelBounds
 
 TEMPLATE = """\
@@ -31,7 +29,7 @@ TEMPLATE = """\
 
 @pytest.fixture(scope="module")
 def moody(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A service whose template reads variables."""
+    """A service whose chat template reads variables."""
     copied = tmp_path_factory.mktemp("fields") / "moody"
     copied.mkdir()
     for file in folder.iterdir():
@@ -43,14 +41,14 @@ def moody(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def prompt(service: Served, content: Any = "Hello", **fields: Any) -> str:
-    """The prompt that a chat becomes, as text."""
+    """Return a chat's prompt as text."""
     messages = [{"role": "user", "content": content}]
     made = answer(service, "/tokenize", **({"messages": messages} | fields))
     return str(answer(service, "/detokenize", tokens=made["tokens"])["prompt"])
 
 
 def rows(service: Served, part: dict[str, Any], **fields: Any) -> int:
-    """How many tokens stand for an image."""
+    """Return the number of an image's tokens."""
     return prompt(service, [part], **fields).count("<|image_pad|>")
 
 
@@ -64,18 +62,18 @@ def test_the_generation_prompt_can_be_left_out(service: Served) -> None:
 
 
 def test_the_final_message_is_continued(service: Served) -> None:
-    user, said = {"role": "user", "content": "Hello"}, service.text(max_tokens=16, temperature=0)
-    begun = [user, {"role": "assistant", "content": said[:1]}]
-    assert prompt(service, messages=begun, continue_final_message=True) == prompt(service) + said[:1]
-    in_parts = [user, {"role": "assistant", "content": [text_part(said[:1])]}]
-    assert prompt(service, messages=in_parts, continue_final_message=True) == prompt(service) + said[:1]
-    on = service.text(messages=begun, continue_final_message=True, max_tokens=15, temperature=0)
-    assert said[:1] + on == said
-    assert service.text(messages=begun, max_tokens=15, temperature=0) != on
+    user, full_text = {"role": "user", "content": "Hello"}, service.text(max_tokens=16, temperature=0)
+    history = [user, {"role": "assistant", "content": full_text[:1]}]
+    assert prompt(service, messages=history, continue_final_message=True) == prompt(service) + full_text[:1]
+    in_parts = [user, {"role": "assistant", "content": [text_part(full_text[:1])]}]
+    assert prompt(service, messages=in_parts, continue_final_message=True) == prompt(service) + full_text[:1]
+    on = service.text(messages=history, continue_final_message=True, max_tokens=15, temperature=0)
+    assert full_text[:1] + on == full_text
+    assert service.text(messages=history, max_tokens=15, temperature=0) != on
 
 
 @pytest.mark.parametrize("last", [" ends with space \n", "same same", "a", "<|im_end|>x"])
-def test_continuing_is_as_in_transformers(moody: Served, folder: Path, last: str) -> None:
+def test_continuing_matches_transformers(moody: Served, folder: Path, last: str) -> None:
     from transformers import PreTrainedTokenizerFast
 
     reference = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
@@ -83,11 +81,11 @@ def test_continuing_is_as_in_transformers(moody: Served, folder: Path, last: str
     expected = reference.apply_chat_template(
         messages, chat_template=TEMPLATE, continue_final_message=True, tokenize=False, add_generation_prompt=False
     )
-    made = ChatTemplate(Path(moody.running.frontend._config.model)).render(messages, continue_final_message=True)
+    made = moody.running.frontend.service.prompt_builder.template.render(messages, continue_final_message=True)
     assert made == expected
 
 
-def test_the_template_is_given_what_it_reads_and_nothing_else(moody: Served) -> None:
+def test_unknown_template_variables_are_refused(moody: Served) -> None:
     assert prompt(moody, chat_template_kwargs={"mood": "gay"}).startswith(
         "<|im_start|>user\nHello<|im_end|>\nmood: gay"
     )
@@ -98,19 +96,19 @@ def test_the_template_is_given_what_it_reads_and_nothing_else(moody: Served) -> 
     assert "stands for media" in message
 
 
-def test_names_are_given_to_the_template(moody: Served) -> None:
+def test_names_are_passed_to_the_template(moody: Served) -> None:
     messages = [{"role": "user", "name": "Ann", "content": "Hi"}]
     assert prompt(moody, messages=messages).startswith("<|im_start|>user Ann\nHi")
 
 
-def test_thinking_less_is_said_by_the_template(moody: Served, service: Served) -> None:
+def test_reasoning_effort_is_a_template_variable(moody: Served, service: Served) -> None:
     plain = moody.text(temperature=0)
     assert moody.text(temperature=0, reasoning_effort="high") == plain
     assert moody.text(temperature=0, reasoning_effort="none") != plain
     without = {"enable_thinking": False}
     assert moody.text(temperature=0, chat_template_kwargs=without) == moody.text(temperature=0, reasoning_effort="none")
     assert prompt(moody, chat_template_kwargs=without).endswith("<think></think>\n")
-    assert service.text(reasoning_effort="none"), "what never thinks needn't be told not to"
+    assert service.text(reasoning_effort="none"), "a model without reasoning accepts effort none"
     the_error(service.post(reasoning_effort="low"), 400, "reasoning_effort")
 
 
@@ -137,7 +135,7 @@ def test_images_are_resized_within_the_requests_bounds(service: Served) -> None:
         {"min_pixels": 60_000, "max_pixels": 50_000},
     ],
 )
-def test_bounds_that_cannot_be_kept(service: Served, options: dict[str, int]) -> None:
+def test_invalid_bounds(service: Served, options: dict[str, int]) -> None:
     response = service.post([image_part()], mm_processor_kwargs=options)
     the_error(response, 400, "messages[0].content[0].image_url.url", "bad_media_size")
     twice = {"size": {"shortest_edge": 1024, "longest_edge": 4096}, "max_pixels": 4096}
@@ -146,11 +144,11 @@ def test_bounds_that_cannot_be_kept(service: Served, options: dict[str, int]) ->
 
 def test_low_detail_bounds_an_image() -> None:
     part = ImagePart(type="image_url", image_url=ImageURL(url="data:,", detail="low"))
-    assert View().bounds_of(part, LOW_DETAIL_PIXELS + 1) == PixelBounds(0, LOW_DETAIL_PIXELS)
-    assert View(PixelBounds(max_pixels=4096)).bounds_of(part, 10**6) == PixelBounds(max_pixels=4096)
+    assert MediaSettings().bounds_of(part, LOW_DETAIL_PIXELS + 1) == PixelBounds(0, LOW_DETAIL_PIXELS)
+    assert MediaSettings(PixelBounds(max_pixels=4096)).bounds_of(part, 10**6) == PixelBounds(max_pixels=4096)
 
 
-def test_low_detail_is_no_more_than_the_model_takes(service: Served) -> None:
+def test_low_detail_does_not_exceed_the_models_bounds(service: Served) -> None:
     url = image_part(image(256, 256))["image_url"]["url"]
     parts = [{"type": "image_url", "image_url": {"url": url, "detail": detail}} for detail in ("auto", "low")]
     assert rows(service, parts[0]) == rows(service, parts[1])
@@ -175,7 +173,7 @@ def test_an_image_is_sent_once_and_referred_to_later(service: Served) -> None:
     assert service.text([with_uuid("one"), text_part("x")], max_tokens=24) != expected, "and is known by the name since"
 
 
-def test_nobody_can_refer_to_what_another_sent(service: Served) -> None:
+def test_uuids_are_scoped_to_the_api_key(service: Served) -> None:
     body = service.body([with_uuid("secret", image())])
     again = service.body([text_part("see"), with_uuid("secret")])
     mine, yours = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
@@ -194,7 +192,7 @@ def test_nobody_can_refer_to_what_another_sent(service: Served) -> None:
 
 
 def test_a_salt_keeps_media_apart_from_those_of_others(service: Served) -> None:
-    """Whether another sent the same picture, or a clip with the same frames, can't be told from how long it takes."""
+    """So that timing doesn't reveal whether another client sent the same image, or a clip with the same frames."""
     hosts = [host for one in service.running.instances for host in one.loops if isinstance(host, EncodeLoop)]
 
     def encoded() -> int:
@@ -208,14 +206,14 @@ def test_a_salt_keeps_media_apart_from_those_of_others(service: Served) -> None:
             assert encoded() - before == more, (part["type"], salt)
 
 
-def test_special_tokens_are_told_when_asked_for(service: Served) -> None:
+def test_special_tokens_are_returned_on_request(service: Served) -> None:
     (token,) = answer(service, "/tokenize", prompt="<|vision_pad|>")["tokens"]
     settings = {"logit_bias": {str(token): 100}, "max_tokens": 3, "temperature": 0}
     assert service.text(**settings) == ""
     assert service.text(**settings, skip_special_tokens=False) == "<|vision_pad|>" * 3
 
 
-def test_fields_that_change_nothing_are_taken(service: Served) -> None:
+def test_fields_without_effect_are_accepted(service: Served) -> None:
     neutral = {
         "user": "u", "safety_identifier": "s", "session_id": "1", "service_tier": "auto", "priority": 0, "store": False,
         "modalities": ["text"], "parallel_tool_calls": True, "tool_choice": "none", "tools": None,
@@ -231,7 +229,7 @@ def test_fields_that_change_nothing_are_taken(service: Served) -> None:
 @pytest.mark.parametrize(
     "null", ["min_p", "repetition_penalty", "min_tokens", "stream", "seed", "stop", "n", "logit_bias"]
 )
-def test_null_is_as_good_as_nothing(service: Served, null: str) -> None:
+def test_null_equals_an_absent_field(service: Served, null: str) -> None:
     assert service.text(**{null: None}) == service.text()
 
 
@@ -239,7 +237,7 @@ def test_null_is_as_good_as_nothing(service: Served, null: str) -> None:
 
 
 @pytest.mark.parametrize("by_header", [False, True])
-def test_a_request_ends_in_its_time(service: Served, by_header: bool) -> None:
+def test_a_request_ends_at_its_deadline(service: Served, by_header: bool) -> None:
     service.steps.delay = 0.02
     body = service.body(max_tokens=3000) | ({} if by_header else {"timeout": 0.3})
     with service.client() as client:
@@ -251,7 +249,7 @@ def test_a_request_ends_in_its_time(service: Served, by_header: bool) -> None:
 
 
 @pytest.mark.parametrize("given", ["soon", "-1", "0", "nan", "inf", "1e9", ""])
-def test_a_header_that_is_no_time(service: Served, given: str) -> None:
+def test_an_invalid_timeout_header(service: Served, given: str) -> None:
     with service.client() as client:
         the_error(client.post(CHAT, json=service.body(), headers={"X-Request-Timeout": given}), 400)
 
@@ -264,7 +262,7 @@ def test_an_image_that_is_too_late_is_not_encoded(service: Served) -> None:
     wait_for(service.everything_is_back)
 
 
-def test_a_stream_that_runs_out_of_time_says_so(service: Served) -> None:
+def test_a_stream_past_its_deadline_ends_with_an_error(service: Served) -> None:
     service.steps.delay = 0.02
     lines = service.post(max_tokens=3000, timeout=0.5, stream=True).text.split("\n")
     payloads = [json.loads(line.removeprefix("data: ")) for line in lines if line]
@@ -272,14 +270,14 @@ def test_a_stream_that_runs_out_of_time_says_so(service: Served) -> None:
     assert len(payloads) > 1
 
 
-def test_an_instance_ends_what_is_late_by_itself(service: Served) -> None:
-    """Even if the frontend's word doesn't come."""
+def test_an_instance_ends_late_requests_by_itself(service: Served) -> None:
+    """Even if the frontend doesn't cancel them."""
     host = service.running.engine_loops()[0]
-    door = service.running.frontend
+    frontend = service.running.frontend
     service.steps.delay = 0.02
-    tick, door.router.tick = door.router.tick, lambda: None  # type: ignore[method-assign]
+    tick, frontend.router.tick = frontend.router.tick, lambda: None  # type: ignore[method-assign]
     try:
         the_error(service.post(max_tokens=3000, timeout=0.3), 504, None, "deadline_exceeded")
     finally:
-        door.router.tick = tick  # type: ignore[method-assign]
-    assert not host._deadlines
+        frontend.router.tick = tick  # type: ignore[method-assign]
+    wait_for(lambda: not len(host.scheduler))

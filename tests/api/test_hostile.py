@@ -1,4 +1,4 @@
-"""Requests that are made to cost the frontend time or memory, and what others notice of them."""
+"""Requests made to cost the frontend time or memory, and their effect on others."""
 
 import json
 import socket
@@ -16,22 +16,21 @@ import pytest
 from PIL import Image
 from pydantic.json_schema import models_json_schema
 
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from tests.api.test_bad_input import the_error
-from tests.api.test_completions import COMPLETIONS, post
-from tests.api.test_videos import VIDEO, video_part
-from tests.parity.cases import png
+from tests.support.chat import VIDEO, the_error, video_part
+from tests.support.completions import COMPLETIONS, post
+from tests.support.image_cases import png
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
-from triptych.api.fields import MAX_TOKEN_IDS, Strict
-from triptych.api.held import SMALL
-from triptych.api.parsing import parse
+from triptych.api.fields import MAX_TOKEN_IDS, StrictModel
+from triptych.api.memory_budget import FREE_BYTES
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest
 from triptych.media.frames import PackedFrames, pack_frames
 
 MANY = 1_000_000
-KINDS: list[type[Strict]] = [
+KINDS: list[type[StrictModel]] = [
     ChatCompletionRequest,
     CompletionRequest,
     ResponsesRequest,
@@ -42,7 +41,7 @@ KINDS: list[type[Strict]] = [
 
 
 def assert_refused(response: httpx.Response, status: int, code: str) -> None:
-    """For now: it may be tried again."""
+    """Check a refusal after which the client may retry."""
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert int(response.headers["retry-after"]) >= 1
 
@@ -51,7 +50,7 @@ def assert_refused(response: httpx.Response, status: int, code: str) -> None:
 
 
 def test_every_list_is_bounded() -> None:
-    """In the body's count of values, numbers in lists don't count."""
+    """Because numbers in lists don't count against the body's limit of values."""
     _, schemas = models_json_schema([(kind, "validation") for kind in KINDS])
     unbounded = []
 
@@ -87,16 +86,16 @@ def test_every_list_is_bounded() -> None:
         (ResponsesRequest, '{"model":"m","input":"x","include":[%s]}'),
     ],
 )
-def test_a_million_mistakes_are_told_as_one(kind: type[Strict], body: str) -> None:
-    """To tell of each takes ten seconds, in which nobody's tokens would go out."""
+def test_a_million_errors_are_reported_as_one(kind: type[StrictModel], body: str) -> None:
+    """Reporting each of them would block the event loop."""
     text = (body % ",".join(["-1"] * MANY)).encode()
     began = time.thread_time()
     with pytest.raises(InvalidRequest):
-        parse(kind, text)
+        parse_request(kind, text)
     assert time.thread_time() - began < 1
 
 
-def test_more_tokens_than_anybody_has(service: Served) -> None:
+def test_too_many_tokens(service: Served) -> None:
     with service.client() as client:
         response = client.post("/detokenize", json={"tokens": [1] * (MAX_TOKEN_IDS + 1)})
         assert f"at most {MAX_TOKEN_IDS}" in the_error(response, 400, "tokens")
@@ -123,7 +122,7 @@ def test_json_within_json_counts_too(service: Served) -> None:
 
 
 def test_only_the_service_packs_frames(service: Served) -> None:
-    """Millions of empty frames are a few megabytes, and gigabytes once they are unpacked."""
+    """A few megabytes hold millions of empty frames, which would unpack to gigabytes."""
     for packed in (PackedFrames(2.0, [b""] * 1000), PackedFrames(2.0, [image(), image()])):
         response = service.post([text_part("x"), video_part(pack_frames(packed))])
         assert "a list of frames" in the_error(response, 400, VIDEO, "unsupported_media")
@@ -134,7 +133,7 @@ def test_only_the_service_packs_frames(service: Served) -> None:
 
 @contextmanager
 def uploading(service: Served, client: str, num_bytes: int) -> Iterator[socket.socket]:
-    """A request whose body doesn't come to its end."""
+    """A request with an incomplete body."""
     with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=10) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client}\r\n"
         head += f"Content-Length: {num_bytes + 1}\r\n\r\n"
@@ -142,9 +141,9 @@ def uploading(service: Served, client: str, num_bytes: int) -> Iterator[socket.s
         yield connection
 
 
-def test_bodies_of_all_requests_are_bounded_together_and_each_clients_share(folder: Path) -> None:
+def test_bodies_share_a_memory_budget_with_a_limit_per_client(folder: Path) -> None:
     with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service:
-        held = service.running.frontend.service.held
+        budget = service.running.frontend.service.memory_budget
 
         def ask(key: str, num_bytes: int = 0) -> httpx.Response:
             body = json.dumps(service.body()).encode() + b" " * num_bytes
@@ -153,33 +152,33 @@ def test_bodies_of_all_requests_are_bounded_together_and_each_clients_share(fold
 
         large = 900_000
         with uploading(service, "a", 1_000_000), uploading(service, "a", 1_000_000):
-            wait_for(lambda: held.total > 1_800_000)
+            wait_for(lambda: budget.total > 1_800_000)
             refused = ask("a", large)
             assert_refused(refused, 429, "rate_limited")
             assert ask("a").status_code == 200, "texts get by"
             assert ask("b", large).status_code == 200
             with uploading(service, "b", 1_000_000), uploading(service, "b", 1_000_000):
-                wait_for(lambda: held.total > 3_600_000)
+                wait_for(lambda: budget.total > 3_600_000)
                 assert_refused(ask("c", large), 503, "overloaded")
                 assert ask("c").status_code == 200
-        wait_for(lambda: held.total == 0)
+        wait_for(lambda: budget.total == 0)
         assert ask("a", large).status_code == 200
-        wait_for(lambda: held.total == 0)  # a client may have its answer before the service is done with it
+        wait_for(lambda: budget.total == 0)  # a client may have its answer before the service is done with it
 
 
-def test_media_are_held_until_the_answer_is_there(folder: Path) -> None:
+def test_media_are_charged_until_the_answer_is_complete(folder: Path) -> None:
     noise = np.random.default_rng(7).integers(0, 256, (256, 256, 3), dtype=np.uint8)
     data = png(Image.fromarray(noise))
-    assert len(data) > 3 * SMALL
+    assert len(data) > 3 * FREE_BYTES
     with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service, ThreadPoolExecutor(1) as pool:
-        held = service.running.frontend.service.held
+        budget = service.running.frontend.service.memory_budget
         service.steps.close()
         asked = pool.submit(service.post, [image_part(data), text_part("?")])
         assert service.steps.entered.wait(10)
-        assert held.total > len(data) * 4 / 3 + len(data) - SMALL, "the body, and the file"
+        assert budget.total > len(data) * 4 / 3 + len(data) - FREE_BYTES, "the body, and the file"
         service.steps.opened.set()
         assert asked.result(20).status_code == 200
-        assert held.total == 0
+        wait_for(lambda: budget.total == 0)  # released just after the last byte is sent
 
 
 # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,7 +186,7 @@ def test_media_are_held_until_the_answer_is_there(folder: Path) -> None:
 
 @pytest.fixture
 def slow(service: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Prompts that have the word in them take until the event is set."""
+    """Block the preparation of prompts that contain the word until the event is set."""
     builder, done = service.running.frontend.service.prompt_builder, threading.Event()
 
     def slowed(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,7 +202,7 @@ def slow(service: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading
     done.set()
 
 
-def test_prompts_that_take_long_to_make_hold_up_nobody_else(service: Served, slow: threading.Event) -> None:
+def test_slow_prompts_do_not_block_other_clients(service: Served, slow: threading.Event) -> None:
     def ask(key: str, content: str) -> httpx.Response:
         with service.client() as client:
             headers = {"authorization": f"Bearer {key}"}
@@ -211,8 +210,8 @@ def test_prompts_that_take_long_to_make_hold_up_nobody_else(service: Served, slo
 
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(ask, "slow one", f"slow {number}") for number in range(12)]
-        admission = service.running.frontend.router._admission
-        wait_for(lambda: admission._preparing.total() == 12)
+        router = service.running.frontend.router
+        wait_for(lambda: router.debug_state().admission.num_preparing == 12)
         for _ in range(3):
             assert ask("another", "Hello").status_code == 200
         with service.client() as client:
@@ -223,11 +222,11 @@ def test_prompts_that_take_long_to_make_hold_up_nobody_else(service: Served, slo
         assert not any(one.done() for one in asked)
         slow.set()
         assert {one.result(30).status_code for one in asked} == {200}
-    wait_for(lambda: admission._preparing.total() == 0)
+    wait_for(lambda: router.debug_state().admission.num_preparing == 0)
 
 
-def test_nobody_waits_longer_than_it_wants_for_its_texts_to_be_read(service: Served, slow: threading.Event) -> None:
-    """Three that take long, by one client, whose fourth waits for one of them to end."""
+def test_the_deadline_applies_while_prompts_are_prepared(service: Served, slow: threading.Event) -> None:
+    """One client has three slow requests, and its fourth waits for one of them."""
     headers = {"authorization": "Bearer slow one", "x-request-timeout": "0.3"}
     asked: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"model": service.model, "prompt": "slow"}),
@@ -243,14 +242,14 @@ def test_nobody_waits_longer_than_it_wants_for_its_texts_to_be_read(service: Ser
             assert client.post(path, json=body, headers=headers | {"x-request-timeout": "20"}).status_code == 200
 
 
-def test_who_makes_a_prompt_has_a_place_in_the_house(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise any number could be fetched and planned side by side."""
+def test_requests_being_prepared_count_as_admitted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the number of requests being fetched and planned would be unlimited."""
     done = threading.Event()
     with served(folder, topology="1EPD", max_queue=3, max_queue_per_client=2) as service, ThreadPoolExecutor(3) as pool:
         builder = service.running.frontend.service.prompt_builder
         build = builder.build
         monkeypatch.setattr(builder, "build", lambda *args, **more: (done.wait(30), build(*args, **more))[1])
-        admission = service.running.frontend.router._admission
+        router = service.running.frontend.router
 
         def ask(key: str) -> httpx.Response:
             with service.client() as client:
@@ -259,7 +258,7 @@ def test_who_makes_a_prompt_has_a_place_in_the_house(folder: Path, monkeypatch: 
         asked = []
         for number, client in enumerate(("a", "a", "b"), start=1):
             asked.append(pool.submit(ask, client))
-            wait_for(lambda number=number: admission._preparing.total() == number)  # type: ignore[misc]
+            wait_for(lambda number=number: router.debug_state().admission.num_preparing == number)  # type: ignore[misc]
             if number == 2:
                 assert_refused(ask("a"), 429, "rate_limited")
         assert_refused(ask("c"), 503, "overloaded")

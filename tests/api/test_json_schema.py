@@ -1,5 +1,6 @@
-"""Schemas are kept to or refused: what the table says is compared with what xgrammar's grammars allow, and that with
-what a validator says. When a newer xgrammar keeps to more, ``test_what_is_refused_is_not_kept_to`` shows it."""
+"""JSON schemas are enforced or refused: the table of keywords is compared with xgrammar's grammars and a validator.
+
+``test_refused_schemas_would_not_be_enforced`` fails when a newer xgrammar enforces more."""
 
 import contextlib
 import json
@@ -27,7 +28,7 @@ COMPILER = xgrammar.GrammarCompiler(
     max_threads=1,
 )
 TEXT = frozenset(map(ord, '"{}[]:, -.0123456789abcdefnrstulxyzABTZ@/#~+_PDHMSWY'))
-"""Of what xgrammar allows, what the texts of these tests are made of."""
+"""The characters that the texts of these tests are made of."""
 
 
 def compiled(schema: Any) -> xgrammar.CompiledGrammar:
@@ -48,7 +49,7 @@ def is_valid(schema: Any, value: Any) -> bool:
 
 
 def samples(grammar: xgrammar.CompiledGrammar, rng: random.Random, number: int) -> list[str]:
-    """Texts that end where the grammar may, at random."""
+    """Yield random texts that the grammar accepts."""
     found = []
     for _ in range(number):
         matcher, text = xgrammar.GrammarMatcher(grammar), bytearray()
@@ -139,12 +140,12 @@ KEPT: list[tuple[Any, list[Any], list[Any]]] = [
     ({"format": "binary", "title": "x"}, ["a", 1], []),
     ({"type": "integer", "format": "int32"}, [1], ["a"]),
     ({"type": "string", "minLength": 1, "pattern": "^a*(b|c{2})$"}, ["ab", "cc"], ["", "a"]),
-    ({"type": "integer", "minLength": 5, "pattern": "(?=a)"}, [1], ["a"]),  # says nothing about integers
+    ({"type": "integer", "minLength": 5, "pattern": "(?=a)"}, [1], ["a"]),  # doesn't restrict integers
 ]  # fmt: skip
 
 
 def defaulted(kind: str) -> dict[str, Any]:
-    """As pydantic has a tag with a default."""
+    """A pydantic model with a tag that has a default."""
     tag = {"const": kind, "default": kind, "type": "string"}
     return {"type": "object", "properties": {"kind": tag, "v": INTEGER}, "required": ["v"]}
 
@@ -232,7 +233,7 @@ REFUSED_THERE: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), KEPT)
-def test_what_is_kept_to(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+def test_enforced_schemas(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     check_schema(schema, "x")
     grammar = compiled(schema)
     for value in valid:
@@ -244,16 +245,16 @@ def test_what_is_kept_to(schema: Any, valid: list[Any], invalid: list[Any]) -> N
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), KEPT)
-def test_what_is_said_at_random_is_valid(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+def test_random_texts_of_the_grammar_are_valid(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     for text in samples(compiled(schema), random.Random(1), 30):
         if "Infinity" not in json.dumps(json.loads(text)):  # Python has no number as large as 4e663
             assert is_valid(schema, json.loads(text)), text
 
 
 @pytest.mark.parametrize(("schema", "keyword", "value"), REFUSED)
-def test_what_is_refused_is_not_kept_to(schema: Any, keyword: str, value: Any) -> None:
+def test_refused_schemas_would_not_be_enforced(schema: Any, keyword: str, value: Any) -> None:
     with pytest.raises(
-        InvalidRequest, match=f"the keyword '{keyword}' at # of the JSON schema can't be kept to"
+        InvalidRequest, match=f"the keyword '{keyword}' at # of the JSON schema can't be enforced"
     ) as caught:
         check_schema(schema, "field")
     assert caught.value.param == "field"
@@ -263,7 +264,7 @@ def test_what_is_refused_is_not_kept_to(schema: Any, keyword: str, value: Any) -
 
 
 @pytest.mark.parametrize(("schema", "keyword", "place"), REFUSED_THERE)
-def test_the_place_is_named(schema: Any, keyword: str, place: str) -> None:
+def test_the_path_is_named(schema: Any, keyword: str, place: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_schema(schema, "field")
     assert f"the keyword {keyword!r} at {place} of the JSON schema" in str(caught.value)
@@ -275,7 +276,7 @@ with leading zeros, long names, parts of a duration that don't follow on each ot
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_formats_are_kept_to(name: str) -> None:
+def test_formats_are_enforced(name: str) -> None:
     schema = {"type": "string", "format": name}
     check_schema(schema, "x")
     grammar = compiled(schema)
@@ -308,7 +309,7 @@ def test_regexes() -> None:
         "(a$)+",
         r"[\p{L}]",
     ):
-        with pytest.raises(InvalidRequest, match="the regex can't be kept to"):
+        with pytest.raises(InvalidRequest, match="the regex can't be enforced"):
             check_regex(pattern, "x")
 
 
@@ -325,11 +326,11 @@ VALUES = st.recursive(
 
 @settings(max_examples=500, deadline=None)
 @given(VALUES)
-def test_whatever_is_sent_is_judged(schema: Any) -> None:
+def test_any_json_is_accepted_or_refused(schema: Any) -> None:
     try:
         check_schema(schema, "x")
     except InvalidRequest as error:
-        assert "can't be kept to" in str(error)
+        assert "can't be enforced" in str(error)
 
 
 LEAVES = st.one_of(
@@ -394,7 +395,7 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(SCHEMAS, st.integers(0, 2**32))
-def test_what_is_not_refused_is_kept_to(schema: Any, seed: int) -> None:
+def test_accepted_schemas_are_enforced(schema: Any, seed: int) -> None:
     try:
         check_schema(schema, "x")
         grammar = compiled(schema)
@@ -448,7 +449,7 @@ def test_no_check_takes_long(name: str) -> None:
     assert min(seconds) < 0.05
 
 
-def test_places_cost_no_more_the_deeper_they_are() -> None:
+def test_the_cost_of_a_path_does_not_depend_on_its_depth() -> None:
     schema: Any = {"type": "object", "properties": {str(number): {} for number in range(5000)}}
     for _ in range(900):
         schema = {"type": "object", "properties": {"a" * 64: schema}}
@@ -457,6 +458,6 @@ def test_places_cost_no_more_the_deeper_they_are() -> None:
     assert time.thread_time() - began < 0.1
 
 
-def test_what_is_too_large_is_said() -> None:
+def test_a_schema_that_is_too_large_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="too large to check"):
         check_schema({"type": "object", "properties": {str(number): {} for number in range(20_000)}}, "x")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.api.scraping import scrape
-from tests.api.serving import CHAT, Served, served
-from tests.harness import FLOAT32
+from tests.support.harness import FLOAT32
+from tests.support.scraping import scrape
+from tests.support.serving import CHAT, Served, served
 from triptych.demo import MODEL_DIR
 
 LOAD = Path(__file__).parents[2] / ".venv-load" / "bin"
@@ -23,13 +23,13 @@ NUMBER = 4
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Served]:
-    """With a tokenizer that transformers can load."""
+    """A service whose tokenizer transformers can load."""
     with served(MODEL_DIR, engine=replace(FLOAT32, kv_cache_tokens=8192)) as service:
         yield service
 
 
 def ran(command: Path, *arguments: Any, cwd: Path) -> str:
-    """What a command prints, in a folder where it may leave files."""
+    """Run a command in a folder for its files, and return its output."""
     if not command.exists():
         pytest.skip(f"no {command.parents[1].name}; scripts/setup-clients makes it")
     environment = os.environ | {"NO_PROXY": "*", "COLUMNS": "200", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -57,10 +57,10 @@ def test_aiperf(demo: Served, tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     (found,) = tmp_path.rglob("profile_export_aiperf.json")
-    said = json.loads(found.read_text())
+    results = json.loads(found.read_text())
     # an answer that is all special tokens has no text, and counts as an error there
-    assert 0 < said["request_count"]["avg"] <= NUMBER
-    assert said["time_to_first_token"]["avg"] > 0
+    assert 0 < results["request_count"]["avg"] <= NUMBER
+    assert results["time_to_first_token"]["avg"] > 0
     with demo.client() as client:
         answers = scrape(client)
     assert answers.total("http_requests_total", handler=CHAT, status="200") >= NUMBER
@@ -77,10 +77,10 @@ def test_guidellm(demo: Served, tmp_path: Path) -> None:
         *("--constraint", f"kind=max_requests,count={NUMBER}", "--disable-console"),
         *("--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=6"),
         *("--data", "kind=synthetic_image,width=64,height=64,format=png"),
-        *("--output", f"kind=json,path={tmp_path / 'said.json'}"),
+        *("--output", f"kind=json,path={tmp_path / 'results.json'}"),
         cwd=tmp_path,
     )
-    (benchmark,) = json.loads((tmp_path / "said.json").read_text())["benchmarks"]
+    (benchmark,) = json.loads((tmp_path / "results.json").read_text())["benchmarks"]
     counts = benchmark["metrics"]["request_totals"]
     assert (counts["successful"], counts["errored"]) == (NUMBER, 0)
 
@@ -107,9 +107,9 @@ def test_vllms_bench_serve(demo: Served, tmp_path: Path, backend: str, endpoint:
         *("--model", demo.model, "--tokenizer", MODEL_DIR, "--dataset-name", dataset, "--num-prompts", NUMBER),
         *("--random-input-len", 16, "--random-output-len", 6, "--disable-tqdm"),
         *(pictures if dataset == "random-mm" else ()),
-        *("--save-result", "--result-dir", tmp_path, "--result-filename", "said.json"),
+        *("--save-result", "--result-dir", tmp_path, "--result-filename", "results.json"),
         cwd=tmp_path,
     )
-    said = json.loads((tmp_path / "said.json").read_text())
-    assert (said["completed"], said["failed"]) == (NUMBER, 0)
-    assert said["total_output_tokens"] == NUMBER * 6
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["completed"], results["failed"]) == (NUMBER, 0)
+    assert results["total_output_tokens"] == NUMBER * 6

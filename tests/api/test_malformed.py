@@ -1,4 +1,4 @@
-"""Damaged pictures by the hundred: each a typed error or an answer, no decoder lost, memory bounded."""
+"""Hundreds of damaged images: each gets an answer or a typed error, no decoder dies, memory stays bounded."""
 
 import io
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.api.serving import Served, image_part, served
-from tests.parity.cases import picture
+from tests.support.image_cases import picture
+from tests.support.serving import Served, image_part, served
 from triptych.encode.loop import EncodeLoop
 
 FORMATS = {
@@ -33,7 +33,7 @@ NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 
 
 def whole(name: str, seed: int) -> bytes:
-    """A picture of that kind, with EXIF where the format has it."""
+    """Return an image in that format, with EXIF if the format supports it."""
     shown = picture(72, 56, seed)
     if "palette" in name:
         shown = shown.quantize(16)
@@ -51,7 +51,7 @@ def whole(name: str, seed: int) -> bytes:
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """One of the ways in which files are damaged, or made to."""
+    """Damage a file in a random way."""
     broken = bytearray(data)
     where = chance.randrange(len(broken)) if chance.random() < 0.5 else chance.randrange(min(64, len(broken)))
     match chance.randrange(7):
@@ -120,7 +120,7 @@ def test_damaged_pictures(decoding: Served, number: int) -> None:
     assert sum(found.values()) - found["answered"] > 3 * number, found
 
 
-def test_a_decoder_that_is_killed_costs_no_request(decoding: Served) -> None:
+def test_a_killed_decoder_fails_no_request(decoding: Served) -> None:
     before = workers(decoding)
     expected = decoding.text([image_part(whole("PNG", 2))])
     for pid in before:

@@ -1,9 +1,9 @@
-"""What ``/metrics`` says after requests whose numbers are known."""
+"""``/metrics`` after requests with known numbers."""
 
 import pytest
 
-from tests.api.scraping import Scrape, scrape
-from tests.api.serving import CHAT, Served, image, image_part, text_part, wait_for
+from tests.support.scraping import Scrape, scrape
+from tests.support.serving import CHAT, Served, image, image_part, text_part, wait_for
 from triptych.encode.loop import EncodeLoop
 
 STAGES = {"fetch", "plan", "queue", "preprocess", "encode", "transfer", "prefill", "decode"}
@@ -38,7 +38,7 @@ def test_a_request_with_an_image_is_counted_once_in_every_metric_it_belongs_to(s
     assert 0 < both < growth(before, after, "e2e_request_latency_seconds_sum")
 
 
-def test_instances_report_pools_caches_transfers_and_what_they_are_busy_with(service: Served) -> None:
+def test_instances_report_pools_caches_transfers_and_load(service: Served) -> None:
     encoder = next(host for instance in service.running.instances for host in instance.loops)
     assert isinstance(encoder, EncodeLoop)
     with service.client() as client:
@@ -71,7 +71,7 @@ def test_instances_report_pools_caches_transfers_and_what_they_are_busy_with(ser
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_how_answers_end_is_told_apart(service: Served, stop: bool) -> None:
+def test_finish_reasons_are_counted_separately(service: Served, stop: bool) -> None:
     with service.client() as client:
         before = scrape(client)
         if stop:
@@ -102,7 +102,7 @@ def test_failures_and_refusals_are_counted_by_name_and_routes_by_template(servic
     assert growth(before, after, "http_requests_total", handler=CHAT, status="500") == 1
 
 
-def test_nothing_that_a_client_chooses_becomes_a_label(service: Served) -> None:
+def test_no_client_input_becomes_a_label(service: Served) -> None:
     odd = "client-chose-this"
     with service.client() as client:
         client.get(f"/{odd}", headers={"x-request-id": odd})

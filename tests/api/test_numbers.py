@@ -1,4 +1,4 @@
-"""Numbers of requests, at their bounds and beyond: what is taken makes sense in float32, everywhere alike."""
+"""Numeric fields at and beyond their bounds: accepted values are safe in float32, at every endpoint."""
 
 import json
 from typing import Any, get_args
@@ -8,16 +8,16 @@ import pytest
 from pydantic import BaseModel
 
 from triptych.api.completion_schemas import CompletionRequest
-from triptych.api.fields import Strict
-from triptych.api.parsing import parse
+from triptych.api.fields import StrictModel
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
-from triptych.errors import InvalidRequest
-from triptych.messages.codec import BadMessage, decode, encode
+from triptych.api.validation import parse_request
+from triptych.errors import BadMessage, InvalidRequest
+from triptych.messages.codec import decode, encode
 from triptych.messages.work import Generate, SamplingParams
 from triptych.types import RequestId
 
-BODIES: dict[type[Strict], dict[str, Any]] = {
+BODIES: dict[type[StrictModel], dict[str, Any]] = {
     ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     CompletionRequest: {"model": "m", "prompt": "x"},
     ResponsesRequest: {"model": "m", "input": "x"},
@@ -45,12 +45,12 @@ BOUNDS: dict[str, tuple[list[float], list[float]]] = {
 KINDS_AND_FIELDS = [(kind, field) for kind in BODIES for field in BOUNDS if field in kind.model_fields]
 
 
-def parsed(kind: type[Strict], **fields: Any) -> Any:
-    return parse(kind, json.dumps(BODIES[kind] | fields).encode())
+def parsed(kind: type[StrictModel], **fields: Any) -> Any:
+    return parse_request(kind, json.dumps(BODIES[kind] | fields).encode())
 
 
 def numeric(kind: type[BaseModel]) -> list[str]:
-    """The fields that are one number."""
+    """Return the fields that are a single number."""
     return [
         name
         for name, field in kind.model_fields.items()
@@ -59,7 +59,7 @@ def numeric(kind: type[BaseModel]) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "field"), KINDS_AND_FIELDS)
-def test_bounds_are_taken_and_what_is_beyond_is_named(kind: type[Strict], field: str) -> None:
+def test_bounds_are_accepted_and_values_beyond_are_refused_by_name(kind: type[StrictModel], field: str) -> None:
     fine, wrong = BOUNDS[field]
     for number in fine:
         parsed(kind, **{field: number})
@@ -69,7 +69,7 @@ def test_bounds_are_taken_and_what_is_beyond_is_named(kind: type[Strict], field:
         assert caught.value.param == field, number
 
 
-def test_every_number_has_bounds_here() -> None:
+def test_every_number_is_tested() -> None:
     others = {"logprobs", "top_logprobs", "best_of"}
     assert {name for kind in BODIES for name in numeric(kind)} <= BOUNDS.keys() | others
 
@@ -80,7 +80,7 @@ def test_every_number_has_bounds_here() -> None:
 )
 @pytest.mark.parametrize("kind", BODIES)
 def test_low_temperatures_are_greedy_or_the_lowest_that_can_be_computed(
-    kind: type[Strict], given: float, taken: float
+    kind: type[StrictModel], given: float, taken: float
 ) -> None:
     assert parsed(kind, temperature=given).temperature == taken
 
@@ -100,7 +100,7 @@ def test_low_temperatures_are_greedy_or_the_lowest_that_can_be_computed(
 def test_no_number_anywhere_is_infinite(place: str, param: str | None, number: str) -> None:
     body = '{"model": "m", "messages": [{"role": "user", "content": "x"}], ' + place % number + "}"
     with pytest.raises(InvalidRequest) as caught:
-        parse(ChatCompletionRequest, body.encode())
+        parse_request(ChatCompletionRequest, body.encode())
     assert param in (None, caught.value.param)
 
 
@@ -112,7 +112,7 @@ def test_biases_are_bounded(bias: float) -> None:
 
 
 def generate(**sampling: Any) -> bytes:
-    """As an instance would get it from somebody who keeps to no bounds."""
+    """Return a message with values that no frontend would send."""
     message = Generate(RequestId("r"), [1], b"", 0.0, [], SamplingParams(max_tokens=1), [])
     fields = msgspec.msgpack.decode(encode(message))
     fields["sampling"] |= sampling
@@ -139,7 +139,7 @@ def generate(**sampling: Any) -> bytes:
     ],
     ids=str,
 )
-def test_instances_do_not_trust_what_they_are_told(wrong: dict[str, Any]) -> None:
+def test_instances_validate_sampling_parameters(wrong: dict[str, Any]) -> None:
     assert isinstance(decode(generate(temperature=0.01, repetition_penalty=0.01, logit_bias={1: -100.0})), Generate)
     with pytest.raises(BadMessage):
         decode(generate(**wrong))

@@ -1,4 +1,4 @@
-"""What is said about each request once it is over: the log line, the trace, and the file for Perfetto."""
+"""Records of ended requests: the log line, the trace, and the file for Perfetto."""
 
 import gzip
 import http.server
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from triptych.cli import main
 from triptych.config import ObserveConfig
 
@@ -22,7 +22,7 @@ SECRET = "a prompt that nobody else may read"
 
 @dataclass
 class Collector:
-    """An OpenTelemetry collector: keeps the spans that were posted to it, each with its process's name."""
+    """An OpenTelemetry collector that stores the spans it receives, each with its process's name."""
 
     spans: list[tuple[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -74,14 +74,14 @@ def observed(folder: Path, collector: Collector, log_file: Path) -> Iterator[Ser
 
 
 def ask(service: Served, request_id: str, content: Any = SECRET, **headers: str) -> str:
-    """The answer's request id."""
+    """Return the answer's request id."""
     with service.client() as client:
         response = client.post(CHAT, json=service.body(content), headers={"x-request-id": request_id} | headers)
     return str(response.headers["x-request-id"])
 
 
 def line(log_file: Path, request_id: str) -> dict[str, Any]:
-    """The only line about a request."""
+    """Return the only log line of a request."""
     found: list[dict[str, Any]] = []
 
     def look() -> bool:
@@ -94,27 +94,25 @@ def line(log_file: Path, request_id: str) -> dict[str, Any]:
     return only
 
 
-def test_a_line_says_how_a_request_ended_and_where_its_time_went_but_not_what_was_said(
-    observed: Served, log_file: Path
-) -> None:
+def test_the_log_line_has_outcome_and_timings_but_no_content(observed: Served, log_file: Path) -> None:
     assert ask(observed, "one", [image_part(image(seed=970)), text_part(SECRET)]) == "one"
-    said = line(log_file, "one")
-    assert (said["path"], said["status"], said["error"]) == (CHAT, 200, None)
-    assert (said["finish_reasons"], said["generation_tokens"], said["mm_items"]) == (["length"], 8, 1)
-    assert 0 < said["ttft_ms"] < said["e2e_ms"]
-    engines = {row["stage"]: row.get("engine", "frontend") for row in said["timeline"]}
+    logged = line(log_file, "one")
+    assert (logged["path"], logged["status"], logged["error"]) == (CHAT, 200, None)
+    assert (logged["finish_reasons"], logged["generation_tokens"], logged["mm_items"]) == (["length"], 8, 1)
+    assert 0 < logged["ttft_ms"] < logged["e2e_ms"]
+    engines = {row["stage"]: row.get("engine", "frontend") for row in logged["timeline"]}
     assert engines == {
         "fetch": "frontend", "plan": "frontend", "queue": engines["queue"], "preprocess": "e0", "encode": "e0",
         "transfer": engines["transfer"], "prefill": "p1", "decode": "d2",
     }  # fmt: skip
-    assert {row.get("engine") for row in said["timeline"] if row["stage"] == "queue"} >= {"e0", "p1", "d2"}
-    assert {row["engine"] for row in said["timeline"] if row["stage"] == "transfer"} == {"p1", "d2"}
-    assert all(0 <= row["start_ms"] <= row["end_ms"] <= said["e2e_ms"] + 1 for row in said["timeline"])
+    assert {row.get("engine") for row in logged["timeline"] if row["stage"] == "queue"} >= {"e0", "p1", "d2"}
+    assert {row["engine"] for row in logged["timeline"] if row["stage"] == "transfer"} == {"p1", "d2"}
+    assert all(0 <= row["start_ms"] <= row["end_ms"] <= logged["e2e_ms"] + 1 for row in logged["timeline"])
     assert SECRET not in log_file.read_text()
     assert "data:image" not in log_file.read_text()
 
 
-def test_requests_that_fail_or_are_given_up_have_a_line_too(observed: Served, log_file: Path) -> None:
+def test_failed_and_aborted_requests_are_logged(observed: Served, log_file: Path) -> None:
     with observed.client() as client:
         client.post(CHAT, json={"model": observed.model}, headers={"x-request-id": "bad"})
         body = observed.body(max_tokens=3000, stream=True)
@@ -124,7 +122,7 @@ def test_requests_that_fail_or_are_given_up_have_a_line_too(observed: Served, lo
     assert (line(log_file, "bad")["status"], line(log_file, "bad")["error"]) == (400, "InvalidRequest")
     assert line(log_file, "gone")["finish_reasons"] == ["abort"]
     wait_for(observed.everything_is_back)
-    observed.steps.failures = 1000  # a step of the request that was given up may still take one
+    observed.steps.failures = 1000  # a step of the aborted request may still consume one
     ask(observed, "failed")
     observed.steps.failures = 0
     assert (line(log_file, "failed")["status"], line(log_file, "failed")["error"]) == (500, "InternalError")
@@ -154,7 +152,7 @@ def test_a_correlation_id_comes_back_and_is_logged(observed: Served, log_file: P
         assert "x-correlation-id" not in client.get("/health").headers
 
 
-def test_a_trace_has_a_span_for_what_each_process_did_and_goes_on_from_the_clients(
+def test_a_trace_continues_the_clients_with_a_span_for_each_process(
     observed: Served, collector: Collector, log_file: Path
 ) -> None:
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -222,7 +220,7 @@ def test_a_request_or_a_window_of_the_log_becomes_a_file_for_perfetto(
     assert not (tmp_path / "none.json").exists()
 
 
-def test_a_collector_that_is_not_there_costs_nobody_anything(folder: Path) -> None:
+def test_an_unreachable_collector_does_not_affect_requests(folder: Path) -> None:
     began = time.monotonic()
     with served(folder, "1EPD", observe=ObserveConfig(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")) as service:
         assert service.text()

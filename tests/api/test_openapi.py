@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.api.serving import Served, served, wait_for
-from tests.harness import FLOAT32
+from tests.support.harness import FLOAT32
+from tests.support.serving import Served, served, wait_for
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 schemathesis = pytest.importorskip("schemathesis")
@@ -45,12 +45,12 @@ RIGHT: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2]},
 }
 GENERATING = 3
-"""The first of them get most of the cases."""
+"""The first ones get most of the cases."""
 
 
 @pytest.fixture(scope="module")
 def short(folder: Path) -> Iterator[Served]:
-    """A service whose answers can't be long."""
+    """A service with a short maximum answer."""
     with served(folder, engine=replace(FLOAT32, max_model_len=128)) as service:
         yield service
         wait_for(service.everything_is_back)
@@ -63,7 +63,7 @@ def document(short: Served) -> Any:
 
 
 def schema_of_events(document: Any, path: str) -> Any:
-    """What the document says of the data of a stream's events."""
+    """Return the documented schema of a stream's events."""
     answer = document.raw_schema["paths"][path]["post"]["responses"]["200"]
     return jsonschema_rs.validator_for(answer["content"]["text/event-stream"]["x-event-schema"])
 
@@ -119,14 +119,14 @@ def check_path(short: Served, document: Any, method: str, path: str, num_cases: 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
 def test_requests_from_the_document(short: Served, document: Any, method: str, path: str) -> None:
-    """300 and a few, all told."""
+    """About 300 requests in total."""
     check_path(short, document, method, path, 80 if PATHS.index((method, path)) < GENERATING else 12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), PATHS[:5])
 def test_many_requests_from_the_document(short: Served, document: Any, method: str, path: str) -> None:
-    """10,000, all told."""
+    """About 10,000 requests in total."""
     check_path(short, document, method, path, 3000 if PATHS.index((method, path)) < GENERATING else 500)
 
 

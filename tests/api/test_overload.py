@@ -1,4 +1,4 @@
-"""A service with more to do than it can: refusals at once, others' requests unharmed, and every answer right."""
+"""An overloaded service refuses requests at once, serves the others, and answers correctly."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.scraping import scrape
-from tests.api.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from tests.harness import FLOAT32
+from tests.support.harness import FLOAT32
+from tests.support.scraping import scrape
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 
 
-def test_a_client_with_its_share_is_told_to_slow_down_and_others_are_served(folder: Path) -> None:
+def test_a_client_at_its_limit_gets_429_and_others_are_served(folder: Path) -> None:
     with served(folder, topology="1EPD", max_queue_per_client=1) as service, ThreadPoolExecutor(2) as pool:
         service.steps.close()
         first = pool.submit(service.post)
@@ -29,7 +29,7 @@ def test_a_client_with_its_share_is_told_to_slow_down_and_others_are_served(fold
             assert (first.result(20).status_code, other.result(20).status_code) == (200, 200)
 
 
-def test_refusals_of_a_full_house_come_at_once(folder: Path) -> None:
+def test_a_full_queue_refuses_requests_at_once(folder: Path) -> None:
     with served(folder, topology="1EPD", max_queue=8) as service, ThreadPoolExecutor(8) as pool:
         service.steps.close()
         waiting = [pool.submit(service.post) for _ in range(8)]
@@ -83,8 +83,8 @@ def test_simultaneous_image_requests_on_one_encoder_all_get_their_right_answer(f
         assert answers == [ask(alone, number) for number in range(count)]
 
 
-def test_a_later_request_of_better_priority_starts_first(folder: Path) -> None:
-    """Whosever they are: one instance that works on one at a time, and has two more in hand."""
+def test_a_later_request_of_higher_priority_starts_first(folder: Path) -> None:
+    """Across clients, with one instance that runs one request and has two more dispatched to it."""
     engine = replace(FLOAT32, max_num_seqs=1)
     order: list[str] = []
 
@@ -105,7 +105,7 @@ def test_a_later_request_of_better_priority_starts_first(folder: Path) -> None:
         for number, (name, priority, client) in enumerate(wanted, start=1):
             asked.append(pool.submit(ask, service, name, priority, client))
             wait_for(lambda number=number: router.num_requests == number)  # type: ignore[misc]
-        assert len(router._admission) == 4
+        assert len(router.debug_state().admission.queue) == 4
         service.steps.opened.set()
         for one in asked:
             one.result(20)
@@ -114,8 +114,8 @@ def test_a_later_request_of_better_priority_starts_first(folder: Path) -> None:
     assert set(order[5:]) == {"later", "latest"}
 
 
-def test_a_burst_of_long_and_short_answers_keeps_nobody_out_afterwards(folder: Path) -> None:
-    """Short ones that waited inside the instance for a slot say nothing of how long a long one takes."""
+def test_a_burst_does_not_distort_the_forecast(folder: Path) -> None:
+    """The duration of short answers that waited for a slot doesn't predict that of long ones."""
     engine = replace(FLOAT32, max_num_seqs=8)
     with served(folder, engine=engine, request_timeout=60.0) as service, ThreadPoolExecutor(32) as pool:
         router = service.running.frontend.router
@@ -128,7 +128,7 @@ def test_a_burst_of_long_and_short_answers_keeps_nobody_out_afterwards(folder: P
         service.steps.opened.set()
         assert [answer.result(60).status_code for answer in (*long, *short)] == [200] * 16
         took = time.monotonic() - began
-        forecast = router._admission.forecast
+        forecast = router.debug_state().forecast
         _, work = forecast.seconds(1.0, forecast.cost_of(20, 200), 0.0, time.monotonic())
         assert 0 < work < 5 * took
         again = [pool.submit(service.post, max_tokens=200) for _ in range(4)]

@@ -1,19 +1,18 @@
-"""``/v1/responses``: the answers of chats, as OpenAI's newer API tells them."""
+"""``/v1/responses``: the answers of chats in the format of OpenAI's Responses API."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from tests.api.serving import Served, image, image_part, text_part
-from tests.api.test_bad_input import the_error
-from tests.api.test_tools import CITY, weather
-from tests.api.thinking import thinking_service
+from tests.support.chat import the_error
+from tests.support.reasoning import thinking_service
+from tests.support.responses import answer, post
+from tests.support.serving import Served, image, image_part, text_part
+from tests.support.tools import CITY, weather
 
-RESPONSES = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "description": "tells the weather", "parameters": CITY, "strict": True}
 
 
@@ -21,17 +20,6 @@ TOOL = {"type": "function", "name": "weather", "description": "tells the weather
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with thinking_service(tmp_path_factory.mktemp("responses") / "thinker") as service:
         yield service
-
-
-def post(service: Served, **fields: Any) -> httpx.Response:
-    with service.client() as client:
-        return client.post(RESPONSES, json={"model": service.model, "input": "Hello", "max_output_tokens": 8} | fields)
-
-
-def answer(service: Served, **fields: Any) -> Any:
-    response = post(service, **fields)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def events(service: Served, **fields: Any) -> list[Any]:
@@ -51,7 +39,7 @@ def without_ids(item: Any) -> Any:
 
 
 def check_stream(made: list[Any], whole: Any) -> None:
-    """The events tell the same answer as ``whole``, each item from its beginning to its end."""
+    """Check that the events add up to the answer ``whole``, item by item."""
     assert [event["type"] for event in made[:2]] == ["response.created", "response.in_progress"]
     last = made[-1]
     assert last["type"] == f"response.{whole['status']}"
@@ -61,13 +49,13 @@ def check_stream(made: list[Any], whole: Any) -> None:
         assert of_item[0]["type"] == "response.output_item.added"
         assert of_item[-1]["type"] == "response.output_item.done"
         assert of_item[-1]["item"] == item
-        said = "".join(event["delta"] for event in of_item if event["type"].endswith(".delta"))
-        assert said == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        full_text = "".join(event["delta"] for event in of_item if event["type"].endswith(".delta"))
+        assert full_text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
         assert {event["item_id"] for event in of_item[1:-1]} == {item["id"]}
 
 
 def test_vllms_fields_mean_what_they_do_in_chats(service: Served) -> None:
-    """Its ``bench serve`` sends some of them, whatever the endpoint."""
+    """vLLM's ``bench serve`` sends some of them to every endpoint."""
     for fields in (
         {"ignore_eos": True, "temperature": 0},
         {"ignore_eos": True, "temperature": 1.3, "seed": 5, "top_k": 7, "repetition_penalty": 1.2, "min_p": 0.01},
@@ -125,7 +113,7 @@ def test_instructions_and_images_and_earlier_answers(service: Served) -> None:
     assert made["output"][0]["content"][0]["text"] == service.text(messages=messages, temperature=0, ignore_eos=False)
 
 
-def test_calls_and_thoughts_are_items_of_their_own(thinker: Served) -> None:
+def test_calls_and_reasoning_are_separate_items(thinker: Served) -> None:
     settings: dict[str, Any] = {
         "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 300,
     }  # fmt: skip
@@ -146,8 +134,8 @@ def test_calls_and_thoughts_are_items_of_their_own(thinker: Served) -> None:
 
 
 def test_earlier_items_become_one_message() -> None:
-    from triptych.api.parsing import parse
     from triptych.api.responses_schemas import ResponsesRequest
+    from triptych.api.validation import parse_request
 
     items = [
         {"role": "user", "content": "Rome?"},
@@ -159,14 +147,14 @@ def test_earlier_items_become_one_message() -> None:
         {"role": "assistant", "content": "Sunny."},
         {"role": "assistant", "content": "And warm."},
     ]
-    request = parse(ResponsesRequest, json.dumps({"model": "m", "input": items}).encode())
-    messages = request.chat().messages
+    request = parse_request(ResponsesRequest, json.dumps({"model": "m", "input": items}).encode())
+    messages = request.to_chat().messages
     assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant", "assistant"]
     assert (messages[1].reasoning_content, messages[1].content) == ("Hm.", "Let me see.")
     assert [call.id for call in messages[1].tool_calls or ()] == ["c1", "c2"]
 
 
-def test_a_form_and_log_probabilities(service: Served) -> None:
+def test_text_format_and_log_probabilities(service: Served) -> None:
     text = {"format": {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}}
     settings = {"text": text, "max_output_tokens": 300, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
     whole = answer(service, **settings, temperature=0.0)
@@ -178,7 +166,7 @@ def test_a_form_and_log_probabilities(service: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "says"),
+    ("fields", "param", "expected_message"),
     [
         ({"store": True}, "store", "False"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "null"),
@@ -199,11 +187,11 @@ def test_a_form_and_log_probabilities(service: Served) -> None:
         ({"temperature": 3}, "temperature", "less"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_answered(service: Served, fields: dict[str, Any], param: str | None, says: str) -> None:
-    assert says.lower() in the_error(post(service, **fields), 400, param).lower()
+def test_invalid_requests(service: Served, fields: dict[str, Any], param: str | None, expected_message: str) -> None:
+    assert expected_message.lower() in the_error(post(service, **fields), 400, param).lower()
 
 
-def test_a_failure_in_the_middle_is_told(service: Served) -> None:
+def test_a_failure_in_the_middle_is_an_error_event(service: Served) -> None:
     service.steps.delay = 0.02
     made = events(service, max_output_tokens=3000, timeout=0.5)
     assert [event["type"] for event in made[-2:]] == ["error", "response.failed"]
@@ -219,8 +207,8 @@ def test_openais_client_works_unchanged(thinker: Served) -> None:
         made = client.responses.create(model=thinker.model, input="Hello", max_output_tokens=12, temperature=0)
         assert made.output_text
         with client.responses.stream(model=thinker.model, input="Hello", max_output_tokens=12, temperature=0) as stream:
-            said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        assert said == made.output_text
+            full_text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert full_text == made.output_text
         parsed = client.responses.parse(model=thinker.model, input="Hello", text_format=weather, max_output_tokens=300)
         assert isinstance(parsed.output_parsed, weather)
         tool: Any = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
@@ -242,18 +230,18 @@ def test_openais_client_works_unchanged(thinker: Served) -> None:
         assert client.responses.create(model=thinker.model, input=history, tools=[tool], max_output_tokens=4).output
 
 
-def test_thoughts_are_streamed_as_items(thinker: Served) -> None:
-    """Through a chat's own fields, which this API lacks, the model can't be made to think; so its items are tested."""
-    from triptych.api.chat import Delta
+def test_reasoning_is_streamed_as_items(thinker: Served) -> None:
+    """Tests the items alone: this API lacks the chat fields that make the model reason."""
+    from triptych.api.answers import ChoiceDelta
     from triptych.api.response_items import OutputItems
     from triptych.prompt.tool_calls import TextDelta, ToolCallArguments, ToolCallStart
 
     output = OutputItems()
     deltas = [
-        Delta(0, "Hm", [], [], None),
-        Delta(0, ".", [TextDelta("Yes")], [], None),
-        Delta(0, "", [ToolCallStart(0, "weather"), ToolCallArguments(0, "{")], [], None),
-        Delta(0, "", [ToolCallArguments(0, "}"), TextDelta("Done.")], [], "stop"),
+        ChoiceDelta(0, "Hm", [], [], None),
+        ChoiceDelta(0, ".", [TextDelta("Yes")], [], None),
+        ChoiceDelta(0, "", [ToolCallStart(0, "weather"), ToolCallArguments(0, "{")], [], None),
+        ChoiceDelta(0, "", [ToolCallArguments(0, "}"), TextDelta("Done.")], [], "stop"),
     ]
     changes = [change for delta in deltas for change in output.add(delta)] + list(output.finish("completed"))
     assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call", "message"]

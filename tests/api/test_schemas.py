@@ -1,4 +1,4 @@
-"""Which field an error names, for every kind of mistake in a body."""
+"""Errors name the field, for every kind of mistake in a body."""
 
 import json
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from triptych.api.fields import MAX_STOP_STRINGS
-from triptych.api.parsing import parse
 from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -112,12 +112,12 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "says"), MISTAKES)
-def test_an_error_names_the_field(body: Any, param: str | None, says: str) -> None:
+@pytest.mark.parametrize(("body", "param", "expected_message"), MISTAKES)
+def test_an_error_names_the_field(body: Any, param: str | None, expected_message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse(ChatCompletionRequest, json.dumps(body).encode())
+        parse_request(ChatCompletionRequest, json.dumps(body).encode())
     assert caught.value.param == param
-    assert says.lower() in str(caught.value).lower()
+    assert expected_message.lower() in str(caught.value).lower()
     assert (param or "") in str(caught.value), "the message names the field too"
     assert "<" not in str(caught.value), "nothing of how the types are declared"
 
@@ -137,13 +137,13 @@ def test_an_error_names_the_field(body: Any, param: str | None, says: str) -> No
 )
 def test_what_is_not_json(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        parse(ChatCompletionRequest, body)
+        parse_request(ChatCompletionRequest, body)
 
 
-def test_what_openai_clients_send_by_default_is_taken() -> None:
+def test_the_default_fields_of_openai_clients_are_accepted() -> None:
     neutral = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "frequency_penalty": 0, "temperature": 1}
     neutral |= {"response_format": {"type": "text"}, "user": "u", "stream": False, "stream_options": None}
-    request = parse(
+    request = parse_request(
         ChatCompletionRequest, json.dumps(with_content([IMAGE, {"type": "text", "text": "x"}], **neutral)).encode()
     )
     assert request.temperature == 1.0

@@ -1,4 +1,4 @@
-"""Keys, CORS and TLS, over HTTP; and what no error says, whatever is wrong."""
+"""Keys, CORS and TLS over HTTP, and no internals in errors."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.api.serving import CHAT, Served, image_part, served, text_part
+from tests.support.serving import CHAT, Served, image_part, served, text_part
 from triptych.api.security import ApiKeys
 from triptych.config import AuthConfig, CorsConfig, TlsConfig
 from triptych.errors import ConfigError
@@ -40,7 +40,7 @@ def asked(service: Served, headers: dict[str, str], path: str = CHAT) -> httpx.R
 
 @pytest.mark.parametrize("key", [FIRST, SECOND, THIRD])
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-def test_who_has_a_key_is_served(guarded: Served, key: str, scheme: str) -> None:
+def test_a_valid_key_is_accepted(guarded: Served, key: str, scheme: str) -> None:
     assert asked(guarded, {"Authorization": f"{scheme} {key}"}).status_code == 200
 
 
@@ -50,7 +50,7 @@ def test_who_has_a_key_is_served(guarded: Served, key: str, scheme: str) -> None
      f"Bearer {FIRST},{SECOND}", f"Bearer {FIRST}\u00e9", "Bearer " + "x" * 20_000],
 )  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, "/v1/models", "/nothing", "//health", "/health/"])
-def test_who_has_none_is_not(guarded: Served, authorization: str | None, path: str) -> None:
+def test_a_missing_or_invalid_key_is_refused(guarded: Served, authorization: str | None, path: str) -> None:
     headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
     response = asked(guarded, headers, path)  # type: ignore[arg-type]
     assert response.status_code == 401
@@ -64,7 +64,7 @@ def test_probes_need_no_key(guarded: Served) -> None:
         assert asked(guarded, {}, path).status_code == 200
 
 
-def test_openai_clients_see_what_they_know(guarded: Served) -> None:
+def test_openais_client_raises_its_authentication_error(guarded: Served) -> None:
     messages: Any = [{"role": "user", "content": "x"}]
     wrong = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with wrong as client, pytest.raises(openai.AuthenticationError):
@@ -73,18 +73,18 @@ def test_openai_clients_see_what_they_know(guarded: Served) -> None:
         assert client.chat.completions.create(model=guarded.model, messages=messages, max_tokens=2).choices
 
 
-def test_keys_are_not_kept() -> None:
+def test_keys_are_not_stored() -> None:
     keys = ApiKeys([FIRST])
     assert FIRST not in repr(vars(keys))
     assert (
-        keys.name_of(f"Bearer {FIRST}")
-        == keys.name_of(f"bearer  {FIRST}")
-        != ApiKeys([FIRST]).name_of(f"Bearer {FIRST}")
+        keys.identify(f"Bearer {FIRST}")
+        == keys.identify(f"bearer  {FIRST}")
+        != ApiKeys([FIRST]).identify(f"Bearer {FIRST}")
     )
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "\u00e9", "a\n", "x" * 513])
-def test_keys_that_are_none(key: str) -> None:
+def test_malformed_keys(key: str) -> None:
     with pytest.raises(ConfigError, match="API key") as caught:
         ApiKeys([key])
     assert not key.strip() or key not in str(caught.value)
@@ -109,7 +109,7 @@ def test_key_files(tmp_path: Path) -> None:
 
 
 BROWSER = "authorization,content-type,x-stainless-lang,x-stainless-os,x-stainless-retry-count,x-stainless-timeout"
-"""What OpenAI's JavaScript client sends from a page."""
+"""Headers that OpenAI's JavaScript client sends from a web page."""
 
 
 def preflight(service: Served, origin: str) -> httpx.Response:
@@ -122,7 +122,7 @@ def preflight(service: Served, origin: str) -> httpx.Response:
         return client.options(CHAT, headers=headers)
 
 
-def test_cors_is_off_unless_asked_for(service: Served) -> None:
+def test_cors_is_off_by_default(service: Served) -> None:
     assert preflight(service, ORIGIN).status_code == 405
     response = asked(service, {"Origin": ORIGIN})
     assert not [name for name in response.headers if name.startswith("access-control")]
@@ -141,7 +141,7 @@ def test_cors_is_for_the_named_origins(guarded: Served) -> None:
     assert "access-control-allow-origin" not in asked(guarded, {"Origin": "https://evil.example.org"}).headers
 
 
-def test_cookies_for_everybody_make_no_sense() -> None:
+def test_credentials_for_all_origins_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         CorsConfig(allowed_origins=("*",), allow_credentials=True)
 
@@ -184,7 +184,7 @@ def test_tls(folder: Path, certificate: tuple[str, str]) -> None:
             httpx.get(service.url.replace("https", "http") + "/health", trust_env=False)
 
 
-def test_certificates_that_cannot_be_used(certificate: tuple[str, str], tmp_path: Path) -> None:
+def test_invalid_certificates(certificate: tuple[str, str], tmp_path: Path) -> None:
     cert, key = certificate
     TlsConfig(ssl_certfile=cert, ssl_keyfile=key).check_files()
     with pytest.raises(ConfigError, match="go together"):
@@ -247,7 +247,7 @@ def wrong_requests(service: Served) -> Iterator[httpx.Response]:
     service.steps.failures = service.encoder.failures = 0
 
 
-def test_no_error_tells_of_the_inside(service: Served) -> None:
+def test_no_error_reveals_internals(service: Served) -> None:
     statuses = set()
     for response in wrong_requests(service):
         statuses.add(response.status_code)
@@ -257,7 +257,7 @@ def test_no_error_tells_of_the_inside(service: Served) -> None:
     assert {400, 404, 405, 500} <= statuses
 
 
-def test_the_look_at_errors_can_find_something() -> None:
+def test_the_check_for_internals_finds_them() -> None:
     for text in ("at 0x7f00aabbcc", "in /usr/lib/x", 'File "x.py", line 3', "tcp://127.0.0.1:5", "triptych.server"):
         assert INNER.search(text)
     assert not INNER.search("POST /v1/chat/completions took application/json")

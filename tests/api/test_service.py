@@ -1,4 +1,4 @@
-"""A checkpoint's own sampling: what its ``generation_config.json`` may say."""
+"""Sampling defaults from a checkpoint's ``generation_config.json``."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_greedy_unless_it_samples(tmp_path: Path, do_sample: dict[str, Any]) -> 
     ],
     ids=["unset", "numbers", "null", "neutral", "no limit", "more numbers", "others", "nearly 0", "too low"],
 )
-def test_what_it_may_say(tmp_path: Path, values: dict[str, Any], expected: GenerationDefaults) -> None:
+def test_supported_fields(tmp_path: Path, values: dict[str, Any], expected: GenerationDefaults) -> None:
     assert defaults(tmp_path, do_sample=True, **values) == expected
 
 
@@ -69,7 +69,7 @@ def test_what_it_may_say(tmp_path: Path, values: dict[str, Any], expected: Gener
         ("do_sample", "yes"),
     ],
 )
-def test_what_makes_no_sense_is_named(tmp_path: Path, name: str, value: Any) -> None:
+def test_invalid_fields_are_named(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
         defaults(tmp_path, **({"do_sample": True} | {name: value}))
     assert f"{tmp_path / 'generation_config.json'}: {name} {value!r}: " in str(caught.value)

@@ -1,4 +1,4 @@
-"""The API where prefill and decode are apart: what clients get is what they get from one process."""
+"""The API with prefill and decode apart: answers equal those of one process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.serving import SOON, Served, image_part, served, text_part, wait_for
+from tests.support.serving import SOON, Served, image_part, served, text_part, wait_for
 
 CONTENT = [image_part(), text_part("What is it?")]
 SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
@@ -30,7 +30,7 @@ def split(folder: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("settings", BODIES, ids=["seeded", "stop", "structured"])
-def test_choices_are_those_of_one_process(service: Served, split: Served, settings: dict[str, Any]) -> None:
+def test_choices_equal_those_of_one_process(service: Served, split: Served, settings: dict[str, Any]) -> None:
     together, apart = (one.post(CONTENT, **settings).json()["choices"] for one in (service, split))
     assert len(together) == settings["n"]
     assert [choice["message"] for choice in apart] == [choice["message"] for choice in together]

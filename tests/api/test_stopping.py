@@ -1,4 +1,4 @@
-"""Answers that end at a stop string: where their generation ends, and what of them is counted."""
+"""Answers that end at a stop string: where generation stops, and which tokens count."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.api.scraping import Scrape, scrape
-from tests.api.serving import Served, served, wait_for
+from tests.support.scraping import Scrape, scrape
+from tests.support.serving import Served, served, wait_for
 
 COMPLETIONS = "/v1/completions"
 LATE = 100
-"""Steps that an instance may take before it hears that an answer is complete, on a machine that is busy."""
+"""Steps that an instance on a busy machine may run before it is notified that an answer is complete."""
 
 
 @pytest.fixture(scope="module")
 def apart(folder: Path) -> Iterator[Served]:
-    """With prefill and decode apart: the first token comes from elsewhere than the others."""
+    """With prefill and decode apart, so that the first token comes from another instance."""
     with served(folder, "1P1D") as service:
         yield service
         wait_for(service.everything_is_back)
@@ -31,7 +31,7 @@ def ask(service: Served, prompts: list[str], **fields: Any) -> Any:
 
 
 def counted(service: Served) -> Scrape:
-    """What metrics say once instances have reported that nothing runs."""
+    """Return the metrics once instances report that nothing runs."""
     wait_for(service.everything_is_back)
     with service.client() as client:
         hosts = service.running.engine_loops()
@@ -40,11 +40,11 @@ def counted(service: Served) -> Scrape:
 
 
 def early(text: str, *others: str) -> str:
-    """A piece of the text's beginning that the other texts don't have."""
+    """Return a substring near the text's beginning that the other texts lack."""
     return next(text[at : at + 4] for at in range(4, 40) if not any(text[at : at + 4] in other for other in others))
 
 
-def test_a_choice_that_met_its_stop_string_is_generated_no_further(service: Served) -> None:
+def test_generation_stops_at_a_stop_string(service: Served) -> None:
     long, short = (choice["text"] for choice in ask(service, ["Once", "Twice"], max_tokens=800)["choices"])
     stop = early(short, long)
     before = counted(service)
@@ -65,8 +65,8 @@ def test_a_choice_that_met_its_stop_string_is_generated_no_further(service: Serv
     assert grown("request_success_total", finished_reason="abort") == 0
 
 
-def test_many_that_stop_early_take_no_longer_than_short_ones(service: Served) -> None:
-    """More than an instance works on at a time: each gives its place to the next when it stops, not when all have."""
+def test_early_stops_free_their_slots_at_once(service: Served) -> None:
+    """With more requests than slots, each frees its slot when it stops, not when all have."""
     prompts = ["Twice"] * 40
     stop = early(ask(service, prompts[:1], max_tokens=60)["choices"][0]["text"])
     before = counted(service)
@@ -77,7 +77,7 @@ def test_many_that_stop_early_take_no_longer_than_short_ones(service: Served) ->
     assert steps <= 2 * 60 + LATE, "two batches of them, none of which runs to max_tokens"
 
 
-def test_with_prefill_and_decode_apart_it_is_the_same(service: Served, apart: Served) -> None:
+def test_stop_strings_with_prefill_and_decode_apart(service: Served, apart: Served) -> None:
     whole = ask(service, ["Twice"], max_tokens=60)["choices"][0]["text"]
     first = whole[0]  # which ends the answer while the prompt's keys and values may be on their way
     for stop in (first, early(whole)):
@@ -91,8 +91,8 @@ def test_with_prefill_and_decode_apart_it_is_the_same(service: Served, apart: Se
         assert finished - before.total("request_success_total", finished_reason="stop") == 8
 
 
-def test_stop_strings_count_behind_min_tokens(service: Served) -> None:
-    """As in vLLM: one whose end is text of the first min_tokens tokens doesn't end the answer."""
+def test_stop_strings_apply_after_min_tokens(service: Served) -> None:
+    """As in vLLM, a stop string that ends within the first min_tokens tokens doesn't end the answer."""
     whole = ask(service, ["Twice"], max_tokens=60)["choices"][0]["text"]
     letters = sorted(set(whole[:10]))
     fields: dict[str, Any] = {"max_tokens": 60, "stop": letters[:16]}

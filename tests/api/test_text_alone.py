@@ -1,4 +1,4 @@
-"""A model of text alone: no encoder anywhere, pictures refused, parts of text joined."""
+"""A text-only model: no encoder, media are refused, text parts are joined."""
 
 import re
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import Served, image, image_part, served, text_part
-from tests.api.test_bad_input import the_error
-from tests.harness import FLOAT32
-from tests.tiny import make_tiny
+from tests.support.chat import the_error
+from tests.support.harness import FLOAT32
+from tests.support.serving import Served, image, image_part, served, text_part
+from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.cli import main
 from triptych.config import InstanceSpec
@@ -32,7 +32,7 @@ def service(folder: Path) -> Iterator[Served]:
         yield made
 
 
-def test_ready_and_says_what_it_takes(service: Served) -> None:
+def test_readiness_and_input_modalities(service: Served) -> None:
     with service.client() as client:
         assert client.get("/ready").json() == {"ready": True}
         (model,) = client.get("/v1/models").json()["data"]
@@ -51,11 +51,11 @@ def test_parts_are_lines_of_one_text(service: Served) -> None:
     assert service.text([text_part("First.")]) == service.text("First.")
 
 
-def test_what_stands_for_media_elsewhere_is_text_here(service: Served) -> None:
+def test_placeholders_of_media_are_plain_text(service: Served) -> None:
     assert service.text("a token called <|image_pad|>")
 
 
-def test_prompts_by_themselves(folder: Path) -> None:
+def test_prompts_without_a_service(folder: Path) -> None:
     builder = PromptBuilder(folder)
     prompt = builder.build([{"role": "user", "content": "x" * 10}])
     assert prompt.items == ()
@@ -82,7 +82,7 @@ def test_topologies_that_encode_are_refused_at_start(
 
 
 def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
-    """One that joins a frontend by itself."""
+    """An instance that joins a frontend by itself."""
 
     channel = Channel()
     try:
@@ -97,7 +97,7 @@ def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
         channel.close()
 
 
-def test_doctor_shows_the_roles_that_there_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_the_roles_of_a_text_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["doctor", str(folder)])
     roles = [

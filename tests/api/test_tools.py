@@ -1,82 +1,28 @@
-"""Tools and thoughts over HTTP: grammars make a model with random weights call, and biases end its thoughts."""
+"""Tools and reasoning over HTTP: grammars make a random model call tools, and biases end its reasoning."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import openai
-import pydantic
 import pytest
 
-from tests.api.serving import Served, image_part, text_part, wait_for
-from tests.api.test_bad_input import the_error
-from tests.api.test_chat import events
-from tests.api.test_completions import answer
-from tests.api.thinking import IDS, thinking_service
-from triptych.api.forms import answer_form
-from triptych.api.parsing import parse
+from tests.support.chat import events, the_error
+from tests.support.completions import answer
+from tests.support.reasoning import IDS, thinking_service
+from tests.support.serving import Served, image_part, text_part, wait_for
+from tests.support.tools import CITY, FREE, THINKING, TOOLS, choice, put_together, tool, weather, without_ids
+from triptych.api.response_format import answer_grammar
 from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest
 from triptych.prompt.reasoning import Reasoning
-
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Köln", "Rome"]}, "days": {"enum": [1, 22]}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-ZONE = {"type": "object", "properties": {"zone": {"enum": ["a", "b"]}}, "required": ["zone"]}
-ZONE["additionalProperties"] = False
-
-
-def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
-    function = {"name": name, "description": f"tells the {name}", "parameters": parameters}
-    return {"type": "function", "function": function | more}
-
-
-TOOLS = [tool("weather", CITY), tool("time", ZONE)]
-FREE = {"ignore_eos": False, "max_tokens": 400, "temperature": 1.0}
 
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with thinking_service(tmp_path_factory.mktemp("tools") / "thinker") as service:
         yield service
-
-
-def choice(service: Served, content: Any = "Hello", **settings: Any) -> dict[str, Any]:
-    response = service.post(content, **(FREE | settings))
-    assert response.status_code == 200, response.text
-    (one,) = response.json()["choices"]
-    return dict(one)
-
-
-def put_together(chunks: list[Any]) -> dict[str, Any]:
-    """What ``choice`` returns, made from a stream as OpenAI's clients do."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    reason = None
-    for chunk in chunks:
-        for one in chunk["choices"]:
-            reason = one["finish_reason"] or reason
-            for name in ("content", "reasoning", "reasoning_content"):
-                if one["delta"].get(name):
-                    message[name] = message.get(name, "") + one["delta"][name]
-            for delta in one["delta"].get("tool_calls", []):
-                calls = message.setdefault("tool_calls", [])
-                if delta["index"] == len(calls):
-                    calls.append({"id": delta["id"], "type": delta["type"], "function": delta["function"]})
-                else:
-                    assert "id" not in delta
-                    calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
-    if "tool_calls" in message and not message["content"]:
-        message["content"] = None
-    return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-
-
-def without_ids(made: dict[str, Any]) -> dict[str, Any]:
-    for call in made["message"].get("tool_calls", []):
-        assert call.pop("id").startswith("call_")
-    return made
 
 
 def check_call(call: dict[str, Any]) -> None:
@@ -90,7 +36,7 @@ def check_call(call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("content", ["Hello", [image_part(), text_part("x")]], ids=["text", "image"])
-def test_a_call_that_is_required_is_made(thinker: Served, content: Any) -> None:
+def test_a_required_call_is_made(thinker: Served, content: Any) -> None:
     for seed in range(3):
         settings = {"tools": TOOLS, "tool_choice": "required", "seed": seed, "parallel_tool_calls": False}
         made = choice(thinker, content, **settings)
@@ -102,7 +48,7 @@ def test_a_call_that_is_required_is_made(thinker: Served, content: Any) -> None:
 
 
 def test_several_calls_are_made_at_once(thinker: Served) -> None:
-    """The bias makes what comes between two calls likelier than the end."""
+    """The bias makes the separator of two calls likelier than the end."""
     newline = answer(thinker, "/tokenize", prompt="\n")["tokens"][0]
     bias = {str(newline): 100}
     settings = {"tools": TOOLS, "tool_choice": "required", "seed": 1, "logit_bias": bias, "max_tokens": 700}
@@ -128,7 +74,7 @@ SAID = 'Look:\n<tool_call>\n{"name": "%s", "arguments": {"city": "x"}}\n</tool_c
 
 
 LOOK = {str(ord("L") - ord("!")): 50}
-"""Where a text or a call may begin, it is the text: this tokenizer's tokens are bytes, in order."""
+"""A bias towards text where text or a call may begin. This tokenizer's tokens are bytes, in order."""
 
 
 def regex(text: str) -> dict[str, str]:
@@ -136,7 +82,7 @@ def regex(text: str) -> dict[str, str]:
 
 
 def test_the_model_may_call_or_not(thinker: Served) -> None:
-    """The text is forced on the model; whether it is a call is for the parser to find."""
+    """The text is forced; the parser must find the call in it."""
     made = choice(thinker, tools=TOOLS, structured_outputs=regex(SAID % "weather"), logit_bias=LOOK)
     assert made["message"]["content"] == "Look:"
     assert made["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
@@ -148,8 +94,8 @@ def test_the_model_may_call_or_not(thinker: Served) -> None:
     assert none["finish_reason"] == "stop"
 
 
-def test_after_one_call_nothing_more_is_generated(thinker: Served) -> None:
-    """Where calls aren't to be parallel, and no grammar sees to it."""
+def test_generation_stops_after_one_call(thinker: Served) -> None:
+    """With parallel_tool_calls false, and no grammar to enforce it."""
     two = SAID % "weather" + "\n" + SAID % "time"
     settings = {"tools": TOOLS, "structured_outputs": regex(two), "logit_bias": LOOK}
     both = choice(thinker, **settings)
@@ -160,7 +106,7 @@ def test_after_one_call_nothing_more_is_generated(thinker: Served) -> None:
     wait_for(thinker.everything_is_back)
 
 
-def test_strict_tools_are_called_as_they_must_be(thinker: Served) -> None:
+def test_strict_tools_get_valid_arguments(thinker: Served) -> None:
     bias = {str(IDS["<tool_call>"]): 20}
     settings = {"tools": [tool("weather", CITY, strict=True)], "logit_bias": bias, "parallel_tool_calls": False}
     made = [choice(thinker, **settings, seed=seed) for seed in range(3)]
@@ -170,7 +116,7 @@ def test_strict_tools_are_called_as_they_must_be(thinker: Served) -> None:
         check_call(call)
 
 
-def test_calls_and_their_results_are_told_to_the_model(thinker: Served) -> None:
+def test_calls_and_their_results_are_in_the_prompt(thinker: Served) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [
         {"role": "user", "content": "And Rome?"},
@@ -193,16 +139,16 @@ def test_calls_and_their_results_are_told_to_the_model(thinker: Served) -> None:
         ({"tools": [tool("x", {"$ref": "#/nowhere"})]}, "tools[0].function.parameters"),
     ],
 )
-def test_tools_that_make_no_sense(thinker: Served, settings: dict[str, Any], param: str | None) -> None:
+def test_invalid_tools(thinker: Served, settings: dict[str, Any], param: str | None) -> None:
     the_error(thinker.post(**({"tools": TOOLS, "tool_choice": "required"} | settings)), 400, param)
     assert thinker.text()
 
 
-def test_a_form_has_its_limit() -> None:
+def test_the_answers_grammar_has_a_maximum_size() -> None:
     big = tool("x", {"type": "object", "properties": {"a": {"enum": ["y" * 2**18]}}})
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [big], "tool_choice": "required"}
     with pytest.raises(InvalidRequest, match="262144"):
-        answer_form(parse(ChatCompletionRequest, json.dumps(body).encode()), Reasoning.NONE)
+        answer_grammar(parse_request(ChatCompletionRequest, json.dumps(body).encode()), Reasoning.NONE)
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -225,29 +171,27 @@ GOOD, BAD = tool("a", {"type": "object"}), tool("b", {"type": "array", "uniqueIt
         (allowed("required", "b"), "tools[1].function.parameters"),
     ],
 )
-def test_only_tools_that_the_form_has_are_checked(tool_choice: Any, param: str | None) -> None:
+def test_only_enforced_tools_are_checked(tool_choice: Any, param: str | None) -> None:
     strict = {"type": "function", "function": GOOD["function"] | {"strict": True}}
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [strict, BAD]}
-    request = parse(ChatCompletionRequest, json.dumps(body | {"tool_choice": tool_choice}).encode())
+    request = parse_request(ChatCompletionRequest, json.dumps(body | {"tool_choice": tool_choice}).encode())
     if param is None:
-        assert answer_form(request, Reasoning.NONE) is not None
+        assert answer_grammar(request, Reasoning.NONE) is not None
         return
     with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
-        answer_form(request, Reasoning.NONE)
+        answer_grammar(request, Reasoning.NONE)
     assert caught.value.param == param
 
 
-def test_a_template_without_tools_cannot_be_given_any(service: Served) -> None:
+def test_a_template_without_tools_refuses_them(service: Served) -> None:
     the_error(service.post(tools=TOOLS), 400, "tools")
     assert service.text(tools=TOOLS, tool_choice="none") == service.text()
 
 
-# ── thoughts ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "logit_bias": {str(IDS["</think>"]): 5}}
+# ── reasoning ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_thoughts_are_told_apart_from_the_answer(thinker: Served) -> None:
+def test_reasoning_is_separated_from_the_answer(thinker: Served) -> None:
     for seed in range(3):
         settings = THINKING | {"seed": seed, "max_tokens": 120, "ignore_eos": True}
         response = thinker.post(**(FREE | settings)).json()
@@ -272,7 +216,7 @@ def test_thoughts_are_told_apart_from_the_answer(thinker: Served) -> None:
     ],
     ids=["schema", "choice", "regex", "grammar"],
 )
-def test_a_form_is_the_answers_not_the_thoughts(thinker: Served, form: dict[str, Any]) -> None:
+def test_the_text_format_does_not_apply_to_reasoning(thinker: Served, form: dict[str, Any]) -> None:
     message = choice(thinker, **THINKING, **form, seed=1)["message"]
     assert message["reasoning"]
     patterns = {"choice": ("yes", "no"), "grammar": ("x", "y")}
@@ -286,19 +230,13 @@ def test_a_form_is_the_answers_not_the_thoughts(thinker: Served, form: dict[str,
         assert json.loads(message["content"])["days"] in (1, 22)
 
 
-def test_a_model_thinks_before_it_calls(thinker: Served) -> None:
+def test_reasoning_precedes_calls(thinker: Served) -> None:
     made = choice(thinker, **THINKING, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=2)
     assert made["message"]["reasoning"]
     check_call(made["message"]["tool_calls"][0])
 
 
 # ── OpenAI's client ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class weather(pydantic.BaseModel):  # noqa: N801 - the tool's name is the class's
-    """Tells the weather."""
-
-    days: int = pydantic.Field(ge=1, le=3)
 
 
 def test_openais_client_parses_calls_and_answers(thinker: Served) -> None:

@@ -1,29 +1,14 @@
-"""Videos over HTTP: answered, and refused with the field at fault when they can't be used."""
+"""Videos over HTTP: answers, and errors that name the invalid field."""
 
-import base64
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.serving import Served, image, image_part, served, text_part
-from tests.api.test_bad_input import the_error
-from tests.media.clips import clip, sound_only
+from tests.support.chat import VIDEO, frames_part, prompt_tokens, the_error, url_of, video_part
+from tests.support.clips import clip, sound_only
+from tests.support.serving import Served, image, image_part, served, text_part
 from triptych.config import ItemLimits
-
-VIDEO = "messages[0].content[1].video_url.url"
-
-
-def url_of(data: bytes, kind: str = "video/mp4") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def video_part(data: bytes) -> dict[str, Any]:
-    return {"type": "video_url", "video_url": {"url": url_of(data)}}
-
-
-def frames_part(*frames: bytes, **settings: Any) -> dict[str, Any]:
-    return {"type": "video", "video": [url_of(frame, "image/png") for frame in frames], **settings}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -41,14 +26,7 @@ def test_the_prompt_has_the_rows_that_were_planned(service: Served) -> None:
     assert rows[0] == rows[1] < rows[2]
 
 
-def prompt_tokens(service: Served, part: dict[str, Any], **fields: Any) -> int:
-    response = service.post([part, text_part("x")], max_tokens=1, **fields)
-    assert response.status_code == 200, response.text
-    tokens: int = response.json()["usage"]["prompt_tokens"]
-    return tokens
-
-
-def test_a_request_says_how_many_frames_are_seen(service: Served) -> None:
+def test_a_request_sets_the_number_of_frames(service: Served) -> None:
     part = video_part(clip("mp4", frames=80))  # 8 s, of which two frames a second are seen
     all_of_it = prompt_tokens(service, part)
     halved = prompt_tokens(service, part, mm_processor_kwargs={"fps": 1})
@@ -62,7 +40,7 @@ def test_a_request_says_how_many_frames_are_seen(service: Served) -> None:
     )
 
 
-def test_samplings_that_cannot_be_kept(service: Served) -> None:
+def test_invalid_frame_sampling(service: Served) -> None:
     content = [text_part("x"), video_part(clip("mp4", frames=20))]
     response = service.post(content, mm_processor_kwargs={"fps": 1, "num_frames": 4})
     assert "exclude each other" in the_error(response, 400, "mm_processor_kwargs.fps")
@@ -85,7 +63,7 @@ def test_a_video_is_sent_once_and_referred_to_later(service: Served) -> None:
     expected = answer(video_part(first))
     assert answer(video_part(first) | {"uuid": "clip"}) == answer(known) == expected
     sampled = {"mm_processor_kwargs": {"num_frames": 2}}
-    assert prompt_tokens(service, known, **sampled) < prompt_tokens(service, known), "seen as each request says"
+    assert prompt_tokens(service, known, **sampled) < prompt_tokens(service, known), "sampled as each request asks"
     assert answer(video_part(other) | {"uuid": "clip"}) == answer(known) != expected
     response = service.post([text_part("x"), known | {"uuid": "another"}])
     the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
@@ -93,7 +71,7 @@ def test_a_video_is_sent_once_and_referred_to_later(service: Served) -> None:
     the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
 
 
-def test_frames_are_a_video(service: Served) -> None:
+def test_a_list_of_frames_is_a_video(service: Served) -> None:
     frames = [image(64, 64, seed) for seed in range(4)]
     slow = service.text([frames_part(*frames, fps=0.5), text_part("x")])
     assert slow == service.text([frames_part(*frames, fps=0.5), text_part("x")])
@@ -149,7 +127,7 @@ def test_a_video_that_cannot_be_used(service: Served, data: bytes, code: str, st
 
 def test_limits(folder: Path) -> None:
     limits = {
-        "limit_mm_per_prompt": ItemLimits(image=0, video=1),
+        "limit_mm_per_prompt": ItemLimits.parse('{"video": 1, "image": 0}'),
         "max_video_mb": 1,
         "max_video_seconds": 5.0,
         "max_video_gigapixels": 0.0005,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.cluster import (
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import (
     DECODERS,
     DETECTION,
     HEARTBEAT,
@@ -22,8 +23,7 @@ from tests.chaos.cluster import (
     wait_for,
     whole_again,
 )
-from tests.checkpoints import make_checkpoint
-from tests.cluster.processes import Command, triptych
+from tests.support.commands import Command, triptych
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import StartError
@@ -118,7 +118,7 @@ def test_one_that_is_killed_while_it_drains_is_named(whole: Cluster) -> None:
         change = executor.submit(set_role, whole, name, Role.PD)
         whole.parts[name].wait_for_line("draining to change its role to PD")
         whole.kill(name)
-        assert f"{name} does not change its role to PD: it has been silent" in change.result(LEASE + DETECTION)
+        assert f"{name} does not change its role to PD: it sent no heartbeat" in change.result(LEASE + DETECTION)
     assert whole.is_right(asking), asking.answer
 
 
@@ -134,5 +134,5 @@ def test_the_command_changes_roles_and_shows_who_is_there(whole: Cluster) -> Non
     with status(whole, "--set-role", "p=PD") as command:
         assert command.end() == 1
         assert command.text.startswith(
-            "triptych: p does not change its role to PD: nobody else prefills, so requests would be"
+            "triptych: p does not change its role to PD: no other instance prefills, so requests would"
         )

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.cluster import (
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import (
     DETECTION,
     SOON,
     SPLIT,
@@ -17,7 +18,6 @@ from tests.chaos.cluster import (
     wait_for,
     whole_again,
 )
-from tests.checkpoints import make_checkpoint
 
 RANKS = {"p0": 2, "d": 2}
 

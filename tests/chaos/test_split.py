@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.cluster import (
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import (
     DETECTION,
     HEARTBEAT,
     LEASE,
@@ -20,7 +21,6 @@ from tests.chaos.cluster import (
     wait_for,
     whole_again,
 )
-from tests.checkpoints import make_checkpoint
 
 slow = pytest.mark.slow
 

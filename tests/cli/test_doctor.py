@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 from triptych.cli import main
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.tiny import make_tiny
+from tests.support.checkpoints import make_checkpoint
+from tests.support.tiny import make_tiny
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags, main, serve
 from triptych.config import (
@@ -142,7 +142,7 @@ def test_a_switch_is_two_flags_and_a_variable(folder: Path, monkeypatch: pytest.
         (["--kv-cache-memory", "lots"], "--kv-cache-memory 'lots' is neither"),
         (["--topology", "1E"], "no instance that decodes"),
         (["--topology", "1E1D"], "no instance that prefills"),
-        (["--topology", "1E1X"], "not a row of counts and roles"),
+        (["--topology", "1E1X"], "not a sequence of counts and roles"),
         (["--topology", "0E1PD"], "zero instances"),
         (["--topology", "99E1PD"], "more than"),
         (["--topology", "1E1DP"], "'DP' is not a role"),

@@ -11,9 +11,9 @@ import pytest
 from triptych.cli import main
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.stats import Load, Pool
+from triptych.messages.stats import Load, PoolUsage
 from triptych.messages.work import (
-    AskStatus,
+    GetStatus,
     InstanceStatus,
     RoleRefused,
     RoleSet,
@@ -24,7 +24,7 @@ from triptych.topology import Role
 from triptych.types import Address
 
 SECRET = b"sixteen bytes at least"
-LOAD = Load(2, 1, [Pool("kv_pages", 4096, 17, 300), Pool("media_blocks", 64, 0)])
+LOAD = Load(2, 1, [PoolUsage("kv_pages", 4096, 17, 300), PoolUsage("media_blocks", 64, 0)])
 STATUS = Status(
     ready=True,
     draining=False,
@@ -52,7 +52,7 @@ def frontend(secret: bytes | None = None) -> Iterator[tuple[str, list[Message]]]
     def serve() -> None:
         while not over.is_set():
             for message in channel.receive(0.05):
-                assert isinstance(message, AskStatus | SetRole)
+                assert isinstance(message, GetStatus | SetRole)
                 asked.append(message)
                 channel.send(message.reply_to, answer(message))
 
@@ -108,7 +108,7 @@ def test_it_shows_who_is_there(status: Callable[..., tuple[int, str, str]]) -> N
         code, text, _ = status("--control", control)
         assert code == 0
         assert text.startswith("ready, 3 requests")
-        for words in ("PD → P", "2 running, 1 waiting", "17 of 4,096 kv_pages, 300 kept", "0 of 64 media_blocks"):
+        for words in ("PD → P", "2 running, 1 waiting", "17 of 4,096 kv_pages, 300 cached", "0 of 64 media_blocks"):
             assert words in text
         code, text, _ = status("--control", control, "--json")
         assert code == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 MISSING_KEY = "model.language_model.layers.2.self_attn.q_proj.weight"
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import MISSING_KEY
-from tests.cluster.processes import ROOT, triptych, wait_for
-from tests.cluster.test_serve import FAST, picture_answer
+from tests.support.commands import FAST, ROOT, picture_answer, triptych, wait_for
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", re.ASCII)
 NO_COMPILER = "the variable CC"
@@ -53,7 +52,7 @@ def test_every_process_writes_objects(folder: Path) -> None:
         assert picture_answer(url, "tiny")
         command.send(signal.SIGTERM)
         assert command.end() == 0, command.text
-    assert any("loaded the towers" in message for message in of(command.lines, "e0"))
+    assert any("loaded the encoder" in message for message in of(command.lines, "e0"))
     assert any("loaded the decoder" in message for message in of(command.lines, "pd0"))
     for process in ("e0", "pd0", "pd0/rank1"):
         assert any(message.startswith(NO_COMPILER) for message in of(command.lines, process)), command.text
@@ -169,11 +168,11 @@ def test_the_request_log_stays_what_it_was(folder: Path, tmp_path: Path) -> None
 def test_a_sandboxed_workers_error_names_it() -> None:
     """In a program of its own, whose log is in JSON: the item fails, and the worker's log has the traceback."""
     code = """
-from tests.sandbox.test_workers import LIMITS
+from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed, InternalError
 from triptych.sandbox.protocol import WorkerSpec
-from triptych.sandbox.workers import Workers
-workers = Workers(WorkerSpec("tests.sandbox.handlers:obedient", "", LIMITS), 1, DecodeFailed)
+from triptych.sandbox.workers import WorkerPool
+workers = WorkerPool(WorkerSpec("tests.support.sandbox_handlers:obedient", "", LIMITS), 1, DecodeFailed)
 try:
     list(workers.results(b"misfire"))
 except InternalError:

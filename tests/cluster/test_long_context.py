@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.checkpoints import DENSE, make_checkpoint
-from tests.cluster.processes import Command, triptych
+from tests.support.checkpoints import DENSE, make_checkpoint
+from tests.support.commands import Command, triptych
 
 CONTEXT = 32768
 SMALL = ("--port", "0", "--kv-cache-memory", "1MiB")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import DENSE
-from tests.harness import FLOAT32, running
+from tests.support.checkpoints import DENSE
+from tests.support.harness import FLOAT32, running
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.config import EngineConfig

@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import MISSING_KEY
-from tests.cluster.processes import Command, stream_of, triptych, wait_for
-from tests.cluster.test_serve import FAST, one_line_error, picture_answer
+from tests.support.commands import FAST, Command, one_line_error, picture_answer, stream_of, triptych, worker
 
 TWO_RANKS = (*FAST, "--topology", "1EPD", "--tensor-parallel-size", "2")
 
@@ -18,19 +17,6 @@ TWO_RANKS = (*FAST, "--topology", "1EPD", "--tensor-parallel-size", "2")
 def ranks(command: Command) -> list[psutil.Process]:
     """All instances' processes; beside them are those that decode media."""
     return [child for child in command.descendants if "triptych.sandbox.child" not in child.cmdline()]
-
-
-def worker(command: Command) -> psutil.Process:
-    """Rank 1, once it runs."""
-    found: list[psutil.Process] = []
-
-    def look() -> bool:
-        children = psutil.Process(command.process.pid).children(recursive=True)
-        found.extend(child for child in children if "triptych.server.rank_main" in child.cmdline())
-        return bool(found)
-
-    wait_for(look, 30, command)
-    return found[0]
 
 
 def test_a_rank_that_is_killed_ends_the_service(folder: Path) -> None:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.api.serving import image
-from tests.cluster.processes import triptych
+from tests.support.commands import triptych
+from tests.support.serving import image
 
 
 def test_run_answers_and_shows_where_the_time_went(folder: Path, tmp_path: Path) -> None:

@@ -11,28 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.api.serving import image_part, text_part
-from tests.checkpoints import make_checkpoint
 from tests.cluster.conftest import MISSING_KEY
-from tests.cluster.processes import Command, stream_of, triptych, wait_for
-
-FAST = ("--port", "0", "--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "4096")
-
-
-def picture_answer(url: str, model: str) -> str:
-    content = [image_part(), text_part("What is it?")]
-    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 8, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=30)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["message"]["content"])
-
-
-def one_line_error(command: Command, code: int = 1) -> str:
-    """The message of a command that failed: its last line, and no traceback anywhere."""
-    assert command.end(30) == code, command.text
-    assert "Traceback" not in command.text
-    assert command.errors[-1].startswith("triptych: ")
-    return command.errors[-1]
+from tests.support.checkpoints import make_checkpoint
+from tests.support.commands import FAST, one_line_error, picture_answer, stream_of, triptych, wait_for
 
 
 def test_serve_answers_and_sigterm_drains(folder: Path) -> None:

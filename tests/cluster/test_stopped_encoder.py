@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.scraping import scrape
-from tests.api.serving import image, image_part, text_part
-from tests.chaos.cluster import Asking, wait_for
-from tests.cluster.processes import stream_of, triptych
+from tests.support.cluster import Asking, wait_for
+from tests.support.commands import stream_of, triptych
+from tests.support.scraping import scrape
+from tests.support.serving import image, image_part, text_part
 
 PLACES = 2
 """``--max-num-seqs``. Prompts with pictures would fill these many times over."""

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tests.cluster.processes import ROOT, triptych
-from tests.cluster.test_serve import picture_answer
+from tests.support.commands import ROOT, picture_answer, triptych
 from triptych.demo import MODEL_DIR
 from triptych.server.build import use_threads
 

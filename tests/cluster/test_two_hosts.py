@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import image, image_part, served, text_part
-from tests.cluster.namespaces import StageLoop, two_hosts
-from tests.cluster.processes import Command, triptych
+from tests.support.commands import Command, triptych
+from tests.support.namespaces import Host, two_hosts
+from tests.support.serving import image, image_part, served, text_part
 from triptych.transfer.fabrics.opening import _installed
 
 FAST = ("--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "2048")
@@ -28,7 +28,7 @@ ROW_BYTES = 64 * (64 + 2 * 64) * 4
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[StageLoop, StageLoop]]:
+def hosts() -> Iterator[tuple[Host, Host]]:
     with two_hosts() as both:
         yield both
 
@@ -46,14 +46,14 @@ def secret_in(path: Path) -> str:
     return str(path)
 
 
-def ask(host: StageLoop, url: str) -> str:
+def ask(host: Host, url: str) -> str:
     reply = json.loads(host.run([sys.executable, "-c", ASK, url], stdin=json.dumps(BODY)))
     return str(reply["choices"][0]["message"]["content"])
 
 
 @pytest.mark.parametrize("fabric", ["nixl", "mooncake", "auto"])
 def test_rows_travel_from_host_to_host(
-    fabric: str, hosts: tuple[StageLoop, StageLoop], folder: Path, tmp_path: Path, answer: str
+    fabric: str, hosts: tuple[Host, Host], folder: Path, tmp_path: Path, answer: str
 ) -> None:
     if not any(map(_installed, [fabric] if fabric != "auto" else ["nixl", "mooncake"])):
         pytest.skip(f"nothing for --fabric {fabric} is installed: pip install 'triptych[nixl,mooncake]'")
@@ -62,7 +62,7 @@ def test_rows_travel_from_host_to_host(
     door_flags = ("--role", "frontend", "--port", "0", "--control-port", "8001", *secret)
     join = (*FAST, *secret, "--fabric", fabric, "--join", f"{here.address}:8001")
 
-    def serve(host: StageLoop, *flags: str) -> AbstractContextManager[Command]:
+    def serve(host: Host, *flags: str) -> AbstractContextManager[Command]:
         return triptych("serve", folder, *flags, "--cluster-host", host.address, prefix=host.prefix)
 
     with (

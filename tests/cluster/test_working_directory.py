@@ -10,8 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.cluster.processes import ROOT, triptych
-from tests.cluster.test_serve import FAST, picture_answer
+from tests.support.commands import FAST, ROOT, picture_answer, triptych
 from triptych import children
 
 MARK = "import os\nos.close(os.open({marker!r}, os.O_CREAT | os.O_WRONLY))\nraise SystemExit('{name} was run')\n"

@@ -1,4 +1,4 @@
-"""What every fabric must do, in one body; and what only memory shared between processes can get wrong."""
+"""Contract tests that every fabric must pass, and tests of shared memory's own failure modes."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.transfer.wire import ALL_FABRICS, fabric_pair, open_fabric
+from tests.support.wire import ALL_FABRICS, fabric_pair, memory, open_fabric
 from triptych.errors import RegionError, StartError, TransferError
 from triptych.messages.rows import RegionHandle
 from triptych.transfer.fabrics.base import Copy, Write
@@ -23,19 +23,18 @@ from triptych.transfer.fabrics.mooncake import MooncakeFabric
 from triptych.transfer.fabrics.nixl import NixlFabric
 from triptych.transfer.fabrics.sealing import seal, unseal
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
-from triptych.transfer.memory import Bytes, Memory, PlainMemory, SharedMemory
+from triptych.transfer.memory import Bytes, PlainMemory, SharedMemory
 
 OWNER = """
 import hashlib, sys, msgspec
-from tests.contracts.test_fabrics import memory
-from tests.transfer.wire import open_fabric
+from tests.support.wire import memory, open_fabric
 name, size = sys.argv[1], int(sys.argv[2])
 fabric, owned = open_fabric(name), memory(name, size)
 print(msgspec.json.encode(fabric.register(owned)).decode(), flush=True)
 for _ in sys.stdin:
     print(hashlib.sha256(owned.bytes.tobytes()).hexdigest(), flush=True)
 """
-"""A process that owns a region, and reads it whenever told that it was written to."""
+"""A process that owns a region and prints its digest on request."""
 
 MIB = 2**20
 
@@ -48,12 +47,8 @@ def data(size: int, seed: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-def memory(name: str, size: int) -> Memory:
-    return SharedMemory(size) if name == "shm" else PlainMemory(size)
-
-
 def land(write: Write, timeout: float = 30) -> None:
-    """Polls until the write is done; raises what ``done`` raises."""
+    """Poll until the write is done; raise what ``done`` raises."""
     deadline = time.monotonic() + timeout
     while not write.done():
         assert time.monotonic() < deadline, "the write neither lands nor fails"
@@ -69,7 +64,7 @@ class Owner:
         self.handle = msgspec.json.decode(process.stdout.readline(), type=RegionHandle)
 
     def digest(self) -> str:
-        """Of the region's bytes, as the owner sees them."""
+        """The digest of the region's bytes, as the owner sees them."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("read\n")
@@ -92,7 +87,7 @@ def owner_of(name: str, size: int) -> Iterator[Owner]:
 
 
 @every_fabric
-def test_bytes_land_where_they_are_put_and_nowhere_else(name: str) -> None:
+def test_bytes_land_at_their_offsets_and_nowhere_else(name: str) -> None:
     with fabric_pair(name) as (consumer, producer):
         target = memory(name, 100)
         handle = consumer.register(target)
@@ -118,7 +113,7 @@ def test_neighbouring_regions_are_not_touched(name: str) -> None:
 
 
 @every_fabric
-def test_nothing_to_write_is_done(name: str) -> None:
+def test_an_empty_write_is_done(name: str) -> None:
     with fabric_pair(name) as (consumer, producer):
         handle = consumer.register(memory(name, 100))
         land(producer.write(handle, []))
@@ -138,7 +133,7 @@ def test_a_write_stays_done(name: str) -> None:
 
 @every_fabric
 def test_slices_of_one_array_are_written_at_once_by_several_writes(name: str) -> None:
-    """And the array may be dropped: a write keeps what it reads."""
+    """The array may be dropped: a write keeps its sources alive."""
     with fabric_pair(name) as (consumer, producer):
         target = memory(name, 10_000)
         handle = consumer.register(target)
@@ -186,7 +181,7 @@ def test_one_large_write_of_a_hundred_scattered_copies(name: str) -> None:
 
 
 @every_fabric
-def test_a_copy_out_of_bounds_is_refused_before_the_first_byte(name: str) -> None:
+def test_a_copy_out_of_bounds_is_rejected_before_the_first_byte(name: str) -> None:
     with fabric_pair(name) as (consumer, producer):
         target = memory(name, 100)
         handle = consumer.register(target)
@@ -198,7 +193,7 @@ def test_a_copy_out_of_bounds_is_refused_before_the_first_byte(name: str) -> Non
 
 
 @every_fabric
-def test_a_foreign_handle_is_refused(name: str) -> None:
+def test_a_foreign_handle_is_rejected(name: str) -> None:
     with fabric_pair(name) as (consumer, producer):
         handle = consumer.register(memory(name, 100))
         for foreign in (
@@ -212,20 +207,20 @@ def test_a_foreign_handle_is_refused(name: str) -> None:
 
 
 @every_fabric
-def test_a_garbled_handle_is_refused(name: str) -> None:
-    """And the true one works afterwards."""
+def test_a_corrupt_handle_is_rejected(name: str) -> None:
+    """And the original one works afterwards."""
     with fabric_pair(name) as (consumer, producer):
         target = memory(name, 100)
         handle = consumer.register(target)
         location, order = handle.location, random.Random(0)
-        garbled = [location[: len(location) * tenth // 10] for tenth in range(10)]
+        corrupt = [location[: len(location) * tenth // 10] for tenth in range(10)]
         for _ in range(50):
             at = order.randrange(len(location))
-            garbled.append(
+            corrupt.append(
                 location[:at] + chr((ord(location[at]) + order.randrange(1, 90)) % 0x250) + location[at + 1 :]
             )
-        garbled += [location * 2, location + "\0", "\ud800", "x" * 10**7, location * 10_000, ":" * 1000]
-        for wrong in garbled:
+        corrupt += [location * 2, location + "\0", "\ud800", "x" * 10**7, location * 10_000, ":" * 1000]
+        for wrong in corrupt:
             with pytest.raises(RegionError):
                 producer.write(RegionHandle(name, wrong, 100), [Copy(data(1), 0)])
         land(producer.write(handle, [Copy(data(100), 0)]))
@@ -233,8 +228,8 @@ def test_a_garbled_handle_is_refused(name: str) -> None:
 
 
 @every_fabric
-def test_a_handle_that_claims_more_bytes_than_there_are_reaches_none_of_them(name: str) -> None:
-    """Before and after the true handle was opened."""
+def test_a_handle_that_claims_too_many_bytes_reaches_none_of_them(name: str) -> None:
+    """Before and after the original handle was opened."""
     with fabric_pair(name) as (consumer, producer):
         handle = consumer.register(memory(name, 100))
         for claimed in (101, 116, 117, 10**6):
@@ -260,7 +255,7 @@ def test_a_released_region_can_be_written_to_again(name: str) -> None:
 
 @every_fabric
 def test_a_region_is_gone_once_its_fabric_is_closed(name: str) -> None:
-    """A network finds out at the latest when it should have written."""
+    """A network fabric notices at the latest when the write should have landed."""
     with fabric_pair(name) as (consumer, producer):
         target = memory(name, 10)
         handle = consumer.register(target)
@@ -273,7 +268,7 @@ def test_a_region_is_gone_once_its_fabric_is_closed(name: str) -> None:
 
 @every_fabric
 def test_closing_leaves_no_descriptor_and_no_thread_behind(name: str) -> None:
-    """Beyond what a library keeps once for its process."""
+    """Except what a library keeps once per process."""
 
     def use() -> None:
         with fabric_pair(name) as (consumer, producer):
@@ -318,8 +313,8 @@ def test_releasing_while_a_write_is_under_way(name: str) -> None:
 
 
 @over_a_network
-def test_a_deregistered_region_is_out_of_reach(name: str) -> None:
-    """For who had written to it as for who hadn't; and the region beside it isn't."""
+def test_a_deregistered_region_is_unreachable(name: str) -> None:
+    """For fabrics that had it open and for others. The region next to it stays reachable."""
     with fabric_pair(name) as (consumer, producer):
         target, other = memory(name, 100), memory(name, 100)
         handle, beside = consumer.register(target), consumer.register(other)
@@ -339,7 +334,7 @@ def test_a_deregistered_region_is_out_of_reach(name: str) -> None:
 
 @over_a_network
 def test_a_forged_size_reaches_nothing_behind_the_region(name: str) -> None:
-    """Unlike a garbled one, its digest fits."""
+    """Unlike a corrupt handle, its digest is right."""
     with fabric_pair(name) as (consumer, producer):
         whole = PlainMemory(200)
         region = PlainMemory(100)
@@ -368,8 +363,8 @@ def test_another_process_is_reached(name: str) -> None:
 
 @between_processes
 def test_a_killed_owner_is_an_error_within_seconds(name: str) -> None:
-    """For who was writing, who had written and who comes later. Mapped memory outlives its owner: who had it open
-    still writes to it, and nobody reads it."""
+    """For writes in progress, for a fabric that has written and for a new one. Mapped memory outlives its owner: a
+    fabric that has it open can still write to it, without effect."""
     with owner_of(name, 64 * MIB) as owner:
         source = data(64 * MIB)
         writer, late = open_fabric(name), open_fabric(name)
@@ -397,8 +392,8 @@ def test_a_killed_owner_is_an_error_within_seconds(name: str) -> None:
 
 
 @between_processes
-def test_a_stopped_owner_holds_nobody_up(name: str) -> None:
-    """Neither who writes to it for the first time nor who has written before; it gets its bytes when it goes on."""
+def test_a_stopped_owner_blocks_no_writer(name: str) -> None:
+    """Neither a first write nor a later one blocks; the bytes land when the owner continues."""
     with owner_of(name, MIB) as owner:
         source = data(MIB)
         known, stranger = open_fabric(name), open_fabric(name)
@@ -458,28 +453,28 @@ def test_a_missing_library_names_the_command_that_installs_it(
         fabric()
 
 
-def test_shm_refuses_memory_that_nobody_can_map() -> None:
+def test_shm_rejects_memory_that_cannot_be_mapped() -> None:
     with fabric_pair("shm") as (consumer, _), pytest.raises(RegionError):
         consumer.register(PlainMemory(10))
 
 
-def test_shm_refuses_a_wrong_token() -> None:
+def test_shm_rejects_a_wrong_token() -> None:
     with fabric_pair("shm") as (consumer, producer):
         target = SharedMemory(10)
-        place, token = consumer.register(target).location.rsplit(":", 1)
-        wrong = f"{place}:{int(token, 16) ^ 1:032x}"
+        owner, token = consumer.register(target).location.rsplit(":", 1)
+        wrong = f"{owner}:{int(token, 16) ^ 1:032x}"
         with pytest.raises(RegionError, match="gone"):
             producer.write(RegionHandle("shm", wrong, 10), [Copy(data(1), 0)])
 
 
-def test_shm_refuses_a_file_that_is_no_region() -> None:
+def test_shm_rejects_a_file_that_is_no_region() -> None:
     with open("/dev/null") as file, fabric_pair("shm") as (_, producer):
         location = f"{os.getpid()}:{file.fileno()}:{'0' * 32}"
         with pytest.raises(RegionError):
             producer.write(RegionHandle("shm", location, 10), [Copy(data(1), 0)])
 
 
-def test_shm_reaches_another_process_and_knows_when_it_is_dead() -> None:
+def test_shm_reaches_another_process_and_notices_its_death() -> None:
     with owner_of("shm", 100_000) as owner:
         source = data(owner.handle.num_bytes)
         writer, late = SharedMemoryFabric(), SharedMemoryFabric()

@@ -1,13 +1,13 @@
 import numpy as np
 
-from triptych.encode.cache import EncoderCache, Rows
+from triptych.encode.cache import EmbeddingRows, EncoderCache
 
 
-def rows(size: int) -> Rows:
+def rows(size: int) -> EmbeddingRows:
     return np.zeros((size, 10), dtype=np.uint8)
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_entry_is_evicted() -> None:
     cache = EncoderCache(30)
     for key in "abc":
         cache.put(key, rows(1))
@@ -17,7 +17,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert cache.num_bytes == 30
 
 
-def test_a_big_entry_pushes_out_as_many_as_it_needs() -> None:
+def test_a_big_entry_evicts_only_what_it_needs() -> None:
     cache = EncoderCache(30)
     for key in "abc":
         cache.put(key, rows(1))
@@ -26,7 +26,7 @@ def test_a_big_entry_pushes_out_as_many_as_it_needs() -> None:
     assert (cache.hits, cache.misses) == (2, 2)
 
 
-def test_one_that_exceeds_the_limit_alone_pushes_out_nothing() -> None:
+def test_an_entry_that_exceeds_the_limit_evicts_nothing() -> None:
     cache = EncoderCache(30)
     cache.put("a", rows(1))
     cache.put("huge", rows(4))
@@ -50,7 +50,7 @@ def test_a_limit_of_zero_keeps_nothing() -> None:
     assert cache.num_bytes == 0
 
 
-def test_an_item_is_here_while_all_its_parts_are() -> None:
+def test_an_item_is_cached_while_all_its_parts_are() -> None:
     cache = EncoderCache(30)
     parts = {name: rows(1) for name in "abc"}
     for name, one in parts.items():

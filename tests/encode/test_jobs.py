@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue, PreprocessTurns
+from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
 from triptych.models.base import EncoderInput
 from triptych.types import ImageHeader, ItemPlan
 
@@ -46,7 +46,7 @@ def test_a_discarded_job_is_in_no_batch() -> None:
     assert queue.discard(gone) == []
     assert queue.num_patches == 6
     assert queue.next_batch() == [shared, other]
-    assert shared.wanted == [(stays, 0)]
+    assert shared.waiters == [(stays, 0)]
     assert len(queue) == 0
 
 
@@ -54,7 +54,7 @@ def long_job(client: str = "") -> EncodeJob:
     return EncodeJob("long", PLAN, iter(()), received=0.0, client=client, long=True)
 
 
-def test_a_short_items_part_goes_before_those_of_long_ones_that_wait() -> None:
+def test_a_short_items_part_goes_before_queued_parts_of_long_ones() -> None:
     queue, video = EncodeQueue(10), long_job()
     parts = [part(10, video) for _ in range(4)]
     for one in parts:
@@ -62,13 +62,13 @@ def test_a_short_items_part_goes_before_those_of_long_ones_that_wait() -> None:
     assert queue.next_batch() == parts[:1]
     photo = part(3)
     queue.add(photo)
-    assert queue.next_batch() == [photo], "no part of the video fits beside it"
+    assert queue.next_batch() == [photo], "no part of the video fits into the batch"
     assert (queue.patches_of(long=True), queue.patches_of(long=False)) == (30, 0)
     for number in (1, 2, 3):
         assert queue.next_batch() == [parts[number]]
 
 
-def test_endless_pictures_leave_a_video_its_share_of_the_tower() -> None:
+def test_a_stream_of_images_leaves_a_video_half_of_the_encoder() -> None:
     queue, video = EncodeQueue(10), long_job()
     done = {True: 0, False: 0}
     for _ in range(100):
@@ -81,61 +81,61 @@ def test_endless_pictures_leave_a_video_its_share_of_the_tower() -> None:
     assert 0.4 <= done[True] / sum(done.values()) <= 0.6
 
 
-def turns_of(most_begun: int = 2) -> PreprocessTurns:
-    return PreprocessTurns(EncodeQueue(10), workers=1, ahead=2, most_begun=most_begun)
+def scheduler_of(max_started: int = 2) -> PreprocessScheduler:
+    return PreprocessScheduler(EncodeQueue(10), workers=1, batches_ahead=2, max_started=max_started)
 
 
-def test_long_items_take_turns_and_few_are_begun() -> None:
-    turns = turns_of()
+def test_long_items_alternate_and_few_are_started() -> None:
+    scheduler = scheduler_of()
     jobs = [long_job() for _ in range(5)]
     for job in jobs:
-        turns.add(job)
+        scheduler.add(job)
     order = []
     for _ in range(6):
-        (job,) = [turns.next()]
+        (job,) = [scheduler.next()]
         assert job is not None
-        assert turns.next() is None, "one worker, one turn"
+        assert scheduler.next() is None, "one worker, one time slice"
         order.append(jobs.index(job))
-        turns.ended(job, 0.2)
-        turns.add(job)
+        scheduler.slice_ended(job, 0.2)
+        scheduler.add(job)
     assert order == [0, 1, 0, 1, 0, 1]
-    turns.remove(jobs[0])
-    assert {jobs.index(next_turn(turns)) for _ in range(4)} == {1, 2}
+    scheduler.remove(jobs[0])
+    assert {jobs.index(run_slice(scheduler)) for _ in range(4)} == {1, 2}
 
 
-def next_turn(turns: PreprocessTurns) -> EncodeJob:
-    """Of an item that goes on afterwards."""
-    job = turns.next()
+def run_slice(scheduler: PreprocessScheduler) -> EncodeJob:
+    """Run the next time slice, of an item that has more."""
+    job = scheduler.next()
     assert job is not None
-    turns.ended(job, 0.2)
-    turns.add(job)
+    scheduler.slice_ended(job, 0.2)
+    scheduler.add(job)
     return job
 
 
-def test_one_that_comes_is_next_whoever_has_long_ones() -> None:
-    turns = turns_of(most_begun=4)
+def test_a_new_item_goes_before_long_ones() -> None:
+    scheduler = scheduler_of(max_started=4)
     for _ in range(3):
-        turns.add(long_job("a"))
+        scheduler.add(long_job("a"))
     for _ in range(10):
-        next_turn(turns)
-    running = turns.next()
+        run_slice(scheduler)
+    running = scheduler.next()
     assert running is not None
     photo = job()
-    turns.add(photo)
-    assert turns.short_waits
-    assert turns.next() is photo, "it needn't wait for the turn that runs to end"
-    turns.ended(photo, 0.01)
-    assert not turns.short_waits
-    turns.ended(running, 0.2)
-    turns.add(running)
+    scheduler.add(photo)
+    assert scheduler.short_item_waits
+    assert scheduler.next() is photo, "it doesn't wait for the running time slice"
+    scheduler.slice_ended(photo, 0.01)
+    assert not scheduler.short_item_waits
+    scheduler.slice_ended(running, 0.2)
+    scheduler.add(running)
     other = long_job("b")
-    turns.add(other)
-    assert turns.next() is other
+    scheduler.add(other)
+    assert scheduler.next() is other
 
 
 @given(st.data())
-def test_whatever_comes_and_goes_every_item_has_its_turns(data: st.DataObject) -> None:
-    turns = turns_of(most_begun=2)
+def test_every_item_gets_its_time_slices(data: st.DataObject) -> None:
+    scheduler = scheduler_of(max_started=2)
     left: dict[EncodeJob, int] = {}
     running: list[EncodeJob] = []
     for _ in range(data.draw(st.integers(1, 60))):
@@ -144,29 +144,29 @@ def test_whatever_comes_and_goes_every_item_has_its_turns(data: st.DataObject) -
             client = data.draw(st.sampled_from("abc"))
             new = EncodeJob("key", PLAN, iter(()), received=0.0, client=client, long=step == "long")
             left[new] = data.draw(st.integers(1, 4)) if new.long else 1
-            turns.add(new)
+            scheduler.add(new)
         elif step == "next":
-            if (job := turns.next()) is not None:
+            if (job := scheduler.next()) is not None:
                 running.append(job)
         elif step == "end" and running:
-            end(turns, running.pop(), left)
+            end(scheduler, running.pop(), left)
         elif step == "remove" and left:
             gone = data.draw(st.sampled_from(list(left)))
             del left[gone]
-            turns.remove(gone)
+            scheduler.remove(gone)
     for _ in range(1000):
         while running:
-            end(turns, running.pop(), left)
-        while (job := turns.next()) is not None:
+            end(scheduler, running.pop(), left)
+        while (job := scheduler.next()) is not None:
             running.append(job)
-    assert (left, len(turns), turns.short_waits) == ({}, 0, False)
+    assert (left, len(scheduler), scheduler.short_item_waits) == ({}, 0, False)
 
 
-def end(turns: PreprocessTurns, job: EncodeJob, left: dict[EncodeJob, int]) -> None:
-    turns.ended(job, 0.1)
+def end(scheduler: PreprocessScheduler, job: EncodeJob, left: dict[EncodeJob, int]) -> None:
+    scheduler.slice_ended(job, 0.1)
     if job in left and left[job] > 1:
         left[job] -= 1
-        turns.add(job)
+        scheduler.add(job)
     else:
         left.pop(job, None)
-        turns.remove(job)
+        scheduler.remove(job)

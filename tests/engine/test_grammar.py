@@ -1,4 +1,4 @@
-"""Grammars are compiled and matched in processes of their own, within a budget."""
+"""Grammars are compiled and matched in child processes, within a budget."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.processes import is_gone
+from tests.support.processes import is_gone
 from triptych.checkpoint.config_files import load_config
 from triptych.demo import MODEL_DIR
 from triptych.engine.grammar import budget, service
 from triptych.engine.grammar import matching as matching_module
 from triptych.engine.grammar.compilation import Compilation
 from triptych.engine.grammar.matching import Matching
-from triptych.engine.grammar.service import Grammars
+from triptych.engine.grammar.service import GrammarService
 from triptych.errors import GrammarTooCostly, InternalError, InvalidRequest, TriptychError
 from triptych.messages.work import GrammarKind, GrammarSpec
 
@@ -35,11 +35,11 @@ SLOW = "(a*)*(a*)*(a*)*b"
 
 
 class Service:
-    """Grammars, and how to wait for them."""
+    """A grammar service, and how to wait for its results."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self.grammars = Grammars(FOLDER, VOCABULARY, self._done.set)
+        self.grammars = GrammarService(FOLDER, VOCABULARY, self._done.set)
 
     def start(self, kind: str, text: str, tokens: list[int] | None = None, client: str = "") -> Matching:
         return self.grammars.start(GrammarSpec(GrammarKind(kind), text), END, tokens or [], client)
@@ -54,16 +54,21 @@ class Service:
         return matching.error
 
     def pids(self) -> list[int]:
-        """Of the processes that compile and match."""
-        assert self.grammars._server is not None
-        server = self.grammars._server.process.pid
+        """Process ids of the processes that compile and match."""
+        server = self.server_pid
         return [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
 
     @property
+    def server_pid(self) -> int:
+        """Process id of the fork server."""
+        pid = self.grammars.debug_state()["server_pid"]
+        assert isinstance(pid, int)
+        return pid
+
+    @property
     def num_processes(self) -> int:
-        """How many there have been."""
-        assert self.grammars._server is not None
-        return self.grammars._server._numbers
+        """Number of processes forked so far."""
+        return int(self.grammars.debug_state()["num_processes"])
 
 
 @pytest.fixture
@@ -95,7 +100,7 @@ def allowed(mask: bytes | None) -> set[int]:
 
 @pytest.fixture(scope="module")
 def expected() -> Callable[..., list[set[int]]]:
-    """The tokens that xgrammar allows, before each token and after the last, matched here."""
+    """The tokens that xgrammar allows before each token and after the last, computed in this process."""
     compilation = Compilation(FOLDER, VOCABULARY)
 
     def masks(kind: str, text: str, tokens: list[int]) -> list[set[int]]:
@@ -139,7 +144,7 @@ def nested(levels: int) -> Any:
         ("grammar", 'root ::= "a" | root root'),
     ],
 )
-def test_grammars_that_make_sense(shared: Service, kind: str, text: str) -> None:
+def test_valid_grammars(shared: Service, kind: str, text: str) -> None:
     matching = shared.start(kind, text)
     assert shared.wait(matching) is None
     assert allowed(matching.mask())
@@ -158,7 +163,7 @@ def test_grammars_that_make_sense(shared: Service, kind: str, text: str) -> None
         ("grammar", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
     ],
 )
-def test_grammars_that_make_none(shared: Service, kind: str, text: str) -> None:
+def test_invalid_grammars_are_rejected(shared: Service, kind: str, text: str) -> None:
     error = shared.wait(shared.start(kind, text))
     assert isinstance(error, InvalidRequest)
     assert str(error).startswith(f"the {kind} can't be used: ")
@@ -166,7 +171,7 @@ def test_grammars_that_make_none(shared: Service, kind: str, text: str) -> None:
     assert shared.wait(shared.start("regex", "a+")) is None
 
 
-def test_a_grammar_beyond_the_limits_costs_itself_alone(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+def test_a_grammar_beyond_the_limits_fails_alone(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
     monkeypatch.setattr(service, "COMPILE_SECONDS", 0.2)
     other = made.start("regex", "a+")
     for kind, text in (("json_schema", json.dumps(nested(11))), ("regex", "(a*)*" * 8_000)):
@@ -176,7 +181,7 @@ def test_a_grammar_beyond_the_limits_costs_itself_alone(monkeypatch: pytest.Monk
     assert masks_of(made, other, [A])
 
 
-def test_refused_grammars_are_remembered(made: Service) -> None:
+def test_rejected_grammars_are_remembered(made: Service) -> None:
     assert isinstance(made.wait(made.start("regex", "(")), InvalidRequest)
     before = made.num_processes
     again = made.start("regex", "(", client="another")
@@ -185,7 +190,7 @@ def test_refused_grammars_are_remembered(made: Service) -> None:
     assert made.num_processes == before
 
 
-def test_a_grammar_is_compiled_once_for_all_and_kept_a_while(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+def test_a_grammar_is_compiled_once_and_kept_when_idle(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
     monkeypatch.setattr(service, "MAX_IDLE", 1)
     first, second = made.start("regex", "a+"), made.start("regex", "a+", client="another")
     assert made.wait(first) is made.wait(second) is None
@@ -202,8 +207,8 @@ def test_a_grammar_is_compiled_once_for_all_and_kept_a_while(monkeypatch: pytest
     assert made.num_processes == 3
 
 
-def test_who_has_many_compiled_delays_nobody_else(made: Service) -> None:
-    """The other client's is ready while none of the first one's is done, several of which haven't begun."""
+def test_a_client_with_many_grammars_delays_no_other(made: Service) -> None:
+    """The second client's is ready while the first one's are being compiled or queued."""
     assert made.wait(made.start("regex", "a+")) is None
     costly = [made.start("json_schema", json.dumps(nested(9) | {"title": str(n)}), client="x") for n in range(6)]
     assert made.wait(made.start("choice", '["yes", "no"]', client="y")) is None
@@ -214,7 +219,7 @@ def test_who_has_many_compiled_delays_nobody_else(made: Service) -> None:
     assert made.wait(made.start("regex", "b+", client="x")) is None
 
 
-def test_equal_grammars_of_several_clients_take_the_first_turn(made: Service) -> None:
+def test_equal_grammars_of_several_clients_are_compiled_at_the_earliest_turn(made: Service) -> None:
     costly = [made.start("json_schema", json.dumps(nested(9) | {"title": str(n)}), client="x") for n in range(6)]
     last = made.start("regex", "b+", client="x")
     assert made.wait(made.start("regex", "b+", client="y")) is None
@@ -227,7 +232,7 @@ def test_equal_grammars_of_several_clients_take_the_first_turn(made: Service) ->
 TEXT = "a red circle and a blue square"
 
 
-def test_masks_are_those_of_xgrammar(shared: Service, expected: Callable[..., list[set[int]]]) -> None:
+def test_masks_equal_those_of_xgrammar(shared: Service, expected: Callable[..., list[set[int]]]) -> None:
     tokens = tokens_of(TEXT)
     want = expected("regex", r"([a-z]+ ?)+", tokens)
     assert masks_of(shared, shared.start("regex", r"([a-z]+ ?)+"), tokens) == want
@@ -240,17 +245,17 @@ def test_after_the_end_comes_an_end_token(shared: Service) -> None:
     assert masks_of(shared, matching, [A]) == [{A}, set(END)]
 
 
-def test_a_token_that_cannot_come_is_a_bug(shared: Service) -> None:
+def test_a_token_that_is_not_allowed_is_an_internal_error(shared: Service) -> None:
     matching = shared.start("choice", '["a"]')
     assert shared.wait(matching) is None
     matching.accept(A + 1)
     error = shared.wait(matching)
     assert isinstance(error, InternalError)
-    assert "refused a token that it had allowed" in str(error)
+    assert "rejected a token that it had allowed" in str(error)
 
 
 def drive(service: Service, matching: Matching, token: int, most: int = 5000) -> TriptychError | None:
-    """Says the same token until the matching fails."""
+    """Accept the same token until the matching fails."""
     for _ in range(most):
         if service.wait(matching) is not None:
             break
@@ -290,7 +295,7 @@ def test_a_costly_answer_fails_alone(  # noqa: PLR0917
 
 
 @pytest.mark.parametrize("whom", ["process", "server"])
-def test_what_ends_for_reasons_of_others_costs_nobody_anything(
+def test_killed_processes_are_replaced_without_loss(
     made: Service, expected: Callable[..., list[set[int]]], whom: str
 ) -> None:
     tokens = tokens_of(TEXT)
@@ -298,8 +303,7 @@ def test_what_ends_for_reasons_of_others_costs_nobody_anything(
     want = expected("regex", r"([a-z]+ ?)+", tokens)
     for number, matching in enumerate(matchings):
         assert masks_of(made, matching, tokens[: 3 * number]) == want[: 3 * number + 1]
-    assert made.grammars._server is not None
-    victim = made.grammars._server.process.pid if whom == "server" else made.pids()[0]
+    victim = made.server_pid if whom == "server" else made.pids()[0]
     os.kill(victim, signal.SIGKILL)
     assert is_gone(victim)
     for number, matching in enumerate(matchings):
@@ -309,7 +313,7 @@ def test_what_ends_for_reasons_of_others_costs_nobody_anything(
             assert allowed(matching.mask()) == want[place + 1]
 
 
-def test_what_ends_its_process_again_and_again_is_given_up(made: Service) -> None:
+def test_a_request_whose_process_keeps_ending_fails(made: Service) -> None:
     matching = made.start("regex", "a+")
     for _ in range(budget.MAX_REBUILDS + 2):
         if made.wait(matching) is not None:
@@ -321,28 +325,27 @@ def test_what_ends_its_process_again_and_again_is_given_up(made: Service) -> Non
     assert isinstance(made.wait(matching), InternalError)
 
 
-def test_a_process_that_gets_no_time_is_given_up(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
-    monkeypatch.setattr(matching_module, "TOKEN_PATIENCE", 0.3)
-    monkeypatch.setattr(service, "LOOK_EVERY", 0.1)
+def test_a_process_that_gets_no_processor_time_is_killed(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+    monkeypatch.setattr(matching_module, "TOKEN_TIMEOUT", 0.3)
+    monkeypatch.setattr(service, "CHECK_INTERVAL", 0.1)
     slow, other = made.start("regex", "a+"), made.start("regex", "b+")
     assert made.wait(slow) is made.wait(other) is None
-    [pid] = [grammar.line.number for grammar in [made.grammars._grammars[slow.spec]] if grammar.line]
-    os.kill(made.pids()[pid - 1], signal.SIGSTOP)
+    number = made.grammars.debug_state()["process_numbers"][slow.spec]
+    os.kill(made.pids()[number - 1], signal.SIGSTOP)
     slow.accept(A)
     assert slow.mask(0.05) is None
     assert isinstance(made.wait(slow), GrammarTooCostly)
     assert masks_of(made, other, tokens_of("b"))
 
 
-def test_a_server_that_does_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
-    monkeypatch.setattr(service, "SERVER_PATIENCE", 0.2)
-    monkeypatch.setattr(service, "LOOK_EVERY", 0.1)
+def test_an_unresponsive_fork_server_is_replaced(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+    monkeypatch.setattr(service, "SERVER_TIMEOUT", 0.2)
+    monkeypatch.setattr(service, "CHECK_INTERVAL", 0.1)
     old = made.start("regex", "a+")
     assert made.wait(old) is None
-    assert made.grammars._server is not None
-    pid = made.grammars._server.process.pid
+    pid = made.server_pid
     with monkeypatch.context() as patched:
-        patched.setattr(service, "COMPILE_PATIENCE", 0.2)
+        patched.setattr(service, "COMPILE_TIMEOUT", 0.2)
         os.kill(pid, signal.SIGSTOP)
         new = made.start("regex", "b+")
         assert is_gone(pid)
@@ -361,8 +364,7 @@ def test_closing_leaves_no_process(busy: bool) -> None:
     while len(made.pids()) < 1 + busy:
         assert time.monotonic() < end
         time.sleep(0.001)
-    assert made.grammars._server is not None
-    pids = [*made.pids(), made.grammars._server.process.pid]
+    pids = [*made.pids(), made.server_pid]
     began = time.monotonic()
     made.grammars.close()
     assert time.monotonic() - began < 10
@@ -371,18 +373,18 @@ def test_closing_leaves_no_process(busy: bool) -> None:
         one.close()
 
 
-def test_processes_end_with_whoever_started_them() -> None:
+def test_processes_end_with_their_parent() -> None:
     program = f"""
 import os, sys
 from pathlib import Path
-from triptych.engine.grammar.service import Grammars
+from triptych.engine.grammar.service import GrammarService
 from triptych.messages.work import GrammarKind, GrammarSpec
 if __name__ == "__main__":
-    grammars = Grammars(Path({str(FOLDER)!r}), {VOCABULARY}, lambda: None)
+    grammars = GrammarService(Path({str(FOLDER)!r}), {VOCABULARY}, lambda: None)
     matching = grammars.start(GrammarSpec(GrammarKind.REGEX, "a+"), frozenset({{0}}))
     assert matching.mask(60)
     assert not {{"xgrammar", "transformers"}} & set(sys.modules), "matching is others' work"
-    server = grammars._server.process.pid
+    server = grammars.debug_state()["server_pid"]
     print(server, Path(f"/proc/{{server}}/task/{{server}}/children").read_text(), flush=True)
     os.kill(os.getpid(), 9)
 """
@@ -395,7 +397,7 @@ if __name__ == "__main__":
 
 def test_nothing_is_started_before_the_first_grammar() -> None:
     made = Service()
-    assert made.grammars._thread is None
+    assert not made.grammars.debug_state()["started"]
     made.grammars.close()
 
 
@@ -421,11 +423,11 @@ def test_a_process_that_cannot_be_started_fails_its_own_requests(
     assert all(made.wait(made.start("regex", "b" * number, client="c")) is None for number in range(1, 6))
 
 
-def test_what_gets_no_time_to_compile_may_be_tried_again(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+def test_a_compile_timeout_is_not_remembered(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
     assert made.wait(made.start("regex", "a")) is None  # the server is there
     with monkeypatch.context() as patched:
-        patched.setattr(service, "COMPILE_PATIENCE", 0.0)
-        patched.setattr(service, "LOOK_EVERY", 0.01)
+        patched.setattr(service, "COMPILE_TIMEOUT", 0.0)
+        patched.setattr(service, "CHECK_INTERVAL", 0.01)
         assert isinstance(made.wait(made.start("regex", "([a-z]{1,50}){1,200}")), GrammarTooCostly)
     assert made.wait(made.start("regex", "([a-z]{1,50}){1,200}")) is None
 
@@ -436,11 +438,11 @@ def test_a_mask_that_is_late_is_not_expected_soon(made: Service) -> None:
     matching.accept(A)
     assert matching.mask(20) is not None
     assert made.wait(matching) is None
-    assert matching.last_was_quick
+    assert matching.mask_expected_soon
     [pid] = made.pids()
     os.kill(pid, signal.SIGSTOP)
     matching.accept(A)
     assert matching.mask(0.01) is None
-    assert not matching.last_was_quick
+    assert not matching.mask_expected_soon
     os.kill(pid, signal.SIGCONT)
     assert made.wait(matching) is None

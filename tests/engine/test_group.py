@@ -1,4 +1,4 @@
-"""The KV cache that ranks share: each has its heads, and together they are the cache of one process."""
+"""The KV cache shared by ranks: each owns some heads, and together they form the cache of a single process."""
 
 import os
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def cache_of(config: DecoderConfig, group: Group, path: str, dtype: torch.dtype)
 
 
 def filled(config: DecoderConfig, dtype: torch.dtype) -> KVTensors:
-    """A cache of one process, every value another."""
+    """A single process's cache with random values."""
     cache = cache_of(config, SINGLE_RANK, "", dtype).whole
     for index, tensor in enumerate((*cache.keys, *cache.values)):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)))
@@ -62,8 +62,8 @@ def filled(config: DecoderConfig, dtype: torch.dtype) -> KVTensors:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2)])
-def test_what_ranks_write_rank_0_sees_as_rows_of_one_process(dtype: torch.dtype, kv_heads: int, size: int) -> None:
-    """And what it writes as such, they read. With fewer heads than ranks, several write the same."""
+def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: int, size: int) -> None:
+    """And the ranks read what it writes. With fewer heads than ranks, several ranks write the same values."""
     config, pages = replace(CONFIG, num_kv_heads=kv_heads), [3, 4, 0]
     one = filled(config, dtype)
     with file_in_memory() as path:
@@ -89,7 +89,7 @@ def test_what_ranks_write_rank_0_sees_as_rows_of_one_process(dtype: torch.dtype,
             assert ((tensor.flatten(0, 1) == 0).all(dim=2).all(dim=1) == written).all()
 
 
-def test_memory_is_given_back_with_the_last_tensor() -> None:
+def test_memory_is_released_with_the_last_tensor() -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("/memfd:cache")
 

@@ -10,23 +10,23 @@ from triptych.engine.history import History
     prompt=st.lists(st.integers(0, 300), max_size=200),
     steps=st.lists(st.lists(st.integers(0, 300), max_size=80), max_size=4),
 )
-def test_counts_follow_the_tokens_as_they_come(prompt: list[int], steps: list[list[int]]) -> None:
+def test_counts_include_appended_tokens(prompt: list[int], steps: list[list[int]]) -> None:
     history = History(list(prompt), len(prompt))
     generated: list[int] = []
     for step in steps:
         history.tokens.extend(step)
         generated += step
         for counts, tokens in ((history.seen, prompt + generated), (history.generated, generated)):
-            found, numbers = counts.now()
+            found, numbers = counts.update()
             assert dict(zip(found.tolist(), numbers.tolist(), strict=True)) == Counter(tokens)
     assert history.num_generated == len(generated)
 
 
-def test_what_was_counted_is_not_counted_again() -> None:
+def test_counting_is_incremental() -> None:
     history = History([*range(100)] * 10, 1000)
-    history.seen.now()
-    history.tokens[:1000] = [0] * 1000  # nobody does; but it would show
+    history.seen.update()
+    history.tokens[:1000] = [0] * 1000  # never happens; shows what is counted again
     history.tokens.append(5)
-    found, numbers = history.seen.now()
+    found, numbers = history.seen.update()
     assert len(found) == 100
     assert numbers.sum() == 1001

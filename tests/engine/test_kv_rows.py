@@ -15,9 +15,7 @@ LAYERS, PAGE, HEADS, DIM = 3, 4, 2, 3
 
 
 @given(num_tokens=st.integers(1, 3 * GROUP + 5), cuts=st.lists(st.integers(0, 10**6), max_size=8), data=st.data())
-def test_layer_by_layer_and_row_by_row_name_the_same_rows(
-    num_tokens: int, cuts: list[int], data: st.DataObject
-) -> None:
+def test_both_iterations_yield_the_same_rows(num_tokens: int, cuts: list[int], data: st.DataObject) -> None:
     rows = KVRows(LAYERS, num_tokens)
     token, end = sorted(data.draw(st.tuples(st.integers(0, num_tokens), st.integers(0, num_tokens))))
     produced = {
@@ -39,7 +37,7 @@ def test_layer_by_layer_and_row_by_row_name_the_same_rows(
 
 
 @given(num_tokens=st.integers(1, 2 * GROUP), first=st.integers(0, 2 * GROUP))
-def test_what_is_computed_first_goes_first(num_tokens: int, first: int) -> None:
+def test_groups_are_transferred_in_order(num_tokens: int, first: int) -> None:
     rows, group = KVRows(LAYERS, num_tokens), min(first, num_tokens - 1) // GROUP
     for layer in range(LAYERS):
         for run in rows.of_layer(layer, group * GROUP, min((group + 1) * GROUP, num_tokens)):
@@ -48,7 +46,7 @@ def test_what_is_computed_first_goes_first(num_tokens: int, first: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(pages=st.permutations(range(8)), data=st.data())
-def test_a_sequences_rows_are_those_of_its_pages(dtype: torch.dtype, pages: list[int], data: st.DataObject) -> None:
+def test_a_requests_rows_are_those_of_its_pages(dtype: torch.dtype, pages: list[int], data: st.DataObject) -> None:
     shape = (8, PAGE, HEADS, DIM)
     keys, values = ([torch.randn(shape).to(dtype) for _ in range(LAYERS)] for _ in range(2))
     rows = CacheRows(KVTensors(keys, values))

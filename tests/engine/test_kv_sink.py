@@ -1,4 +1,4 @@
-"""Which prefilled requests are held, offered and given up, message by message."""
+"""Prefilled requests are retained, offered and aborted, message by message."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from triptych.engine.kv_sink import KVSink
 from triptych.errors import BlockError, TransferError
 from triptych.layers.attention.base import KVTensors
 from triptych.messages.codec import Message
-from triptych.messages.rows import Abort, End, Offer, RowKind, RowLayout
+from triptych.messages.rows import Abort, Offer, RowKind, RowLayout, TransferSide
 from triptych.messages.work import Generate, Prefill, SamplingParams
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.sender import Sender
@@ -23,8 +23,8 @@ REQUEST = RequestId("r")
 
 
 @dataclass
-class Pages:
-    """A request, as far as its KV's leaving goes."""
+class StubRequest:
+    """The part of a request that KVSink uses."""
 
     id: RequestId
     pages: list[int]
@@ -32,83 +32,83 @@ class Pages:
 
 
 @dataclass
-class Chunk:
-    request: Pages
+class StubChunk:
+    request: StubRequest
     start: int
     length: int
 
 
-class RouterHarness:
+class SinkHarness:
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.sender = Sender({"local": LocalFabric()}, P, lambda _, message: self.sent.append(message))
         self.pool = PagePool(8, 4)
         cache = KVTensors.within(torch.zeros(2, 2, 8, 4, 1, 8), slice(None))
-        self.outgoing = KVSink(self.sender, CacheRows(cache), self.pool, LAYOUT)
+        self.sink = KVSink(self.sender, CacheRows(cache), self.pool, LAYOUT)
 
     def expect(self, transfer: str) -> None:
         generate = Generate(REQUEST, [1] * 8, b"", 0, [], SamplingParams(max_tokens=4), [])
-        self.outgoing.expect(Prefill(generate, [], D, TransferId(transfer), 0), 8)
+        self.sink.expect(Prefill(generate, [], D, TransferId(transfer), 0), 8)
 
     def start(self) -> None:
-        """The request's first step; the scheduler lets go of its pages at once."""
-        pages = self.pool.take(2)
-        self.outgoing.started([Chunk(Pages(REQUEST, pages), 0, 4)])  # type: ignore[list-item]
-        self.pool.free(pages)
+        """Run the request's first step, after which the scheduler releases its pages."""
+        pages = self.pool.allocate(2)
+        self.sink.step_started([StubChunk(StubRequest(REQUEST, pages), 0, 4)])  # type: ignore[list-item]
+        self.pool.release(pages)
 
 
 @pytest.fixture
-def desk() -> RouterHarness:
-    return RouterHarness()
+def harness() -> SinkHarness:
+    return SinkHarness()
 
 
-def test_a_prefill_that_is_asked_for_anew_is_wanted_though_the_former_was_given_up_in_the_same_moment(
-    desk: RouterHarness,
+def test_a_prefill_restarted_right_after_its_abort_is_not_cancelled(
+    harness: SinkHarness,
 ) -> None:
-    desk.expect("t1")
-    desk.start()
-    desk.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
-    desk.outgoing.give_up(REQUEST, "starts over")
-    desk.expect("t2")
-    assert desk.outgoing.take_unwanted() == []
-    desk.start()
-    assert [message.transfer for message in desk.sent if isinstance(message, Offer)] == ["t1", "t2"]
+    harness.expect("t1")
+    harness.start()
+    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "restarted"))
+    harness.sink.abort(REQUEST, "restarted")
+    harness.expect("t2")
+    assert harness.sink.take_cancelled() == []
+    harness.start()
+    assert [message.transfer for message in harness.sent if isinstance(message, Offer)] == ["t1", "t2"]
 
 
-def test_kv_that_its_consumer_gives_up_is_unwanted(desk: RouterHarness) -> None:
-    desk.expect("t1")
-    desk.start()
-    desk.sender.on_abort(Abort(TransferId("t1"), End.CONSUMER, D, "starts over"))
-    assert desk.outgoing.take_unwanted() == [REQUEST]
-    assert desk.outgoing.idle
-    desk.pool.check_all_free()
+def test_a_transfer_aborted_by_its_consumer_is_cancelled(harness: SinkHarness) -> None:
+    harness.expect("t1")
+    harness.start()
+    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "restarted"))
+    assert harness.sink.take_cancelled() == [REQUEST]
+    assert harness.sink.idle
+    harness.pool.check_all_free()
 
 
-def test_a_name_that_is_taken_ends_its_request_and_nothing_else(desk: RouterHarness) -> None:
-    desk.expect("t1")
-    desk.sender.offer(TransferId("t1"), D, 3, LAYOUT)
-    desk.start()
-    assert desk.outgoing.take_unwanted() == [REQUEST]
-    assert desk.outgoing.idle
-    desk.pool.check_all_free()
+def test_a_duplicate_transfer_name_cancels_only_its_request(harness: SinkHarness) -> None:
+    harness.expect("t1")
+    harness.sender.offer(TransferId("t1"), D, 3, LAYOUT)
+    harness.start()
+    assert harness.sink.take_cancelled() == [REQUEST]
+    assert harness.sink.idle
+    harness.pool.check_all_free()
 
 
-def test_a_transfer_is_expected_once(desk: RouterHarness) -> None:
-    desk.expect("t1")
+def test_a_transfer_is_expected_once(harness: SinkHarness) -> None:
+    harness.expect("t1")
     with pytest.raises(TransferError, match="under way already"):
-        desk.expect("t1")
+        harness.expect("t1")
 
 
-def test_what_was_to_go_to_an_instance_is_known(desk: RouterHarness) -> None:
-    desk.expect("t1")
-    assert desk.outgoing.of_consumer(D) == [REQUEST]
-    assert desk.outgoing.of_consumer(P) == []
+def test_requests_are_found_by_consumer(harness: SinkHarness) -> None:
+    harness.expect("t1")
+    assert harness.sink.requests_for(D) == [REQUEST]
+    assert harness.sink.requests_for(P) == []
 
 
-def test_pages_that_nothing_is_sent_from_are_missed(desk: RouterHarness) -> None:
-    desk.expect("t1")
-    desk.start()
-    desk.outgoing.check_idle()
-    desk.sender._transfers.clear()
+def test_pages_retained_without_a_transfer_are_an_error(harness: SinkHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.expect("t1")
+    harness.start()
+    harness.sink.check_idle()
+    monkeypatch.setattr(Sender, "idle", True)
     with pytest.raises(BlockError, match="1 transfers"):
-        desk.outgoing.check_idle()
+        harness.sink.check_idle()

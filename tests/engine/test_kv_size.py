@@ -17,21 +17,21 @@ def size(**settings: Any) -> KVSize:
     return kv_size(engine, token_bytes=TOKEN, model_context=MODEL, available=FREE)
 
 
-def test_a_share_is_of_what_is_free() -> None:
-    found = size(kv_cache_memory=MemorySize(share=0.5))
+def test_a_share_is_of_the_free_memory() -> None:
+    found = size(kv_cache_memory=MemorySize.parse("50%"))
     assert (found.num_pages, found.context_length, found.num_bytes) == (31, 31 * 16, 31 * 16 * TOKEN)
 
 
-def test_an_amount_is_taken_in_whole_pages() -> None:
-    assert size(kv_cache_memory=MemorySize(100_000)).num_pages == 6
+def test_an_amount_is_rounded_to_whole_pages() -> None:
+    assert size(kv_cache_memory=MemorySize.parse("100kB")).num_pages == 6
 
 
-def test_tokens_win_over_memory_and_fill_whole_pages() -> None:
-    assert size(kv_cache_tokens=100, kv_cache_memory=MemorySize(1000)).num_pages == 7
+def test_tokens_override_memory_and_fill_whole_pages() -> None:
+    assert size(kv_cache_tokens=100, kv_cache_memory=MemorySize.parse("1KB")).num_pages == 7
 
 
-def test_no_more_than_all_sequences_could_use() -> None:
-    found = size(kv_cache_memory=MemorySize(share=1.0), max_model_len=40, max_num_seqs=2)
+def test_the_size_is_at_most_what_all_requests_can_use() -> None:
+    found = size(kv_cache_memory=MemorySize.parse("100%"), max_model_len=40, max_num_seqs=2)
     assert (found.num_pages, found.context_length) == (2 * 3, 40)
 
 
@@ -55,6 +55,6 @@ def test_the_context_is_the_least_of_model_setting_and_capacity() -> None:
         ({"kv_cache_memory": MemorySize.parse("1%")}, "--kv-cache-memory 1% .* holds 0 tokens; a page of 16 takes"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_both_figures(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_do_not_fit_are_rejected_with_both_figures(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(StartError, match=words):
         size(**settings)

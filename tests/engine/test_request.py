@@ -18,7 +18,7 @@ def request(**sampling: object) -> Request:
     )
 
 
-def test_positions_go_on_beyond_the_prompts_end() -> None:
+def test_positions_continue_beyond_the_prompt() -> None:
     one = request()
     whole = np.array([[0, 1, 1, 4, 5, 6], [0, 1, 2, 4, 5, 6], [0, 1, 3, 4, 5, 6]])
     for start in range(6):
@@ -26,7 +26,7 @@ def test_positions_go_on_beyond_the_prompts_end() -> None:
             np.testing.assert_array_equal(one.positions_of(start, count), whole[:, start : start + count])
 
 
-def test_positions_go_on_between_whole_numbers() -> None:
+def test_positions_may_be_fractional() -> None:
     one = request()
     one.next_position = 8.75
     np.testing.assert_array_equal(one.positions_of(2, 3), [[1, 8.75, 9.75], [2, 8.75, 9.75], [3, 8.75, 9.75]])
@@ -45,7 +45,7 @@ def test_positions_go_on_between_whole_numbers() -> None:
         ({"stop_token_ids": [99], "ignore_eos": True}, [99], "stop"),
     ],
 )
-def test_why_generation_ends(sampling: dict[str, object], generated: list[int], reason: str | None) -> None:
+def test_finish_reason(sampling: dict[str, object], generated: list[int], reason: str | None) -> None:
     one = request(**sampling)
     one.tokens += generated
     assert one.finish_reason() == reason

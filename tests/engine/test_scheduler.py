@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Request
-from triptych.engine.scheduler import MAX_SCORED, Scheduler, Step
+from triptych.engine.scheduler import MAX_SCORED, Scheduler, SchedulerOutput
 from triptych.messages.work import PlacedItem, SamplingParams
 from triptych.types import Placement, RequestId, Span
 
@@ -27,7 +27,7 @@ def everything(one: Request) -> int:
     return len(one.tokens)
 
 
-def check(scheduler: Scheduler, step: Step, ready: Callable[[Request], int], budget: int) -> None:
+def check(scheduler: Scheduler, step: SchedulerOutput, ready: Callable[[Request], int], budget: int) -> None:
     pages = {page for one in scheduler for page in one.pages}
     assert len(pages) == scheduler.pool.num_pages - scheduler.pool.num_free
     assert step.num_tokens <= budget
@@ -43,15 +43,15 @@ def check(scheduler: Scheduler, step: Step, ready: Callable[[Request], int], bud
 
 
 class Contents:
-    """What the pages would hold: in each slot, the tokens up to and including its own."""
+    """Contents of the pages: in each slot, the tokens up to and including its own."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def compute(self, step: Step) -> None:
-        """Checks that what a chunk attends to is its own past, then writes the chunk; nobody else's past is harmed,
-        because every chunk is checked in every step."""
+    def compute(self, step: SchedulerOutput) -> None:
+        """Check that each chunk attends to its own past, then write it. Checking every chunk in every step shows that
+        no other request's past was overwritten."""
         for chunk in step.chunks:
             one = chunk.request
             slots = [(one.pages[i // self.page_size], i % self.page_size) for i in range(chunk.start + chunk.length)]
@@ -61,9 +61,9 @@ class Contents:
                 self.slots[slots[i]] = tuple(one.tokens[: i + 1])
 
 
-def run(scheduler: Scheduler, step: Step) -> list[Request]:
-    """Pretends to compute; the requests that got a token."""
-    scheduler.computed(step)
+def run(scheduler: Scheduler, step: SchedulerOutput) -> list[Request]:
+    """Pretend to compute the step. Returns the requests that got a token."""
+    scheduler.mark_computed(step)
     sampling = [chunk.request for chunk in step.chunks if chunk.samples]
     for one in sampling:
         one.tokens.append(2)
@@ -74,7 +74,7 @@ def run(scheduler: Scheduler, step: Step) -> list[Request]:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_load_is_scheduled_soundly_and_ends(data: st.DataObject) -> None:
+def test_any_load_is_scheduled_correctly_and_ends(data: st.DataObject) -> None:
     page_size, budget = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 15), st.integers(1, 6)), min_size=1, max_size=7))
     largest = max(-(-(prompt + new) // page_size) for prompt, new in shapes)
@@ -104,7 +104,7 @@ def test_any_load_is_scheduled_soundly_and_ends(data: st.DataObject) -> None:
         contents.compute(step)
         run(scheduler, step)
         calm_steps += not waiting
-        assert calm_steps < 2000, "the line stands still"
+        assert calm_steps < 2000, "the queue makes no progress"
     pool.check_all_free()
 
 
@@ -118,7 +118,7 @@ def test_decodes_go_before_prefill_and_prefill_takes_the_rest_of_the_budget() ->
     assert [(chunk.request, chunk.start, chunk.length) for chunk in step.chunks] == [(first, 3, 1), (second, 0, 5)]
 
 
-def test_the_last_to_arrive_gives_up_its_pages_and_is_computed_again() -> None:
+def test_the_last_to_arrive_is_preempted_and_recomputed() -> None:
     scheduler = Scheduler(PagePool(5, 2), 8, max_num_batched_tokens=16)
     first, last = request("first", 4, 4), request("last", 3, 4, first_token=9)
     for one in (first, last):
@@ -135,8 +135,8 @@ def test_the_last_to_arrive_gives_up_its_pages_and_is_computed_again() -> None:
     assert (first.num_generated, last.num_generated) == (4, 4)
 
 
-def test_the_first_in_line_is_not_starved_by_an_endless_row_of_small_ones() -> None:
-    """It waits for those that decode already, but nobody new gets the pages it waits for."""
+def test_the_head_of_the_queue_is_not_starved_by_small_requests() -> None:
+    """It waits for requests that are decoding, but no new one gets the pages that it needs."""
     scheduler = Scheduler(PagePool(8, 1), 8, max_num_batched_tokens=8)
     big = request("big", 7, 1)
     waits = [True]
@@ -152,7 +152,7 @@ def test_the_first_in_line_is_not_starved_by_an_endless_row_of_small_ones() -> N
     assert scheduler.get(big.id) is None
 
 
-def test_one_that_waits_for_its_media_does_not_hold_up_the_others() -> None:
+def test_a_request_blocked_on_media_does_not_delay_others() -> None:
     scheduler = Scheduler(PagePool(8, 1), 8, max_num_batched_tokens=8)
     waiting, other = request("waiting", 4, 1), request("other", 4, 1)
     scheduler.add(waiting)
@@ -169,7 +169,7 @@ def test_no_more_than_max_num_seqs_run_at_a_time() -> None:
 
 
 def finish(scheduler: Scheduler, one: Request) -> int:
-    """Runs one request alone to its end; how many tokens were computed for it."""
+    """Run one request alone to its end. Returns the number of tokens computed for it."""
     scheduler.add(one)
     computed = 0
     while scheduler.get(one.id):
@@ -179,19 +179,19 @@ def finish(scheduler: Scheduler, one: Request) -> int:
     return computed
 
 
-def test_a_prefix_that_is_known_is_not_computed_again() -> None:
+def test_a_cached_prefix_is_not_recomputed() -> None:
     scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
     assert finish(scheduler, request("first", 18, 3)) == 18 + 2
     same = request("same", 18, 3)
     assert finish(scheduler, same) == 2 + 2
-    assert same.num_reused == 0, "given back with the pages"
+    assert same.num_reused == 0, "reset when the pages are released"
     # the prompt's last token is computed even when whole pages would cover it
     assert finish(scheduler, request("whole pages", 16, 1)) == 4
     assert finish(scheduler, request("another", 18, 3, first_token=7)) == 18 + 2
     scheduler.pool.check_all_free()
 
 
-def test_what_was_generated_is_part_of_the_prefix_of_the_next_turn() -> None:
+def test_generated_tokens_are_cached_for_the_next_turn() -> None:
     scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
     first = request("first", 6, 7)
     finish(scheduler, first)
@@ -200,7 +200,7 @@ def test_what_was_generated_is_part_of_the_prefix_of_the_next_turn() -> None:
     assert finish(scheduler, second) == 14 - 12
 
 
-def test_a_salt_keeps_prefixes_apart() -> None:
+def test_different_salts_share_no_pages() -> None:
     scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
     for salt, computed in (("a", 9), ("b", 9), ("a", 1)):
         one = request(f"{salt}{computed}", 9, 1)
@@ -208,7 +208,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
         assert finish(scheduler, one) == computed
 
 
-def test_a_prefix_is_named_by_its_media_and_by_what_stands_before_them() -> None:
+def test_page_hashes_cover_media_and_their_position() -> None:
     scheduler = Scheduler(PagePool(40, 4), 8, max_num_batched_tokens=64)
 
     def picture(name: str, key: str, start: int = 2) -> Request:
@@ -222,7 +222,7 @@ def test_a_prefix_is_named_by_its_media_and_by_what_stands_before_them() -> None
     assert finish(scheduler, picture("elsewhere", "a" * 64, start=3)) == 15
 
 
-def test_the_longest_idle_prefix_goes_first_and_its_end_before_its_beginning() -> None:
+def test_eviction_is_least_recently_used_and_from_the_end_of_a_prefix() -> None:
     pool = PagePool(7, 1)
     scheduler = Scheduler(pool, 8, max_num_batched_tokens=64)
     finish(scheduler, request("old", 3, 1, first_token=5))
@@ -232,7 +232,7 @@ def test_the_longest_idle_prefix_goes_first_and_its_end_before_its_beginning() -
     assert finish(scheduler, request("old again", 3, 1, first_token=5)) == 2
 
 
-def test_one_that_waits_with_its_prefix_gives_it_up_to_those_before_it() -> None:
+def test_a_queued_request_loses_its_prefix_to_earlier_ones() -> None:
     pool = PagePool(4, 1)
     scheduler = Scheduler(pool, 8, max_num_batched_tokens=64)
     finish(scheduler, request("teacher", 3, 1))
@@ -255,7 +255,7 @@ def scoring(name: str, prompt: int) -> Request:
     return one
 
 
-def test_prompts_are_scored_a_few_tokens_at_a_time_and_others_take_the_rest_of_the_budget() -> None:
+def test_scored_tokens_per_step_are_limited_and_others_use_the_rest_of_the_budget() -> None:
     scheduler = Scheduler(PagePool(200, 4), 8, max_num_batched_tokens=512)
     first, second = scoring("first", 100), scoring("second", 100)
     for one in (first, second, plain := request("plain", 300, 1)):
@@ -272,7 +272,7 @@ def test_prompts_are_scored_a_few_tokens_at_a_time_and_others_take_the_rest_of_t
     assert plain.num_generated == first.num_generated == second.num_generated == 1
 
 
-def test_a_prompt_that_is_scored_is_computed_whole_and_others_find_it() -> None:
+def test_a_scored_prompt_is_computed_entirely_and_cached() -> None:
     scheduler = Scheduler(PagePool(40, 4), 8, max_num_batched_tokens=64)
     assert finish(scheduler, request("plain", 18, 1)) == 18
     queries = scheduler.num_prefix_queries

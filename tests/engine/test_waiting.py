@@ -1,4 +1,4 @@
-"""Requests that wait for media, KV or pages beside requests that are ready: the scheduler without devices."""
+"""The scheduler with requests that are blocked on media, KV or pages beside requests that are ready."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Request
-from triptych.engine.scheduler import MAX_PASSED, Scheduler, Step
+from triptych.engine.scheduler import MAX_BYPASSED, Scheduler, SchedulerOutput
 from triptych.messages.work import PlacedItem, SamplingParams
 from triptych.types import Placement, RequestId, Span
 
@@ -21,7 +21,7 @@ ROLES = {"PD": (True, True), "P": (True, False), "D": (False, True)}
 
 
 def request(name: str, prompt: int, max_tokens: int = 1, *, media: int = 0, role: str = "PD") -> Request:
-    """A prompt of ``prompt`` tokens of its own, the last ``media`` of them a picture's."""
+    """A unique prompt of ``prompt`` tokens, the last ``media`` of which are a picture's."""
     prefilled_here, decoded_here = ROLES[role]
     placement = Placement((Span(prompt - media, media),)) if media else None
     return Request(
@@ -39,8 +39,8 @@ def request(name: str, prompt: int, max_tokens: int = 1, *, media: int = 0, role
 
 @dataclass
 class World:
-    """What surrounds a scheduler of one role: an encoder, a receive pool of ``blocks`` media tokens, and, for one that
-    only decodes, instances that prefill."""
+    """Environment of a scheduler of one role: an encoder, a receive pool of ``blocks`` media tokens and, for a decode
+    instance, prefill instances."""
 
     role: str
     pages: int
@@ -51,15 +51,15 @@ class World:
     reuse: bool = False
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     lands: Callable[[Request], bool] = lambda _: True
-    """Whether a token of a request's media lands now, or its prefill instance has it all."""
+    """Whether one more of a request's media tokens lands now, or all have landed at its prefill instance."""
     tokens: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """By request in which step which tokens were computed."""
+    """By request: the steps in which it was computed, with the number of tokens."""
 
     def __post_init__(self) -> None:
         pool = PagePool(self.pages, self.page_size)
         self.scheduler = Scheduler(pool, self.max_num_seqs, self.budget, reuse_prefixes=self.reuse)
         self.landed: dict[RequestId, int] = {}
-        self.asked: set[RequestId] = set()
+        self.requested: set[RequestId] = set()
         self.offered: set[RequestId] = set()
         self.num_steps = 0
         self.idle_turns = 0
@@ -70,30 +70,30 @@ class World:
         return one
 
     def need(self, one: Request) -> None:
-        """Its transfers start over."""
-        self.asked.discard(one.id)
+        """Restart its transfers."""
+        self.requested.discard(one.id)
         self.offered.discard(one.id)
         if one.admitted:
-            self.asked.add(one.id)
+            self.requested.add(one.id)
         before_media = one.items[0].placement.start if one.items else len(one.tokens)
         self.landed[one.id] = max(before_media, one.num_computed)
 
     def ready(self, one: Request) -> int:
         if self.role == "D":
-            comes = not one.items or one.id in self.offered or (one.admitted and one.id not in self.asked)
+            comes = not one.items or one.id in self.offered or (one.admitted and one.id not in self.requested)
             return len(one.tokens) if comes else one.num_computed
         landed = self.landed[one.id]
         return len(one.tokens) if landed >= one.num_prompt else max(landed, one.num_computed)
 
     def held(self, one: Request) -> int:
-        """Media tokens that lie in the receive pool."""
+        """Number of media tokens in the receive pool."""
         if not one.items:
             return 0
         start = max(one.num_computed, one.items[0].placement.start)
         return max(0, min(self.landed[one.id], one.num_prompt) - start)
 
     def land(self) -> None:
-        """Tokens land in order of arrival, the first in line at the expense of the others."""
+        """Let tokens land in order of arrival; the head of the queue may take blocks from the others."""
         head = True
         for one in self.scheduler:
             if not one.items or self.landed[one.id] >= one.num_prompt:
@@ -109,14 +109,14 @@ class World:
                 self.landed[one.id] += 1
 
     def prefill(self) -> None:
-        """What other instances do for one that only decodes."""
+        """Do what prefill instances do for one that only decodes."""
         for one in list(self.scheduler):
-            if one.id not in self.asked:
+            if one.id not in self.requested:
                 continue
             if one.id in self.offered or not one.items:
                 if self.chance.random() < 0.7:
-                    self.asked.discard(one.id)
-                    self.scheduler.arrived(one, len(one.tokens))
+                    self.requested.discard(one.id)
+                    self.scheduler.mark_received(one, len(one.tokens))
                     self.took_token(one)
             elif self.lands(one):
                 self.offered.add(one.id)
@@ -126,8 +126,8 @@ class World:
         if one.finish_reason() or not one.decoded_here:
             self.scheduler.remove(one.id)
 
-    def turn(self) -> Step:
-        """One look at what has come, and one step."""
+    def turn(self) -> SchedulerOutput:
+        """Receive what has arrived, and run one step."""
         self.land()
         self.prefill()
         sending = [one for one in self.scheduler if one.sends_pages]
@@ -135,7 +135,7 @@ class World:
         self.check(step, sending)
         for one in [*step.preempted, *step.admitted]:
             self.need(one)
-        self.scheduler.computed(step)
+        self.scheduler.mark_computed(step)
         for chunk in step.chunks:
             self.tokens.setdefault(chunk.request.id, []).append((self.num_steps, chunk.length))
             if chunk.samples:
@@ -144,21 +144,21 @@ class World:
         self.idle_turns = 0 if step.chunks or step.admitted else self.idle_turns + 1
         return step
 
-    def check(self, step: Step, sending: list[Request]) -> None:
+    def check(self, step: SchedulerOutput, sending: list[Request]) -> None:
         scheduler, pool = self.scheduler, self.scheduler.pool
-        assert len({page for one in scheduler for page in one.pages}) == pool.num_held
+        assert len({page for one in scheduler for page in one.pages}) == pool.num_used
         assert len(step.chunks) <= self.max_num_seqs
         assert sum(one.running for one in scheduler) <= self.max_num_seqs
         assert step.num_tokens <= self.budget
-        assert not any(one.running and one.waits for one in scheduler)
-        assert all(one.sends_pages for one in sending), "pages that KV is sent from were taken"
-        assert all(one.wholly_ready for one in scheduler if one.sends_pages)
+        assert not any(one.running and one.blocked for one in scheduler)
+        assert all(one.sends_pages for one in sending), "pages that KV is sent from were preempted"
+        assert all(one.fully_ready for one in scheduler if one.sends_pages)
         for chunk in step.chunks:
             assert chunk.start + chunk.length <= self.ready(chunk.request)
             assert len(chunk.request.pages) * self.page_size >= chunk.start + chunk.length
         if not step.chunks and not step.admitted:
             again = scheduler.schedule(self.ready)
-            assert not again.chunks and not again.admitted, "a step was there, but only at the second look"
+            assert not again.chunks and not again.admitted, "a step was possible, but found only at the second attempt"
             step.preempted += again.preempted
 
     def finish(self, limit: int) -> None:
@@ -170,7 +170,7 @@ class World:
         raise AssertionError(f"after {limit} turns there are {[one.id for one in self.scheduler]}")
 
 
-def computing(step: Step) -> list[str]:
+def computing(step: SchedulerOutput) -> list[str]:
     return [chunk.request.id for chunk in step.chunks]
 
 
@@ -178,22 +178,22 @@ def computing(step: Step) -> list[str]:
 
 
 @pytest.mark.parametrize("role", ["PD", "P"])
-def test_a_prompt_whose_known_prefix_ends_in_its_picture_holds_up_nobody(role: str) -> None:
+def test_a_prompt_whose_cached_prefix_ends_in_its_picture_delays_no_other(role: str) -> None:
     world = World(role, pages=64, page_size=4, reuse=True, budget=64)
     world.add(request("warm", 10, media=8, role=role))
     world.finish(20)
     world.lands = lambda _: False
-    asked_again = request("warm", 10, media=8, role=role)
-    asked_again.id = RequestId("again")
-    world.add(asked_again)
-    assert asked_again.num_reused == 8
+    repeated = request("warm", 10, media=8, role=role)
+    repeated.id = RequestId("again")
+    world.add(repeated)
+    assert repeated.num_reused == 8
     for number in range(3):
         world.add(request(f"text {number}", 6, role=role))
     assert computing(world.turn()) == ["text 0", "text 1", "text 2"]
 
 
 @pytest.mark.parametrize("role", ["PD", "P", "D"])
-def test_prompts_that_wait_have_no_place_among_those_that_run(role: str) -> None:
+def test_blocked_prompts_occupy_no_slots(role: str) -> None:
     world = World(role, pages=1000, max_num_seqs=2, budget=64, lands=lambda _: False)
     for number in range(20):
         world.add(request(f"media {number}", 8, media=6, role=role))
@@ -209,7 +209,7 @@ def test_prompts_that_wait_have_no_place_among_those_that_run(role: str) -> None
 
 
 @pytest.mark.parametrize("role", ["PD", "P", "D"])
-def test_pages_of_prompts_that_wait_are_taken_whatever_came_first(role: str) -> None:
+def test_blocked_prompts_are_preempted_whatever_their_arrival(role: str) -> None:
     world = World(role, pages=12, budget=64, lands=lambda one: role != "D" and world.landed[one.id] < 8)
     media = [world.add(request(f"media {number}", 10, media=8, role=role)) for number in range(3)]
     for _ in range(30):
@@ -219,12 +219,12 @@ def test_pages_of_prompts_that_wait_are_taken_whatever_came_first(role: str) -> 
     for _ in range(20):
         world.turn()
     assert world.scheduler.get(RequestId("text")) is None
-    assert any(one.num_passed for one in media)
+    assert any(one.num_bypassed for one in media)
     world.lands = lambda _: True
     world.finish(200)
 
 
-def test_a_prefill_instance_sends_once_all_is_ready_and_can_take_back_what_it_computed_before() -> None:
+def test_a_prefill_instance_sends_once_fully_ready_and_can_preempt_before() -> None:
     world = World("P", pages=12, budget=4, lands=lambda one: world.landed[one.id] < 6)
     media = world.add(request("media", 10, media=8, role="P"))
     for _ in range(10):
@@ -238,31 +238,31 @@ def test_a_prefill_instance_sends_once_all_is_ready_and_can_take_back_what_it_co
     for computed in (0, 0, 0, 4, 8):
         assert media.num_computed == computed
         world.turn()
-        assert (len(media.pages) if media.num_computed else 0) in (0, 10), "all of them, once it is its turn"
+        assert (len(media.pages) if media.num_computed else 0) in (0, 10), "all of them, once it is scheduled"
     assert not len(world.scheduler)
 
 
-def test_a_large_prompt_whose_rows_come_one_by_one_is_not_passed_for_ever() -> None:
-    """Between two rows it waits, and there is always a text that would take its pages."""
+def test_a_large_prompt_whose_rows_land_one_by_one_is_not_bypassed_forever() -> None:
+    """Between two rows it is blocked, and there is always a text that could use its pages."""
     for role in ("PD", "P"):
         world = World(role, pages=12, blocks=1, budget=64)
         large = world.add(request("large", 11, media=10, role=role))
         numbers = itertools.count()
-        for _ in range(60 * MAX_PASSED):
+        for _ in range(60 * MAX_BYPASSED):
             while sum(not one.items for one in world.scheduler) < 3:
                 world.add(request(f"text {next(numbers)}", 4, 3, role=role))
             world.turn()
             if not world.scheduler.get(large.id):
                 break
         assert world.scheduler.get(large.id) is None
-        assert large.num_passed <= MAX_PASSED
+        assert large.num_bypassed <= MAX_BYPASSED
 
 
-def test_a_decode_instance_asks_for_a_prompt_with_media_though_there_are_always_texts() -> None:
+def test_a_decode_instance_admits_a_prompt_with_media_beside_endless_texts() -> None:
     world = World("D", pages=12, budget=64, lands=lambda _: world.chance.random() < 0.2)
     large = world.add(request("large", 12, media=10, role="D"))
     numbers = itertools.count()
-    for _ in range(100 * MAX_PASSED):
+    for _ in range(100 * MAX_BYPASSED):
         while sum(not one.items for one in world.scheduler) < 3:
             world.add(request(f"text {next(numbers)}", 4, 3, role="D"))
         world.turn()
@@ -271,7 +271,7 @@ def test_a_decode_instance_asks_for_a_prompt_with_media_though_there_are_always_
     assert world.scheduler.get(large.id) is None
 
 
-def test_two_that_wait_in_turns_do_not_take_each_others_pages_for_ever() -> None:
+def test_two_requests_blocked_in_turns_do_not_preempt_each_other_forever() -> None:
     for role in ("PD", "P"):
         world = World(role, pages=12, blocks=1, budget=64)
         for number in range(2):
@@ -280,7 +280,7 @@ def test_two_that_wait_in_turns_do_not_take_each_others_pages_for_ever() -> None
         assert world.scheduler.num_preemptions < 40
 
 
-def test_one_whose_media_have_landed_gets_its_turn_before_those_that_came_later() -> None:
+def test_a_request_whose_media_have_landed_precedes_later_arrivals() -> None:
     world = World("PD", pages=100, max_num_seqs=1, budget=4, lands=lambda _: False)
     media = world.add(request("media", 4, media=3))
     texts = [world.add(request(f"text {number}", 4, 5)) for number in range(3)]
@@ -298,7 +298,7 @@ def test_one_whose_media_have_landed_gets_its_turn_before_those_that_came_later(
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
-def test_whatever_waits_for_whatever_everything_ends(data: st.DataObject) -> None:
+def test_all_requests_end_whatever_blocks_them(data: st.DataObject) -> None:
     role = data.draw(st.sampled_from(["PD", "P", "D"]))
     chance = data.draw(st.randoms(use_true_random=False))
     shapes = data.draw(
@@ -336,14 +336,14 @@ def test_whatever_waits_for_whatever_everything_ends(data: st.DataObject) -> Non
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_texts_beside_prompts_that_never_get_their_media_end_as_if_alone(data: st.DataObject) -> None:
+def test_texts_beside_prompts_blocked_forever_end_as_if_alone(data: st.DataObject) -> None:
     role = data.draw(st.sampled_from(["PD", "P", "D"]))
     texts = data.draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=6))
     media = data.draw(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8)), min_size=1, max_size=12))
     order = data.draw(st.permutations([0] * len(texts) + [1] * len(media)))
     budget, places = data.draw(st.integers(4, 12)), data.draw(st.integers(1, 3))
     pages = max(prompt + new for prompt, new in texts) + data.draw(st.integers(0, 8))
-    spare = max(before + rows for before, rows in media)  # what one that was passed too often may keep
+    spare = max(before + rows for before, rows in media)  # what a request that was bypassed too often may keep
 
     def steps_until_texts_end(*, beside_media: bool) -> int:
         world = World(
@@ -363,7 +363,7 @@ def test_texts_beside_prompts_that_never_get_their_media_end_as_if_alone(data: s
             if not any(not one.items for one in world.scheduler):
                 return turn
             world.turn()
-        raise AssertionError("texts wait for prompts that wait")
+        raise AssertionError("texts wait for blocked prompts")
 
     beginnings = sum(before for before, _ in media) // budget + len(media)
     assert steps_until_texts_end(beside_media=True) <= steps_until_texts_end(beside_media=False) + beginnings * 2 + 2
@@ -371,15 +371,15 @@ def test_texts_beside_prompts_that_never_get_their_media_end_as_if_alone(data: s
 
 @pytest.mark.parametrize("role", ["PD", "D"])
 @pytest.mark.parametrize("places", [1, 4])
-def test_an_answer_that_waits_before_each_token_goes_on_beside_long_ones(role: str, places: int) -> None:
-    """As one does whose grammar takes three steps to judge a token."""
+def test_an_answer_blocked_before_each_token_progresses_beside_long_ones(role: str, places: int) -> None:
+    """For example, one whose grammar takes three steps for a token."""
     scheduler = Scheduler(PagePool(10_000, 4), places, 64, reuse_prefixes=False)
     slow = request("slow", 8, 30, role=role)
     scheduler.add(slow)
     judging = steps = 0
 
     def ready(one: Request) -> int:
-        return len(one.tokens) - (one is slow and one.lacks_newest_only and judging > 0)
+        return len(one.tokens) - (one is slow and one.only_newest_left and judging > 0)
 
     while slow.num_generated < 30:
         steps += 1
@@ -388,10 +388,10 @@ def test_an_answer_that_waits_before_each_token_goes_on_beside_long_ones(role: s
             scheduler.add(request(f"other {steps} {len(scheduler)}", 4, 200, role=role))
         step = scheduler.schedule(ready)
         for one in step.admitted:
-            scheduler.arrived(one, len(one.tokens))
+            scheduler.mark_received(one, len(one.tokens))
             one.tokens.append(1)
         assert len({chunk.request.id for chunk in step.chunks}) <= places
-        scheduler.computed(step)
+        scheduler.mark_computed(step)
         for chunk in step.chunks:
             if chunk.samples:
                 chunk.request.tokens.append(1)
@@ -399,4 +399,4 @@ def test_an_answer_that_waits_before_each_token_goes_on_beside_long_ones(role: s
                 judging = 4
             if chunk.request.finish_reason():
                 scheduler.remove(chunk.request.id)
-        assert steps < 30 * 8, "each of its tokens waits for another answer's end"
+        assert steps < 30 * 8, "each of its tokens waits for another answer to end"

@@ -1,5 +1,5 @@
-"""Tests that need a GPU, and nothing beyond what Triptych needs; without a GPU each says so. Where they have been run:
-docs/gpu.md."""
+"""Tests that need a GPU, and nothing else that Triptych doesn't need; skipped without one. ``docs/gpu.md`` lists where
+they have been run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 
 def pytest_configure(config: pytest.Config) -> None:

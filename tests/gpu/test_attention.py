@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.layers.paged_cases import BATCHES, SHAPES, Shape, check, make_case
+from tests.support.paged_cases import BATCHES, SHAPES, Shape, check, make_case
 from triptych.layers.devices import attention_for
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -1,4 +1,4 @@
-"""An instance whose ranks each have a GPU: the tokens of transformers on the CPU, in fp32. Needs two GPUs."""
+"""An instance with a GPU per rank generates the same tokens as transformers on the CPU, in fp32. Needs two GPUs."""
 
 import asyncio
 import json
@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from triptych.config import RankSizes
+
 pytest.importorskip("zmq", reason="a service's libraries aren't all installed")
 pytest.importorskip("fastapi", reason="a service's libraries aren't all installed")
 pytest.importorskip("httpx", reason="the tests' libraries aren't all installed")
 pytest.importorskip("psutil", reason="the tests' libraries aren't all installed")
 
-from tests.cluster.processes import stream_of, triptych
-from tests.cluster.test_ranks import worker
-from tests.cluster.test_serve import FAST
-from tests.harness import FLOAT32, running
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
-from triptych.config import RankSizes
+from tests.support.commands import FAST, stream_of, triptych, worker
+from tests.support.harness import FLOAT32, running
+from tests.support.image_cases import CASES
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two GPUs")
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_tokens(checkpoint_folder: Callable[..., Path], cuda_graphs: bool, moe: bool) -> None:
-    """A cache that holds little more than the longest answer alone, and prefill in chunks."""
+    """With a cache barely larger than the longest answer, and chunked prefill."""
     model = Model(checkpoint_folder(moe=moe))
     longest = max(len(prompt.tokens) for prompt in model.prompts) + 32
     pages = -(-longest // FLOAT32.page_size) + 1
@@ -49,7 +48,7 @@ def test_tokens(checkpoint_folder: Callable[..., Path], cuda_graphs: bool, moe: 
 
 
 def test_a_rank_that_is_killed_ends_the_service(checkpoint_folder: Callable[..., Path]) -> None:
-    """Though rank 0 may wait for it in the middle of a kernel."""
+    """Even if rank 0 waits for it inside a kernel."""
     folder = checkpoint_folder()
     arguments = (*FAST, "--topology", "1EPD", "--tensor-parallel-size", "2", "--device", "cuda")
     with triptych("serve", folder, *arguments) as command:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import load_family
-from tests.layers.generating import PAGE_SIZE, Generating, prompts
+from tests.support.checkpoints import load_adapter
+from tests.support.generation import PAGE_SIZE, Generating, prompts
 from triptych.checkpoint.reader import Checkpoint
 from triptych.engine.decode_graphs import record_graphs
 from triptych.engine.gpu_forward import GpuForward
@@ -28,11 +28,11 @@ SAMPLINGS = [
 
 
 def load(folder: Path, weights: WeightFormat, device: torch.device) -> Decoder:
-    return load_family(folder).load_decoder(Checkpoint(folder), weights, device)
+    return load_adapter(folder).load_decoder(Checkpoint(folder), weights, device)
 
 
 def cache_of(decoder: Decoder, device: torch.device) -> KVTensors:
-    """Filled with NaN, so that whatever reads what it shouldn't says so."""
+    """Make a cache filled with NaN, which reveals reads of unwritten slots."""
     cache = KVTensors.allocate(decoder.config, POOL + 1, PAGE_SIZE, decoder.dtype, device)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(torch.nan)
@@ -48,7 +48,7 @@ def answers(decoder: Decoder, device: torch.device, with_graphs: bool) -> list[l
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_answers_are_those_of_the_cpu(checkpoint_folder: Callable[..., Path], gpu: torch.device, moe: bool) -> None:
-    """In fp32: prompts in chunks beside decodes, media rows, preemptions, more requests than fit. MoE has no graphs."""
+    """In fp32: chunked prompts with decodes, media, preemptions, more requests than fit. MoE has no graphs."""
     folder = checkpoint_folder(moe=moe)
     plain = load(folder, WEIGHT_FORMATS["float32"], CPU)
     generating = Generating(Runner(plain, cache_of(plain, CPU), PAGE_SIZE), plain, POOL)
@@ -61,8 +61,7 @@ def test_answers_are_those_of_the_cpu(checkpoint_folder: Callable[..., Path], gp
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_other_dtypes_run(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: str) -> None:
-    """Their answers may differ from fp32's, and from each other's with the batch, but never be NaN's, which is token 0
-    over and over."""
+    """Answers may differ from fp32's, and with the batch, but logits are never NaN, which would repeat token 0."""
     for with_graphs in (False, True):
         found = answers(load(checkpoint_folder(), CUDA_FORMATS[dtype], gpu), gpu, with_graphs)
         assert [len(answer) for answer in found] == [sampling.max_tokens for sampling in SAMPLINGS]
@@ -90,19 +89,19 @@ def test_a_replayed_step_has_the_logits_of_a_launched_one(
 
 
 class _Keeping(GpuRunner):
-    """Keeps each step's logits."""
+    """Records each step's logits."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.kept: list[torch.Tensor] = []
 
-    def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> torch.Tensor:
-        logits = super()._logits(batch, after_layer)
+    def logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> torch.Tensor:
+        logits = super().logits(batch, after_layer)
         self.kept.append(logits.clone())
         return logits
 
 
-def test_a_step_waits_for_nothing_but_its_tokens(checkpoint_folder: Callable[..., Path], gpu: torch.device) -> None:
+def test_launching_a_step_does_not_synchronize(checkpoint_folder: Callable[..., Path], gpu: torch.device) -> None:
     """The forward pass of a mixed step, and of a replayed one, is launched while the GPU does something else."""
     decoder = load(checkpoint_folder(), CUDA_FORMATS["float32"], gpu)
     cache = cache_of(decoder, gpu)
@@ -110,7 +109,7 @@ def test_a_step_waits_for_nothing_but_its_tokens(checkpoint_folder: Callable[...
     generating = Generating(runner, decoder, POOL)
     inputs = prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS
     generating.answers(*inputs)  # compiles
-    launch = runner._logits
+    launch = runner.logits
 
     def strict(batch: ForwardBatch, after_layer: AfterLayer | None) -> torch.Tensor:
         torch.cuda.set_sync_debug_mode("error")
@@ -119,5 +118,5 @@ def test_a_step_waits_for_nothing_but_its_tokens(checkpoint_folder: Callable[...
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    runner._logits = strict  # type: ignore[method-assign]
+    runner.logits = strict  # type: ignore[method-assign]
     generating.answers(*inputs)

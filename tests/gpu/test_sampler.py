@@ -1,4 +1,4 @@
-"""Sampling on a GPU against sampling on the CPU, and without waiting for the GPU in between."""
+"""Sampling on a GPU equals sampling on the CPU, and synchronizes only for the result."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from triptych.engine import sampler
 from triptych.engine.history import History
 from triptych.engine.sampler import SamplingInput
-from triptych.layers.pinned import to_host
+from triptych.layers.pinned import to_cpu
 from triptych.messages.work import SamplingParams
 
 VOCABULARY = 151_936
@@ -22,7 +22,7 @@ LIMITS = [
 ]
 
 
-def draws() -> list[SamplingInput]:
+def inputs() -> list[SamplingInput]:
     return [
         SamplingInput(
             SamplingParams(**({"max_tokens": 9, "temperature": 1.0, "seed": row} | LIMITS[row % 8])),
@@ -39,21 +39,21 @@ def logits() -> torch.Tensor:
 
 
 def test_tokens_are_those_of_the_cpu(gpu: torch.device, logits: torch.Tensor) -> None:
-    expected, found = sampler.sample(logits, draws()), sampler.sample(logits.to(gpu), draws())
+    expected, found = sampler.sample(logits, inputs()), sampler.sample(logits.to(gpu), inputs())
     assert [one.token for one in found] == [one.token for one in expected]
     for one, other in zip(found, expected, strict=True):
         assert one.logprob == (None if other.logprob is None else pytest.approx(other.logprob, abs=1e-4))
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-def test_a_seed_names_its_tokens_whatever_the_batch(gpu: torch.device, logits: torch.Tensor) -> None:
+def test_a_seed_determines_its_tokens_in_any_batch(gpu: torch.device, logits: torch.Tensor) -> None:
     on_gpu = logits.to(gpu)
-    together = sampler.sample(on_gpu, draws())
-    alone = [sampler.sample(on_gpu[row : row + 1], [draw])[0] for row, draw in enumerate(draws())]
+    together = sampler.sample(on_gpu, inputs())
+    alone = [sampler.sample(on_gpu[row : row + 1], [one])[0] for row, one in enumerate(inputs())]
     assert [one.token for one in alone] == [one.token for one in together]
 
 
-def test_nothing_is_waited_for_but_the_result(
+def test_sampling_waits_only_for_the_result(
     gpu: torch.device, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = 0
@@ -62,17 +62,17 @@ def test_nothing_is_waited_for_but_the_result(
         nonlocal waits
         waits += 1
         torch.cuda.set_sync_debug_mode("default")
-        found = to_host(tensors)
+        found = to_cpu(tensors)
         torch.cuda.set_sync_debug_mode("error")
         return found
 
     on_gpu = logits.to(gpu)
-    monkeypatch.setattr(sampler, "to_host", waiting)
-    sampler.sample(on_gpu, draws())  # first uses may wait
+    monkeypatch.setattr(sampler, "to_cpu", waiting)
+    sampler.sample(on_gpu, inputs())  # first uses may wait
     waits = 0
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler.sample(on_gpu, draws())
+        sampler.sample(on_gpu, inputs())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert waits == 2  # the last row's nucleus was too small

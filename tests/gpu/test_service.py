@@ -1,4 +1,4 @@
-"""A whole service whose instances compute on the GPU: the tokens of transformers on the CPU, in fp32."""
+"""A service on the GPU generates the same tokens as transformers on the CPU, in fp32."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("zmq", reason="a service's libraries aren't all installed")
 pytest.importorskip("fastapi", reason="a service's libraries aren't all installed")
 
-from tests.harness import FLOAT32, running
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.harness import FLOAT32, running
+from tests.support.image_cases import CASES
 from triptych.config import EngineConfig, MemorySize
 
 
@@ -30,7 +30,7 @@ def test_tokens(checkpoint_folder: Callable[..., Path], topology: str, cuda_grap
 
 
 def test_a_cache_from_the_gpus_memory(checkpoint_folder: Callable[..., Path]) -> None:
-    engine = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_memory=MemorySize(64 * 2**20))
+    engine = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_memory=MemorySize.parse("64MiB"))
 
     async def answers() -> list[list[int]]:
         async with running(checkpoint_folder(), "1E1PD", engine) as service:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import load_family
-from tests.layers.driving import random_input
+from tests.support.checkpoints import load_adapter
+from tests.support.forward import random_input
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import CUDA_FORMATS, WEIGHT_FORMATS
 
@@ -19,10 +19,10 @@ IMAGES = [random_input((1, 4, 6), 1), random_input((1, 2, 2), 2), random_input((
 def test_rows(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: str, tolerance: float) -> None:
     build = pytest.importorskip("triptych.server.build", reason="an instance's libraries aren't all installed")
     folder = checkpoint_folder()
-    family, checkpoint = load_family(folder), Checkpoint(folder)
-    expected = family.load_encoder(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu")).encode(IMAGES)
+    adapter, checkpoint = load_adapter(folder), Checkpoint(folder)
+    expected = adapter.load_encoder(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu")).encode(IMAGES)
     activations = CUDA_FORMATS[dtype].activations
-    encoder = build.EncoderRunner(family.load_encoder(checkpoint, CUDA_FORMATS[dtype], gpu), activations)
+    encoder = build.EncoderRunner(adapter.load_encoder(checkpoint, CUDA_FORMATS[dtype], gpu), activations)
     for found, rows in zip(encoder(IMAGES), expected, strict=True):
         assert found.dtype == np.uint8
         values = torch.from_numpy(found).view(activations).float()

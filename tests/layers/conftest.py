@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 from triptych.layers import native
 
 
@@ -37,12 +37,12 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
 @pytest.fixture(scope="session", params=["native", "alderlake", "haswell", "x86-64"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The compiled kernels as this processor gets them, as those with AVX2's 8 floats do, with VNNI and without, and as
-    every x86 does: the machine that tests may have wide vectors."""
+    """The compiled kernels for this processor, for AVX2 with and without VNNI, and for any x86, since the machine that
+    runs the tests may have wider vectors."""
     if request.param != "native" and platform.machine() != "x86_64":
         pytest.skip("only x86 has vectors of several widths")
     flag = {"alderlake": "avx_vnni", "haswell": "avx2"}.get(request.param)
-    if flag and flag not in native._processor().split():
+    if flag and flag not in native.processor_features().split():
         pytest.skip(f"this processor has no {flag}")
     if native.library() is None:
         pytest.skip("there is no C compiler")

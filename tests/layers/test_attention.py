@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.layers.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
+from tests.support.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
 from triptych.layers import native
 from triptych.layers.attention import compiled
 from triptych.layers.attention.base import AttentionBatch, PageRun, leading_run
 from triptych.layers.attention.cpu import CpuAttention, read_pages
-from triptych.layers.rounding import rounded
+from triptych.layers.rounding import saturating_cast
 
 PAGE_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("heads", [slice(0, KV_HEADS), slice(KV_HEADS, 2 * KV_HEADS)])
 def test_packed_sequences(cache_dtype: torch.dtype, by_kernel: bool, heads: slice) -> None:
     """A whole prompt, a chunk in the middle of one, and single tokens; pages consecutive, scattered and reversed. The
-    cache has other heads beside ours."""
+    cache holds other ranks' heads too."""
     torch.manual_seed(0)
     query_lens, kv_lens = [5, 3, 1, 1], [5, 11, 9, 1]
     tables = [torch.tensor(pages) for pages in ([3, 4], [9, 1, 6], [12, 11, 10], [0, 7, 7])]
@@ -76,7 +76,7 @@ def test_pytorch_over_a_cache_in_fp16(shape: Shape) -> None:
 
 
 def numbers() -> Tensor:
-    """All that fp16 holds, what lies in the middle between two of them, the float32 next to each, and any float32."""
+    """All fp16 values, the midpoints between them, the float32 values next to each, and random float32 values."""
     halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
     middles = (halves + halves.roll(1)) / 2
     bits = torch.cat([halves, middles]).view(torch.int32)
@@ -85,12 +85,12 @@ def numbers() -> Tensor:
     return found[: len(found) // 80 * 80]
 
 
-def test_what_fp16_makes_of_values(kernel: compiled.PagedAttention) -> None:
-    """Rounded to the nearest, and at most 65504; a single key's value is what comes of it."""
+def test_values_are_rounded_to_fp16(kernel: compiled.PagedAttention) -> None:
+    """Values round to nearest and saturate at 65504; with a single key, the output is its value."""
     values = numbers().view(-1, 2, 40)
     ones, nothing = [1] * len(values), torch.zeros_like(values)
     batch = AttentionBatch(ones, ones, list(torch.arange(len(values)).split(1)), torch.arange(len(values)))
-    expected = rounded(values, torch.float16)
+    expected = saturating_cast(values, torch.float16)
     assert not expected.isinf().any()
     assert torch.equal(expected.isnan(), values.isnan())
     for attend in (kernel, CpuAttention(None)):
@@ -108,7 +108,7 @@ def test_what_fp16_makes_of_values(kernel: compiled.PagedAttention) -> None:
 def test_the_compiled_kernel_with_windows(
     kernel: compiled.PagedAttention, shape: Shape, window: int, cache_dtype: torch.dtype
 ) -> None:
-    """As PyTorch's attention has them, which ``tests/layers/test_families.py`` holds against transformers."""
+    """Equals PyTorch's attention, which ``tests/layers/test_families.py`` compares with transformers."""
     for lengths in BATCHES.values():
         one, same = (make_case(shape, *lengths, torch.float32, cache_dtype, CPU) for _ in range(2))
         outputs = [
@@ -119,7 +119,7 @@ def test_the_compiled_kernel_with_windows(
 
 
 def test_large_scores(kernel: compiled.PagedAttention) -> None:
-    """Their exponentials would overflow, and most of the others' vanish."""
+    """Exponentials of these scores would overflow, and those of most others underflow."""
     for lengths in BATCHES.values():
         case = make_case(SHAPES[1], *lengths, torch.float32, torch.float32, CPU)
         case.query.mul_(30)
@@ -129,8 +129,10 @@ def test_large_scores(kernel: compiled.PagedAttention) -> None:
 
 
 @cache_dtypes
-def test_what_a_token_sees_is_all_that_matters(kernel: compiled.PagedAttention, cache_dtype: torch.dtype) -> None:
-    """Bit by bit the same whatever the chunk of several that a token comes in and whatever else is in the step."""
+def test_output_depends_only_on_the_tokens_own_sequence(
+    kernel: compiled.PagedAttention, cache_dtype: torch.dtype
+) -> None:
+    """Bit-identical whatever the token's chunk, unless it is a single token, and whatever else is in the step."""
     shape, length = Shape(16, 8, 128, 16), 90
     case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU)
     whole = kernel(case.query, case.key, case.value, *case.caches, case.batch)[:length]
@@ -150,8 +152,8 @@ LONG = [1024, 3000, 1, 1025, 3072]
 def test_long_contexts(
     kernel: compiled.PagedAttention, shape: Shape, window: int | None, cache_dtype: torch.dtype
 ) -> None:
-    """A single token's history is gone through in parts, whose bounds depend on nothing else: neither on the other
-    sequences nor on how many threads there are."""
+    """A single token's history is processed in spans, which depend neither on the other sequences nor on the number of
+    threads."""
     case = make_case(shape, [1] * len(LONG), LONG, torch.float32, cache_dtype, CPU)
     operands = case.query, case.key, case.value
     together = kernel(*operands, *case.caches, case.batch, window)
@@ -167,8 +169,10 @@ def test_long_contexts(
 
 @cache_dtypes
 @pytest.mark.parametrize("batch", BATCHES)
-def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str, cache_dtype: torch.dtype) -> None:
-    """In every token that sees it, which are all new ones of the first sequence, and in no other."""
+def test_nan_propagates_to_attending_tokens_only(
+    kernel: compiled.PagedAttention, batch: str, cache_dtype: torch.dtype
+) -> None:
+    """NaN appears in all new tokens of the first sequence, which attend to it, and in no others."""
     case = make_case(SHAPES[1], *BATCHES[batch], torch.float32, cache_dtype, CPU)
     case.key[:1] = torch.nan
     attended = kernel(case.query, case.key, case.value, *case.caches, case.batch)
@@ -181,7 +185,9 @@ def test_what_is_not_a_number_shows(kernel: compiled.PagedAttention, batch: str,
     ("slots", "table"),
     [([12, 13], [2, 3]), ([-1, 13], [2, 3]), ([10, 11], [2, 5]), ([10, 11], [2, -1]), ([10, 11], [2])],
 )
-def test_pages_that_there_are_not(kernel: compiled.PagedAttention, slots: list[int], table: list[int]) -> None:
+def test_slots_and_pages_beyond_the_cache_are_rejected(
+    kernel: compiled.PagedAttention, slots: list[int], table: list[int]
+) -> None:
     caches, query = torch.zeros(2, 3, 4, 2, 8), torch.ones(2, 4, 8)
     batch = AttentionBatch([2], [8], [torch.tensor(table)], torch.tensor(slots))
     with pytest.raises(IndexError, match="beyond the 3 pages"):
@@ -189,7 +195,7 @@ def test_pages_that_there_are_not(kernel: compiled.PagedAttention, slots: list[i
     assert not caches.any()
 
 
-def test_the_kernel_is_not_asked_for_what_it_has_no_room_for(kernel: compiled.PagedAttention) -> None:
+def test_unsupported_shapes_do_not_suit_the_kernel(kernel: compiled.PagedAttention) -> None:
     query, cache = torch.zeros(1, 34, 8), torch.zeros(1, 4, 2, 8)
     assert not kernel.suits(query, cache)
     assert not kernel.suits(torch.zeros(1, 2, 257), torch.zeros(1, 4, 2, 257))

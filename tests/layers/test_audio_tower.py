@@ -1,4 +1,4 @@
-"""Qwen3-Omni's towers together, and the one that hears against transformers'."""
+"""Qwen3-Omni's towers together, and its audio tower against transformers'."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.checkpoints import load_family, load_reference
-from tests.layers.driving import assert_close, random_input
-from tests.tiny import TINY, make_tiny
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.forward import assert_close, random_input
+from tests.support.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.base import AUDIO, EncoderInput
-from triptych.models.qwen3_omni.audio import Hearing
-from triptych.models.shared.encoder import Encoders
+from triptych.models.qwen3_omni.audio import AudioFraming
+from triptych.models.shared.encoder import MultiTowerEncoder
 
 CPU, FP32 = torch.device("cpu"), WEIGHT_FORMATS["float32"]
 BANDS = 20
-HEARING = Hearing.from_configs(
+HEARING = AudioFraming.from_configs(
     TINY["qwen3_omni_moe"].config["thinker_config"]["audio_config"], TINY["qwen3_omni_moe"].preprocessor or {}
 )
 LENGTHS = [2, 8, 9, 37, 99, 100, 101, 137, 200, 201, 250, 400, 555]
@@ -33,9 +33,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def towers(folder: Path) -> Encoders:
-    loaded = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
-    assert isinstance(loaded, Encoders)
+def towers(folder: Path) -> MultiTowerEncoder:
+    loaded = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    assert isinstance(loaded, MultiTowerEncoder)
     return loaded
 
 
@@ -56,7 +56,7 @@ def heard(frames: int) -> list[EncoderInput]:
 
 @torch.inference_mode()
 def alone(reference: PreTrainedModel, parts: list[EncoderInput]) -> Tensor:
-    """What transformers makes of the item by itself."""
+    """transformers' embeddings of the item by itself."""
     features = torch.from_numpy(np.concatenate([part.patches[: part.grid[0]] for part in parts]))
     rows = reference.model.audio_tower(features.T, feature_lens=torch.tensor([len(features)])).last_hidden_state
     assert isinstance(rows, Tensor)
@@ -64,7 +64,7 @@ def alone(reference: PreTrainedModel, parts: list[EncoderInput]) -> Tensor:
 
 
 @pytest.mark.parametrize("frames", LENGTHS)
-def test_rows_are_the_references(towers: Encoders, reference: PreTrainedModel, frames: int) -> None:
+def test_embeddings_equal_the_reference(towers: MultiTowerEncoder, reference: PreTrainedModel, frames: int) -> None:
     parts = heard(frames)
     rows = towers.encode(parts)
     assert [len(one) for one in rows] == [HEARING.rows(part.grid[0]) for part in parts]
@@ -73,8 +73,8 @@ def test_rows_are_the_references(towers: Encoders, reference: PreTrainedModel, f
     assert not torch.cat(rows)[:, 64:].any()
 
 
-def test_a_batch_of_everything(towers: Encoders, reference: PreTrainedModel) -> None:
-    """Whatever goes through the towers together, in any order: images, parts of several clips, short ones."""
+def test_mixed_batch_equals_single_items(towers: MultiTowerEncoder, reference: PreTrainedModel) -> None:
+    """One batch of images, parts of several clips and short clips, in any order."""
     images = [random_input(grid, seed, 3 * 2 * 14 * 14) for seed, grid in enumerate([(1, 4, 6), (1, 2, 2)])]
     clips = [heard(frames) for frames in LENGTHS]
     batch = [images[0], *(part for parts in clips for part in parts), images[1]]
@@ -90,21 +90,21 @@ def test_a_batch_of_everything(towers: Encoders, reference: PreTrainedModel) -> 
         assert_close(together[:, :64], alone(reference, parts), 1e-5)
 
 
-def test_nothing_is_left_unset(towers: Encoders) -> None:
+def test_all_buffers_are_set(towers: MultiTowerEncoder) -> None:
     for tower in towers.towers.values():
         module = tower.module  # type: ignore[attr-defined]
         assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def test_packed_linear_layers(folder: Path, towers: Encoders) -> None:
-    packed = load_family(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["auto"], CPU)
+def test_packed_linear_layers(folder: Path, towers: MultiTowerEncoder) -> None:
+    packed = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["auto"], CPU)
     parts = heard(555)
     error = (torch.cat(packed.encode(parts)) - torch.cat(towers.encode(parts)))[:, :64].abs().median()
     assert 0 < error < 0.05
 
 
 @pytest.mark.parametrize(("patches", "grid"), [(150, 150), (200, 90), (200, 201)])
-def test_frames_that_do_not_fit_their_grid(towers: Encoders, patches: int, grid: int) -> None:
+def test_frames_that_do_not_fit_their_grid(towers: MultiTowerEncoder, patches: int, grid: int) -> None:
     features = np.zeros((patches, BANDS), dtype=np.float32)
-    with pytest.raises(PlanMismatch, match="aren't chunks of 100"):
+    with pytest.raises(PlanMismatch, match="aren't whole chunks of 100"):
         towers.encode([EncoderInput(features, (grid, 1, 1), "x", AUDIO)])

@@ -1,4 +1,4 @@
-"""A layer in two calls of the compiled kernels against the same layer module by module, which other tests hold against
+"""A layer in two calls of the compiled kernels against the same layer module by module, which other tests compare with
 transformers."""
 
 import ctypes
@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_family
-from tests.layers.driving import Pool, Prompt, Running, step
-from tests.tiny import TINY, make_tiny
+from tests.support.checkpoints import load_adapter
+from tests.support.forward import Pool, Prompt, Running, step
+from tests.support.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise
 from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.attention.cpu import CpuAttention
-from triptych.layers.blocks import GatedMLP, Layer
+from triptych.layers.blocks import DecoderLayer, GatedMLP
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
 
@@ -33,16 +33,16 @@ FORMATS = {
 
 @pytest.fixture(autouse=True)
 def backend(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CpuAttention:
-    """Everything by the same kernels."""
+    """Use the same kernels everywhere."""
     library = pointwise.declared(kernels)
     monkeypatch.setattr(native, "library", lambda: kernels)
-    monkeypatch.setattr(pointwise, "_library", lambda: library)
+    monkeypatch.setattr(pointwise, "compiled_kernels", lambda: library)
     return CpuAttention(PagedAttention(kernels))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Of a family's name, and of that of one whose later layers have windows."""
+    """Make a checkpoint folder of a family, or of one whose later layers have windows."""
 
     def make(name: str) -> Path:
         family, _, window = name.partition(" ")
@@ -52,20 +52,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def load(folder: Path, weights: WeightFormat, backend: CpuAttention | None = None) -> Decoder:
-    """With ``backend``'s kernels instead of those that the process has built for itself."""
-    decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
+    """Use ``backend``'s kernels instead of those that the process has built."""
+    decoder = load_adapter(folder).load_decoder(Checkpoint(folder), weights, CPU)
     for layer in decoder.layers:
         layer.attention.backend = backend or layer.attention.backend
         layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
     return decoder
 
 
-def is_compiled(layer: Layer) -> tuple[bool, bool]:
+def is_compiled(layer: DecoderLayer) -> tuple[bool, bool]:
     return layer.compiled_attend is not None, layer.compiled_finish is not None
 
 
 def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
-    """Logits of a few steps in which chunks of prompts and single tokens of sequences meet; then all that is cached."""
+    """Return the logits of a few steps that mix chunks of prompts and single tokens, and then the whole cache."""
     generator = torch.Generator().manual_seed(0)
     nothing = torch.arange(0), torch.zeros(0, decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers))
     sequences = [
@@ -95,7 +95,7 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
     ("weights", "cache_dtype"),
     [("float16", torch.float16), ("float16", torch.float32), ("float32", torch.float32), ("int8", torch.float16)],
 )
-def test_the_same_bits(
+def test_compiled_layer_is_bit_identical(
     folders: Folders, name: str, weights: str, cache_dtype: torch.dtype, backend: CpuAttention
 ) -> None:
     """Families differ in biases, norms of heads, windows and experts."""
@@ -112,7 +112,7 @@ def test_the_same_bits(
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
-def test_what_the_kernels_are_not_made_for_goes_module_by_module(
+def test_unsupported_layers_run_module_by_module(
     folders: Folders, backend: CpuAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("qwen2")
@@ -124,7 +124,7 @@ def test_what_the_kernels_are_not_made_for_goes_module_by_module(
     assert {is_compiled(layer) for layer in load(folder, FORMATS["float16"], backend).layers} == {(False, False)}
 
 
-def test_pages_that_are_not_there(folders: Folders, backend: CpuAttention) -> None:
+def test_pages_beyond_the_cache_are_rejected(folders: Folders, backend: CpuAttention) -> None:
     decoder = load(folders("qwen2"), FORMATS["float32"], backend)
     pool = Pool(decoder, num_pages=2)
     prompt = Prompt(

@@ -1,4 +1,4 @@
-"""Which device, and what it has. GPUs are made up here."""
+"""Discovery of devices and their capabilities, with simulated GPUs."""
 
 from pathlib import Path
 
@@ -32,19 +32,21 @@ def tensors(**num_bytes: int) -> dict[str, TensorInfo]:
     ("name", "count", "device"),
     [("auto", 0, "cpu"), ("auto", 2, "cuda:0"), ("cpu", 2, "cpu"), ("cuda", 1, "cuda:0"), ("cuda:1", 2, "cuda:1")],
 )
-def test_a_device_is_found(monkeypatch: pytest.MonkeyPatch, name: str, count: int, device: str) -> None:
+def test_device_setting_resolves_to_a_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, count: int, device: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert find_device(name) == torch.device(device)
 
 
 @pytest.mark.parametrize(("name", "count", "words"), [("cuda", 0, "finds no GPU"), ("cuda:2", 2, "last one is cuda:1")])
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str, count: int, words: str) -> None:
+def test_missing_device_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str, count: int, words: str) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     with pytest.raises(StartError, match=f"--device {name}: .*{words}"):
         find_device(name)
 
 
-def test_auto_on_a_gpu_is_what_the_checkpoint_has() -> None:
+def test_auto_on_a_gpu_is_the_checkpoints_dtype() -> None:
     assert weight_format(EngineConfig(), GPU, tensors(BF16=100, F32=10)) == PlainFormat(torch.bfloat16)
     assert weight_format(EngineConfig(), GPU, tensors(F32=100)) == PlainFormat(torch.float32)
     assert weight_format(EngineConfig(dtype="float16"), GPU, tensors(BF16=1)) == PlainFormat(torch.float16)
@@ -72,14 +74,12 @@ def test_formats_of_cpus() -> None:
         ({"quantization": "int8", "kv_cache_dtype": "bfloat16"}, torch.bfloat16),
     ],
 )
-def test_the_kv_cache_of_cpus_has_the_dtype_of_weights_unless_told(
-    settings: dict[str, str], dtype: torch.dtype
-) -> None:
+def test_kv_cache_on_cpus_defaults_to_the_dtype_of_weights(settings: dict[str, str], dtype: torch.dtype) -> None:
     engine = EngineConfig(**settings)
     assert kv_dtype(engine, CPU, weight_format(engine, CPU, tensors(BF16=1))) == dtype
 
 
-def test_the_kv_cache_of_gpus_has_the_dtype_of_activations() -> None:
+def test_kv_cache_on_gpus_has_the_dtype_of_activations() -> None:
     weights = weight_format(EngineConfig(), GPU, tensors(BF16=1))
     for name in ("auto", "bfloat16"):
         assert kv_dtype(EngineConfig(kv_cache_dtype=name), GPU, weights) == torch.bfloat16
@@ -87,13 +87,13 @@ def test_the_kv_cache_of_gpus_has_the_dtype_of_activations() -> None:
         kv_dtype(EngineConfig(kv_cache_dtype="float16"), GPU, weights)
 
 
-def test_a_cpu_has_attention_and_memory() -> None:
+def test_cpu_attention_and_memory() -> None:
     assert isinstance(attention_for(CPU), CpuAttention)
     assert free_bytes(CPU) > 0
     assert used_bytes(CPU) > 0
 
 
-def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     check_ranks(CPU, 8)
     check_ranks(GPU, 4)

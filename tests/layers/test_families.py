@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-from tests.checkpoints import edit_config, load_family, load_reference
-from tests.layers.driving import (
+from tests.support.checkpoints import edit_config, load_adapter, load_reference
+from tests.support.families import LAYOUTS, WITH_IMAGES
+from tests.support.forward import (
     TOWER_TOLERANCE,
     Pool,
     Prompt,
@@ -22,7 +23,7 @@ from tests.layers.driving import (
     reference_logits,
     step,
 )
-from tests.tiny import TINY, make_tiny
+from tests.support.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers import native
@@ -33,16 +34,14 @@ from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.layers.weights import DecoderKeys
 from triptych.models.base import EncoderInput
 from triptych.models.registry import FAMILIES
-from triptych.models.shared.encoder import Encoders
+from triptych.models.shared.encoder import MultiTowerEncoder
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
-WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
 TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
-LAYOUTS = [(name, layout) for name in TINY for layout in ("published", "saved")] + [("qwen3_moe", "stacked")]
 PATCH_VALUES = 3 * 2 * 14 * 14
 IMAGES = [random_input(grid, seed, PATCH_VALUES) for seed, grid in enumerate([(1, 4, 6), (1, 2, 2), (1, 18, 10)])]
-"""One of a whole window and a part of one, one smaller than a window, one of many."""
+"""An image of a whole window and a part of one, one smaller than a window, one of many windows."""
 
 Tiny = Callable[..., Path]
 
@@ -56,16 +55,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_logits(tiny: Tiny, name: str, layout: str) -> None:
     folder = tiny(name, layout)
-    family, checkpoint, reference = load_family(folder), Checkpoint(folder), load_reference(folder)
-    pool = Pool(family.load_decoder(checkpoint, FP32, CPU))
+    adapter, checkpoint, reference = load_adapter(folder), Checkpoint(folder), load_reference(folder)
+    pool = Pool(adapter.load_decoder(checkpoint, FP32, CPU))
     if name in TEXT_ALONE:
         tokens = torch.arange(3, 43)
         expected = reference(tokens[None]).logits[0]
-        images, prompt = [], make_prompt_of_text(tokens, family.embedding_width)
+        images, prompt = [], make_prompt_of_text(tokens, adapter.embedding_width)
     else:
         images = IMAGES
-        rows = family.load_encoder(checkpoint, FP32, CPU).encode(images)
-        prompt = make_prompt(reference, list(b"hello"), images, rows, family.embedding_width)
+        rows = adapter.load_encoder(checkpoint, FP32, CPU).encode(images)
+        prompt = make_prompt(reference, list(b"hello"), images, rows, adapter.embedding_width)
         expected = reference_logits(reference, prompt, images)
     assert_close(step(pool, [(Running(prompt), len(prompt.tokens))]), expected, 2e-4)
     assert len(set(expected.argmax(-1).tolist())) > 10
@@ -79,8 +78,8 @@ def make_prompt_of_text(tokens: torch.Tensor, width: int) -> Prompt:
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_tower_rows(tiny: Tiny, name: str) -> None:
     folder = tiny(name, "published")
-    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
-    for module in (one.module for one in (tower.towers.values() if isinstance(tower, Encoders) else [tower])):
+    tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    for module in (one.module for one in (tower.towers.values() if isinstance(tower, MultiTowerEncoder) else [tower])):
         assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         assert {type(one) for one in module.modules() if type(one).__name__.endswith("Attention")} == {TowerAttention}
     rows = tower.encode(IMAGES)
@@ -106,14 +105,14 @@ def reference_rows(
 def test_tower_rows_are_as_exact_as_transformers(
     tiny: Tiny, name: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As near to its rows in float64. On the way to those some things are rounded to float32: a sixth of the errors."""
+    """Errors are measured against float64, in which some intermediate values are still rounded to float32."""
     if how == "without kernels":
         monkeypatch.setattr(native, "library", lambda: None)
-        for found in ("pointwise._library", "attention.tower.paged_attention"):
+        for found in ("pointwise.compiled_kernels", "attention.tower.paged_attention"):
             monkeypatch.setattr(f"triptych.layers.{found}", lambda: None)
     weights = WEIGHT_FORMATS["bfloat16"] if how == "in bfloat16" else FP32
     folder, grids = tiny(name, "published"), [item.grid for item in IMAGES]
-    ours = torch.cat(load_family(folder).load_encoder(Checkpoint(folder), weights, CPU).encode(IMAGES))
+    ours = torch.cat(load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU).encode(IMAGES))
     theirs = reference_rows(folder, IMAGES, grids, weights.activations)
     assert ours.dtype == theirs.dtype
     exact = reference_rows(folder, IMAGES, grids, torch.float64)
@@ -123,9 +122,9 @@ def test_tower_rows_are_as_exact_as_transformers(
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_rows_of_videos(tiny: Tiny, name: str) -> None:
-    """Patches in time don't see each other: encoded by themselves, they get the rows of the whole."""
+    """Temporal patches don't attend to each other: encoded separately, they yield the same rows."""
     folder = tiny(name, "published")
-    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     parts = [random_input((1, *size), seed, PATCH_VALUES) for size in ((4, 6), (18, 10)) for seed in range(3)]
     whole = reference_rows(folder, parts, [(3, 4, 6), (3, 18, 10)])
     assert_close(torch.cat(tower.encode(parts)), whole, TOWER_TOLERANCE)
@@ -133,20 +132,20 @@ def test_rows_of_videos(tiny: Tiny, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
-def test_keys_as_the_newer_families_have_them(tiny: Tiny, name: str, tmp_path: Path) -> None:
+def test_keys_named_as_in_newer_families(tiny: Tiny, name: str, tmp_path: Path) -> None:
     """``model.visual.…`` and ``model.language_model.…``, as the modules of transformers are called."""
     folder = tiny(name, "published")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     save_file({_as_the_modules(key): weight for key, weight in weights.items()}, tmp_path / "model.safetensors")
     for path in (folder, tmp_path):
-        family, keys = load_family(path), Checkpoint(path).tensors
-        assert sorted(family.tower_keys(keys) + family.decoder_keys(keys)) == sorted(keys)
-    expected = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
-    decoder = load_family(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+        adapter, keys = load_adapter(path), Checkpoint(path).tensors
+        assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
+    expected = load_adapter(folder).load_decoder(Checkpoint(folder), FP32, CPU)
+    decoder = load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
     for ours, other in zip(decoder.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, other)
-    rows = [load_family(p).load_encoder(Checkpoint(p), FP32, CPU).encode(IMAGES)[2] for p in (folder, tmp_path)]
+    rows = [load_adapter(p).load_encoder(Checkpoint(p), FP32, CPU).encode(IMAGES)[2] for p in (folder, tmp_path)]
     assert torch.equal(*rows)
 
 
@@ -164,31 +163,31 @@ def test_packed_experts(tiny: Tiny, weights: object) -> None:
     logits = []
     for layout in ("published", "stacked"):
         folder = tiny("qwen3_moe", layout)
-        decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
+        decoder = load_adapter(folder).load_decoder(Checkpoint(folder), weights, CPU)
         logits.append(step(Pool(decoder), [(Running(prompt), len(prompt.tokens))]))
     assert torch.equal(*logits)
-    exact = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
+    exact = load_adapter(folder).load_decoder(Checkpoint(folder), FP32, CPU)
     error = (logits[0] - step(Pool(exact), [(Running(prompt), len(prompt.tokens))])).abs().median()
     assert 0 < error < 0.5
 
 
-def test_what_speaks_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
-    """And nothing else."""
+def test_speech_output_is_not_loaded(tiny: Tiny, tmp_path: Path) -> None:
+    """All other unknown tensors are errors."""
     folder = tiny("qwen3_omni_moe", "published")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     spoken = {"talker.model.norm.weight": torch.zeros(3), "code2wav.decoder.0.weight": torch.zeros(3)}
     save_file(weights | spoken, tmp_path / "model.safetensors")
-    sizes = load_family(tmp_path).weight_bytes_by_stage(Checkpoint(tmp_path).tensors)
+    sizes = load_adapter(tmp_path).weight_bytes_by_stage(Checkpoint(tmp_path).tensors)
     assert sum(sizes.values()) == sum(weight.nbytes for weight in weights.values())
     of_towers = [
         weight.nbytes for key, weight in weights.items() if key.startswith(("thinker.visual", "thinker.audio"))
     ]
-    assert sizes["tower"] == sum(of_towers)
+    assert sizes["encoder"] == sum(of_towers)
     with pytest.raises(
         CheckpointError, match=r"'thinker\.mouth\.x' is neither in thinker\.visual\.… nor in thinker\.audio"
     ):
-        load_family(folder).tower_keys([*weights, "thinker.mouth.x"])
+        load_adapter(folder).encoder_keys([*weights, "thinker.mouth.x"])
 
 
 def test_a_missing_expert_is_named(tiny: Tiny, tmp_path: Path) -> None:
@@ -198,7 +197,7 @@ def test_a_missing_expert_is_named(tiny: Tiny, tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.5\.up_proj\.weight' is missing"):
-        load_family(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+        load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
 
 
 @pytest.mark.parametrize("change", [{"stride": (2, 7, 14)}, {"padding": (0, 1, 1)}], ids=str)
@@ -213,18 +212,18 @@ def test_a_convolution_over_more_than_single_patches(
     monkeypatch.setattr(modeling_qwen2_vl, "PatchEmbed", Convolution)
     folder = tiny("qwen2_vl", "published")
     with pytest.raises(CheckpointError, match=r"patch_embed\.proj is not a projection of patches"):
-        load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+        load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
 
 
-def test_models_of_text_alone_have_one_half(tiny: Tiny) -> None:
+def test_text_only_models_have_no_encoder(tiny: Tiny) -> None:
     folder = tiny("qwen3", "published")
-    family, checkpoint = load_family(folder), Checkpoint(folder)
-    assert family.tower_keys(checkpoint.tensors) == []
-    assert family.weight_bytes_by_stage(checkpoint.tensors)["tower"] == 0
-    with pytest.raises(CheckpointError, match="has no tower"):
-        family.load_encoder(checkpoint, FP32, CPU)
+    adapter, checkpoint = load_adapter(folder), Checkpoint(folder)
+    assert adapter.encoder_keys(checkpoint.tensors) == []
+    assert adapter.weight_bytes_by_stage(checkpoint.tensors)["encoder"] == 0
+    with pytest.raises(CheckpointError, match="has no encoder"):
+        adapter.load_encoder(checkpoint, FP32, CPU)
     with pytest.raises(CheckpointError, match=r"'visual\.x' belongs to no part"):
-        family.decoder_keys([*checkpoint.tensors, "visual.x"])
+        adapter.decoder_keys([*checkpoint.tensors, "visual.x"])
 
 
 @pytest.mark.parametrize(
@@ -241,21 +240,21 @@ def test_models_of_text_alone_have_one_half(tiny: Tiny) -> None:
         ("qwen2_vl", {"use_sliding_window": True, "max_window_layers": 0}, [16] * 4),
     ],
 )
-def test_which_layers_have_windows(
+def test_windowed_layers_follow_the_config(
     tmp_path: Path, name: str, changes: dict[str, object], windows: list[int | None]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY[name].config))
     edit_config(tmp_path, **changes)
-    config = load_family(tmp_path).decoder_config
+    config = load_adapter(tmp_path).decoder_config
     assert [config.window_of(layer) for layer in range(config.num_layers)] == windows
 
 
-def test_windows_need_a_backend_that_has_them(tiny: Tiny, tmp_path: Path) -> None:
+def test_windows_need_a_backend_that_supports_them(tiny: Tiny, tmp_path: Path) -> None:
     class Without(CpuAttention):
         takes_windows = False
 
     folder = make_tiny(tmp_path, "qwen2", config={"use_sliding_window": True})
-    keys, config = DecoderKeys("model.", "lm_head.weight"), load_family(folder).decoder_config
+    keys, config = DecoderKeys("model.", "lm_head.weight"), load_adapter(folder).decoder_config
     with pytest.raises(ConfigError, match="sliding windows"):
         Decoder.load(config, Checkpoint(folder), keys, FP32, CPU, backend=Without(None))
 
@@ -274,8 +273,8 @@ def test_windows_need_a_backend_that_has_them(tiny: Tiny, tmp_path: Path) -> Non
         ("qwen2_5_vl", {"vision_config": {"out_hidden_size": 32}}, "out_hidden_size 32 isn't the hidden size 64"),
     ],
 )
-def test_configs_that_are_not_served(tmp_path: Path, name: str, changes: dict[str, object], message: str) -> None:
+def test_unsupported_configs_are_rejected(tmp_path: Path, name: str, changes: dict[str, object], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY[name].config))
     edit_config(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
-        load_family(tmp_path)
+        load_adapter(tmp_path)

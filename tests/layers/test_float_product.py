@@ -1,4 +1,4 @@
-"""Products with weights in fp16 and float32: by the compiled kernel, as this processor and narrower ones get it, and by
+"""Products with weights in fp16 and float32: by the compiled kernel, built for this and for narrower processors, and by
 FBGEMM and oneDNN."""
 
 import ctypes
@@ -15,14 +15,14 @@ from triptych.layers.float_product import float_product, half_product
 from triptych.layers.products import Product, in_panels
 
 SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030), (2000, 700)]
-"""[out, in]; whole panels and parts, of which one thread takes several and several threads some."""
+"""[out, in]: whole and partial panels, several per thread and several threads."""
 PACKS = [half_product, float_product]
 
 Pack = Callable[[Tensor, Tensor | None], Product]
 
 
 def whole(*shape: int) -> Tensor:
-    """Small whole numbers: their products add up exactly in any order."""
+    """Small integers, whose products sum exactly in any order."""
     return torch.randint(-60, 61, shape).float()
 
 

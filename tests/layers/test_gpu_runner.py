@@ -1,5 +1,5 @@
-"""The runner of GPUs on a CPU: kernels in Triton's interpreter, and graphs that launch their steps again instead of
-replaying them. ``tests/gpu`` does the same for real."""
+"""The GPU runner on a CPU: kernels in Triton's interpreter, and graphs that launch their steps again instead of
+replaying them. ``tests/gpu`` does the same on a GPU."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from tests.layers.generating import PAGE_SIZE, Generating, prompts, request
+from tests.support.generation import PAGE_SIZE, Generating, prompts, request
 from triptych.engine.buckets import bucket_for, bucket_sizes
 from triptych.engine.padding import only_decodes, padded
 from triptych.engine.runner import MediaEmbeddings, Runner
@@ -30,7 +30,7 @@ pytest.importorskip("triton", reason="Triton isn't installed")
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: tests/gpu runs these on it", allow_module_level=True)
 
-from tests.layers.rehearsal import CPU, NUM_PAGES, Recorder, cache_of, forward_of, join, load, load_for_gpu
+from tests.support.rehearsal import CPU, NUM_PAGES, Recorder, cache_of, forward_of, join, load, load_for_gpu
 from triptych.engine.decode_graphs import DecodeGraphs
 from triptych.engine.gpu_runner import GpuRunner
 
@@ -56,7 +56,7 @@ def expected(plain: Decoder) -> list[list[int]]:
 def test_answers_are_those_of_the_cpu(
     checkpoint_folder: Callable[..., Path], expected: list[list[int]], with_graphs: bool
 ) -> None:
-    """Prompts in chunks beside decodes, media rows, preemptions, more requests than fit; batches of 1 to 5."""
+    """Chunks of prompts with decodes, media embeddings, preemptions, more requests than fit; batches of 1 to 5."""
     decoder, recorder = load_for_gpu(checkpoint_folder()), Recorder()
     cache = cache_of(decoder)
     forward = forward_of(decoder, cache, recorder if with_graphs else None)
@@ -72,7 +72,7 @@ def test_answers_are_those_of_the_cpu(
 def test_prompt_logprobs_are_those_of_the_cpu(
     checkpoint_folder: Callable[..., Path], plain: Decoder, budget: int
 ) -> None:
-    """In chunks and single tokens, beside decodes that are replayed."""
+    """In chunks and single tokens, together with replayed decodes."""
     asking = [replace(one, prompt_logprobs=index % 3) for index, one in enumerate(SAMPLINGS)]
     inputs = prompts(plain.config.vocab_size, LENGTHS), asking
     decoder, recorder = load_for_gpu(checkpoint_folder()), Recorder()
@@ -96,7 +96,7 @@ def test_prompt_logprobs_are_those_of_the_cpu(
 
 
 def test_ranks_replay_the_same_steps(checkpoint_folder: Callable[..., Path], plain: Decoder) -> None:
-    """Two of them over gloo, each with its graphs; rank 0 samples."""
+    """Two ranks over gloo, each with its graphs; rank 0 samples."""
     folder, recorder, few = checkpoint_folder(), Recorder(), 3
     inputs = prompts(plain.config.vocab_size, LENGTHS[:few]), SAMPLINGS[:few]
     expected = Generating(Runner(plain, cache_of(plain), PAGE_SIZE), plain, POOL).answers(*inputs)
@@ -117,9 +117,9 @@ def test_ranks_replay_the_same_steps(checkpoint_folder: Callable[..., Path], pla
 
 @contextmanager
 def other_rank(folder: Path) -> Iterator[Group]:
-    """Rank 0's end of a group of two, of which rank 1 is a process."""
+    """Rank 0 of a group of two, whose rank 1 is a subprocess."""
     path = f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
-    process = subprocess.Popen([sys.executable, "-m", "tests.layers.rehearsal", path, str(folder), "1", "2"])
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.rehearsal", path, str(folder), "1", "2"])
     try:
         yield join(path, 0, 2)
         assert process.poll() is None
@@ -129,8 +129,8 @@ def other_rank(folder: Path) -> Iterator[Group]:
 
 
 @pytest.mark.parametrize("num_rows", [3, 4, 8])
-def test_padding_harms_nobody(plain: Decoder, num_rows: int) -> None:
-    """On the CPU's backend, too: neither the logits nor any page but the scratch page differ."""
+def test_padding_changes_no_result(plain: Decoder, num_rows: int) -> None:
+    """With the CPU's backend too, the logits and all pages except the scratch page stay the same."""
 
     def decode(rows: int | None) -> tuple[Tensor, KVTensors]:
         runner, cache, batch = three_decodes(plain)
@@ -163,34 +163,34 @@ def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
     return runner, cache, runner.batch([Chunk(one, len(one.tokens) - 1, 1) for one in requests], media)
 
 
-def test_graphs_only_suit_steps_that_fit(plain: Decoder) -> None:
+def test_graphs_suit_only_steps_that_fit(plain: Decoder) -> None:
     _, cache, batch = three_decodes(plain)
     with torch.inference_mode():
-        suits = [
-            DecodeGraphs(plain, cache, sizes, max_pages, lambda step: step).suits(batch)
+        can_replay = [
+            DecodeGraphs(plain, cache, sizes, max_pages, lambda step: step).can_replay(batch)
             for sizes, max_pages in (([1, 4], 6), ([1, 2], 6), ([1, 4], 5))
         ]
-    assert suits == [True, False, False]
+    assert can_replay == [True, False, False]
 
 
-def test_what_is_prepared_is_used_while_it_holds(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_inputs_are_used_only_while_valid(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuRunner(plain, cache_of(plain), PAGE_SIZE, CPU)
     one = request("0", [1, 2, 3, 4, 5], SAMPLINGS[0])
     one.pages = [3, 7]
     runner.prepare([Chunk(one, 2, 3)])
     one.tokens.append(6)
-    prepared = runner._inputs(Chunk(one, 5, 1))
-    expected = Runner._inputs(runner, Chunk(one, 5, 1))
+    prepared = runner.chunk_inputs(Chunk(one, 5, 1))
+    expected = Runner(plain, runner.cache, PAGE_SIZE).chunk_inputs(Chunk(one, 5, 1))
     assert prepared.positions == expected.positions == [[5]] * 3
     assert prepared.page_table.tolist() == expected.page_table.tolist() == [3, 7]
     assert prepared.slots == expected.slots == [7 * 4 + 1]
-    assert runner._inputs(Chunk(one, 5, 1)) is prepared
-    assert runner._inputs(Chunk(one, 4, 1)) is not prepared
-    one.pages = [8, 9]  # preempted, and begun again
-    assert runner._inputs(Chunk(one, 5, 1)).slots == [9 * 4 + 1]
+    assert runner.chunk_inputs(Chunk(one, 5, 1)) is prepared
+    assert runner.chunk_inputs(Chunk(one, 4, 1)) is not prepared
+    one.pages = [8, 9]  # preempted and restarted
+    assert runner.chunk_inputs(Chunk(one, 5, 1)).slots == [9 * 4 + 1]
     one.pages = [3]
-    runner.prepare([Chunk(one, 3, 3)])  # its next token is in the second page, which isn't taken yet
-    assert not runner._prepared
+    runner.prepare([Chunk(one, 3, 3)])  # its next token is in the second page, which isn't allocated yet
+    assert runner.num_prepared == 0
 
 
 @pytest.mark.parametrize(

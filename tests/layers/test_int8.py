@@ -1,4 +1,4 @@
-"""Products with int8 weights: by the compiled kernel, as this processor and narrower ones get it, and by oneDNN."""
+"""Products with int8 weights: by the compiled kernel, built for this and for narrower processors, and by oneDNN."""
 
 import ctypes
 import os
@@ -14,18 +14,18 @@ from triptych.layers import native
 from triptych.layers.int8 import int8_product
 
 SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030)]
-"""[out, in]; whole panels and parts, and few enough inputs for float32 to hold their sums."""
+"""[out, in]: whole and partial panels, and few enough inputs for exact sums in float32."""
 
 
 def whole(rows: int, width: int, largest: int, scale: float) -> Tensor:
-    """Rows that rounding leaves as they are: whole numbers up to ``largest``, times a power of two."""
+    """Rows that quantization doesn't change: integers up to ``largest`` times a power of two."""
     values = torch.randint(-largest, largest + 1, (rows, width))
     values[:, 0] = largest
     return values * scale
 
 
 class Product:
-    """``largest`` is what activations are rounded to, at most."""
+    """``largest`` is the largest quantized activation."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 13])
@@ -43,7 +43,7 @@ class Product:
 
     @pytest.mark.parametrize("sign", [-1, 1])
     def test_the_largest_sums(self, largest: int, sign: int) -> None:
-        """Also of neighbours, which some processors add up in 16 bits."""
+        """Also in adjacent inputs, whose products some processors add in 16 bits."""
         weight, activations = torch.full((40, 1024), 127.0), torch.full((9, 1024), sign * float(largest))
         assert torch.equal(int8_product(weight, None)(activations), torch.full((9, 40), sign * 1024.0 * 127 * largest))
 
@@ -125,14 +125,14 @@ class TestOneDnn(Product):
     def test_onednn_is_exact_on_processors_without_vnni(self) -> None:
         code = """
 import torch
-from triptych.layers.int8 import OneDnnProduct
-product = OneDnnProduct(torch.full((40, 1024), 127, dtype=torch.int8), torch.ones(40), torch.zeros(40))
+from triptych.layers.int8 import OneDnnInt8Product
+product = OneDnnInt8Product(torch.full((40, 1024), 127, dtype=torch.int8), torch.ones(40), torch.zeros(40))
 for sign in (1, -1):
     assert torch.equal(product(torch.full((9, 1024), sign * 63.0)), torch.full((9, 40), sign * 1024.0 * 127 * 63))
 """
         subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
 
 
-def test_more_inputs_than_can_be_added_up_are_refused() -> None:
+def test_too_many_inputs_for_int8_are_rejected() -> None:
     with pytest.raises(ConfigError, match="65536 inputs, not 65537"):
         int8_product(torch.zeros(1, 2**16 + 1), None)

@@ -1,4 +1,4 @@
-"""The last layer computes keys and values of all tokens, and the rest of those alone whose logits are wanted."""
+"""The last layer computes keys and values of all tokens, and the rest only for tokens that need logits."""
 
 import time
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from tests.checkpoints import DENSE, load_family, load_reference
-from tests.layers.driving import (
+from tests.support.checkpoints import DENSE, load_adapter, load_reference
+from tests.support.forward import (
     PAGE_SIZE,
     Pool,
     Prompt,
@@ -34,25 +34,25 @@ CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
 IMAGES = [random_input((1, 4, 6), 1), random_input((1, 8, 4), 3)]
 DEEPSTACK_TO_THE_END = replace(DENSE, layers=2)
-"""Whose last layer is one that features are added after."""
+"""A config whose last layer adds deepstack features."""
 
 Folder = Callable[..., Path]
 EncodeTask = Literal["all", "last", "none", "odd"]
 
 
 def prompts_of(folder: Path) -> tuple[list[Prompt], list[Tensor]]:
-    """A prompt with images and one without, and the logits of all their tokens as transformers has them."""
-    family, reference = load_family(folder), load_reference(folder)
-    rows = family.load_encoder(Checkpoint(folder), FP32, CPU).encode(IMAGES)
+    """Return a prompt with images and one without, and transformers' logits of all their tokens."""
+    adapter, reference = load_adapter(folder), load_reference(folder)
+    rows = adapter.load_encoder(Checkpoint(folder), FP32, CPU).encode(IMAGES)
     prompts = [
-        make_prompt(reference, list(b"look here"), IMAGES, rows, family.embedding_width),
-        make_prompt(reference, list(b"words, and nothing but words"), [], [], family.embedding_width),
+        make_prompt(reference, list(b"look here"), IMAGES, rows, adapter.embedding_width),
+        make_prompt(reference, list(b"words, and nothing but words"), [], [], adapter.embedding_width),
     ]
     return prompts, [reference_logits(reference, prompts[0], IMAGES), reference_logits(reference, prompts[1], [])]
 
 
 def pool_of(decoder: Decoder) -> Pool:
-    """Its cache is filled with NaN, so that what isn't written is known."""
+    """Make a pool whose cache is filled with NaN, which reveals unwritten slots."""
     pool = Pool(decoder)
     for tensor in (*pool.cache.keys, *pool.cache.values):
         tensor.fill_(torch.nan)
@@ -60,7 +60,7 @@ def pool_of(decoder: Decoder) -> Pool:
 
 
 class MediaBudget:
-    """Notes over how many rows each layer's parts after its attention run."""
+    """Records the number of rows on which each layer's modules after attention run."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.rows: dict[tuple[int, str], list[int]] = {}
@@ -87,12 +87,14 @@ class MediaBudget:
 
 @pytest.mark.parametrize("options", [{}, {"moe": True}, {"sizes": DEEPSTACK_TO_THE_END}], ids=repr)
 @pytest.mark.parametrize("wanted", ["last", "none", "odd"])
-def test_only_what_is_wanted_goes_on(checkpoint_folder: Folder, options: dict[str, Any], wanted: EncodeTask) -> None:
-    """Two prompts share steps: their first chunks, in which images begin, and then what is left."""
+def test_last_layer_continues_only_with_needed_tokens(
+    checkpoint_folder: Folder, options: dict[str, Any], wanted: EncodeTask
+) -> None:
+    """Two prompts share steps: first chunks that contain a part of the images, then the remaining tokens."""
     folder = checkpoint_folder(**options)
     prompts, expected = prompts_of(folder)
-    whole = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
-    decoder = load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)
+    whole = load_adapter(folder).load_decoder(Checkpoint(folder), FP32, CPU)
+    decoder = load_adapter(folder).load_decoder(Checkpoint(folder), FP32, CPU)
     counted, pool, reference = MediaBudget(decoder), pool_of(decoder), pool_of(whole)
     sequences, others = ([Running(prompt) for prompt in prompts] for _ in range(2))
     counts = [(7, 3), tuple(sequence.left - count for sequence, count in zip(sequences, (7, 3), strict=True))]
@@ -120,20 +122,20 @@ def test_only_what_is_wanted_goes_on(checkpoint_folder: Folder, options: dict[st
     assert num_written == sum(len(prompt.tokens) for prompt in prompts)
 
 
-def test_a_prompt_goes_on_after_chunks_without_logits(checkpoint_folder: Folder) -> None:
+def test_prompt_continues_after_chunks_without_logits(checkpoint_folder: Folder) -> None:
     folder = checkpoint_folder()
     (prompt, _), (expected, _) = prompts_of(folder)
-    pool, sequence = pool_of(load_family(folder).load_decoder(Checkpoint(folder), FP32, CPU)), Running(prompt)
+    pool, sequence = pool_of(load_adapter(folder).load_decoder(Checkpoint(folder), FP32, CPU)), Running(prompt)
     while sequence.left > 6:
         assert len(step(pool, [(sequence, 5)], "none")) == 0
     assert_close(step(pool, [(sequence, sequence.left)], "last"), expected[-1:], 1e-4)
 
 
 @pytest.mark.parametrize("weights", [WEIGHT_FORMATS["float16"], WEIGHT_FORMATS["bfloat16"], QUANTIZED_FORMATS["int8"]])
-def test_every_weight_format_takes_few_rows_and_none(checkpoint_folder: Folder, weights: Any) -> None:
+def test_every_weight_format_accepts_few_tokens_and_none(checkpoint_folder: Folder, weights: Any) -> None:
     folder = checkpoint_folder(moe=True)
     (prompt, _), _ = prompts_of(folder)
-    decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
+    decoder = load_adapter(folder).load_decoder(Checkpoint(folder), weights, CPU)
     every = step(Pool(decoder, dtype=decoder.dtype), [(Running(prompt), len(prompt.tokens))])
     for wanted, of in (("none", every[:0]), ("last", every[-1:]), ("odd", every[1::2])):
         logits = step(Pool(decoder, dtype=decoder.dtype), [(Running(prompt), len(prompt.tokens))], wanted)
@@ -146,7 +148,7 @@ def test_every_weight_format_takes_few_rows_and_none(checkpoint_folder: Folder, 
 
 
 class Slow:
-    """Attention that takes its time before it writes."""
+    """Attention that sleeps before it writes."""
 
     takes_windows = True
 
@@ -159,16 +161,16 @@ class Slow:
 
 
 @pytest.mark.parametrize("wanted", [[], [3], list(range(8))], ids=["none", "last", "all"])
-def test_all_ranks_have_written_a_layer_when_it_is_told(checkpoint_folder: Folder, wanted: list[int]) -> None:
-    """Also when nobody wants what the last layer's sum tells. Two ranks on threads, over gloo, of which one is slow."""
-    family, checkpoint = load_family(checkpoint_folder()), Checkpoint(checkpoint_folder())
-    config = family.decoder_config
+def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wanted: list[int]) -> None:
+    """Also if no token needs logits. Two ranks on threads, over gloo, one of which is slow."""
+    adapter, checkpoint = load_adapter(checkpoint_folder()), Checkpoint(checkpoint_folder())
+    config = adapter.decoder_config
     memory = torch.full((config.num_layers, 2, 2, PAGE_SIZE, config.num_kv_heads, config.head_dim), torch.nan)
     batch = ForwardBatch(
         tokens=torch.arange(8),
         positions=torch.arange(8, dtype=torch.float64).expand(3, -1),
         media_index=torch.arange(0),
-        media_rows=torch.zeros(0, family.embedding_width),
+        media_embeddings=torch.zeros(0, adapter.embedding_width),
         logits_index=torch.tensor(wanted, dtype=torch.int64),
         attention=AttentionBatch([8], [8], [torch.tensor([0, 1])], torch.arange(8)),
     )
@@ -178,7 +180,7 @@ def test_all_ranks_have_written_a_layer_when_it_is_told(checkpoint_folder: Folde
     def run(rank: int) -> Tensor:
         torch.set_num_threads(1)
         group = ProcessGroup(store, rank, 2, CPU)
-        decoder = family.load_decoder(checkpoint, FP32, CPU, group)
+        decoder = adapter.load_decoder(checkpoint, FP32, CPU, group)
         cache = KVTensors.within(memory, Dimension(config.num_kv_heads).part(group))
         if rank == 0:
             return decoder(batch, cache, lambda layer: complete.append(not memory[layer].isnan().any()))
@@ -190,7 +192,7 @@ def test_all_ranks_have_written_a_layer_when_it_is_told(checkpoint_folder: Folde
     with ThreadPoolExecutor(2) as threads:
         logits, _ = threads.map(run, range(2))
     assert complete == [True] * config.num_layers
-    alone = family.load_decoder(checkpoint, FP32, CPU)
+    alone = adapter.load_decoder(checkpoint, FP32, CPU)
     expected = alone(batch, KVTensors.allocate(config, 2, PAGE_SIZE, torch.float32, CPU))
     assert logits.shape == (len(wanted), config.vocab_size)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -30,7 +30,7 @@ from triptych.layers.linear import (
     RMSNorm,
 )
 from triptych.layers.pointwise import rotate
-from triptych.layers.rope import Rope, rope_settings
+from triptych.layers.rope import Rope, parse_rope_config
 
 CPU = torch.device("cpu")
 INTERLEAVED = RopeConfig(5e5, (24, 20, 20), interleaved=True)
@@ -81,7 +81,7 @@ def test_a_weight_that_has_the_dtype_is_not_copied() -> None:
     assert linear.weight.data_ptr() == weight.data_ptr()
 
 
-def test_packed_keeps_no_other_copy_and_refuses_other_devices() -> None:
+def test_packed_weights_are_the_only_copy_and_for_cpus_only() -> None:
     weights = WEIGHT_FORMATS["float16"]
     linear = weights.linear(torch.randn(4, 3), None, CPU)
     assert not list(linear.parameters())
@@ -89,7 +89,7 @@ def test_packed_keeps_no_other_copy_and_refuses_other_devices() -> None:
         weights.linear(torch.randn(4, 3), None, torch.device("meta"))
 
 
-def test_every_dtype_that_can_be_asked_for_has_a_format() -> None:
+def test_every_dtype_setting_has_a_format() -> None:
     assert set(WEIGHT_FORMATS) == set(DTYPES)
     assert {"none", *QUANTIZED_FORMATS} == set(QUANTIZATIONS)
 
@@ -99,7 +99,7 @@ def test_float16_is_packed_weights_and_fp32_activations(dtype: str) -> None:
     """As ``--help`` says."""
     weights = WEIGHT_FORMATS[dtype]
     assert isinstance(weights, PackedFormat)
-    assert weights.layer is weights.fine is half_product
+    assert weights.pack_linear is weights.pack_high_precision is half_product
     assert weights.activations == torch.float32
     (dtype_setting,) = [item for item in fields(EngineConfig) if item.name == "dtype"]
     assert "float16: weights in fp16, packed, but activations and sums in fp32" in dtype_setting.metadata["help"]
@@ -141,21 +141,21 @@ def test_rope_equals_transformers(
 
 def test_rope_settings_in_both_spellings() -> None:
     scaling = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    published = rope_settings({"rope_theta": 1e6, "rope_scaling": scaling}, INTERLEAVED)
-    assert published == rope_settings({"rope_parameters": scaling | {"rope_theta": 1e6}}, INTERLEAVED)
+    published = parse_rope_config({"rope_theta": 1e6, "rope_scaling": scaling}, INTERLEAVED)
+    assert published == parse_rope_config({"rope_parameters": scaling | {"rope_theta": 1e6}}, INTERLEAVED)
     assert published == RopeConfig(1e6, (4, 2, 2), interleaved=True)
-    assert rope_settings({"rope_scaling": None}, INTERLEAVED) == INTERLEAVED
+    assert parse_rope_config({"rope_scaling": None}, INTERLEAVED) == INTERLEAVED
 
 
 def test_rope_settings_of_older_files() -> None:
     scaling = {"type": "mrope", "mrope_section": [4, 2, 2]}
-    assert rope_settings({"rope_theta": 1e5, "rope_scaling": scaling}, CHUNKED) == RopeConfig(1e5, (4, 2, 2))
+    assert parse_rope_config({"rope_theta": 1e5, "rope_scaling": scaling}, CHUNKED) == RopeConfig(1e5, (4, 2, 2))
     with pytest.raises(CheckpointError, match="'mrope' is not served"):
-        rope_settings({"rope_scaling": scaling}, RopeConfig(1e6))
+        parse_rope_config({"rope_scaling": scaling}, RopeConfig(1e6))
 
 
 def test_text_alone_has_one_axis() -> None:
-    assert rope_settings({"rope_theta": 1e5, "rope_scaling": None}, RopeConfig(1e6)) == RopeConfig(1e5)
+    assert parse_rope_config({"rope_theta": 1e5, "rope_scaling": None}, RopeConfig(1e6)) == RopeConfig(1e5)
     positions = torch.randint(0, 100_000, (1, 9))
     query = torch.randn(1, 3, 9, 16)
     expected = Qwen2RotaryEmbedding(Qwen2Config(hidden_size=64, num_attention_heads=4))(query, positions)
@@ -180,7 +180,7 @@ def test_text_alone_has_one_axis() -> None:
 )
 def test_rope_settings_that_are_not_served(rope: object, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        rope_settings({"rope_scaling": rope}, INTERLEAVED)
+        parse_rope_config({"rope_scaling": rope}, INTERLEAVED)
 
 
 def test_sections_must_fill_the_head() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from tests.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
+from tests.support.checkpoints import DENSE, MOE, edit_config, load_adapter, load_reference, make_checkpoint
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.decoder import Decoder
@@ -28,11 +28,11 @@ FP32 = PlainFormat(torch.float32)
 
 
 def load_decoder(folder: Path, weights: WeightFormat = FP32) -> Decoder:
-    return load_family(folder).load_decoder(Checkpoint(folder), weights, CPU)
+    return load_adapter(folder).load_decoder(Checkpoint(folder), weights, CPU)
 
 
 def load_both(folder: Path) -> None:
-    load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     load_decoder(folder)
 
 
@@ -64,10 +64,10 @@ def is_mapped(tensor: Tensor, file: Path) -> bool:
 def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, layout: str) -> None:
     """Every key is in exactly one half, and each half holds its own parameters and no others."""
     folder = checkpoint_folder(moe=moe, tied=tied, layout=layout)
-    model, checkpoint = load_family(folder), Checkpoint(folder)
-    tower_keys, decoder_keys = model.tower_keys(checkpoint.tensors), model.decoder_keys(checkpoint.tensors)
-    assert sorted(tower_keys + decoder_keys) == sorted(checkpoint.tensors)
-    assert all(key.startswith("model.visual.") for key in tower_keys)
+    model, checkpoint = load_adapter(folder), Checkpoint(folder)
+    encoder_keys, decoder_keys = model.encoder_keys(checkpoint.tensors), model.decoder_keys(checkpoint.tensors)
+    assert sorted(encoder_keys + decoder_keys) == sorted(checkpoint.tensors)
+    assert all(key.startswith("model.visual.") for key in encoder_keys)
 
     reference = load_reference(folder)
     tower = model.load_encoder(checkpoint, FP32, CPU)
@@ -80,7 +80,7 @@ def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, l
     assert num_parameters(decoder) == num_parameters(reference.model.language_model) + head + repeated
 
     sizes = model.weight_bytes_by_stage(checkpoint.tensors)
-    assert sizes["tower"] == 4 * num_parameters(reference.model.visual)
+    assert sizes["encoder"] == 4 * num_parameters(reference.model.visual)
     assert sizes["decoder"] == 4 * (num_parameters(reference.model.language_model) + (0 if tied else head))
 
 
@@ -103,7 +103,7 @@ def test_weights_that_need_no_change_stay_in_the_file(checkpoint_folder: Callabl
     assert is_mapped(decoder.head.linear.weight, file)
     assert is_mapped(decoder.layers[0].mlp.experts[3].gate_up.weight, file)
     assert not is_mapped(decoder.layers[0].attention.qkv.weight, file)
-    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     assert all(is_mapped(parameter, file) for parameter in tower.module.parameters() if parameter.numel())
 
 
@@ -134,14 +134,14 @@ def test_tied_checkpoint_that_stores_its_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_tie_said_in_the_text_config_only(tmp_path: Path, tied: bool) -> None:
+def test_tie_in_the_text_config_only(tmp_path: Path, tied: bool) -> None:
     folder = make_checkpoint(tmp_path, tied=tied)
     edit_config(folder, tie_word_embeddings=None)
     decoder = load_decoder(folder)
     assert torch.equal(decoder.head.linear.weight, decoder.embedding) == tied
 
 
-def test_top_level_tie_wins(tmp_path: Path) -> None:
+def test_top_level_tie_takes_precedence(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, moe=True, tied=False)
     edit_config(folder, text_config={"tie_word_embeddings": True})
     decoder = load_decoder(folder)
@@ -189,7 +189,7 @@ def test_missing_tensor(tmp_path: Path, key: str) -> None:
         "audio_tower.conv.weight",
     ],
 )
-def test_tensor_that_has_no_place(tmp_path: Path, key: str) -> None:
+def test_unknown_tensor(tmp_path: Path, key: str) -> None:
     folder = rewrite(make_checkpoint(tmp_path), lambda tensors: tensors.update({key: torch.zeros(1)}))
     with pytest.raises(CheckpointError, match=key):
         load_both(folder)
@@ -231,14 +231,14 @@ def test_reading_a_missing_key_or_a_vanished_shard(tmp_path: Path) -> None:
         ({"text_config": {"num_hidden_layers": 1}}, "2 deepstack features for a decoder of 1 layers"),
     ],
 )
-def test_configs_that_are_not_served(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     (tmp_path / "config.json").write_text((make_checkpoint(tmp_path) / "config.json").read_text())
     edit_config(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
-        load_family(tmp_path)
+        load_adapter(tmp_path)
 
 
-def test_vision_config_that_transformers_refuses(tmp_path: Path) -> None:
+def test_vision_config_that_transformers_rejects(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     edit_config(folder, vision_config={"patch_size": "x"})
     with pytest.raises(CheckpointError, match=r"vision_config.*patch_size"):
@@ -270,7 +270,7 @@ def test_a_config_of_another_size(tmp_path: Path) -> None:
 
 def test_patches_that_do_not_fill_their_grid(checkpoint_folder: Callable[..., Path]) -> None:
     folder = checkpoint_folder()
-    tower = load_family(folder).load_encoder(Checkpoint(folder), FP32, CPU)
+    tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     with pytest.raises(PlanMismatch, match="7 patches"):
         tower.encode([EncoderInput(torch.zeros(7, 1536).numpy(), (1, 2, 4), "name")])
 

@@ -1,4 +1,4 @@
-"""The variables that say how the compiled kernels are built, and what happens when they make no sense."""
+"""The environment variables for building the compiled kernels, and invalid values of them."""
 
 import logging
 import shutil
@@ -14,7 +14,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 
 @pytest.fixture(autouse=True)
 def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """The library is found once for each process; here it is built anew, into a folder of the test's own."""
+    """Build the library again, which is otherwise cached per process, into a temporary folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.library.cache_clear()
     yield
@@ -23,7 +23,7 @@ def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 
 @needs_compiler
 @pytest.mark.parametrize(("value", "reason"), [("", "it is empty"), ("  ", "it is empty"), ("'gcc", "No closing quot")])
-def test_a_variable_that_names_no_compiler_is_ignored(
+def test_cc_without_a_command_is_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str, reason: str
 ) -> None:
     monkeypatch.setenv("CC", value)
@@ -34,7 +34,7 @@ def test_a_variable_that_names_no_compiler_is_ignored(
 
 
 @pytest.mark.parametrize("value", ["no-such-compiler -O2", "/", "false"])
-def test_a_compiler_that_is_none_leaves_the_slower_kernels(
+def test_broken_compiler_leaves_pytorchs_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str
 ) -> None:
     monkeypatch.setenv("CC", value)
@@ -45,7 +45,7 @@ def test_a_compiler_that_is_none_leaves_the_slower_kernels(
 
 
 @needs_compiler
-def test_a_cache_folder_that_is_relative_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")

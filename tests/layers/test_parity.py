@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.checkpoints import load_family, load_reference, make_checkpoint
-from tests.layers.driving import (
+from tests.support.checkpoints import load_adapter, load_reference, make_checkpoint
+from tests.support.forward import (
     TOWER_TOLERANCE,
     Pool,
     Prompt,
@@ -34,20 +34,20 @@ TEXT = b"hello triptych"
 
 
 class Model:
-    """A checkpoint's tower, and decoders in any weight format, beside the reference."""
+    """A checkpoint's tower, its decoder in any weight format, and the reference."""
 
     def __init__(self, folder: Path) -> None:
-        self.family = load_family(folder)
+        self.adapter = load_adapter(folder)
         self.checkpoint = Checkpoint(folder)
         self.reference: PreTrainedModel = load_reference(folder)
-        self.tower = self.family.load_encoder(self.checkpoint, WEIGHT_FORMATS["float32"], CPU)
+        self.tower = self.adapter.load_encoder(self.checkpoint, WEIGHT_FORMATS["float32"], CPU)
 
     @cache  # noqa: B019 (lives as long as the module's fixture)
     def decoder(self, weights: str = "float32") -> Decoder:
-        return self.family.load_decoder(self.checkpoint, WEIGHT_FORMATS[weights], CPU)
+        return self.adapter.load_decoder(self.checkpoint, WEIGHT_FORMATS[weights], CPU)
 
     def prompt(self, images: list[EncoderInput], text: bytes = TEXT) -> Prompt:
-        return make_prompt(self.reference, list(text), images, self.tower.encode(images), self.family.embedding_width)
+        return make_prompt(self.reference, list(text), images, self.tower.encode(images), self.adapter.embedding_width)
 
     def expected(self, images: list[EncoderInput], text: bytes = TEXT) -> Tensor:
         return reference_logits(self.reference, self.prompt(images, text), images)
@@ -126,7 +126,7 @@ def test_packed_sequences_at_different_points(models: Callable[..., Model], moe:
         assert_close(torch.cat(parts), model.expected(images, text), TOLERANCE)
 
 
-def test_only_wanted_logits(models: Callable[..., Model]) -> None:
+def test_only_requested_logits(models: Callable[..., Model]) -> None:
     model = models()
     prompt, expected = model.prompt(IMAGES), model.expected(IMAGES)
     last = step(Pool(model.decoder()), [(Running(prompt), len(prompt.tokens))], logits="last")
@@ -139,8 +139,8 @@ def test_only_wanted_logits(models: Callable[..., Model]) -> None:
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize(("weights", "tolerance"), [("float16", 0.01), ("bfloat16", 0.2)])
 def test_other_weight_formats(models: Callable[..., Model], moe: bool, weights: str, tolerance: float) -> None:
-    """With the KV cache that goes with them. Loose: logits reach 15 here, and rounding is amplified by weights far
-    larger than a trained model's."""
+    """With the matching KV cache. The tolerances are loose, because random weights are larger than trained ones and
+    amplify rounding."""
     model = models(moe=moe)
     decoder = model.decoder(weights)
     logits = run_whole(Pool(decoder, dtype=getattr(torch, weights)), model.prompt(IMAGES))
@@ -149,16 +149,16 @@ def test_other_weight_formats(models: Callable[..., Model], moe: bool, weights: 
 
 
 def test_greedy_outputs_vary(models: Callable[..., Model]) -> None:
-    """A checkpoint that always said the same could hide any mistake."""
+    """A checkpoint whose outputs never vary could hide mistakes."""
     for options in ({}, {"moe": True}, {"tied": False}):
         assert len(set(models(**options).expected(IMAGES).argmax(-1).tolist())) > 10
 
 
-def test_media_rows_of_the_wrong_width(models: Callable[..., Model]) -> None:
+def test_media_embeddings_of_the_wrong_width(models: Callable[..., Model]) -> None:
     model = models()
     prompt = model.prompt(IMAGES)
-    prompt.media_rows = prompt.media_rows[:, :-1]
-    with pytest.raises(ValueError, match="media rows have shape"):
+    prompt.media_embeddings = prompt.media_embeddings[:, :-1]
+    with pytest.raises(ValueError, match="media embeddings have shape"):
         run_whole(Pool(model.decoder()), prompt)
 
 
@@ -183,16 +183,16 @@ def test_tower_rows_do_not_depend_on_the_batch(models: Callable[..., Model]) -> 
 
 def test_tower_in_bf16(models: Callable[..., Model]) -> None:
     model = models()
-    tower = model.family.load_encoder(model.checkpoint, WEIGHT_FORMATS["bfloat16"], CPU)
+    tower = model.adapter.load_encoder(model.checkpoint, WEIGHT_FORMATS["bfloat16"], CPU)
     rows = torch.cat(tower.encode(IMAGES))
     assert rows.dtype == torch.bfloat16
     assert_close(rows.float(), torch.cat(model.tower.encode(IMAGES)), 0.3)
 
 
 def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
-    """Rounded to fp16 where a linear layer is, and nothing of its fp32 weights kept."""
+    """Linear layers are in fp16, and their fp32 weights aren't kept."""
     model = models()
-    tower = model.family.load_encoder(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
+    tower = model.adapter.load_encoder(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
     assert any(isinstance(module, PackedLinear) for module in tower.module.modules())
     assert not any(isinstance(module, nn.Linear) for module in tower.module.modules())
     rows = torch.cat(tower.encode(IMAGES))
@@ -201,7 +201,7 @@ def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
 
 
 def test_bf16_checkpoint(tmp_path: Path) -> None:
-    """Weights stored in bf16 and computed with in fp32, the usual case on CPUs."""
+    """Weights stored in bf16 and used in fp32, the usual case on CPUs."""
     model = Model(make_checkpoint(tmp_path, dtype=torch.bfloat16))
     assert model.decoder().embedding.dtype == torch.bfloat16
     assert_close(run_whole(Pool(model.decoder()), model.prompt(IMAGES)), model.expected(IMAGES), TOLERANCE)

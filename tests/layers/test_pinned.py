@@ -1,6 +1,6 @@
 import torch
 
-from triptych.layers.pinned import ALIGNMENT, packed, to_device, to_host, unpacked
+from triptych.layers.pinned import ALIGNMENT, packed, to_cpu, to_device, unpacked
 
 TENSORS = [
     torch.arange(3),
@@ -11,7 +11,7 @@ TENSORS = [
 ]
 
 
-def test_tensors_of_all_kinds_are_packed_into_one() -> None:
+def test_tensors_of_all_dtypes_are_packed_into_one() -> None:
     buffer = packed(TENSORS)
     views = unpacked(buffer, TENSORS)
     for view, tensor in zip(views, TENSORS, strict=True):
@@ -30,6 +30,6 @@ def test_a_larger_buffer_holds_the_same_layout() -> None:
 
 
 def test_nothing_is_copied_on_a_cpu() -> None:
-    for moved in (to_device(TENSORS, torch.device("cpu")), to_host(TENSORS)):
+    for moved in (to_device(TENSORS, torch.device("cpu")), to_cpu(TENSORS)):
         assert all(one is other for one, other in zip(moved, TENSORS, strict=True))
-    assert to_host([]) == []
+    assert to_cpu([]) == []

@@ -7,22 +7,22 @@ import torch
 from torch.nn import functional as F
 
 from triptych.layers import pointwise
-from triptych.layers.pointwise import GeluTanh, likeliest, rms_norm, rotate, silu_times
+from triptych.layers.pointwise import GeluTanh, argmax_rows, rms_norm, rotate, silu_and_mul
 
 TOKENS = (1, 3, 700)
-"""Few enough for one thread, and enough for several."""
+"""Numbers of tokens for a single thread and for several."""
 
 
 @pytest.fixture(autouse=True)
 def _by_these_kernels(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     library = pointwise.declared(kernels)
-    monkeypatch.setattr(pointwise, "_library", lambda: library)
+    monkeypatch.setattr(pointwise, "compiled_kernels", lambda: library)
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("shape", [(64,), (37,), (4, 128), (3, 20)])
 def test_rms_norm(num_tokens: int, shape: tuple[int, ...]) -> None:
-    """Of whole tokens, and of heads that lie beside others in a wider tensor."""
+    """Norms of whole tokens, and of heads that are part of a wider tensor."""
     torch.manual_seed(0)
     weight = torch.randn(shape)
     wider = 5 * torch.randn(num_tokens, 2 * shape[0], *shape[1:])
@@ -32,7 +32,7 @@ def test_rms_norm(num_tokens: int, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(rms_norm(torch.zeros(1, *shape), weight, 1e-6), torch.zeros(1, *shape))
 
 
-def test_rotate_by_tables_that_lie_otherwise() -> None:
+def test_rotate_by_strided_tables() -> None:
     torch.manual_seed(0)
     cos, sin, heads = torch.randn(4000, 1, 64), torch.randn(4000, 1, 64), torch.randn(4000, 2, 64)
     expected = rotate(heads.clone(), cos, sin)
@@ -55,12 +55,12 @@ def test_rotate(num_tokens: int, heads: int, dim: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("width", [96, 41])
-def test_silu_times(num_tokens: int, width: int) -> None:
-    """Also far out, where exponentials overflow."""
+def test_silu_and_mul(num_tokens: int, width: int) -> None:
+    """Also for large values, whose exponentials overflow."""
     torch.manual_seed(0)
     gate_up = 40 * torch.randn(num_tokens, 2 * width)
     gate, up = gate_up.chunk(2, dim=-1)
-    torch.testing.assert_close(silu_times(gate_up), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(silu_and_mul(gate_up), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 700, 33)])
@@ -75,29 +75,29 @@ def test_gelu_tanh(shape: tuple[int, ...], scale: float) -> None:
 def test_other_dtypes_and_layouts_go_through_pytorch() -> None:
     activations, weight = torch.randn(3, 8).bfloat16(), torch.ones(8).bfloat16()
     assert rms_norm(activations, weight, 1e-6).dtype == torch.bfloat16
-    assert silu_times(activations).dtype == torch.bfloat16
+    assert silu_and_mul(activations).dtype == torch.bfloat16
     columns = torch.randn(8, 3).T
-    torch.testing.assert_close(silu_times(columns), silu_times(columns.contiguous()))
+    torch.testing.assert_close(silu_and_mul(columns), silu_and_mul(columns.contiguous()))
     torch.testing.assert_close(GeluTanh()(columns), GeluTanh()(columns.contiguous()))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 151_936), (8, 1_003), (3, 5)])
-def test_likeliest(rows: int, width: int) -> None:
-    """The first of several; rows that grammars have cut down to one token, or that lie apart."""
+def test_argmax_rows(rows: int, width: int) -> None:
+    """The first of equal maxima; rows with a single token allowed, and strided rows."""
     torch.manual_seed(0)
     logits = torch.randint(-3, 4, (rows, width + 7)).float()[:, 3 : width + 3]
-    assert likeliest(logits).tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
+    assert argmax_rows(logits).tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
     banned = torch.full((2, width), -torch.inf)
     banned[0, width - 1] = -1000.0
-    assert likeliest(banned).tolist() == [width - 1, 0]
+    assert argmax_rows(banned).tolist() == [width - 1, 0]
 
 
 @pytest.mark.parametrize("width", [5, 1_003, 4_100])
-def test_a_nan_is_the_likeliest_so_that_it_is_seen(width: int) -> None:
+def test_nan_is_the_maximum(width: int) -> None:
     for place in (0, width // 2, width - 1):
         logits = torch.randn(2, width)
         logits[1, place] = torch.nan
         logits[1, width - 1] = torch.nan
         logits[0, 1] = torch.inf
-        assert likeliest(logits).tolist() == [1, place]
-        assert likeliest(logits.T.contiguous().T).tolist() == [1, place]
+        assert argmax_rows(logits).tolist() == [1, place]
+        assert argmax_rows(logits.T.contiguous().T).tolist() == [1, place]

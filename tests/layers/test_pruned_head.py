@@ -1,5 +1,4 @@
-"""The largest outputs of a product, without computing all: the same bits as the whole product's, whatever the weights
-are like."""
+"""The pruned head's largest outputs are bit-identical to those of the full product, whatever the weights."""
 
 import ctypes
 import math
@@ -11,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_family
-from tests.layers.generating import PAGE_SIZE, Generating, prompts
+from tests.support.checkpoints import load_adapter
+from tests.support.generation import PAGE_SIZE, Generating, prompts
 from triptych.checkpoint.reader import Checkpoint
 from triptych.engine.runner import Runner
 from triptych.layers import native
@@ -39,7 +38,7 @@ def made(weight: Tensor, pack: Pack = half_product) -> tuple[CompiledProduct, Pr
 
 
 def check(product: CompiledProduct, pruned_head: PrunedHead, tokens: Tensor, counts: list[int]) -> list[int]:
-    """Of each token how many outputs were computed."""
+    """Return the number of outputs computed for each token."""
     whole, found = product(tokens), pruned_head(tokens, counts)
     for row, count in enumerate(counts):
         wanted = whole[row] >= whole[row].sort(descending=True).values[min(count, whole.shape[1]) - 1] if count else ...
@@ -50,7 +49,7 @@ def check(product: CompiledProduct, pruned_head: PrunedHead, tokens: Tensor, cou
 
 
 def like_a_vocabulary(weight: Tensor) -> Tensor:
-    """Rows of very different sizes, some of them with single large values, some alike."""
+    """Rows of very different magnitudes, some with single large values, some nearly equal."""
     weight = weight * torch.rand(len(weight), 1).mul(6).exp() / 50
     weight[::7, -1] *= 40
     weight[5::50] = weight[4::50][: len(weight[5::50])]
@@ -66,11 +65,13 @@ def test_the_largest_have_the_bits_of_the_whole_product(pack: Pack, outputs: int
     tokens[:, ::13] *= 30
     for counts in ([1] * 40, [20] * 40, [64, 1, 7, 3] * 10, [0, 1] * 20, [0] * 40, [65, 1] * 20):
         check(product, pruned_head, tokens, counts)
-    assert check(product, pruned_head, tokens, [1] * 39 + [0]) == [outputs] * 40  # one token's need is all tokens'
+    assert (
+        check(product, pruned_head, tokens, [1] * 39 + [0]) == [outputs] * 40
+    )  # one token that needs all outputs makes the product full
     assert pruned_head(tokens[:0], []).shape == (0, outputs)
 
 
-def test_few_are_computed() -> None:
+def test_few_outputs_are_computed() -> None:
     product, pruned_head = made(torch.randn(20_000, 512) / 20)
     computed = check(product, pruned_head, torch.randn(20, 512), [1] * 20)
     assert max(computed) < 200
@@ -79,8 +80,8 @@ def test_few_are_computed() -> None:
     assert max(check(product, pruned_head, tokens, [1] * 20)) < 2000
 
 
-def test_outputs_that_int8_cannot_tell_apart() -> None:
-    """More than a few of them, and the product is computed in full."""
+def test_outputs_that_int8_cannot_distinguish() -> None:
+    """If there are too many, the product is computed in full."""
     weight = torch.randn(1, 256).expand(4000, -1).clone()
     weight[:, 0] += torch.randn(4000) * 1e-3
     product, pruned_head = made(weight, float_product)
@@ -88,7 +89,7 @@ def test_outputs_that_int8_cannot_tell_apart() -> None:
     assert check(product, pruned_head, tokens, [1, 1, 20]) == [4000] * 3
 
 
-def test_weights_that_rounding_changes_as_much_as_it_can() -> None:
+def test_weights_with_the_largest_rounding_error() -> None:
     """All of them by half a step, and the token points the same way. Next to them, one that rounding doesn't change
     comes to almost as much."""
     signs = torch.randint(0, 2, (50, 65)) * 2.0 - 1
@@ -102,7 +103,7 @@ def test_weights_that_rounding_changes_as_much_as_it_can() -> None:
     check(product, pruned_head, signs, [1] * 50)
 
 
-def test_tokens_that_rounding_changes_as_much_as_it_can() -> None:
+def test_tokens_with_the_largest_rounding_error() -> None:
     """All values by half a step of what is left after the first rounding, and the weights point the same way."""
     step = 0.5 / 127
     signs = torch.randint(0, 2, (2, 66)) * 2.0 - 1
@@ -118,7 +119,7 @@ def test_tokens_that_rounding_changes_as_much_as_it_can() -> None:
     check(product, pruned_head, tokens, [1] * 2)
 
 
-def test_sums_that_floats_round_otherwise() -> None:
+def test_sums_whose_rounding_decides_the_order() -> None:
     """int8 changes none of these weights and tokens, and its sums are exact. The whole product's aren't, and whose are
     largest is decided by that."""
     numbers = torch.randint(100, 127, (2**14,)).float()
@@ -141,7 +142,7 @@ def test_the_last_output_may_be_the_largest() -> None:
     check(product, pruned_head, tokens, [1, 3])
 
 
-def test_what_a_token_comes_to_depends_on_it_alone() -> None:
+def test_output_does_not_depend_on_the_batch() -> None:
     _, pruned_head = made(torch.randn(3000, 100))
     tokens = torch.randn(37, 100)
     counts = [(1, 20, 7, 64)[row % 4] for row in range(37)]
@@ -154,7 +155,7 @@ def test_what_a_token_comes_to_depends_on_it_alone() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e25, 1e-25, 1e-42, 0.0])
-def test_values_that_no_bounds_hold_for(value: float) -> None:
+def test_activations_without_bounds_use_the_full_product(value: float) -> None:
     product, pruned_head = made(torch.randn(2000, 50), float_product)
     tokens = torch.randn(5, 50)
     expected = pruned_head(tokens, [1] * 5)
@@ -169,12 +170,12 @@ def test_values_that_no_bounds_hold_for(value: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1.0, 1e5])
 def test_weights_that_fp16_rounds(dtype: torch.dtype, size: float) -> None:
-    """To the largest that it has, if they are larger."""
+    """Larger weights saturate at fp16's largest value."""
     product, pruned_head = made((torch.randn(3000, 100) * size).to(dtype))
     check(product, pruned_head, torch.randn(40, 100), [1, 2, 3, 4] * 10)
 
 
-def test_tokens_that_lie_apart_and_what_does_not_fit() -> None:
+def test_strided_tokens_and_wrong_shapes() -> None:
     product, pruned_head = made(torch.randn(300, 100))
     check(product, pruned_head, torch.randn(4, 230)[:, 5:105], [1] * 4)
     check(product, pruned_head, torch.randn(100, 4).T, [1] * 4)
@@ -184,14 +185,14 @@ def test_tokens_that_lie_apart_and_what_does_not_fit() -> None:
         pruned_head(torch.randn(4, 100), [1] * 3)
 
 
-def test_where_it_is_of_use(kernels: ctypes.CDLL) -> None:
+def test_used_only_where_it_is_faster(kernels: ctypes.CDLL) -> None:
     weight = torch.randn(300, 100)
     assert (pruned_head_of(half_product(weight, None), weight) is not None) == is_faster(kernels)
     assert pruned_head_of(FbgemmProduct(weight, None), weight) is None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e20])
-def test_weights_that_no_bounds_hold_for(value: float) -> None:
+def test_weights_without_bounds_are_rejected(value: float) -> None:
     weight = torch.randn(300, 100)
     weight[7, 3] = value
     product = float_product(weight, None)
@@ -214,7 +215,7 @@ def test_answers_are_the_same(
 ) -> None:
     folder = checkpoint_folder(tied=True)
     weights = (WEIGHT_FORMATS | QUANTIZED_FORMATS)[name]
-    decoder = load_family(folder).load_decoder(Checkpoint(folder), weights, torch.device("cpu"))
+    decoder = load_adapter(folder).load_decoder(Checkpoint(folder), weights, torch.device("cpu"))
     lengths = [7, 13, 1, 9, 20, 5, 2, 9]
     samplings = [SamplingParams(max_tokens=8, seed=row, **settings[row % len(settings)]) for row in range(len(lengths))]
 

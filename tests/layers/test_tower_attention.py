@@ -1,4 +1,4 @@
-"""Attention in towers: by the compiled kernel and without it, and the module that takes the place of transformers'."""
+"""Attention in towers: by the compiled kernel and without it, and the module that replaces transformers'."""
 
 import ctypes
 from itertools import accumulate
@@ -18,7 +18,7 @@ SEGMENTS = [[1], [2], [64], [150], [64, 32, 32, 16], [3, 1, 70], [1, 1], [4, 0, 
 
 
 def operands(num_tokens: int, heads: int, dim: int) -> list[Tensor]:
-    """Queries, keys and values as they are projected: side by side."""
+    """Queries, keys and values as projected: adjacent in one tensor."""
     torch.manual_seed(num_tokens)
     return list(torch.randn(num_tokens, 3, heads, dim).unbind(1))
 
@@ -31,7 +31,7 @@ def expected(operands: list[Tensor], lengths: list[int], scale: float) -> Tensor
 
 @pytest.mark.parametrize(("heads", "dim"), [(4, 64), (2, 72), (3, 80), (1, 8)])
 @pytest.mark.parametrize("lengths", SEGMENTS)
-def test_each_token_sees_its_segment(
+def test_each_token_attends_to_its_segment(
     kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lengths: list[int], heads: int, dim: int
 ) -> None:
     monkeypatch.setattr(tower, "paged_attention", lambda: PagedAttention(kernels))
@@ -43,9 +43,7 @@ def test_each_token_sees_its_segment(
 
 
 @pytest.mark.parametrize("lengths", SEGMENTS)
-def test_what_the_kernel_is_not_made_for_goes_through_pytorch(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[int]
-) -> None:
+def test_unsupported_shapes_use_pytorch(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> None:
     tensors = operands(sum(lengths), 4, 64)
     wanted = expected(tensors, lengths, 0.125)
     halves = attend(*(tensor.bfloat16() for tensor in tensors), lengths, 0.125)
@@ -55,7 +53,7 @@ def test_what_the_kernel_is_not_made_for_goes_through_pytorch(
     torch.testing.assert_close(attend(*tensors, lengths, 0.125), wanted, atol=2e-5, rtol=2e-5)
 
 
-def test_segments_of_other_tokens_than_there_are(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_of_a_wrong_total_are_rejected(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = operands(20, 4, 64)
     for kernel in (PagedAttention(kernels), None):
         monkeypatch.setattr(tower, "paged_attention", lambda kernel=kernel: kernel)
@@ -64,7 +62,7 @@ def test_segments_of_other_tokens_than_there_are(kernels: ctypes.CDLL, monkeypat
                 attend(*tensors, lengths, 0.125)
 
 
-def test_the_kernel_refuses_what_it_has_no_answer_to(kernels: ctypes.CDLL) -> None:
+def test_empty_operands_are_rejected(kernels: ctypes.CDLL) -> None:
     kernel = PagedAttention(kernels)
     assert not kernel.suits(torch.zeros(5, 3, 8), torch.zeros(1, 5, 2, 8))
     with pytest.raises(ValueError, match="0 keys"):
@@ -89,7 +87,7 @@ def test_in_place_of_transformers_module(dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours(hidden, **settings), theirs(hidden, **settings))
 
 
-def test_other_modules_are_not_taken_for_attention() -> None:
+def test_other_modules_are_not_replaced() -> None:
     linear = nn.Linear(2, 2)
     assert TowerAttention.in_place_of(linear) is None
     assert TowerAttention.in_place_of(nn.ModuleDict({"proj": linear})) is None

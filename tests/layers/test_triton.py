@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.layers.paged_cases import BATCHES, SHAPES, Shape, check, make_case
+from tests.support.paged_cases import BATCHES, SHAPES, Shape, check, make_case
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""That Triton compiles the kernels for real, which its interpreter doesn't show, and that they fit: without a GPU."""
+"""Triton compiles the kernels, which its interpreter doesn't test, and they fit a GPU's resources; needs no GPU."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton isn't installed")
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_gpus_that_are_not_there() -> None:
+def test_kernels_compile_for_gpus() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.layers.compile_kernels"],

@@ -1,4 +1,4 @@
-"""What the probe says of an audio file is what is decoded of it, and its features are Whisper's."""
+"""Audio files: headers match what is decoded, and features match Whisper's."""
 
 import random
 import struct
@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 
-from tests.media.sounds import sound, tone
+from tests.support.sounds import sound, tone
 from triptych.errors import BadMediaSize, CheckpointError, MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media.audio import decode_audio
 from triptych.media.log_mel import LogMel
@@ -31,7 +31,7 @@ FILES: dict[str, tuple[dict[str, Any], float]] = {
 
 @pytest.mark.parametrize("channels", [1, 2, 6])
 @pytest.mark.parametrize("name", FILES)
-def test_what_was_recorded_is_heard(name: str, channels: int) -> None:
+def test_decoded_samples_match_the_recording(name: str, channels: int) -> None:
     settings, error = FILES[name]
     rate = settings["rate"]
     if channels == 6 and settings["container"] == "mp3":
@@ -43,26 +43,26 @@ def test_what_was_recorded_is_heard(name: str, channels: int) -> None:
     header = probe_audio(data)
     assert (header.rate, header.channels) == (rate, channels)
     assert header.samples == pytest.approx(recorded.shape[1], abs=0 if error < 0.01 else 0.05 * rate)
-    heard = decode_audio(data, header, 16_000)
-    assert heard.dtype == np.float32
-    assert len(heard) == header.resampled(16_000)
+    decoded = decode_audio(data, header, 16_000)
+    assert decoded.dtype == np.float32
+    assert len(decoded) == header.resampled(16_000)
     expected = tone(1.3, 16_000, channels).mean(axis=0)
-    common = min(len(heard), len(expected)) - 200
+    common = min(len(decoded), len(expected)) - 200
     middle = slice(1000, common)
-    difference = heard[middle] - expected[middle]
+    difference = decoded[middle] - expected[middle]
     assert np.sqrt((difference**2).mean()) < error + 1e-4, "root mean square"
 
 
 @pytest.mark.parametrize("name", ["wav", "flac", "mp3", "mp3, compact disc"])
 @pytest.mark.parametrize("seconds", [0.03, 0.5, 7.77])
-def test_lengths_are_exact_where_the_file_says_them(name: str, seconds: float) -> None:
+def test_declared_lengths_are_exact(name: str, seconds: float) -> None:
     settings, _ = FILES[name]
     recorded = tone(seconds, settings["rate"])
     header = probe_audio(sound(samples=recorded, **settings))
     assert header.samples == recorded.shape[1]
 
 
-def test_an_mp3_that_does_not_say_its_length_is_counted() -> None:
+def test_an_mp3_without_a_declared_length_is_counted() -> None:
     data = sound("mp3", tone(5.0, 44_100), 44_100)
     place = data.index(b"Xing") if b"Xing" in data else data.index(b"Info")
     plain = data[:place] + bytes(4) + data[place + 4 :]
@@ -73,10 +73,10 @@ def test_an_mp3_that_does_not_say_its_length_is_counted() -> None:
 
 @pytest.mark.parametrize("bands", [80, 128])
 @pytest.mark.parametrize("samples", [400, 401, 12_345, 16_000 * 11])
-def test_features_are_whispers(bands: int, samples: int) -> None:
+def test_features_match_whisper(bands: int, samples: int) -> None:
     noise = np.random.default_rng(samples).standard_normal(samples).astype(np.float32)
-    heard = noise * np.linspace(0, 0.5, samples, dtype=np.float32)
-    assert_as_whisper(heard, bands)
+    decoded = noise * np.linspace(0, 0.5, samples, dtype=np.float32)
+    assert_as_whisper(decoded, bands)
 
 
 def test_silence_has_features_too() -> None:
@@ -92,7 +92,7 @@ def assert_as_whisper(samples: NDArray[np.float32], bands: int) -> None:
     np.testing.assert_allclose(made, expected.T, atol=1e-4)
 
 
-def test_settings_of_features() -> None:
+def test_feature_settings() -> None:
     made = LogMel.from_config({"feature_size": 80, "n_fft": 512, "hop_length": 128, "sampling_rate": 8000})
     assert (made.num_bands, made.window, made.hop, made.rate) == (80, 512, 128, 8000)
     wrong: dict[str, Any] = {"feature_size": 0, "hop_length": "a", "n_fft": 1.5, "sampling_rate": True, "dither": 1e-4}
@@ -104,7 +104,7 @@ def test_settings_of_features() -> None:
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def refused(data: bytes, kind: type[MediaError], match: str) -> None:
+def rejected(data: bytes, kind: type[MediaError], match: str) -> None:
     with pytest.raises(kind, match=match):
         header = probe_audio(data)
         LogMel().num_frames(header.resampled(16_000))
@@ -118,15 +118,15 @@ def wav(samples: int, channels: int = 1, rate: int = 16_000, code: int = 1) -> b
     return b"RIFF" + struct.pack("<L", 4 + len(chunks)) + b"WAVE" + chunks
 
 
-def test_what_is_no_audio() -> None:
-    refused(b"", TruncatedMedia, "empty")
-    refused(b"hello" * 100, UnsupportedMedia, "not a WAV, FLAC, MP3 or Ogg")
-    refused(wav(0)[:44], BadMediaSize, "empty")
-    refused(wav(399), BadMediaSize, "shorter than 25 ms")
-    refused(wav(1000, rate=1000), UnsupportedMedia, "1000 samples per second")
-    refused(wav(1000, channels=9), UnsupportedMedia, "9 channels")
-    refused(wav(1000, code=85), UnsupportedMedia, "format 85")
-    refused(b"OggS" + bytes(100), UnsupportedMedia, "neither Vorbis nor Opus")
+def test_data_that_is_not_audio_is_rejected() -> None:
+    rejected(b"", TruncatedMedia, "empty")
+    rejected(b"hello" * 100, UnsupportedMedia, "not a WAV, FLAC, MP3 or Ogg")
+    rejected(wav(0)[:44], BadMediaSize, "empty")
+    rejected(wav(399), BadMediaSize, "shorter than 25 ms")
+    rejected(wav(1000, rate=1000), UnsupportedMedia, "1000 samples per second")
+    rejected(wav(1000, channels=9), UnsupportedMedia, "9 channels")
+    rejected(wav(1000, code=85), UnsupportedMedia, "format 85")
+    rejected(b"OggS" + bytes(100), UnsupportedMedia, "neither Vorbis nor Opus")
 
 
 def test_silent_audio_is_audio() -> None:
@@ -138,11 +138,11 @@ def test_silent_audio_is_audio() -> None:
 def test_truncated(container: str) -> None:
     rate = 48_000
     data = sound(container, tone(3.0, rate), rate)
-    refused(data[: len(data) * 2 // 3], MediaError, "ends|damaged")
-    refused(data[:30], MediaError, ".")
+    rejected(data[: len(data) * 2 // 3], MediaError, "ends|damaged")
+    rejected(data[:30], MediaError, ".")
 
 
-def test_headers_that_lie() -> None:
+def test_wrong_headers_are_detected() -> None:
     data = sound("flac", tone(2.0, 16_000))
     with pytest.raises(MediaMismatch, match=r"longer than the 1\.0 s"):
         decode_audio(data, AudioHeader("FLAC", 16_000, 1, 16_000), 16_000)

@@ -1,4 +1,4 @@
-"""What the probe says of a file is what FFmpeg says, and the frames that are decoded are those of a whole decoding."""
+"""Videos: headers match FFmpeg's, and selected frames match those of a complete decoding."""
 
 import io
 import random
@@ -9,9 +9,9 @@ import av
 import numpy as np
 import pytest
 
-from tests.media import clips
-from tests.media.clips import all_frames, clip, turned
-from tests.media.sounds import tone
+from tests.support import clips
+from tests.support.clips import all_frames, clip, turned
+from tests.support.sounds import tone
 from triptych.errors import BadMediaSize, MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.media.video import decode_frames
@@ -60,7 +60,7 @@ def test_headers_and_frames(name: str) -> None:
             np.testing.assert_array_equal(frame, whole[number])
 
 
-def test_few_frames_are_decoded_for_few_that_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_packets_are_decoded_for_few_selected_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     data = clip("mp4", frames=120)
     header = probe_video(data)
     sent = []
@@ -82,11 +82,11 @@ def test_few_frames_are_decoded_for_few_that_are_wanted(monkeypatch: pytest.Monk
 
     from triptych.media import video
 
-    class Watched(video._Decoding):
+    class Watched(video.FrameDecoder):
         def __init__(self, decoder: object, *rest: object) -> None:
             super().__init__(Counting(decoder), *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(video, "_Decoding", Watched)
+    monkeypatch.setattr(video, "FrameDecoder", Watched)
     list(decode_frames(data, header, [0, 60, 119]))
     assert len(sent) < 30, "a keyframe is never more than 6 frames away"
 
@@ -101,7 +101,7 @@ def test_rotation_is_applied(degrees: int) -> None:
         np.testing.assert_array_equal(frame, np.rot90(stored, -degrees // 90))
 
 
-def test_uneven_webm_shows_what_is_shown_at_the_time() -> None:
+def test_variable_rate_webm_is_sampled_by_time() -> None:
     times = [0, 40, 80, 500, 540, 2000, 2040, 2960]
     data = clip("webm", frames=8, times=times, rate=25)
     header = probe_video(data)
@@ -116,38 +116,38 @@ def test_uneven_webm_shows_what_is_shown_at_the_time() -> None:
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def refused(data: bytes, kind: type[MediaError], match: str) -> None:
+def rejected(data: bytes, kind: type[MediaError], match: str) -> None:
     with pytest.raises(kind, match=match):
         header = probe_video(data)
         list(decode_frames(data, header, [0, header.frames // 2, header.frames - 1]))
 
 
-def test_what_is_no_video() -> None:
-    refused(b"", TruncatedMedia, "empty")
-    refused(b"hello", UnsupportedMedia, "not an MP4, WebM or animated GIF")
-    refused(clips.sound_only(), UnsupportedMedia, "no video track")
-    refused(clip("gif", frames=1)[:60], UnsupportedMedia, "isn't animated")
-    refused(clip("mp4", codec="mpeg4", codec_options={"g": "12", "bf": "0"}), UnsupportedMedia, "'mp4v', which isn't")
-    refused(frames.pack_frames(frames.PackedFrames(1.0, [])), TruncatedMedia, "no frames")
-    refused(b"triptych/frames\x00\xff\xff", UnsupportedMedia, "damaged")
+def test_data_that_is_not_video_is_rejected() -> None:
+    rejected(b"", TruncatedMedia, "empty")
+    rejected(b"hello", UnsupportedMedia, "not an MP4, WebM or animated GIF")
+    rejected(clips.sound_only(), UnsupportedMedia, "no video track")
+    rejected(clip("gif", frames=1)[:60], UnsupportedMedia, "isn't animated")
+    rejected(clip("mp4", codec="mpeg4", codec_options={"g": "12", "bf": "0"}), UnsupportedMedia, "'mp4v', which isn't")
+    rejected(frames.pack_frames(frames.PackedFrames(1.0, [])), TruncatedMedia, "no frames")
+    rejected(b"triptych/frames\x00\xff\xff", UnsupportedMedia, "damaged")
 
 
 @pytest.mark.parametrize("container", ["mp4", "webm", "gif"])
 def test_truncated(container: str) -> None:
     data = clip(container, frames=30, options={"movflags": "faststart"} if container == "mp4" else None)
-    refused(data[: len(data) * 2 // 3], MediaError, "ends after|of the 30 frames|ends within")
-    refused(data[:20], MediaError, ".")
+    rejected(data[: len(data) * 2 // 3], MediaError, "ends after|of the 30 frames|ends within")
+    rejected(data[:20], MediaError, ".")
 
 
-def test_headers_that_lie() -> None:
+def test_wrong_headers_are_detected() -> None:
     data = bytearray(clip("mp4", frames=12))
     count = data.index(b"stts")
-    refused(
+    rejected(
         bytes(data[: count + 12] + b"\x00\x00\x00\x0d" + data[count + 16 :]), UnsupportedMedia, "contradicts itself"
     )
     sizes = data.index(b"avc1", data.index(b"stsd"))
     wider = bytes(data[: sizes + 28] + b"\x01\x00" + data[sizes + 30 :])
-    refused(wider, MediaMismatch, "a frame of 96 by 64 pixels; its header says 256 by 64")
+    rejected(wider, MediaMismatch, "a frame of 96 by 64 pixels; its header says 256 by 64")
     tall = probe_video(clip("gif", frames=3))
     with pytest.raises(MediaMismatch, match="has 5 frames; its header says 3"):
         list(decode_frames(clip("gif", frames=5), tall, [0]))
@@ -157,7 +157,7 @@ def test_headers_that_lie() -> None:
 
 
 def test_frames_of_different_sizes() -> None:
-    from tests.parity.cases import picture, png
+    from tests.support.image_cases import picture, png
 
     packed = frames.PackedFrames(2.0, [png(picture(64, 32, 1)), png(picture(32, 64, 1))])
     with pytest.raises(BadMediaSize, match="must all have the same size"):
@@ -184,8 +184,8 @@ def test_mutated_files_raise_only_typed_errors(name: str) -> None:
             continue
 
 
-def test_planning_takes_no_longer_for_long_files() -> None:
-    """Two hours in a header that was made up: 216,000 frames of different lengths."""
+def test_planning_time_does_not_grow_with_length() -> None:
+    """A forged header of two hours: 216,000 frames of different durations."""
     data = clip("mp4", frames=12, options={"movflags": "faststart"})
     entries = np.empty((216_000, 2), dtype=">u4")
     entries[:, 0] = 1
@@ -203,4 +203,4 @@ def test_planning_takes_no_longer_for_long_files() -> None:
     header = probe_video(bytes(long))
     took = time.perf_counter() - began
     assert header.frames == 216_000
-    assert took < 0.05  # 1 to 3 ms where nothing else runs
+    assert took < 0.05

@@ -11,9 +11,9 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from triptych.errors import Unavailable
+from triptych.errors import BadAddress, Unavailable
 from triptych.messages import channel as channels
-from triptych.messages.channel import BadAddress, Channel
+from triptych.messages.channel import Channel
 from triptych.messages.codec import Message, encode
 from triptych.messages.curve import ClusterKeys, CurveKey
 from triptych.messages.work import Encode, Heartbeat
@@ -64,8 +64,9 @@ def test_a_big_message_arrives_whole(pair: tuple[Channel, Channel]) -> None:
 def test_bad_frames_are_dropped_and_the_next_good_one_arrives(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-        if one._keys:
-            use_keys(stranger, one._keys.server.public, one._keys.client)
+        if one.is_encrypted:
+            keys = ClusterKeys.derive(SECRET)
+            use_keys(stranger, keys.server.public, keys.client)
         stranger.connect(other.address)
         for frame in (b"", b"\xc1garbage", b"\x91" * 5000, encode(beat(7))):
             stranger.send(frame)
@@ -108,7 +109,7 @@ def test_a_peer_that_does_not_read_becomes_unavailable_and_others_do_not(
             one.send(nobody, beat(number))
     one.send(other.address, beat(1))
     assert receive(other, 1) == [beat(1)]
-    one.forget(nobody)
+    one.disconnect(nobody)
     one.send(nobody, beat(1))  # a new outbox
 
 
@@ -207,19 +208,19 @@ def test_a_forgotten_peer_gets_what_was_sent_and_can_be_written_to_again(pair: t
     with no_growth():
         for number in range(5):
             one.send(other.address, beat(number))
-            one.forget(other.address)
+            one.disconnect(other.address)
             assert receive(other, 1) == [beat(number)]
 
 
 def test_a_flood_is_taken_in_parts() -> None:
-    count = 3 * channels.FRAMES_AT_A_TIME
+    count = 3 * channels.MAX_FRAMES_PER_DRAIN
     with channel() as one, channel() as other:
         for number in range(count):
             one.send(other.address, beat(number))
         received: list[Message] = []
         while len(received) < count:
             part = other.receive(5.0)
-            assert 0 < len(part) <= channels.FRAMES_AT_A_TIME
+            assert 0 < len(part) <= channels.MAX_FRAMES_PER_DRAIN
             received += part
         assert received == [beat(number) for number in range(count)]
         assert not other.pending
@@ -268,7 +269,7 @@ def test_the_right_key_of_the_server_alone_lets_nobody_in(knows_server_key: bool
         silence(inbox)
 
 
-def test_without_the_doorkeeper_nobody_new_gets_in() -> None:
+def test_without_the_authenticator_no_new_peer_is_accepted() -> None:
     with channel(secret=SECRET) as inbox, channel(secret=SECRET) as friend:
         assert inbox._zap_authenticator
         inbox._zap_authenticator.stop()

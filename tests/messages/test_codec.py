@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.messages.codec import BadMessage, Message, decode, encode
+from triptych.errors import BadMessage
+from triptych.messages.codec import Message, decode, encode
 from triptych.messages.rows import RowMessage
 from triptych.messages.work import Heartbeat, SamplingParams, WorkMessage
 from triptych.types import Address

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -22,18 +22,16 @@ import psutil
 import pytest
 import zmq
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Running, running
-from tests.parity.cases import Case, picture, png
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, Running, running
+from tests.support.image_cases import Case, picture, png
 from triptych.config import EncodeConfig
 from triptych.encode.loop import EncodeLoop
-from triptych.engine.embedding_source import EmbeddingSource
-from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineLoop
-from triptych.errors import InstanceLost, Unavailable
+from triptych.errors import BadMessage, InstanceLost, Unavailable
 from triptych.messages.channel import Channel
-from triptych.messages.codec import BadMessage, Message, decode, encode
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowMessage, Wrote
+from triptych.messages.codec import Message, decode, encode
+from triptych.messages.rows import Abort, Done, Grant, Offer, RowMessage, TransferSide, Wrote
 from triptych.messages.work import (
     Cancel,
     ChangeRole,
@@ -352,8 +350,8 @@ class Attacker:
         # whichever of them the target answers, it does so after all that came before
         for question in (
             Heartbeat(self._ear.address),
-            Abort(TransferId("the last"), End.CONSUMER, self._ear.address, ""),
-            Abort(TransferId("the last"), End.PRODUCER, self._ear.address, ""),
+            Abort(TransferId("the last"), TransferSide.CONSUMER, self._ear.address, ""),
+            Abort(TransferId("the last"), TransferSide.PRODUCER, self._ear.address, ""),
         ):
             self._socket.send(encode(question))
         assert self._ear.receive(60.0), "it doesn't answer any more"
@@ -364,7 +362,7 @@ def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tupl
     door = service.frontend
     if target == "frontend":
         # of an instance's address, Leave and Register say what it means them to say
-        address, kinds = door.channel.address, set(door.router._handlers)
+        address, kinds = door.channel.address, set(door.router.debug_state().handled)
         return address, Nonsense(2, addresses=[address], seen=seen, meant=kinds)
     instance = next(instance for instance in service.instances if instance.role is ROLES[target])
     transfers = [transfers_of(host) for host in instance.loops]
@@ -377,19 +375,19 @@ def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tupl
     return instance.channel.address, nonsense
 
 
-def transfers_of(host: StageLoop) -> Mapping[TransferId, object]:
+def transfers_of(host: StageLoop) -> Collection[TransferId]:
     """Those that are under way now."""
     if isinstance(host, EncodeLoop | SenderLoop):
-        return host._sender._transfers
+        return host.sender.transfers
     assert isinstance(host, EngineLoop)
-    assert isinstance(host._incoming, EmbeddingSource | KVSource)
-    return host._incoming._receiver._transfers
+    return host.source.transfers
 
 
 def is_idle(service: Running) -> bool:
     """Nothing to encode and nothing to generate: what an attacker had encoded may go wherever he said."""
     encoders = [h for instance in service.instances for h in instance.loops if isinstance(h, EncodeLoop)]
-    return not any(host._jobs for host in encoders) and not any(host.scheduler for host in service.engine_loops())
+    encoding = any(host.debug_state().jobs for host in encoders)
+    return not encoding and not any(host.scheduler for host in service.engine_loops())
 
 
 async def settled_answer(service: Running) -> list[int]:

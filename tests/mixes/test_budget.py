@@ -1,6 +1,6 @@
-"""No request, whatever it says, holds a loop or the compute thread for long beyond its step: everybody would wait.
+"""No request may block an event loop, or the compute thread beyond its step, for longer than a budget.
 
-What is measured is the time that the thread itself computes, so that a busy machine doesn't matter.
+Measures the thread's own CPU time, so that other load on the machine doesn't matter.
 """
 
 import json
@@ -15,18 +15,18 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import Served, image, image_part, served, wait_for
-from tests.checkpoints import make_checkpoint
-from tests.mixes.bodies import TOOL
+from tests.support.checkpoints import make_checkpoint
+from tests.support.request_bodies import TOOL
+from tests.support.serving import Served, image, image_part, served, wait_for
 from triptych.engine.loop import EngineLoop
 from triptych.heap import gc_frozen
 
 BUDGET = 0.1
-"""Seconds, on a core that needs no longer than ``LOOP_SECONDS`` for ``loop``; more on a slower one."""
+"""Seconds on a core that runs ``loop`` within ``LOOP_SECONDS``; scaled up on slower cores."""
 LOOP_SECONDS = 0.005
 WORDS = "Tell me about a red circle. "
 EVIL = {"logit_bias": {"64": 100.0}, "max_tokens": 300, "ignore_eos": True, "temperature": 1}
-"""Token 64 is an ``a``, which the grammars below take without an end."""
+"""Token 64 is an ``a``, which the grammars below accept without end."""
 MANY_NAMES = {f"p{number}": {"type": "string", "maxLength": 20} for number in range(200)}
 
 CHATS: dict[str, dict[str, Any]] = {
@@ -125,7 +125,7 @@ REQUESTS = (
 
 @dataclass
 class Longest:
-    """For how many seconds a thread has computed without a pause, at most, by what it is."""
+    """Longest time that each thread has computed without a pause, in seconds."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -172,7 +172,7 @@ def timed(job: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[tuple[Served, Longest]]:
-    """A service, and how long its threads have been held since it began to serve."""
+    """A service, and the longest times that its threads have computed since it began to serve."""
     longest = Longest()
     with served(folder, "1E1PD") as service:
         service.text([image_part(image())])  # what is loaded at first use
@@ -184,7 +184,7 @@ def watched(folder: Path) -> Iterator[tuple[Served, Longest]]:
                 if isinstance(host, EngineLoop):
                     step: list[float] = []
                     runner: Any = host.runner
-                    runner._logits = timed(runner._logits, step)
+                    runner.logits = timed(runner.logits, step)
                     runner.run = longest.beyond("the compute thread", runner.run, step)
         loop: Any = service.loop
         loop._selector.select = longest.between("the loop of the frontend", loop._selector.select)
@@ -205,7 +205,7 @@ def shared(folder: Path) -> Iterator[tuple[Served, Longest]]:
 
 
 def loop() -> int:
-    """Nothing but Python's own work."""
+    """A loop of pure Python, to measure the core's speed."""
     total = 0
     for number in range(200_000):
         total += number & 7
@@ -218,19 +218,19 @@ def budget_for(loop_seconds: float) -> float:
 
 @pytest.fixture(scope="module")
 def budget() -> float:
-    """The least of several, so that who else computes now doesn't matter."""
+    """The minimum of several runs, to exclude other load."""
     seconds: list[float] = []
     for _ in range(5):
         timed(loop, seconds)()
     return budget_for(min(seconds))
 
 
-def test_the_budget_is_that_of_the_core_and_never_less() -> None:
+def test_the_budget_scales_with_the_core_but_has_a_minimum() -> None:
     assert (budget_for(LOOP_SECONDS / 10), budget_for(3 * LOOP_SECONDS)) == pytest.approx((BUDGET, 3 * BUDGET))
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_holds_nobody_up(shared: tuple[Served, Longest], budget: float, name: str) -> None:
+def test_a_request_does_not_block_others(shared: tuple[Served, Longest], budget: float, name: str) -> None:
     service, longest = shared
     wait_for(service.everything_is_back, 30.0)  # what the one before left behind isn't this one's
     longest.seconds.clear()

@@ -1,7 +1,7 @@
-"""Random mixes of every field of the three APIs that generate, beside streams that must not notice.
+"""Random mixes of all fields of the three generating APIs, beside streams that must not be affected.
 
-No request may end in a failure of the service, no stream may get another answer than it has alone, and afterwards no
-instance may hold anything. ``test_many`` is for the night: ``scripts/test -m slow tests/mixes``.
+No request may make the service fail, each stream must get the answer that it gets alone, and everything must be
+released afterwards. ``test_many_mixes`` runs nightly: ``scripts/test -m slow tests/mixes``.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import image, image_part, wait_for
-from tests.chaos.cluster import _free_port
-from tests.checkpoints import make_checkpoint
-from tests.cluster.processes import Command, triptych
-from tests.mixes.bodies import Request, Requests
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import _free_port
+from tests.support.commands import Command, triptych
+from tests.support.request_bodies import Request, Requests
+from tests.support.serving import image, image_part, wait_for
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 
@@ -38,9 +38,9 @@ TOPOLOGIES = {
 }
 AT_A_TIME = 5
 LEFT = (0, "left")
-"""How a request ended whose client left."""
+"""Outcome of a request whose client disconnected."""
 SEED = int(os.environ.get("TRIPTYCH_TEST_SEED", "1"))
-"""Of the requests; a failure names the one to repeat."""
+"""Seed of the requests; a failure names the one to repeat."""
 TEXT = [{"role": "user", "content": "Tell me a story."}]
 SEEN = [{"role": "user", "content": [image_part(image(96, 64, 3)), {"type": "text", "text": "What is it?"}]}]
 LONG = {"max_tokens": 150, "ignore_eos": True}
@@ -94,19 +94,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer_of(lines: Iterator[str]) -> dict[int, Any]:
-    """What a stream has said, by choice: text, tokens' log probabilities, and why it ended."""
-    told: dict[int, list[Any]] = {}
+    """Return a stream's text, log probabilities and finish reason by choice."""
+    choices: dict[int, list[Any]] = {}
     for line in lines:
         if line in ("", "data: [DONE]"):
             continue
         event = json.loads(line.removeprefix("data: "))
         assert "error" not in event, event
         for choice in event["choices"]:
-            so_far = told.setdefault(choice["index"], ["", [], None])
+            so_far = choices.setdefault(choice["index"], ["", [], None])
             so_far[0] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             so_far[1] += ((choice.get("logprobs") or {}).get("content")) or []
             so_far[2] = choice["finish_reason"] or so_far[2]
-    return told
+    return choices
 
 
 def stream(url: str, path: str, body: dict[str, Any]) -> dict[int, Any]:
@@ -122,10 +122,10 @@ def ask(url: str, request: Request) -> tuple[int, str]:
     """The status and the error's code; (200, "") for an answer, ``LEFT`` for a client that left. Fails where the
     service does."""
     leaves, streams = request.leaves_after is not None, request.body.get("stream") is True
-    patience = httpx.Timeout(60, read=request.seconds if leaves and not streams else 60)
+    timeout = httpx.Timeout(60, read=request.seconds if leaves and not streams else 60)
     try:
         with (
-            httpx.Client(base_url=url, trust_env=False, timeout=patience) as client,
+            httpx.Client(base_url=url, trust_env=False, timeout=timeout) as client,
             client.stream("POST", request.path, content=json.dumps(request.body)) as response,
         ):
             if request.leaves_after is not None and streams and response.status_code == 200:
@@ -146,7 +146,7 @@ def ask(url: str, request: Request) -> tuple[int, str]:
 
 
 def _error_in(text: str, content_type: str) -> tuple[str, str]:
-    """The type and the code of the error that an answer is or ends with; empty for none."""
+    """Return the type and the code of the error that an answer is or ends with; empty for none."""
     if content_type.startswith("text/event-stream"):
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         errors = [event.get("error") or (event.get("response") or {}).get("error") for event in events]
@@ -157,7 +157,7 @@ def _error_in(text: str, content_type: str) -> tuple[str, str]:
 
 
 def check(running: Service, number: int) -> Counter[tuple[int, str]]:
-    """``number`` random requests beside the bystanders. How they ended."""
+    """Send ``number`` random requests beside the bystanders, and return their outcomes."""
     expected = [stream(running.url, *one) for one in running.bystanders]
     assert [stream(running.url, *one) for one in running.bystanders] == expected, "alone, the same each time"
     document = running.get("/openapi.json").json()
@@ -195,7 +195,7 @@ def check_served(ends: Counter[tuple[int, str]]) -> None:
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """Answers with the status that is the request's path, at once or, for 200, late."""
+    """Answers with the status in the request's path: 200 late, others at once."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
@@ -212,7 +212,7 @@ class Scripted(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_failure_is_one_for_a_client_that_would_have_left_too() -> None:
+def test_failures_count_for_clients_that_would_have_disconnected() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server, ThreadPoolExecutor(1) as pool:
         pool.submit(server.serve_forever, 0.05)
         url = f"http://127.0.0.1:{server.server_port}"
@@ -226,14 +226,14 @@ def test_a_failure_is_one_for_a_client_that_would_have_left_too() -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_some(folder: Path, topology: str) -> None:
+def test_a_few_mixes(folder: Path, topology: str) -> None:
     with service(folder, topology) as running:
         check_served(check(running, 60))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_many(folder: Path, topology: str) -> None:
+def test_many_mixes(folder: Path, topology: str) -> None:
     with service(folder, topology) as running:
         ends = check(running, 1500)
     print(ends)

@@ -1,4 +1,4 @@
-"""The tokens of a video that is heard: in the order in which transformers' processor puts them."""
+"""The tokens of a video with an audio track are in the order of transformers' processor."""
 
 import random
 from types import SimpleNamespace
@@ -9,33 +9,33 @@ import numpy as np
 import pytest
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor
 
-from tests.models.test_mrope import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
+from tests.support.families import HEARD_VIDEOS
+from tests.support.planners import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
 from triptych.errors import BadMediaSize, UnsupportedMedia
 from triptych.models.base import Planner
 from triptych.models.qwen3_omni.plan import Qwen3OmniPlanner
-from triptych.types import AudioHeader, FrameSampling, ItemPlan, PartRows, SoundPlan, VideoHeader
+from triptych.types import AudioHeader, AudioTrackPlan, FrameSampling, ItemPlan, PartRows, VideoHeader
 
-FAMILY = "qwen3_omni_moe"
-PLANNER = planner_of(FAMILY)
-SECOND = AudioHeader("MP4", 16_000, 1, 16_000, track=True)
+PLANNER = planner_of(HEARD_VIDEOS)
+SECOND = AudioHeader("MP4", 16_000, 1, 16_000, in_video=True)
 
 
 def reference(plan: ItemPlan) -> str:
-    """Frames are V, sound is A."""
+    """Frames are V, audio is A."""
     processor = Qwen3OmniMoeProcessor.__new__(Qwen3OmniMoeProcessor)
     marks = {"audio_bos_token": "<", "audio_eos_token": ">", "audio_token": "A", "video_token": "V"}
     for name, value in ({"video_processor": SimpleNamespace(merge_size=2)} | marks).items():
         setattr(processor, name, value)
-    assert plan.sound
-    video = {"video_grid_thw": np.array([plan.grid]), "video_second_per_grid": [seconds_of(FAMILY, plan)]}
+    assert plan.audio_track
+    video = {"video_grid_thw": np.array([plan.grid]), "video_second_per_grid": [seconds_of(HEARD_VIDEOS, plan)]}
     made: str = processor.replace_video_with_audio_token(
-        video, 0, {"num_audio_tokens": [plan.sound.rows]}, 0, position_id_per_seconds=13.0
+        video, 0, {"num_audio_tokens": [plan.audio_track.rows]}, 0, position_id_per_seconds=13.0
     )
     return made
 
 
 def spelled(planner: Planner, plan: ItemPlan) -> str:
-    thinker = config_of(FAMILY)["thinker_config"]
+    thinker = config_of(HEARD_VIDEOS)["thinker_config"]
     names = {"audio_start_token_id": "<", "audio_end_token_id": ">", "audio_token_id": "A", "video_token_id": "V"}
     letters = {thinker[name]: letter for name, letter in names.items()}
     runs = iter(planner.runs(plan))
@@ -54,16 +54,16 @@ def test_tokens_are_in_the_order_of_the_reference() -> None:
 
 
 def check_parts(plan: ItemPlan, tokens: str) -> None:
-    """Each part's rows are at tokens of its kind, and both kinds go on where they were."""
-    assert plan.sound
+    """Each part's rows are at tokens of its modality, in order."""
+    assert plan.audio_track
     assert plan.is_whole
     firsts = [part.runs[0][0] for part in plan.parts]
     assert firsts == sorted(firsts)
     for part in plan.parts:
         for first_row, rows in part.runs:
-            assert set(tokens[first_row : first_row + rows]) == {"A" if part.heard else "V"}
-    for heard, planned in ((False, [plan.rows_per_part] * plan.grid[0]), (True, windows(plan.sound.header))):
-        numbers = [number for number, part in enumerate(plan.parts) if part.heard == heard]
+            assert set(tokens[first_row : first_row + rows]) == {"A" if part.is_audio else "V"}
+    for heard, planned in ((False, [plan.rows_per_part] * plan.grid[0]), (True, windows(plan.audio_track.header))):
+        numbers = [number for number, part in enumerate(plan.parts) if part.is_audio == heard]
         assert [plan.rows_of(number) for number in numbers] == planned
         places = [run for number in numbers for run in plan.runs_of(number)]
         assert places == sorted(places)
@@ -83,15 +83,15 @@ def test_a_plan_counts_both() -> None:
         seen.cost + sound.cost,
         seen.patches + sound.patches,
     )
-    assert heard.sound == SoundPlan(SECOND, sound.grid[0], sound.rows)
+    assert heard.audio_track == AudioTrackPlan(SECOND, sound.grid[0], sound.rows)
     assert heard.num_parts == seen.num_parts + sound.num_parts
-    assert seen.sound is None
+    assert seen.audio_track is None
     assert seen.is_whole
     with pytest.raises(BadMediaSize, match="shorter than 25 ms"):
-        PLANNER.plan(header, BOUNDS, sound=AudioHeader("MP4", 48_000, 1, 100, track=True))
+        PLANNER.plan(header, BOUNDS, sound=AudioHeader("MP4", 48_000, 1, 100, in_video=True))
 
 
-def test_plans_that_are_not_whole() -> None:
+def test_invalid_parts_are_rejected() -> None:
     plan = PLANNER.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, sound=SECOND)
 
     def changed(**fields: Any) -> ItemPlan:
@@ -102,22 +102,22 @@ def test_plans_that_are_not_whole() -> None:
     assert not changed(parts=(*plan.parts, first)).is_whole
     assert not changed(parts=(PartRows(((1, 1),)), *others)).is_whole
     assert not changed(rows=plan.rows + 1).is_whole
-    assert not changed(sound=None).is_whole
+    assert not changed(audio_track=None).is_whole
     assert not changed(parts=()).is_whole
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_who_does_not_hear(family: str) -> None:
+def test_families_without_audio_in_video(family: str) -> None:
     planner = planner_of(family)
     assert not planner.audio_in_video
-    with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
+    with pytest.raises(UnsupportedMedia, match="takes no audio track with a video"):
         planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)
 
 
 def test_a_config_that_does_not_name_the_end_of_audio() -> None:
-    """transformers' own has no setting for it."""
-    thinker = {k: v for k, v in config_of(FAMILY)["thinker_config"].items() if k != "audio_end_token_id"}
-    planner = Qwen3OmniPlanner(config_of(FAMILY) | {"thinker_config": thinker}, {"feature_size": 20})
+    """transformers' config class has no setting for it."""
+    thinker = {k: v for k, v in config_of(HEARD_VIDEOS)["thinker_config"].items() if k != "audio_end_token_id"}
+    planner = Qwen3OmniPlanner(config_of(HEARD_VIDEOS) | {"thinker_config": thinker}, {"feature_size": 20})
     assert not planner.audio_in_video
-    with pytest.raises(UnsupportedMedia, match="doesn't hear videos"):
+    with pytest.raises(UnsupportedMedia, match="takes no audio track with a video"):
         planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)

@@ -10,46 +10,22 @@ import pytest
 import torch
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
-from transformers.video_utils import VideoMetadata
 
-from tests.models.test_qwen3_vl_preprocess import CONFIG
-from tests.tiny import TINY
+from tests.support.families import ROPE_INDEX
+from tests.support.planners import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
+from tests.support.tiny import TINY
 from triptych.errors import PlanMismatch
 from triptych.models.base import Planner
-from triptych.models.registry import FAMILIES, resolve
-from triptych.models.shared.mrope import Shape, mrope_positions
+from triptych.models.shared.mrope import MediaPositions, mrope_positions
 from triptych.types import (
-    AudioHeader,
-    FrameSampling,
     ImageHeader,
     ItemPlan,
-    PixelBounds,
     Placement,
     Span,
-    VideoHeader,
 )
 
-MODELS = {
-    "qwen2_vl": ("qwen2_vl", "Qwen2VL"),
-    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VL"),
-    "qwen3_vl": ("qwen3_vl", "Qwen3VL"),
-    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoe"),
-    "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeThinker"),
-}
 TEXT = 65
 KINDS = {"image": 1, "video": 2, "audio": 3}
-BOUNDS = PixelBounds(4 * 32 * 32, 30 * 32 * 32)
-
-
-def config_of(family: str) -> dict[str, Any]:
-    return CONFIG if family.startswith("qwen3_vl") else TINY[family].config
-
-
-def planner_of(family: str) -> Planner:
-    images = {"size": {"shortest_edge": 1024, "longest_edge": 300 * 300}}
-    settings = {"size": {"shortest_edge": 1024, "longest_edge": 300 * 300}, "max_frames": 24}
-    planner: Planner = resolve(FAMILIES[family].planner)(config_of(family), images, settings)
-    return planner
 
 
 @dataclass
@@ -62,7 +38,7 @@ class Mix:
     seconds: list[float] = field(default_factory=list)
     plans: list[ItemPlan] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    heard: bool = False
+    with_audio: bool = False
 
     def add_text(self, count: int, token: int = TEXT) -> None:
         self.tokens += [token] * count
@@ -85,7 +61,7 @@ class Mix:
         self.placements.append(Placement(tuple(spans)))
 
     def add_heard(self, planner: Planner, plan: ItemPlan, marks: tuple[int, int]) -> None:
-        """A video that is heard: the marks of audio are within its own."""
+        """Add a video with audio, whose audio markers are between its own."""
         kinds = {token: KINDS[name] for name, token in planner.placeholder_ids.items()}
         runs, spans = iter(planner.runs(plan)), []
         self.add_text(1, marks[0])
@@ -105,36 +81,13 @@ class Mix:
         return torch.tensor(grids) if grids else None
 
 
-def random_video(source: random.Random) -> tuple[VideoHeader, FrameSampling]:
-    rate = source.choice([1.0, 2.0, 12.5, 24.0, 29.97002997002997])
-    size = source.randint(20, 300), source.randint(20, 300)
-    header = VideoHeader("MP4", *size, source.randint(1, 100), rate, chosen=source.random() < 0.2)
-    asked = source.choice([{}, {"fps": 2.0}, {"fps": 3.0}, {"fps": 0.7}, {"num_frames": source.randint(1, 24)}])
-    return header, FrameSampling(**asked)
-
-
-def seconds_of(family: str, plan: ItemPlan) -> float:
-    """How long a patch in time is, as the family's processor says it, in words of its own."""
-    header = plan.header
-    assert isinstance(header, VideoHeader)
-    if family == "qwen3_omni_moe" and not header.chosen and not plan.sampling.num_frames:
-        return 2 / (plan.sampling.fps or 1.0)
-    seen = None if header.chosen else list(plan.frames)
-    sampled: float = VideoMetadata(header.frames, fps=header.rate, frames_indices=seen).sampled_fps
-    return 2 / sampled
-
-
-def random_sound(source: random.Random) -> AudioHeader:
-    return AudioHeader("WAV", 16_000, 1, source.randint(400, 16_000 * 12))
-
-
 def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
     """The ends may be bare, but two items always have text between them, as in templates; Omni looks for the marks.
     Either all videos of a prompt are heard or none."""
     config = config_of(family)
     config = config.get("thinker_config", config)
     seen = config["vision_start_token_id"], config["vision_end_token_id"]
-    mix = Mix(heard=planner.audio_in_video and source.random() < 0.5)
+    mix = Mix(with_audio=planner.audio_in_video and source.random() < 0.5)
     mix.add_text(source.choice([0, 1, 20]))
     for _ in range(source.randrange(6)):
         marks = None if family != "qwen3_omni_moe" and source.random() < 0.3 else seen
@@ -145,15 +98,15 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
             plan = planner.plan(ImageHeader("PNG", source.randint(20, 300), source.randint(20, 300)))
         else:
             header, sampling = random_video(source)
-            plan = planner.plan(header, BOUNDS, sampling, random_sound(source) if mix.heard else None)
+            plan = planner.plan(header, BOUNDS, sampling, random_sound(source) if mix.with_audio else None)
             mix.seconds.append(seconds_of(family, plan))
-        if plan.sound:
+        if plan.audio_track:
             mix.add_heard(planner, plan, seen)
         else:
             mix.add(planner, plan, marks)
         mix.add_text(source.choice([1, 2, 30]))
     if mix.plans and source.random() < 0.3:
-        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].sound else 1)
+        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].audio_track else 1)
         del mix.tokens[end:], mix.types[end:]
     return mix if mix.tokens else Mix([TEXT], [0])
 
@@ -164,7 +117,7 @@ def reference_of(family: str) -> Any:
         model_class: Any = Qwen3OmniMoeThinkerForConditionalGeneration
         config = Qwen3OmniMoeThinkerConfig(**TINY[family].config["thinker_config"])
     else:
-        folder, prefix = MODELS[family]
+        folder, prefix = ROPE_INDEX[family]
         package = f"transformers.models.{folder}"
         model_class = getattr(importlib.import_module(f"{package}.modeling_{folder}"), f"{prefix}Model")
         config = getattr(importlib.import_module(f"{package}.configuration_{folder}"), f"{prefix}Config")()
@@ -177,7 +130,7 @@ def reference_of(family: str) -> Any:
     return reference
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ROPE_INDEX)
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_as_the_reference(family: str, count: int) -> None:
     reference, planner, source = reference_of(family), planner_of(family), random.Random(count)
@@ -188,9 +141,9 @@ def test_as_the_reference(family: str, count: int) -> None:
         given: dict[str, Any] = {"image_grid_thw": mix.grids("image"), "video_grid_thw": mix.grids("video")}
         if family == "qwen3_omni_moe":
             given["attention_mask"] = torch.ones_like(tokens)
-            heard = [p for p in mix.plans if p.sound or p.modality == "audio"]
-            given["audio_seqlens"] = torch.tensor([p.sound.frames if p.sound else p.grid[0] for p in heard])
-            given["use_audio_in_video"] = mix.heard
+            heard = [p for p in mix.plans if p.audio_track or p.modality == "audio"]
+            given["audio_seqlens"] = torch.tensor([p.audio_track.frames if p.audio_track else p.grid[0] for p in heard])
+            given["use_audio_in_video"] = mix.with_audio
         else:
             given["mm_token_type_ids"] = torch.tensor([mix.types])
         if seconds_name:
@@ -206,9 +159,9 @@ def test_as_the_reference(family: str, count: int) -> None:
             assert positions.next_position == len(mix.tokens) + delta.item()
 
 
-def test_any_shape() -> None:
+def test_positions_other_than_a_grid() -> None:
     """A shape that isn't a grid: what follows goes on where the shape says."""
-    shape = Shape(np.array([[0, 0, 5.0], [0, 1, 1], [3, 2, 1]]), advance=4)
+    shape = MediaPositions(np.array([[0, 0, 5.0], [0, 1, 1], [3, 2, 1]]), advance=4)
     positions = mrope_positions(6, [Span(1, 3)], [shape])
     assert positions.prompt.tolist() == [[0, 1, 1, 6, 5, 6], [0, 1, 2, 2, 5, 6], [0, 4, 3, 2, 5, 6]]
     assert positions.next_position == 7

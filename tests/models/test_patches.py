@@ -10,15 +10,15 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.tiny import PREPROCESSOR, TINY
+from tests.support.families import PATCHES
+from tests.support.tiny import PREPROCESSOR, TINY
 from triptych.errors import CheckpointError
 from triptych.models.base import Planner
 from triptych.models.registry import family_of, resolve
-from triptych.models.shared.planner import EncoderWork
+from triptych.models.shared.planner import VisionCostModel
 from triptych.prompt.probe import probe_image
 from triptych.types import ImageHeader
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
 BOUNDS = {"min_pixels": 4 * 28 * 28, "max_pixels": 40 * 28 * 28}
 
 
@@ -29,7 +29,7 @@ def planner(family: str, processor: dict[str, Any], **vision: Any) -> Planner:
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PATCHES)
 @pytest.mark.parametrize("processor", [PREPROCESSOR, PREPROCESSOR | BOUNDS])
 def test_as_the_reference(family: str, processor: dict[str, Any]) -> None:
     source = random.Random(0)
@@ -55,14 +55,14 @@ def test_positions_are_the_grids() -> None:
 
 
 def test_cost_counts_every_product() -> None:
-    """What a layer multiplies, counted one by one; a window's attention grows with patches, not with their square."""
-    full, gated = EncoderWork(32, 40), EncoderWork(32, 40, mlp_matrices=3)
+    """A layer's multiplications, counted one by one; windowed attention is linear in the number of patches."""
+    full, gated = VisionCostModel(32, 40), VisionCostModel(32, 40, mlp_matrices=3)
     linear = 4 * 32 * 32 + 2 * 32 * 40
     assert full.cost(100) == pytest.approx((100 * linear + 2 * 100 * 100 * 32) / linear)
     assert gated.cost(100) == pytest.approx(100 + 2 * 100 * 100 * 32 / (linear + 32 * 40))
-    windows = EncoderWork(32, 40, windowed_share=1.0, window=16)
+    windows = VisionCostModel(32, 40, windowed_share=1.0, window=16)
     assert windows.cost(1600) == pytest.approx(100 * windows.cost(16))
-    half = EncoderWork(32, 40, windowed_share=0.5, window=16)
+    half = VisionCostModel(32, 40, windowed_share=0.5, window=16)
     assert half.cost(1600) == pytest.approx((windows.cost(1600) + full.cost(1600)) / 2)
 
 

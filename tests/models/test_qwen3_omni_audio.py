@@ -1,4 +1,4 @@
-"""Qwen3-Omni's audio as the reference has it: how many tokens, which features, in which parts."""
+"""Qwen3-Omni's audio against the reference: number of tokens, features, parts."""
 
 import json
 import random
@@ -12,13 +12,13 @@ import torch
 from transformers import WhisperFeatureExtractor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from tests.media.sounds import sound, tone
-from tests.tiny import TINY
+from tests.support.sounds import sound, tone
+from tests.support.tiny import TINY
 from triptych.checkpoint.config_files import load_preprocessor_config
 from triptych.errors import BadMediaSize, CheckpointError, MediaMismatch, PlanMismatch
 from triptych.media.audio import decode_audio
 from triptych.models.base import AUDIO
-from triptych.models.qwen3_omni.audio import Hearing, HearingWork
+from triptych.models.qwen3_omni.audio import AudioCostModel, AudioFraming
 from triptych.models.qwen3_omni.plan import Qwen3OmniPlanner
 from triptych.models.qwen3_omni.preprocess import Qwen3OmniPreprocessor
 from triptych.prompt.probe_audio import probe_audio
@@ -28,7 +28,7 @@ CONFIG = TINY["qwen3_omni_moe"].config
 PROCESSOR: dict[str, Any] = TINY["qwen3_omni_moe"].preprocessor or {}
 PLANNER = Qwen3OmniPlanner(CONFIG, PROCESSOR)
 PREPROCESSOR = Qwen3OmniPreprocessor(CONFIG, PROCESSOR)
-HEARING = Hearing.from_configs(CONFIG["thinker_config"]["audio_config"], PROCESSOR)
+HEARING = AudioFraming.from_configs(CONFIG["thinker_config"]["audio_config"], PROCESSOR)
 
 
 def edited(**audio: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def heard(samples: int, rate: int = 16_000, channels: int = 1) -> ItemPlan:
     return PLANNER.plan(AudioHeader("WAV", rate, channels, samples))
 
 
-def test_as_many_tokens_as_the_reference_counts() -> None:
+def test_number_of_tokens_equals_the_reference() -> None:
     frames = torch.arange(1, 3000)
     expected = _get_feat_extract_output_lengths(frames)
     assert [HEARING.rows(count) for count in frames.tolist()] == expected.tolist()
@@ -85,7 +85,7 @@ def test_parts_are_windows_of_whole_chunks(frames: int, parts: list[tuple[int, i
     ("container", "rate", "channels"), [("wav", 16_000, 1), ("mp3", 44_100, 2), ("ogg", 48_000, 2)]
 )
 @pytest.mark.parametrize("seconds", [0.3, 1.0, 5.37])
-def test_features_are_the_references(container: str, rate: int, channels: int, seconds: float) -> None:
+def test_features_equal_the_reference(container: str, rate: int, channels: int, seconds: float) -> None:
     data = sound(container, tone(seconds, rate, channels), rate)
     header = probe_audio(data)
     plan = PLANNER.plan(header)
@@ -100,7 +100,7 @@ def test_features_are_the_references(container: str, rate: int, channels: int, s
     assert [len(part.patches) for part in parts] == [filled for _, _, filled in HEARING.parts(plan.grid[0])]
 
 
-def test_names_tell_parts_apart_by_what_is_heard() -> None:
+def test_names_identify_the_audio_of_a_part() -> None:
     loud = tone(2.5, 16_000)
     first, second = (np.concatenate([loud, tone(2.0, 16_000, hertz=hertz) / 2], axis=1) for hertz in (300, 500))
     names = []
@@ -113,7 +113,7 @@ def test_names_tell_parts_apart_by_what_is_heard() -> None:
     assert len({len(name) for name in names[0]}) == 1
 
 
-def test_a_header_that_lies() -> None:
+def test_wrong_header_is_an_error() -> None:
     data = sound("flac", tone(2.0, 16_000))
     with pytest.raises(MediaMismatch, match="longer than"):
         list(PREPROCESSOR(data, heard_as("FLAC", 16_000)))
@@ -126,7 +126,7 @@ def heard_as(container: str, samples: int) -> ItemPlan:
     return PLANNER.plan(AudioHeader(container, 16_000, 1, samples))
 
 
-def test_what_is_too_short_to_have_features() -> None:
+def test_too_short_audio_is_rejected() -> None:
     with pytest.raises(BadMediaSize, match="shorter than 25 ms"):
         heard(399)
 
@@ -143,14 +143,14 @@ def test_what_is_too_short_to_have_features() -> None:
         ({}, {"dither": 0.1}, "dither"),
     ],
 )
-def test_configs_that_are_not_served(audio: dict[str, Any], processor: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_rejected(audio: dict[str, Any], processor: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         Qwen3OmniPlanner(edited(**audio), PROCESSOR | processor)
 
 
 def test_cost_counts_every_product() -> None:
-    """Of 250 frames: three chunks of convolutions, and 33 tokens in windows of 26 and 7."""
-    work = HearingWork(hidden_size=32, intermediate_size=48, layers=2, channels=8, output_size=64, bands=20, unit=1)
+    """250 frames are three chunks of convolutions, and 33 tokens in windows of 26 and 7."""
+    work = AudioCostModel(hidden_size=32, intermediate_size=48, layers=2, channels=8, output_size=64, bands=20, unit=1)
     stem = 9 * (10 * 50 * 8 + 5 * 25 * 8 * 8 + 3 * 13 * 8 * 8) + 13 * 24 * 32
     layer = 33 * (4 * 32 * 32 + 2 * 32 * 48) + 2 * 32 * (26 * 26 + 7 * 7)
     assert work.cost(HEARING, 250) == 3 * stem + 2 * layer + 33 * 32 * (32 + 64)
@@ -159,7 +159,7 @@ def test_cost_counts_every_product() -> None:
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_settings_are_found_where_transformers_saves_them(tmp_path: Path) -> None:
+def test_settings_in_every_file_that_transformers_writes(tmp_path: Path) -> None:
     """The newer file has a section for each processor; either may be missing there. Where it speaks of images nothing
     of the older one shines through: that may bound pixels by other names."""
     older = {"feature_size": 20, "hop_length": 160, "patch_size": 14}

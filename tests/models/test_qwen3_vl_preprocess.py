@@ -11,6 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.support.planners import CONFIG
 from triptych.errors import CheckpointError, MediaError, PlanMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.models.base import EncoderInput
 from triptych.models.qwen3_vl.plan import Qwen3VLPlanner
@@ -19,20 +20,6 @@ from triptych.models.shared.images import decode_image
 from triptych.prompt.probe import probe_image
 from triptych.types import ItemPlan
 
-CONFIG: dict[str, Any] = {
-    "image_token_id": 1,
-    "video_token_id": 2,
-    "vision_start_token_id": 3,
-    "vision_end_token_id": 4,
-    "text_config": {"max_position_embeddings": 4096},
-    "vision_config": {
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-    },
-}
 SMALL = {"size": {"shortest_edge": 1024, "longest_edge": 16384}, "patch_size": 16}
 QWEN3_VL = {
     "size": {"shortest_edge": 65536, "longest_edge": 16777216},
@@ -113,7 +100,7 @@ def assert_as_reference(data: bytes, result: EncoderInput, processor: Qwen2VLIma
 
 
 def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
-    """As Pillow does with 16-bit colours, and as an X-ray or a depth map means it; headers and plans don't change."""
+    """As Pillow does for 16-bit colours; headers and plans don't change."""
     ramp = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
     data = encoded(Image.fromarray(ramp), "PNG")
     with Image.open(io.BytesIO(data)) as opened:
@@ -129,7 +116,7 @@ def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
     assert (shown == expected).all()
 
 
-def test_every_plan_is_kept() -> None:
+def test_preprocessing_yields_what_was_planned() -> None:
     """2,000 random files: the probe sees what Pillow decodes, the plan is what preprocessing makes, bit for bit."""
     random_source = random.Random(1)
     preprocessor = Qwen3VLPreprocessor(CONFIG, SMALL)
@@ -231,8 +218,8 @@ def test_other_plan_than_ours(change: dict[str, Any], message: str) -> None:
         made(Qwen3VLPreprocessor(CONFIG, SMALL), data, msgspec.structs.replace(plan_of(data), **change))
 
 
-def test_pictures_above_pillows_own_limit_are_the_plans_to_refuse() -> None:
-    """100 megapixels, where Pillow would warn: the operator's limit holds alone. No pixel is decoded."""
+def test_pillows_own_size_limit_is_disabled() -> None:
+    """100 megapixels, where Pillow would warn: only the operator's limit applies. No pixel is decoded."""
     header = b"IHDR" + struct.pack(">LLBBBBB", 20_000, 5_000, 8, 2, 0, 0, 0)
     idat = b"IDAT" + zlib.compress(b"")
     data = b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -273,6 +260,6 @@ def test_mutated_files_raise_only_typed_errors(seed: int) -> None:
         ({"rescale_factor": "a"}, "rescale_factor"),
     ],
 )
-def test_settings_that_can_not_be_honoured(setting: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_rejected(setting: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         Qwen3VLPreprocessor(CONFIG, SMALL | setting)

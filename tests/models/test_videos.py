@@ -1,8 +1,7 @@
-"""Videos are sampled, resized, cut and timed as transformers' own processor does it: against what it made of the same
-frames where torchvision can be imported (``golden/make_videos.py``)."""
+"""Videos are sampled, resized, cut and timed like transformers' processor, against its stored results for the same
+frames (``golden/make_videos.py``, which needs torchvision)."""
 
 import io
-import json
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.models.golden.make_videos import FILE, SIZES, TEXT, digest, family_of, settings_of, video
-from tests.models.test_qwen3_vl_preprocess import CONFIG
-from tests.tiny import IDS, PREPROCESSOR, TINY
+from tests.models.golden.make_videos import SIZES, TEXT, digest, family_of, settings_of, video
+from tests.support.families import VIDEO_CASES
+from tests.support.planners import CONFIG
+from tests.support.tiny import IDS, PREPROCESSOR, TINY
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
 from triptych.media import frames
 from triptych.models.base import EncoderInput, Planner
@@ -22,11 +22,10 @@ from triptych.models.qwen2_vl.plan import Qwen2VLPlanner
 from triptych.models.qwen3_vl.plan import Qwen3VLPlanner
 from triptych.models.qwen3_vl.preprocess import Qwen3VLPreprocessor
 from triptych.models.registry import FAMILIES, resolve
-from triptych.models.shared.video import ClipGeometry, EqualSteps, FrameGeometry, VideoGeometry
+from triptych.models.shared.video import IntervalStartSampling, PerFrameGeometry, PerVideoGeometry, VideoGeometry
 from triptych.types import FrameSampling, ItemPlan, PixelBounds, Placement, Span, VideoHeader
 
-CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
-TIMED = [number for number, case in enumerate(CASES) if case["seconds"] is not None]
+TIMED = [number for number, case in enumerate(VIDEO_CASES) if case["seconds"] is not None]
 IMAGES = {"size": {"shortest_edge": 4096, "longest_edge": 65536}}
 SIZE = SIZES["qwen3_vl"]
 SPELLING = {1: "<|image_pad|>", 2: "<|video_pad|>", 3: "<|vision_start|>", 4: "<|vision_end|>"}
@@ -50,13 +49,13 @@ def plan_of(case: dict[str, Any]) -> tuple[Planner, ItemPlan]:
     family = family_of(case)
     planner: Planner = resolve(FAMILIES[family].planner)(config_of(family), IMAGES, settings_of(case))
     size = case["width"], case["height"]
-    header = VideoHeader(frames.FORMAT, *size, case["frames"], case["rate"], chosen=case.get("chosen", False))
+    header = VideoHeader(frames.FORMAT, *size, case["frames"], case["rate"], presampled=case.get("chosen", False))
     return planner, planner.plan(header, sampling=FrameSampling(**case.get("asked", {})))
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_plans_are_the_references(number: int) -> None:
-    case = CASES[number]
+@pytest.mark.parametrize("number", range(len(VIDEO_CASES)))
+def test_plans_equal_the_reference(number: int) -> None:
+    case = VIDEO_CASES[number]
     planner, plan = plan_of(case)
     assert list(plan.frames) == case["indices"]
     assert list(plan.grid) == case["grid"]
@@ -66,9 +65,9 @@ def test_plans_are_the_references(number: int) -> None:
     assert text == case["text"]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_patches_are_the_references_bit_for_bit(number: int) -> None:
-    case = CASES[number]
+@pytest.mark.parametrize("number", range(len(VIDEO_CASES)))
+def test_patches_equal_the_reference_bit_for_bit(number: int) -> None:
+    case = VIDEO_CASES[number]
     family = family_of(case)
     _, plan = plan_of(case)
     data = packed(video(number, case["frames"], case["height"], case["width"]))
@@ -79,8 +78,8 @@ def test_patches_are_the_references_bit_for_bit(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", TIMED)
-def test_patches_in_time_are_as_far_apart_as_the_references(number: int) -> None:
-    case = CASES[number]
+def test_temporal_distances_equal_the_reference(number: int) -> None:
+    case = VIDEO_CASES[number]
     planner, plan = plan_of(case)
     placement = Placement((Span(0, plan.rows),))
     times = planner.positions(plan.rows, [placement], [plan]).prompt[0].reshape(plan.grid[0], -1)
@@ -94,12 +93,12 @@ def test_patches_in_time_are_as_far_apart_as_the_references(number: int) -> None
 
 def parts_of(pixels: np.ndarray[Any, Any]) -> list[EncoderInput]:
     data = packed(pixels)
-    header = VideoHeader(frames.FORMAT, pixels.shape[2], pixels.shape[1], len(pixels), 2.0, chosen=True)
+    header = VideoHeader(frames.FORMAT, pixels.shape[2], pixels.shape[1], len(pixels), 2.0, presampled=True)
     plan = Qwen3VLPlanner(CONFIG, IMAGES, {"size": SIZE}).plan(header)
     return list(Qwen3VLPreprocessor(CONFIG, IMAGES, {"size": SIZE})(data, plan))
 
 
-def test_parts_that_look_alike_have_one_name_and_others_have_others() -> None:
+def test_names_identify_the_content_of_a_part() -> None:
     pixels = video(1, 6, 64, 64)
     names = [part.name for part in parts_of(pixels[[0, 1, 2, 3, 0, 1]])]
     assert names[0] == names[2] != names[1]
@@ -107,7 +106,7 @@ def test_parts_that_look_alike_have_one_name_and_others_have_others() -> None:
     assert names[0] not in {part.name for part in parts_of(pixels[[1, 0, 2, 3, 1, 0]])}
 
 
-def test_one_frame_is_seen_twice() -> None:
+def test_a_single_frame_is_repeated() -> None:
     planner = Qwen3VLPlanner(CONFIG, IMAGES, {"size": SIZE})
     plan = planner.plan(VideoHeader("MP4", 64, 64, 1, 30.0))
     assert plan.frames == (0, 0)
@@ -145,12 +144,12 @@ def test_a_request_has_its_own_sampling_and_bounds() -> None:
         ({"num_frames": -1}, "num_frames"),
     ],
 )
-def test_settings_that_can_not_be_planned_by(setting: dict[str, Any], named: str) -> None:
+def test_invalid_video_settings_name_the_key(setting: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         Qwen3VLPlanner(CONFIG, IMAGES, {"size": SIZE} | setting)
 
 
-def test_a_filter_that_is_not_served() -> None:
+def test_unsupported_filter_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="resample 1 is not served for videos"):
         Qwen3VLPreprocessor(CONFIG, IMAGES, {"resample": 1})
 
@@ -162,12 +161,14 @@ def test_a_filter_that_is_not_served() -> None:
         (VideoHeader("MP4", 64, 64, 3, 30.0), {}, (0, 1)),
         (VideoHeader("MP4", 64, 64, 3, 30.0), {"num_frames": 8}, (0, 1)),
         (VideoHeader("MP4", 64, 64, 3, 30.0), {"num_frames": 1}, (0,)),
-        (VideoHeader("MP4", 64, 64, 1, 30.0, chosen=True), {}, (0,)),
+        (VideoHeader("MP4", 64, 64, 1, 30.0, presampled=True), {}, (0,)),
         (VideoHeader("MP4", 64, 64, 100, 10.0), {"fps": 0.5}, (0, 25, 50, 75)),
     ],
 )
-def test_as_many_frames_as_there_are(header: VideoHeader, sampling: dict[str, Any], seen: tuple[int, ...]) -> None:
-    """The reference refuses most of these."""
+def test_no_more_frames_than_the_video_has(
+    header: VideoHeader, sampling: dict[str, Any], seen: tuple[int, ...]
+) -> None:
+    """The reference rejects most of these."""
     planner = Qwen2VLPlanner(TINY["qwen2_vl"].config, PREPROCESSOR, PREPROCESSOR)
     plan = planner.plan(header, sampling=FrameSampling(**sampling))
     assert plan.frames == seen
@@ -176,17 +177,17 @@ def test_as_many_frames_as_there_are(header: VideoHeader, sampling: dict[str, An
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 384), st.integers(1, 8000))
-def test_equal_steps_are_the_references(patches: int, frames: int) -> None:
-    """Now and then it takes one more, which isn't there, and fails. Where there are more frames, its float32 is too
-    short for steps of parts of a frame, and its choice depends on the processor's vectors."""
-    sampling = EqualSteps.from_config({"num_frames": 2 * patches}, 2)
+def test_equal_intervals_equal_the_reference(patches: int, frames: int) -> None:
+    """The reference sometimes takes one index too many and fails. For many frames, its float32 is too imprecise for
+    fractional steps, and its result depends on the CPU's vector width."""
+    sampling = IntervalStartSampling.from_config({"num_frames": 2 * patches}, 2)
     count = min(2 * patches, frames // 2 * 2) or 1
     expected = torch.arange(0, frames, frames / count).int().tolist()[:count]
     assert list(sampling.frames(VideoHeader("MP4", 64, 64, frames, 25.0))) == expected
 
 
-def test_settings_that_are_null_are_not_said() -> None:
-    """As in the files that ``save_pretrained`` writes."""
+def test_null_settings_mean_the_default() -> None:
+    """``save_pretrained`` writes them."""
     null = dict.fromkeys(("fps", "num_frames", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"))
     header = VideoHeader("MP4", 640, 480, 300, 30.0)
     for family in ("qwen2_vl", "qwen3_vl"):
@@ -198,17 +199,17 @@ def test_settings_that_are_null_are_not_said() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from([ClipGeometry, FrameGeometry]),
+    st.sampled_from([PerVideoGeometry, PerFrameGeometry]),
     st.integers(2, 768),
     st.integers(1, 4000),
     st.integers(1, 4000),
     st.sampled_from([True, False]),
 )
-def test_every_size_keeps_the_bounds(
+def test_every_size_is_within_bounds(
     kind: type[VideoGeometry], num_frames: int, height: int, width: int, capped: bool
 ) -> None:
-    """The model's own bounds, as published: what is planned is what buffers are made for."""
-    together = kind is ClipGeometry
+    """The published bounds of the model, for which buffers are sized."""
+    together = kind is PerVideoGeometry
     most = 25165824 if together else 12845056
     config = {"size": {"shortest_edge": 4096, "longest_edge": most}, "cap_pixels_per_frame": capped}
     geometry = kind.from_config(config, 32, 2)

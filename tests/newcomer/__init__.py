@@ -1,1 +1,1 @@
-"""What somebody does who has just installed Triptych."""
+"""First steps after an installation."""

@@ -1,4 +1,4 @@
-"""An environment that has Triptych as its users have it: from a wheel, far from the checkout."""
+"""Environments with Triptych installed from a wheel, outside the checkout."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.processes import ROOT
+from tests.support.commands import ROOT
 
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "triptych")
 
@@ -30,7 +30,7 @@ class Environment:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing is left in the checkout, and nothing that was left there gets in."""
+    """Build a wheel from a copy of the checkout, so that neither leaves files in the other."""
     copy, made = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -44,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What Triptych depends on is shared with the environment of the tests: installing it takes minutes."""
+    """An environment that shares its dependencies with the tests', because installing them takes minutes."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
@@ -58,7 +58,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environm
 
 
 def checked(environment: Environment, folder: Path) -> Environment:
-    """It has its own Triptych."""
+    """Check that the environment has its own Triptych."""
     command = [environment.bin / "python", "-P", "-c", "import triptych; print(triptych.__file__)"]
     found = subprocess.check_output(command, text=True, env=environment.variables, cwd="/").strip()
     assert Path(found).is_relative_to(folder), f"{found} is not in {folder}"

@@ -1,4 +1,4 @@
-"""Every example of the documents works as it is written, in a fresh environment outside the checkout."""
+"""Every example in the documents works as written, in a fresh environment outside the checkout."""
 
 import argparse
 import subprocess
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.processes import ROOT, running
 from tests.newcomer.conftest import Environment, checked, pip
-from tests.newcomer.examples import DOCUMENTS, NOT_RUN, Reader, blocks, free_port
+from tests.support.commands import ROOT, running
+from tests.support.doc_examples import DOCUMENTS, NOT_RUN, Reader, blocks, free_port
 from triptych.cli import make_parser
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
-    """The words of each command that the parser knows, its own first."""
+    """Yield the words of each command of the parser, its own first."""
     yield parser.prog.split()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -38,7 +38,7 @@ def test_help_and_version(installed: Environment, tmp_path: Path) -> None:
 
 
 def test_the_demo_beside_modules_of_the_users(installed: Environment, tmp_path: Path) -> None:
-    """Names that Python and Triptych use, too, in the folder that it is started in."""
+    """The working folder has modules with names that Python and Triptych use, too."""
     marker = tmp_path / "marker"
     folder = tmp_path / "project"
     (folder / "triptych").mkdir(parents=True)
@@ -52,7 +52,7 @@ def test_the_demo_beside_modules_of_the_users(installed: Environment, tmp_path: 
 
 
 def test_the_readme_works(installed: Environment, tmp_path: Path) -> None:
-    """All of it that is quick."""
+    """All examples that are quick."""
     reader = Reader(installed, tmp_path, patient=False)
     for block in blocks("README.md"):
         reader.run(block)
@@ -67,20 +67,20 @@ def test_every_document_works(document: str, installed: Environment, tmp_path: P
         reader.run(block)
 
 
-def test_the_ports_of_examples_are_given_to_nobody_else_meanwhile() -> None:
+def test_ports_of_examples_stay_reserved() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not any(first <= free_port() <= last for _ in range(20))
 
 
-def test_what_is_not_run_is_still_there() -> None:
+def test_examples_that_are_not_run_still_exist() -> None:
     text = "\n".join((ROOT / document).read_text() for document in DOCUMENTS)
     for beginning in NOT_RUN:
         assert f"\n{beginning}" in text, f"no block begins with {beginning!r} any more"
 
 
 @pytest.mark.slow
-def test_an_environment_with_nothing_of_ours(wheel: Path, tmp_path: Path) -> None:
-    """All that Triptych depends on is installed as for any user."""
+def test_an_environment_without_shared_packages(wheel: Path, tmp_path: Path) -> None:
+    """Installs all dependencies, as for any user."""
     venv.create(tmp_path / "environment", with_pip=True)
     environment = Environment(tmp_path / "environment" / "bin")
     pip("--python", str(environment.bin / "python"), "install", "--quiet", str(wheel))

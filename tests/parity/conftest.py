@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
-from tests.parity.cases import CASES, Case
-from tests.parity.reference import Reference
+from tests.support.checkpoints import make_checkpoint
+from tests.support.image_cases import CASES, Case
+from tests.support.reference import Reference
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import FLOAT32, running
-from tests.parity.cases import CASES, Case
 from tests.parity.conftest import Model
-from tests.parity.test_tokens import Recording, engine_loop
-from tests.tiny import TINY, make_tiny
+from tests.support.families import SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS, WITH_IMAGES
+from tests.support.harness import FLOAT32, running
+from tests.support.image_cases import CASES, Case
+from tests.support.stage_loops import Recording, engine_loop
+from tests.support.tiny import TINY, make_tiny
 from triptych.config import EngineConfig, RankSizes
-from triptych.models.registry import FAMILIES
 from triptych.server.instance import Instance
 
 TEXTS = [
@@ -24,10 +24,6 @@ TEXTS = [
     Case("several parts", ("First this.", "Then that, in a part of its own.")),
     Case("long", ("The quick brown fox jumps over the lazy dog. " * 5,)),
 ]
-TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
-WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
-TWO_RANKS = ["qwen2", "qwen3_moe"]
-WITH_WINDOWS = ["qwen2", "qwen3_moe", "qwen2_vl"]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +71,7 @@ def test_two_ranks(models: dict[str, Model], family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", WITH_WINDOWS)
+@pytest.mark.parametrize("family", SLIDING_WINDOWS)
 def test_sliding_windows(models: dict[str, Model], tmp_path: Path, family: str) -> None:
     """Of 16 tokens, in the upper layers (of the mixture, in all): prompts, chunks and answers are longer."""
     folder = make_tiny(tmp_path, family, config={"use_sliding_window": True})

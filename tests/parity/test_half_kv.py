@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.harness import FLOAT32, running, together
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
-from tests.parity.test_split import decode_hosts, kv_rows
+from tests.support.harness import FLOAT32, running, together
+from tests.support.image_cases import CASES
+from tests.support.stage_loops import decode_loops, kv_rows
 
 REQUESTS = [case.messages for case in CASES]
 DEFAULT = replace(FLOAT32, dtype="auto")
@@ -38,7 +38,7 @@ def test_chunks_transfers_and_what_is_cached(
     async def run() -> None:
         async with running(model.folder, topology, replace(DEFAULT, max_num_batched_tokens=chunk)) as service:
             for host in service.engine_loops():
-                assert host.runner._cache.keys[0].dtype == torch.float16
+                assert host.runner.cache.keys[0].dtype == torch.float16
             assert await service.answers(REQUESTS) == answers
             assert await service.answers(REQUESTS) == answers
             if topology == "1E1P1D":
@@ -56,7 +56,7 @@ def test_preemption(model: Model, answers: Sequence[list[int]], topology: str) -
         engine = replace(DEFAULT, kv_cache_tokens=pages * DEFAULT.page_size)
         async with running(model.folder, topology, engine, prepare=together(len(REQUESTS))) as service:
             assert await service.answers(REQUESTS) == answers
-            [last] = decode_hosts(service) or service.engine_loops()
+            [last] = decode_loops(service) or service.engine_loops()
             return last.scheduler.num_preemptions
 
     assert asyncio.run(run()) > 0

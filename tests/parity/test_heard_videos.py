@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness import FLOAT32, Messages, running
-from tests.media.clips import clip
-from tests.media.sounds import sound
-from tests.parity.test_audio import RATE, Hears, audio_part, noise
-from tests.parity.test_video import count_parts, encode_hosts
-from tests.parity.test_video_families import CHUNKS, MORE, RUNS, SMALL
-from tests.parity.videos import answered, image_part, user, video_part
-from tests.tiny import make_tiny
+from tests.support.audio_cases import RATE, Hears, audio_part, noise
+from tests.support.clips import clip
+from tests.support.harness import FLOAT32, Messages, running
+from tests.support.sounds import sound
+from tests.support.stage_loops import count_parts, encode_loops
+from tests.support.tiny import make_tiny
+from tests.support.video_cases import CHUNKS, MORE, RUNS, SMALL, answered, image_part, user, video_part
 from triptych.config import EncodeConfig
 from triptych.messages.codec import Message
 from triptych.messages.work import Encode, EncodeFailed
@@ -27,7 +26,7 @@ from triptych.types import Address, FrameSampling, TransferId
 
 
 def heard(data: bytes, **options: Any) -> dict[str, Any]:
-    return video_part(data, heard=True, **SMALL, **options)
+    return video_part(data, use_audio=True, **SMALL, **options)
 
 
 def filmed(container: str, frames: int, seconds: float, seed: int, rate: int = 48_000, **options: Any) -> bytes:
@@ -67,7 +66,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hears]:
     ("topology", "chunk", "pool"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
 )
 def test_as_the_reference(model: Hears, topology: str, chunk: int, pool: dict[str, int]) -> None:
-    assert all(item.plan.sound for prompt in model.prompts for item in prompt.items if item.plan.modality == "video")
+    assert all(
+        item.plan.audio_track for prompt in model.prompts for item in prompt.items if item.plan.modality == "video"
+    )
     assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk, **pool)) == model.answers
 
 
@@ -108,7 +109,7 @@ def test_a_plan_whose_parts_are_not_its_rows_is_refused(model: Hears) -> None:
 
     async def run() -> None:
         async with running(model.folder, "1E1PD") as service:
-            (host,) = encode_hosts(service)
+            (host,) = encode_loops(service)
             host._send = lambda _, message: sent.append(message)
             wrong = msgspec.structs.replace(plan, parts=plan.parts[1:])
             host._on_encode(Encode(TransferId("1"), Address("inproc://nobody"), "key", wrong, b""))

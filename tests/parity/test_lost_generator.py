@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Running, running
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.harness import Running, running
+from tests.support.image_cases import CASES
 from triptych.errors import InstanceLost
 from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
 
@@ -22,8 +22,8 @@ SETTINGS: list[dict[str, Any]] = [
 
 def at_stake(service: Running, victim: str) -> int:
     """How many answers the instance is in the middle of."""
-    requests = service.frontend.router._requests.values()
-    return sum(entry.generator.name == victim and len(entry.generated) > 2 for entry in requests)
+    requests = service.frontend.router.debug_state().dispatched.values()
+    return sum(entry.instance.name == victim and len(entry.generated) > 2 for entry in requests)
 
 
 async def answer_and_lose(

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness import FLOAT32, Messages, Running, running
-from tests.parity.cases import CASES, picture, png
 from tests.parity.conftest import Model
+from tests.support.harness import FLOAT32, Messages, Running, running
+from tests.support.image_cases import CASES, picture, png
 from triptych.encode.loop import EncodeLoop
 
 REQUESTS = [case.messages for case in CASES]
@@ -22,7 +22,7 @@ def computed(service: Running) -> int:
 def encodings(service: Running) -> int:
     """Transfers that encoders were asked for so far."""
     hosts = [host for instance in service.instances for host in instance.loops if isinstance(host, EncodeLoop)]
-    return sum(host.num_asked for host in hosts)
+    return sum(host.num_requested for host in hosts)
 
 
 def chat(*turns: str, images: int = 2) -> Messages:

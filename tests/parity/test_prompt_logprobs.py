@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness import FLOAT32, Messages, Running, running, together
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.harness import FLOAT32, Messages, Running, running, together
+from tests.support.image_cases import CASES
 from triptych.config import EngineConfig
 from triptych.engine.split_loops import PrefillLoop
 from triptych.messages.work import PromptLogprobs, SamplingParams, Tokens

@@ -6,29 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.harness import FLOAT32, Running, running, together
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.harness import FLOAT32, Running, running, together
+from tests.support.image_cases import CASES
+from tests.support.stage_loops import decode_loops, kv_rows
 from triptych.config import EngineConfig, TransferConfig
-from triptych.engine.kv_source import KVSource
-from triptych.engine.split_loops import DecodeLoop, PrefillLoop
+from triptych.engine.split_loops import PrefillLoop
 from triptych.errors import MediaNotServed
 from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
 
 REQUESTS = [case.messages for case in CASES]
 TEXTS = [case.messages for case in CASES if not case.images]
-
-
-def decode_hosts(service: Running) -> list[DecodeLoop]:
-    return [host for host in service.engine_loops() if isinstance(host, DecodeLoop)]
-
-
-def kv_rows(service: Running) -> int:
-    """Rows of KV that have landed so far."""
-    hosts = decode_hosts(service)
-    assert hosts
-    arriving = [host._incoming for host in hosts]
-    return sum(one._receiver.counters.rows for one in arriving if isinstance(one, KVSource))
 
 
 def answered(
@@ -71,8 +59,7 @@ def test_writes_that_break_are_mended(model: Model) -> None:
         small = replace(FLOAT32, kv_receive_blocks=8, receive_blocks=8, receive_block_rows=8)
         async with running(model.folder, "1E1P1D", small, transfer=TransferConfig(inject_faults=BROKEN)) as service:
             answers = await service.answers(REQUESTS, max_tokens=8)
-            receivers = [host._incoming._receiver for host in decode_hosts(service)]
-            return answers, sum(receiver.counters.resent for receiver in receivers)
+            return answers, sum(host.source.stats().counters.resent for host in decode_loops(service))
 
     answers, resent = asyncio.run(run())
     assert resent > 0
@@ -108,7 +95,7 @@ def test_many_requests_with_all_pools_tiny(model: Model) -> None:
 
 
 def test_preemption_where_it_decodes(model: Model) -> None:
-    """A cache that holds little more than the longest answer alone: what gives way is prefilled anew, elsewhere, with
+    """A cache that holds little more than the longest answer: a preempted request is prefilled again elsewhere, with
     what was generated so far."""
     longest = max(len(prompt.tokens) for prompt in model.prompts) + 32
     pages = -(-longest // FLOAT32.page_size) + 1
@@ -117,7 +104,7 @@ def test_preemption_where_it_decodes(model: Model) -> None:
     async def run() -> tuple[list[list[int]], int]:
         async with running(model.folder, "1E2P1D", engine, prepare=together(len(REQUESTS))) as service:
             answers = await service.answers(REQUESTS)
-            return answers, decode_hosts(service)[0].scheduler.num_preemptions
+            return answers, decode_loops(service)[0].scheduler.num_preemptions
 
     answers, preemptions = asyncio.run(run())
     assert preemptions > 0
@@ -134,7 +121,7 @@ def test_preempted_twins_go_on_with_each_others_pages(model: Model) -> None:
         async with starting as service, running(model.folder, "1PD") as plain:
             expected = [await plain.answer(messages, max_tokens=60) for messages in texts]
             assert await service.answers(texts * 6, max_tokens=60) == expected * 6
-            assert decode_hosts(service)[0].scheduler.num_preemptions > 0
+            assert decode_loops(service)[0].scheduler.num_preemptions > 0
 
     asyncio.run(run())
 
@@ -179,7 +166,7 @@ def test_what_the_decode_instance_knows_is_not_sent_again(model: Model) -> None:
         async with running(model.folder, "1E1P1D") as service:
             for messages, answer in zip(REQUESTS, model.answers, strict=True):
                 prompt = service.frontend.service.prompt_builder.build(messages)
-                layers = decode_hosts(service)[0].runner.decoder.config.num_layers
+                layers = decode_loops(service)[0].runner.decoder.config.num_layers
                 before = kv_rows(service)
                 assert await service.answer(messages) == answer
                 first = kv_rows(service)
@@ -218,7 +205,7 @@ def test_neither_instance_computes_what_is_the_others(model: Model) -> None:
         async with running(model.folder, "1E1P1D") as service:
             await service.answers(REQUESTS)
             prefill = [host for host in service.engine_loops() if isinstance(host, PrefillLoop)]
-            return prefill[0].num_computed_tokens, decode_hosts(service)[0].num_computed_tokens
+            return prefill[0].num_computed_tokens, decode_loops(service)[0].num_computed_tokens
 
     prefilled, decoded = asyncio.run(run())
     assert prefilled <= sum(len(prompt.tokens) for prompt in model.prompts)

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness import FLOAT32, running, together
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.harness import FLOAT32, running, together
+from tests.support.image_cases import CASES
 from triptych.config import EngineConfig, RankSizes
 from triptych.engine.scheduler import Scheduler
 from triptych.engine.split_loops import DecodeLoop

@@ -4,21 +4,15 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import Tensor
 
-from tests.harness import FLOAT32, Running, running, together
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
-from triptych.engine.loop import EngineLoop
-from triptych.layers.decoder import Decoder, ForwardBatch
+from tests.support.harness import FLOAT32, Running, running, together
+from tests.support.image_cases import CASES
+from tests.support.stage_loops import Recording, engine_loop
 from triptych.server.instance import Instance
 
 REQUESTS = [case.messages for case in CASES]
-
-
-def engine_loop(instance: Instance) -> EngineLoop:
-    return next(host for host in instance.loops if isinstance(host, EngineLoop))
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "2E1PD", "1E2PD", "1E1P1D", "1EP1D", "2E1P2D", "1E2P1D1PD"])
@@ -123,16 +117,3 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(model: Model) -> None:
     batch, alone, other = asyncio.run(run())
     assert batch == alone
     assert batch != other
-
-
-class Recording:
-    """A decoder that keeps the logits it returns, of which none are left out."""
-
-    def __init__(self, decoder: Decoder, recorded: list[Tensor]) -> None:
-        self._decoder = decoder
-        self._recorded = recorded
-
-    def __call__(self, batch: ForwardBatch, *arguments: object) -> Tensor:
-        logits: Tensor = self._decoder(replace(batch, num_largest=()), *arguments)
-        self._recorded += list(torch.unbind(logits.clone()))
-        return logits

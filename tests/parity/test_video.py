@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Messages, Running, running
-from tests.media.clips import clip, turned
-from tests.parity.videos import Model, answered, image_part, listed, user, video_part
+from tests.support.checkpoints import make_checkpoint
+from tests.support.clips import clip, turned
+from tests.support.harness import FLOAT32, Messages, running
+from tests.support.stage_loops import count_parts, encode_loops
+from tests.support.video_cases import Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
-from triptych.encode.cache import Rows
+from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
 from triptych.models.base import EncoderInput
 from triptych.server.instance import Instance
@@ -37,10 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     torch.set_num_threads(1)
     yield Model(make_checkpoint(tmp_path_factory.mktemp("video")), CASES)
     asyncio.set_event_loop(None)
-
-
-def encode_hosts(service: Running) -> list[EncodeLoop]:
-    return [host for instance in service.instances for host in instance.loops if isinstance(host, EncodeLoop)]
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D", "2E2PD"])
@@ -76,25 +73,11 @@ def test_a_chat_goes_on_without_encoding_its_video_again(model: Model) -> None:
         async with running(model.folder, "1E1PD") as service:
             await service.answer(question, max_tokens=4)
             warm = await service.answer(more)
-            assert [host.num_asked for host in encode_hosts(service)] == [1]
+            assert [host.num_requested for host in encode_loops(service)] == [1]
             async with running(model.folder, "1E1PD") as fresh:
                 assert await fresh.answer(more) == warm
 
     asyncio.run(run())
-
-
-def count_parts(instance: Instance, seen: list[int]) -> None:
-    """Notes how many parts go through the tower."""
-    for host in instance.loops:
-        if isinstance(host, EncodeLoop):
-            encoder = host._encoder
-
-            def counted(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[Rows]:
-                seen.append(len(inputs))
-                rows: list[Rows] = encoder(inputs)
-                return rows
-
-            host._encoder = counted
 
 
 def test_clips_that_share_frames_share_the_work(model: Model) -> None:
@@ -124,23 +107,25 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
     def stop_midway(instance: Instance) -> None:
         for host in instance.loops:
             if isinstance(host, EncodeLoop):
-                encoder = host._encoder
+                encoder = host.encoder
 
-                def slow(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[Rows]:
+                def slow(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
                     nonlocal parts
                     parts += len(inputs)
                     if parts > 4:
                         stood.set()
                         assert go_on.wait(20)
-                    rows: list[Rows] = encoder(inputs)
+                    rows: list[EmbeddingRows] = encoder(inputs)
                     return rows
 
-                host._encoder = slow
+                host.encoder = slow
 
     async def run() -> None:
         prompt = model.prompts[0]
-        engine, encode = replace(FLOAT32, receive_block_rows=4), EncodeConfig(encode_batch_patches=1)
-        async with running(model.folder, "1E1PD", engine, encode=encode, prepare=stop_midway) as service:
+        engine = replace(FLOAT32, receive_block_rows=4)
+        async with running(
+            model.folder, "1E1PD", engine, encode=EncodeConfig(encode_batch_patches=1), prepare=stop_midway
+        ) as service:
             asking = asyncio.create_task(service.answer(CASES["mp4"]))
             (host,) = service.engine_loops()
             spans = prompt.items[0].placement.spans
@@ -163,12 +148,12 @@ def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
                 await asyncio.sleep(delay)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-                for request in list(service.frontend.router._requests):
+                for request in list(service.frontend.router.debug_state().dispatched):
                     service.frontend.router.cancel(request)
             assert await service.answer(CASES["mp4"]) == model.answers[0]
-            (host,) = encode_hosts(service)
+            (host,) = encode_loops(service)
             async with asyncio.timeout(20):
-                while not host.idle or host._parts:
+                while not host.idle or host.debug_state().parts:
                     await asyncio.sleep(0.01)
 
     asyncio.run(run())

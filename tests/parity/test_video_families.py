@@ -8,19 +8,18 @@ from functools import partial
 import pytest
 import torch
 
-from tests.api.serving import served
-from tests.api.test_videos import url_of
-from tests.harness import FLOAT32, Messages, running
-from tests.media.clips import clip
-from tests.parity.test_video import count_parts
-from tests.parity.videos import Model, answered, image_part, listed, user, video_part
-from tests.tiny import make_tiny
+from tests.support.chat import url_of
+from tests.support.clips import clip
+from tests.support.families import VIDEO_ANSWERS
+from tests.support.harness import FLOAT32, Messages, running
+from tests.support.serving import served
+from tests.support.stage_loops import count_parts
+from tests.support.tiny import make_tiny
+from tests.support.video_cases import MORE, RUNS, SMALL, Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.types import FrameSampling, PixelBounds
+from triptych.types import FrameSampling
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
-SMALL = {"bounds": PixelBounds(4 * 28 * 28, 12 * 28 * 28)}
 CASES: dict[str, Messages] = {
     "mp4": user(video_part(clip("mp4", frames=50), **SMALL), "What happens?"),
     "three a second": user(video_part(clip("mp4", frames=27), sampling=FrameSampling(fps=3.0), **SMALL), "How fast?"),
@@ -34,33 +33,19 @@ CASES: dict[str, Messages] = {
     "a list of frames": user(image_part(64, 64, 2), video_part(listed([0, 1, 2, 3, 4], 1.0), **SMALL), "And now?"),
     "one frame": user(video_part(clip("mp4", frames=1), **SMALL), "What is it?"),
 }
-WHOLE, CHUNKS = 4096, 7
-ONE_BLOCK = {"receive_blocks": 1, "receive_block_rows": 8, "kv_receive_blocks": 4}
-RUNS = [
-    ("1EPD", WHOLE, {}),
-    ("1E1PD", CHUNKS, ONE_BLOCK),
-    ("1E1P1D", WHOLE, ONE_BLOCK),
-]
-MORE = [
-    (topology, chunk, pool)
-    for topology in ("1EPD", "1E1PD", "1E1P1D")
-    for chunk in (WHOLE, CHUNKS)
-    for pool in ({}, ONE_BLOCK)
-    if (topology, chunk, pool) not in RUNS and not (topology == "1EPD" and pool)
-]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model]]:
     torch.set_num_threads(1)
-    yield {family: Model(make_tiny(tmp_path_factory.mktemp(family), family), CASES) for family in FAMILIES}
+    yield {family: Model(make_tiny(tmp_path_factory.mktemp(family), family), CASES) for family in VIDEO_ANSWERS}
     asyncio.set_event_loop(None)
 
 
 @pytest.mark.parametrize(
     ("topology", "chunk", "pool"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VIDEO_ANSWERS)
 def test_as_the_reference(
     models: dict[str, Model], family: str, topology: str, chunk: int, pool: dict[str, int]
 ) -> None:
@@ -69,7 +54,7 @@ def test_as_the_reference(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VIDEO_ANSWERS)
 @pytest.mark.parametrize("patches", [1, 50, 10**6])
 def test_batches(models: dict[str, Model], family: str, patches: int) -> None:
     encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
@@ -98,7 +83,7 @@ def test_over_http(models: dict[str, Model], family: str, topology: str) -> None
     assert text == tokenizer.decode(model.answers[number], skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VIDEO_ANSWERS)
 def test_clips_that_share_frames_share_the_work(models: dict[str, Model], family: str) -> None:
     """Whatever their rate: a patch in time looks the same, wherever it is."""
     seen: list[int] = []

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import Layout, make_checkpoint
-from tests.harness import FLOAT32, running
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.checkpoints import Layout, make_checkpoint
+from tests.support.harness import FLOAT32, running
+from tests.support.image_cases import CASES
 
 REQUESTS = [case.messages for case in CASES]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness import FLOAT32, Running, running
-from tests.parity.cases import CASES
 from tests.parity.conftest import Model
+from tests.support.harness import FLOAT32, Running, running
+from tests.support.image_cases import CASES
 from triptych.config import EngineConfig, TransferConfig
 from triptych.engine.split_loops import DecodeLoop
 from triptych.messages.work import GrammarKind, GrammarSpec

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prompt.test_prompt import image_part, png, user
+from tests.support.prompt_parts import image_part, png, user
 from triptych.errors import MediaTooLarge
 from triptych.prompt.caps import MediaCaps
 from triptych.prompt.prompt import PromptBuilder

@@ -34,7 +34,7 @@ def streamed(detokenizer: Detokenizer, tokens: list[int], cuts: list[int]) -> st
 
 
 def until_stop(text: str, stop: list[str], unsearched: int = 0) -> str:
-    """The definition: the stop string that is complete first, behind so many characters; of two, the longer."""
+    """The definition: the stop string that is complete first, after that number of characters; of two, the longer."""
     for end in range(unsearched + 1, len(text) + 1):
         found = [len(one) for one in stop if text[:end].endswith(one)]
         if found:

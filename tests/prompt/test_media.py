@@ -110,7 +110,7 @@ def test_inline_media_are_held_before_they_are_decoded(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("size", range(95, 107))
 def test_data_url_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_module, "PIECE", 32)
+    monkeypatch.setattr(media_module, "BASE64_CHUNK", 32)
     data = os.urandom(size)
     assert fetched("data:;base64," + b64(data)) == data
     for wrong in ("=" + b64(data), b64(data) + "=", b64(data) + b64(data[:1]) + b64(data), b64(data)[:-1] + "!"):

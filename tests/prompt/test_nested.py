@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.media.clips import clip
+from tests.support.clips import clip
 from triptych.errors import UnsupportedMedia
 from triptych.prompt.probe_video import probe_video
 

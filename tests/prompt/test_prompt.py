@@ -1,4 +1,3 @@
-import io
 import json
 import struct
 import time
@@ -7,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.media.clips import clip
+from tests.support.clips import clip
+from tests.support.prompt_parts import image_part, png, user
 from triptych.errors import (
     BadMediaSize,
     CheckpointError,
@@ -29,22 +28,8 @@ def builder(shared_folder: Path) -> PromptBuilder:
     return PromptBuilder(shared_folder)
 
 
-def png(width: int, height: int, color: str = "red") -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (width, height), color).save(out, "PNG")
-    return out.getvalue()
-
-
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
-
-
-def image_part(data: bytes) -> dict[str, Any]:
-    return {"type": "image", "data": data}
-
-
-def user(*content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": list(content)}
 
 
 def test_text_only(builder: PromptBuilder) -> None:

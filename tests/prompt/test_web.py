@@ -381,7 +381,7 @@ def test_a_resolver_that_hangs_is_cut() -> None:
         asyncio.run(fetched("http://a.org/", "a.org", resolve=hangs))
 
 
-def test_only_so_many_at_a_time_and_giving_up_closes() -> None:
+def test_lookups_are_bounded_and_an_abandoned_fetch_closes() -> None:
     open_now = most = closed = 0
 
     async def holds(writer: asyncio.StreamWriter) -> None:

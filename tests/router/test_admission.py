@@ -1,4 +1,4 @@
-"""Who is let in, who is told to come back, and whose turn it is: a router without sockets, and a clock on the wall."""
+"""Admission, rejection and fair queueing: a router without sockets, and a wall clock."""
 
 import time
 from collections import Counter
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.router.test_router import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, tokens_of
+from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
@@ -27,9 +27,9 @@ from triptych.messages.work import (
 )
 from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.observe.timeline import Interval
-from triptych.router.admission import FIRST
+from triptych.router.admission import PROBE_PRIORITY
 from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CLIENT
-from triptych.router.forecast import ENOUGH
+from triptych.router.forecast import MIN_SAMPLES
 from triptych.router.router import TokenStream
 from triptych.types import Address, RequestId, TransferId
 
@@ -37,81 +37,81 @@ ROOM = 4 + 2
 """What an instance with --max-num-seqs 4 is given at a time."""
 
 
-def desk_of(*addresses: Any, **settings: Any) -> RouterHarness:
+def harness_of(*addresses: Any, **settings: Any) -> RouterHarness:
     return RouterHarness(*(addresses or (E0, PD0)), **{"max_queue": 1000, "max_num_seqs": 4} | settings)
 
 
-def placed(desk: RouterHarness) -> list[str]:
-    return [message.request for _, message in desk.of(Generate)]
+def placed(harness: RouterHarness) -> list[str]:
+    return [message.request for _, message in harness.of(Generate)]
 
 
-def name(desk: RouterHarness, stream: TokenStream) -> RequestId:
+def name(harness: RouterHarness, stream: TokenStream) -> RequestId:
     """What the instance that generates for a request calls it."""
-    return desk.router._requests[stream.request].generate.request
+    return harness.router.debug_state().dispatched[stream.request].generate.request
 
 
-def begin(desk: RouterHarness, stream: TokenStream) -> None:
-    desk.router.handle(Tokens(name(desk, stream), [1]))
+def begin(harness: RouterHarness, stream: TokenStream) -> None:
+    harness.router.handle(Tokens(name(harness, stream), [1]))
 
 
-def finish(desk: RouterHarness, stream: TokenStream) -> None:
+def finish(harness: RouterHarness, stream: TokenStream) -> None:
     """The instance has worked on it all the time since it was given it."""
-    worked = [Interval("decode", desk.router._requests[stream.request].began, desk.now)]
-    desk.router.handle(Tokens(name(desk, stream), [1], finish_reason="length", intervals=worked))
+    worked = [Interval("decode", harness.router.debug_state().dispatched[stream.request].dispatched, harness.now)]
+    harness.router.handle(Tokens(name(harness, stream), [1], finish_reason="length", intervals=worked))
 
 
 def test_who_could_not_be_sent_anywhere_has_had_nothing() -> None:
-    desk = desk_of()
-    sent = desk.router._send
+    harness = harness_of()
+    sent = harness.send
 
     def fails(to: Address, message: Message) -> None:
         raise Unavailable("a peer has stopped reading its messages")
 
-    desk.router._send = fails
+    harness.send = fails
     with pytest.raises(Unavailable):
-        tokens_of(desk.submit(*[1.0] * 200, client="unlucky"))
-    desk.router._send = sent
-    crowd = [desk.submit(client="other") for _ in range(ROOM + 20)]
-    late = desk.submit(client="unlucky")
+        tokens_of(harness.submit(*[1.0] * 200, client="unlucky"))
+    harness.send = sent
+    crowd = [harness.submit(client="other") for _ in range(ROOM + 20)]
+    late = harness.submit(client="unlucky")
     for stream in crowd[:2]:
-        finish(desk, stream)
-    assert late.request in placed(desk)
+        finish(harness, stream)
+    assert late.request in placed(harness)
 
 
 def test_rows_that_were_known_cost_their_client_nothing() -> None:
-    desk = desk_of(E0, PD0, encode_batch_patches=1, max_num_seqs=32)
-    known = need(desk, desk.submit(*[100.0] * 4, client="a"), 4)
+    harness = harness_of(E0, PD0, encode_batch_patches=1, max_num_seqs=32)
+    known = need(harness, harness.submit(*[100.0] * 4, client="a"), 4)
     for transfer in known:
-        desk.router.handle(Encoded(transfer, True, []))
-    crowd = need(desk, desk.submit(*[1.0] * 20, client="b"), 20)
-    (late,) = need(desk, desk.submit(1.0, client="a"), 1)
+        harness.router.handle(Encoded(transfer, True, []))
+    crowd = need(harness, harness.submit(*[1.0] * 20, client="b"), 20)
+    (late,) = need(harness, harness.submit(1.0, client="a"), 1)
     for transfer in crowd[:2]:
-        desk.router.handle(Encoded(transfer, False, []))
-    assert late in encodes(desk)
+        harness.router.handle(Encoded(transfer, False, []))
+    assert late in encodes(harness)
 
 
 def test_an_instance_is_given_what_it_has_room_for_and_the_rest_keeps_its_order() -> None:
-    desk = desk_of(PD0, PD1)
-    streams = [desk.submit() for _ in range(2 * ROOM + 3)]
-    assert placed(desk) == [stream.request for stream in streams[: 2 * ROOM]]
-    assert desk.router.num_requests == 2 * ROOM + 3
-    desk.router.cancel(streams[2 * ROOM].request)
+    harness = harness_of(PD0, PD1)
+    streams = [harness.submit() for _ in range(2 * ROOM + 3)]
+    assert placed(harness) == [stream.request for stream in streams[: 2 * ROOM]]
+    assert harness.router.num_requests == 2 * ROOM + 3
+    harness.router.cancel(streams[2 * ROOM].request)
     for stream in streams[:2]:
-        finish(desk, stream)
-    assert placed(desk)[2 * ROOM :] == [stream.request for stream in streams[2 * ROOM + 1 :]]
-    assert desk.router.num_requests == 2 * ROOM
+        finish(harness, stream)
+    assert placed(harness)[2 * ROOM :] == [stream.request for stream in streams[2 * ROOM + 1 :]]
+    assert harness.router.num_requests == 2 * ROOM
     assert streams[2 * ROOM].record.finish_reason == "abort"
 
 
 def test_one_clients_backlog_is_not_anothers_wait_and_priorities_go_first() -> None:
-    desk = desk_of(PD0)
-    crowd = [desk.submit(client="a") for _ in range(ROOM + 20)]
-    others = [desk.submit(client="b") for _ in range(2)]
-    urgent = desk.submit(client="a", priority=-1)
-    later = desk.submit(client="c", priority=1)
+    harness = harness_of(PD0)
+    crowd = [harness.submit(client="a") for _ in range(ROOM + 20)]
+    others = [harness.submit(client="b") for _ in range(2)]
+    urgent = harness.submit(client="a", priority=-1)
+    later = harness.submit(client="c", priority=1)
     for stream in crowd[:6]:
-        finish(desk, stream)
-    started = placed(desk)[ROOM:]
+        finish(harness, stream)
+    started = placed(harness)[ROOM:]
     assert started[0] == urgent.request
     assert {stream.request for stream in others} <= set(started[:5]), (
         "they share with the crowd, and don't queue for it"
@@ -122,228 +122,230 @@ def test_one_clients_backlog_is_not_anothers_wait_and_priorities_go_first() -> N
 @pytest.mark.parametrize("instances", [(PD0,), (PD0, PD1), (P0, D0), (P0, D0, D1, D2)])
 def test_prompts_that_wait_for_an_encoder_take_no_place_from_texts(instances: tuple[Address, ...]) -> None:
     generators = [address for address in instances if address != P0]
-    desk = desk_of(E0, *instances)
-    pictures = [desk.submit(1.0) for _ in range(ROOM * len(generators) + 10)]
-    texts = [desk.submit() for _ in range(ROOM * len(generators) + 3)]
+    harness = harness_of(E0, *instances)
+    pictures = [harness.submit(1.0) for _ in range(ROOM * len(generators) + 10)]
+    texts = [harness.submit() for _ in range(ROOM * len(generators) + 3)]
     at_work = [*pictures[: ROOM * len(generators)], *texts[: ROOM * len(generators)]]
-    assert set(placed(desk)) == {stream.request for stream in at_work}
-    given = Counter(to for to, _ in desk.of(Generate))
+    assert set(placed(harness)) == {stream.request for stream in at_work}
+    given = Counter(to for to, _ in harness.of(Generate))
     assert given == dict.fromkeys(generators, 2 * ROOM)
-    assert desk.router.num_requests == len(pictures) + len(texts), "the others wait here"
+    assert harness.router.num_requests == len(pictures) + len(texts), "the others wait here"
 
 
 def test_one_that_has_waited_for_its_media_makes_room_for_the_next_and_runs_with_the_texts() -> None:
-    desk = desk_of(E0, PD0)
-    pictures = [desk.submit(1.0) for _ in range(ROOM + 2)]
-    begin(desk, pictures[0])
-    assert placed(desk)[-1] == pictures[ROOM].request
-    texts = [desk.submit() for _ in range(ROOM)]
-    assert placed(desk)[ROOM + 1 :] == [stream.request for stream in texts[: ROOM - 1]]
-    begin(desk, pictures[1])
-    assert len(placed(desk)) == 2 * ROOM, "more have begun than an instance is given, so no more are started"
-    finish(desk, texts[0])
-    assert len(placed(desk)) == 2 * ROOM
-    finish(desk, texts[1])
-    assert {*placed(desk)[2 * ROOM :]} == {texts[-1].request, pictures[-1].request}
+    harness = harness_of(E0, PD0)
+    pictures = [harness.submit(1.0) for _ in range(ROOM + 2)]
+    begin(harness, pictures[0])
+    assert placed(harness)[-1] == pictures[ROOM].request
+    texts = [harness.submit() for _ in range(ROOM)]
+    assert placed(harness)[ROOM + 1 :] == [stream.request for stream in texts[: ROOM - 1]]
+    begin(harness, pictures[1])
+    assert len(placed(harness)) == 2 * ROOM, "more have begun than an instance is given, so no more are started"
+    finish(harness, texts[0])
+    assert len(placed(harness)) == 2 * ROOM
+    finish(harness, texts[1])
+    assert {*placed(harness)[2 * ROOM :]} == {texts[-1].request, pictures[-1].request}
 
 
-def need(desk: RouterHarness, stream: TokenStream, count: int) -> list[TransferId]:
+def need(harness: RouterHarness, stream: TokenStream, count: int) -> list[TransferId]:
     transfers = [TransferId(f"{stream.request}/{item}") for item in range(count)]
     needed = [MissingItem(item, transfer) for item, transfer in enumerate(transfers)]
-    desk.router.handle(EncodeNeeded(name(desk, stream), PD0, needed))
+    harness.router.handle(EncodeNeeded(name(harness, stream), PD0, needed))
     return transfers
 
 
-def encodes(desk: RouterHarness) -> list[TransferId]:
-    return [message.transfer for _, message in desk.of(Encode)]
+def encodes(harness: RouterHarness) -> list[TransferId]:
+    return [message.transfer for _, message in harness.of(Encode)]
 
 
 def test_a_request_of_two_hundred_images_does_not_hold_up_anothers_one() -> None:
     """Items have a patch each here: an encoder has four batches of two at a time."""
-    desk = desk_of(E0, PD0, encode_batch_patches=2)
-    album, photo = desk.submit(*[1.0] * 200, client="a"), desk.submit(1.0, client="b")
-    pages = need(desk, album, 200)
-    assert encodes(desk) == pages[:8]
-    (single,) = need(desk, photo, 1)
+    harness = harness_of(E0, PD0, encode_batch_patches=2)
+    album, photo = harness.submit(*[1.0] * 200, client="a"), harness.submit(1.0, client="b")
+    pages = need(harness, album, 200)
+    assert encodes(harness) == pages[:8]
+    (single,) = need(harness, photo, 1)
     for number in range(3):
-        desk.router.handle(Encoded(pages[number], False, []))
-    assert single in encodes(desk)[8:10], "next, or after one more"
-    desk.router.handle(Encoded(single, False, []))
+        harness.router.handle(Encoded(pages[number], False, []))
+    assert single in encodes(harness)[8:10], "next, or after one more"
+    harness.router.handle(Encoded(single, False, []))
     for transfer in pages[3:]:
-        desk.router.handle(Encoded(transfer, False, []))
-    assert set(encodes(desk)) == {*pages, single}
-    finish(desk, album)
-    finish(desk, photo)
-    assert desk.outstanding() == 0
-    assert desk.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
+        harness.router.handle(Encoded(transfer, False, []))
+    assert set(encodes(harness)) == {*pages, single}
+    finish(harness, album)
+    finish(harness, photo)
+    assert harness.outstanding() == 0
+    assert harness.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
 
 
-def submit_long(desk: RouterHarness, client: str) -> TokenStream:
+def submit_long(harness: RouterHarness, client: str) -> TokenStream:
     """A request with an item of ten parts of a patch each."""
     made = prompt(10.0)
     plan = msgspec.structs.replace(made.items[0].plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
     items = (replace(made.items[0], plan=plan),)
     context = CURRENT.set(RequestRecord("id", "POST", client=client))
     try:
-        return desk.router.submit(replace(made, items=items), SamplingParams(max_tokens=4), [])
+        return harness.router.submit(replace(made, items=items), SamplingParams(max_tokens=4), [])
     finally:
         CURRENT.reset(context)
 
 
 def test_long_items_take_no_place_of_others_and_one_clients_leave_one_to_the_next() -> None:
-    desk = desk_of(E0, PD0, encode_batch_patches=2, max_num_seqs=32)
-    crowd = [need(desk, submit_long(desk, "a"), 1)[0] for _ in range(LONG_ITEMS + 1)]
-    assert encodes(desk) == crowd[:LONG_ITEMS_PER_CLIENT]
-    photos = [need(desk, desk.submit(1.0, client="a"), 1)[0] for _ in range(2)]
-    assert encodes(desk)[LONG_ITEMS_PER_CLIENT:] == photos, "nor of those of the same client"
-    others = [need(desk, submit_long(desk, "b"), 1)[0] for _ in range(2)]
-    assert encodes(desk)[LONG_ITEMS_PER_CLIENT + 2 :] == others[:1]
+    harness = harness_of(E0, PD0, encode_batch_patches=2, max_num_seqs=32)
+    crowd = [need(harness, submit_long(harness, "a"), 1)[0] for _ in range(LONG_ITEMS + 1)]
+    assert encodes(harness) == crowd[:LONG_ITEMS_PER_CLIENT]
+    photos = [need(harness, harness.submit(1.0, client="a"), 1)[0] for _ in range(2)]
+    assert encodes(harness)[LONG_ITEMS_PER_CLIENT:] == photos, "nor of those of the same client"
+    others = [need(harness, submit_long(harness, "b"), 1)[0] for _ in range(2)]
+    assert encodes(harness)[LONG_ITEMS_PER_CLIENT + 2 :] == others[:1]
     for _ in range(10):
-        for transfer in list(desk.router._encodings._in_hand):
-            desk.router.handle(Encoded(transfer, False, []))
-    assert set(encodes(desk)) == {*crowd, *photos, *others}
-    assert desk.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
+        for transfer in list(harness.router.debug_state().encode.in_flight):
+            harness.router.handle(Encoded(transfer, False, []))
+    assert set(encodes(harness)) == {*crowd, *photos, *others}
+    assert harness.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
 
 
-def test_items_in_line_leave_it_with_their_request_and_are_asked_for_anew_once() -> None:
-    desk = desk_of(E0, PD0, encode_batch_patches=1)
-    stream, other = desk.submit(*[1.0] * 8), desk.submit(1.0)
-    first = need(desk, stream, 8)
+def test_queued_items_leave_with_their_request_and_are_requested_again_once() -> None:
+    harness = harness_of(E0, PD0, encode_batch_patches=1)
+    stream, other = harness.submit(*[1.0] * 8), harness.submit(1.0)
+    first = need(harness, stream, 8)
     again = [MissingItem(item, TransferId(f"again/{item}")) for item in range(8)]
-    desk.router.handle(EncodeNeeded(stream.request, PD0, again))
-    assert encodes(desk)[:4] == first[:4]
+    harness.router.handle(EncodeNeeded(stream.request, PD0, again))
+    assert encodes(harness)[:4] == first[:4]
     for _ in range(20):
-        waiting = [transfer for transfer in encodes(desk) if transfer in desk.router._encodings._in_hand]
+        waiting = [
+            transfer for transfer in encodes(harness) if transfer in harness.router.debug_state().encode.in_flight
+        ]
         for transfer in waiting:
-            desk.router.handle(Encoded(transfer, False, []))
-    assert encodes(desk)[4:] == [needed.transfer for needed in again]
-    (single,) = need(desk, other, 1)
-    need(desk, stream, 8)
-    desk.router.cancel(stream.request)
-    assert len(desk.router._encodings) == 0
-    assert single in encodes(desk)
-    desk.router.cancel(other.request)
-    assert desk.outstanding() == 0
+            harness.router.handle(Encoded(transfer, False, []))
+    assert encodes(harness)[4:] == [needed.transfer for needed in again]
+    (single,) = need(harness, other, 1)
+    need(harness, stream, 8)
+    harness.router.cancel(stream.request)
+    assert len(harness.router.debug_state().encode.queue) == 0
+    assert single in encodes(harness)
+    harness.router.cancel(other.request)
+    assert harness.outstanding() == 0
 
 
 def test_who_waits_too_long_in_line_or_for_an_instance_that_is_gone_is_told() -> None:
-    desk = desk_of(E0, PD0)
-    running = [desk.submit() for _ in range(ROOM)]
-    late, patient = desk.submit(timeout=5.0), desk.submit()
-    desk.wait(6, E0, PD0)
+    harness = harness_of(E0, PD0)
+    running = [harness.submit() for _ in range(ROOM)]
+    late, patient = harness.submit(timeout=5.0), harness.submit()
+    harness.wait(6, E0, PD0)
     with pytest.raises(DeadlineExceeded):
         tokens_of(late)
-    desk.router.handle(Deregister(PD0))
+    harness.router.handle(Deregister(PD0))
     with pytest.raises(Unavailable):
         tokens_of(patient)
-    assert desk.router.num_requests == 0
+    assert harness.router.num_requests == 0
     assert all(stream.record.finish_reason == "error" for stream in (late, patient, *running))
 
 
 def test_nothing_is_encoded_for_a_language_instance_that_is_gone() -> None:
     """Rows that were offered to it after the encoder was told that it is gone would be kept for ever."""
-    desk = desk_of(E0, PD0, PD1, encode_batch_patches=1)
-    streams = [desk.submit(*[1.0] * 9, client=client) for client in "abc"]
-    assert [to for to, _ in desk.of(Generate)] == [PD0, PD1, PD0]
-    first = need(desk, streams[0], 9)
-    need(desk, streams[2], 9)
+    harness = harness_of(E0, PD0, PD1, encode_batch_patches=1)
+    streams = [harness.submit(*[1.0] * 9, client=client) for client in "abc"]
+    assert [to for to, _ in harness.of(Generate)] == [PD0, PD1, PD0]
+    first = need(harness, streams[0], 9)
+    need(harness, streams[2], 9)
     for transfer in first[:2]:
-        desk.router.handle(Encoded(transfer, False, []))
+        harness.router.handle(Encoded(transfer, False, []))
     elsewhere = [MissingItem(item, TransferId(f"elsewhere/{item}")) for item in range(9)]
-    desk.router.handle(EncodeNeeded(streams[1].request, PD1, elsewhere))
-    before = len(encodes(desk))  # the encoder has two items of each of the two that are about to be lost
-    desk.router.handle(Deregister(PD0))
-    assert encodes(desk)[before:] == [needed.transfer for needed in elsewhere[:4]]
+    harness.router.handle(EncodeNeeded(streams[1].request, PD1, elsewhere))
+    before = len(encodes(harness))  # the encoder has two items of each of the two that are about to be lost
+    harness.router.handle(Deregister(PD0))
+    assert encodes(harness)[before:] == [needed.transfer for needed in elsewhere[:4]]
 
 
 def test_items_that_wait_for_an_encoder_that_is_gone_fail_their_requests() -> None:
-    desk = desk_of(E0, PD0, encode_batch_patches=1)
-    stream = desk.submit(*[1.0] * 9)
-    transfers = need(desk, stream, 9)
+    harness = harness_of(E0, PD0, encode_batch_patches=1)
+    stream = harness.submit(*[1.0] * 9)
+    transfers = need(harness, stream, 9)
     for transfer in transfers[:4]:
-        desk.router.handle(Encoded(transfer, False, []))
+        harness.router.handle(Encoded(transfer, False, []))
     for transfer in transfers[4:8]:
-        desk.router.handle(Encoded(transfer, False, []))
-    desk.router.handle(Deregister(E0))
+        harness.router.handle(Encoded(transfer, False, []))
+    harness.router.handle(Deregister(E0))
     assert stream.record.finish_reason == "error"
-    assert desk.outstanding() == 0
+    assert harness.outstanding() == 0
 
 
 def test_a_client_with_its_share_is_refused_and_nobody_else() -> None:
-    desk = desk_of(PD0, max_queue_per_client=2)
-    streams = [desk.submit(client="a") for _ in range(2)]
+    harness = harness_of(PD0, max_queue_per_client=2)
+    streams = [harness.submit(client="a") for _ in range(2)]
     with pytest.raises(RateLimited):
-        desk.submit(client="a")
-    desk.submit(client="b")
-    desk.router.cancel(streams[0].request)
-    desk.submit(client="a")
+        harness.submit(client="a")
+    harness.submit(client="b")
+    harness.router.cancel(streams[0].request)
+    harness.submit(client="a")
 
 
-def busy_desk(seconds_each: float, **settings: Any) -> RouterHarness:
+def busy_harness(seconds_each: float, **settings: Any) -> RouterHarness:
     """One that has seen sixteen requests, two at a time, each of which took so long."""
-    desk = desk_of(PD0, **settings)
+    harness = harness_of(PD0, **settings)
     for _ in range(8):
-        pair = [desk.submit(), desk.submit()]
-        desk.wait(seconds_each, PD0)
+        pair = [harness.submit(), harness.submit()]
+        harness.wait(seconds_each, PD0)
         for stream in pair:
-            finish(desk, stream)
-    return desk
+            finish(harness, stream)
+    return harness
 
 
 def test_who_cannot_be_answered_in_time_is_refused_at_once_and_told_when_to_come_back() -> None:
-    desk = busy_desk(2.0, request_timeout=20.0)
+    harness = busy_harness(2.0, request_timeout=20.0)
     admitted = []
     began = time.monotonic()
     with pytest.raises(Overloaded, match="would take about") as caught:
         for _ in range(200):
-            admitted.append(desk.submit(client="a"))
+            admitted.append(harness.submit(client="a"))
     assert time.monotonic() - began < 5
-    # one a second: those in hand count half
+    # one a second: those in flight count half
     assert 15 <= len(admitted) <= 25
     assert 1 <= caught.value.retry_after <= 60
     assert not isinstance(caught.value, RateLimited)
-    light = desk.submit(client="b")
+    light = harness.submit(client="b")
     with pytest.raises(Overloaded):
-        desk.submit(client="a")
+        harness.submit(client="a")
     for stream in (*admitted, light):
-        desk.router.cancel(stream.request)
-    assert desk.router.num_requests == 0
+        harness.router.cancel(stream.request)
+    assert harness.router.num_requests == 0
 
 
 def test_nobody_is_refused_for_what_was_measured_while_little_was_or_nobody_waits() -> None:
-    desk = desk_of(PD0, request_timeout=1.0)
-    stream = desk.submit()
-    desk.wait(0.75, PD0)
-    finish(desk, stream)
+    harness = harness_of(PD0, request_timeout=1.0)
+    stream = harness.submit()
+    harness.wait(0.75, PD0)
+    finish(harness, stream)
     for _ in range(50):
-        desk.submit()
-    idle = busy_desk(2.0, request_timeout=20.0)
+        harness.submit()
+    idle = busy_harness(2.0, request_timeout=20.0)
     idle.now += 3600
     idle.wait(1, PD0)
     assert idle.submit()
 
 
-def admitted_by(desk: RouterHarness) -> int:
+def admitted_by(harness: RouterHarness) -> int:
     """How many requests are let in before one is refused."""
     for number in range(200):
         try:
-            desk.submit()
+            harness.submit()
         except Overloaded:
             return number
     return 200
 
 
 def test_fewer_are_let_in_where_requests_took_longer_than_forecast() -> None:
-    as_reasoning, longer = (busy_desk(2.0, request_timeout=20.0) for _ in range(2))
-    for _ in range(ENOUGH):
-        longer.router._admission.forecast.margin.add(1.0, 2.0, longer.now)
+    as_reasoning, longer = (busy_harness(2.0, request_timeout=20.0) for _ in range(2))
+    for _ in range(MIN_SAMPLES):
+        longer.router.debug_state().forecast.margin.add(1.0, 2.0, longer.now)
     assert 2 <= admitted_by(longer) <= 0.7 * admitted_by(as_reasoning)
 
 
-def lessons(desk: RouterHarness) -> list[float]:
-    """How long each request took, from now on, that the margin is told of."""
+def lessons(harness: RouterHarness) -> list[float]:
+    """The durations of the requests that the margin records from now on."""
     told: list[float] = []
-    margin = desk.router._admission.forecast.margin
+    margin = harness.router.debug_state().forecast.margin
     add = margin.add
 
     def noted(expected: float, seconds: float, now: float) -> None:
@@ -355,156 +357,159 @@ def lessons(desk: RouterHarness) -> list[float]:
 
 
 def test_those_who_were_too_late_tell_too_in_line_and_at_work() -> None:
-    desk = busy_desk(2.0, request_timeout=20.0)
-    told, margin = lessons(desk), desk.router._admission.forecast.margin
-    streams = [desk.submit() for _ in range(2 * ROOM)]
-    desk.wait(21, PD0)
+    harness = busy_harness(2.0, request_timeout=20.0)
+    told, margin = lessons(harness), harness.router.debug_state().forecast.margin
+    streams = [harness.submit() for _ in range(2 * ROOM)]
+    harness.wait(21, PD0)
     assert all(stream.record.error == "DeadlineExceeded" for stream in streams)
     assert len(told) == 2 * ROOM
-    assert margin.times(desk.now) > 1.5
+    assert margin.factor(harness.now) > 1.5
 
 
-def pictures_ahead(desk: RouterHarness, cost: float) -> list[TokenStream]:
+def pictures_ahead(harness: RouterHarness, cost: float) -> list[TokenStream]:
     """As many requests with a picture as an instance is given, which wait for it there, and ten in line."""
     pictures = []
     for _ in range(ROOM):
-        pictures.append(desk.submit(cost))
-        need(desk, pictures[-1], 1)
-    pictures += [desk.submit(cost) for _ in range(10)]
-    assert len(desk.router._admission) == 10
+        pictures.append(harness.submit(cost))
+        need(harness, pictures[-1], 1)
+    pictures += [harness.submit(cost) for _ in range(10)]
+    assert len(harness.router.debug_state().admission.queue) == 10
     return pictures
 
 
 def test_pictures_in_line_keep_no_text_out_whose_places_are_free() -> None:
-    desk = busy_desk(2.0, request_timeout=600.0)
-    desk.register(E0)
-    pictures = pictures_ahead(desk, 1.0)
-    with desk.router.preparing(has_media=False, timeout=5.0):
-        text = desk.submit(timeout=5.0)
-    assert placed(desk)[-1] == text.request
-    with pytest.raises(Overloaded, match="would take about"), desk.router.preparing(has_media=True, timeout=5.0):
+    harness = busy_harness(2.0, request_timeout=600.0)
+    harness.register(E0)
+    pictures = pictures_ahead(harness, 1.0)
+    with harness.router.preparing(has_media=False, timeout=5.0):
+        text = harness.submit(timeout=5.0)
+    assert placed(harness)[-1] == text.request
+    with pytest.raises(Overloaded, match="would take about"), harness.router.preparing(has_media=True, timeout=5.0):
         pass
     with pytest.raises(Overloaded, match="would take about"):
-        desk.submit(1.0, timeout=5.0)
+        harness.submit(1.0, timeout=5.0)
     for stream in pictures:
-        desk.router.cancel(stream.request)
+        harness.router.cancel(stream.request)
 
 
 def test_media_in_line_that_encoders_will_be_long_at_keep_no_text_out() -> None:
-    desk = busy_desk(2.0, request_timeout=600.0)
-    desk.register(E0)
-    admission = desk.router._admission
-    admission.forecast.encode_rate.look(desk.now - 1, busy=True)
-    admission.forecast.encode_rate.done(1.0, desk.now)
-    pictures_ahead(desk, 10.0)
-    assert desk.submit(timeout=5.0).request in placed(desk)
+    harness = busy_harness(2.0, request_timeout=600.0)
+    harness.register(E0)
+    encode_rate = harness.router.debug_state().forecast.encode_rate
+    encode_rate.set_busy(harness.now - 1, busy=True)
+    encode_rate.add(1.0, harness.now)
+    pictures_ahead(harness, 10.0)
+    assert harness.submit(timeout=5.0).request in placed(harness)
 
 
 def test_what_an_answer_waited_at_its_instance_is_not_its_work_if_a_stop_string_ends_it() -> None:
     """It is ended before its instance has said when it worked."""
-    desk = busy_desk(2.0)
-    forecast = desk.router._admission.forecast
-    pace, mean_cost = forecast._pace.seconds_per_cost, forecast.mean_cost
+    harness = busy_harness(2.0)
+    forecast = harness.router.debug_state().forecast
+    pace, mean_cost = forecast.seconds_per_cost, forecast.mean_cost
 
     def stops(report: Tokens) -> Tokens:
         return msgspec.structs.replace(report, finish_reason="stop")
 
-    for _ in range(ENOUGH):
-        stream = desk.submit(read=stops)
-        desk.wait(20, PD0)
-        desk.router.handle(Tokens(name(desk, stream), [1, 1]))
+    for _ in range(MIN_SAMPLES):
+        stream = harness.submit(read=stops)
+        harness.wait(20, PD0)
+        harness.router.handle(Tokens(name(harness, stream), [1, 1]))
         assert stream.record.finish_reason == "stop"
-    assert forecast._pace.seconds_per_cost == pace
+    assert forecast.seconds_per_cost == pace
     assert forecast.mean_cost > mean_cost, "what it cost is known"
 
 
 def test_nobody_is_refused_who_would_be_alone() -> None:
-    desk = busy_desk(2.0, request_timeout=20.0)
-    stream = desk.submit(timeout=0.5)
+    harness = busy_harness(2.0, request_timeout=20.0)
+    stream = harness.submit(timeout=0.5)
     with pytest.raises(Overloaded):
-        desk.submit(timeout=0.5)
-    desk.router.cancel(stream.request)
+        harness.submit(timeout=0.5)
+    harness.router.cancel(stream.request)
 
 
 def test_prompts_that_are_being_made_keep_nobody_out_of_an_idle_house() -> None:
-    desk = busy_desk(2.0, request_timeout=20.0)
+    harness = busy_harness(2.0, request_timeout=20.0)
     with ExitStack() as making:
         for _ in range(200):
-            making.enter_context(desk.router.preparing(has_media=False))
+            making.enter_context(harness.router.preparing(has_media=False))
 
 
 def test_who_has_little_time_is_told_before_its_prompt_is_made() -> None:
-    desk = busy_desk(2.0, request_timeout=20.0)
-    desk.submit()
-    with pytest.raises(Overloaded), desk.router.preparing(has_media=False, timeout=2.0):
+    harness = busy_harness(2.0, request_timeout=20.0)
+    harness.submit()
+    with pytest.raises(Overloaded), harness.router.preparing(has_media=False, timeout=2.0):
         pass
-    with desk.router.preparing(has_media=False, timeout=20.0):
+    with harness.router.preparing(has_media=False, timeout=20.0):
         pass
 
 
 def test_a_probe_of_the_stages_is_let_in_whatever_the_forecast_and_teaches_nothing() -> None:
-    desk = busy_desk(4.0, request_timeout=20.0)
-    forecast = desk.router._admission.forecast
-    desk.submit()
+    harness = busy_harness(4.0, request_timeout=20.0)
+    forecast = harness.router.debug_state().forecast
+    harness.submit()
     with pytest.raises(Overloaded):
-        desk.submit(timeout=1.0)
-    before, told = forecast.mean_cost, lessons(desk)
-    probe = desk.submit(timeout=1.0, priority=FIRST)
-    finish(desk, probe)
+        harness.submit(timeout=1.0)
+    before, told = forecast.mean_cost, lessons(harness)
+    probe = harness.submit(timeout=1.0, priority=PROBE_PRIORITY)
+    finish(harness, probe)
     assert (forecast.mean_cost, told) == (before, [])
 
 
 def test_who_hangs_up_early_tells_nothing_and_late_how_long_it_took_at_least() -> None:
-    desk = busy_desk(2.0, request_timeout=20.0)
-    told = lessons(desk)
-    early, late = desk.submit(), desk.submit()
-    desk.router.cancel(early.request)
+    harness = busy_harness(2.0, request_timeout=20.0)
+    told = lessons(harness)
+    early, late = harness.submit(), harness.submit()
+    harness.router.cancel(early.request)
     assert not told
-    desk.wait(10, PD0)
-    desk.router.cancel(late.request)
+    harness.wait(10, PD0)
+    harness.router.cancel(late.request)
     assert len(told) == 1
 
 
 STEPS: dict[str, Callable[[RouterHarness, TokenStream], object]] = {
-    "need": lambda desk, stream: need(desk, stream, len(desk.router._requests[stream.request].waiting.prompt.items)),
+    "need": lambda harness, stream: need(
+        harness, stream, len(harness.router.debug_state().dispatched[stream.request].queued.prompt.items)
+    ),
     "token": begin,
     "finish": finish,
-    "cancel": lambda desk, stream: desk.router.cancel(stream.request),
+    "cancel": lambda harness, stream: harness.router.cancel(stream.request),
 }
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(data: st.DataObject) -> None:
-    desk = desk_of(E0, E1, PD0, PD1, max_num_seqs=1, encode_batch_patches=1, max_queue=12)
+    harness = harness_of(E0, E1, PD0, PD1, max_num_seqs=1, encode_batch_patches=1, max_queue=12)
     streams: list[TokenStream] = []
     for _ in range(data.draw(st.integers(1, 60))):
         step = data.draw(st.sampled_from(["submit", "submit", "need", "encoded", "token", "finish", "cancel", "leave"]))
-        alive = [stream for stream in streams if stream.request in desk.router._requests]
+        alive = [stream for stream in streams if stream.request in harness.router.debug_state().dispatched]
         if step == "submit":
             costs = data.draw(st.lists(st.just(1.0), max_size=6))
             try:
-                streams.append(desk.submit(*costs, client=data.draw(st.sampled_from("abc"))))
+                streams.append(harness.submit(*costs, client=data.draw(st.sampled_from("abc"))))
             except (Overloaded, Unavailable):
                 continue
-        elif step == "encoded" and desk.router._encodings._in_hand:
-            transfers = list(desk.router._encodings._in_hand)
-            desk.router.handle(Encoded(transfers[data.draw(st.integers(0, len(transfers) - 1))], False, []))
+        elif step == "encoded" and harness.router.debug_state().encode.in_flight:
+            transfers = list(harness.router.debug_state().encode.in_flight)
+            harness.router.handle(Encoded(transfers[data.draw(st.integers(0, len(transfers) - 1))], False, []))
         elif step == "leave":
             address = data.draw(st.sampled_from([E0, E1, PD0, PD1]))
-            desk.router.handle(Deregister(address))
-            desk.register(address)
+            harness.router.handle(Deregister(address))
+            harness.register(address)
         elif alive and step in STEPS:
             stream = alive[data.draw(st.integers(0, len(alive) - 1))]
-            STEPS[step](desk, stream)
+            STEPS[step](harness, stream)
     for _ in range(200):
-        for transfer in list(desk.router._encodings._in_hand):
-            desk.router.handle(Encoded(transfer, False, []))
+        for transfer in list(harness.router.debug_state().encode.in_flight):
+            harness.router.handle(Encoded(transfer, False, []))
         for stream in streams:
-            if stream.request in desk.router._requests:
-                finish(desk, stream)
-    assert desk.router.num_requests == 0
-    assert desk.outstanding() == 0
-    assert all(lease.patches == 0 for lease in desk.router.registry)
-    assert (desk.router._encodings._requests, desk.router._streams, len(desk.router._encodings)) == ({}, {}, 0)
+            if stream.request in harness.router.debug_state().dispatched:
+                finish(harness, stream)
+    assert harness.router.num_requests == 0
+    assert harness.outstanding() == 0
+    assert all(lease.patches == 0 for lease in harness.router.registry)
+    state = harness.router.debug_state()
+    assert (state.encode.requests, state.queued, len(state.encode.queue)) == (set(), set(), 0)
     assert all(stream.record.finish_reason for stream in streams)

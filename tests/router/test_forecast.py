@@ -1,6 +1,6 @@
 import pytest
 
-from triptych.router.forecast import ENOUGH, MOST_TIMES, Margin
+from triptych.router.forecast import MAX_MARGIN, MIN_SAMPLES, Margin
 
 
 def margin_of(*times: float) -> Margin:
@@ -11,21 +11,21 @@ def margin_of(*times: float) -> Margin:
 
 
 def test_forecasts_that_came_true_are_taken_at_their_word() -> None:
-    assert margin_of(*[1.0] * 50).times(0.0) == 1
-    assert margin_of(*[0.5] * 50).times(0.0) == 1, "nobody is let in for being quicker than thought"
+    assert margin_of(*[1.0] * 50).factor(0.0) == 1
+    assert margin_of(*[0.5] * 50).factor(0.0) == 1, "nobody is let in for being quicker than thought"
 
 
 def test_few_exceed_the_margin() -> None:
-    assert margin_of(*[1.8] * 50).times(0.0) == pytest.approx(1.8, abs=0.01)
-    assert margin_of(*[1.0, 1.5] * 50).times(0.0) > 1.5
+    assert margin_of(*[1.8] * 50).factor(0.0) == pytest.approx(1.8, abs=0.01)
+    assert margin_of(*[1.0, 1.5] * 50).factor(0.0) > 1.5
 
 
 def test_a_few_requests_say_nothing_and_one_that_hung_says_little() -> None:
-    assert margin_of(*[3.0] * (ENOUGH - 1)).times(0.0) == 1
-    assert margin_of(*[1.0] * 50, 1000.0).times(0.0) < MOST_TIMES
+    assert margin_of(*[3.0] * (MIN_SAMPLES - 1)).factor(0.0) == 1
+    assert margin_of(*[1.0] * 50, 1000.0).factor(0.0) < MAX_MARGIN
 
 
 def test_odd_requests_do_not_keep_everybody_out() -> None:
-    assert margin_of(*[0.01, 100.0] * 50).times(0.0) == MOST_TIMES
+    assert margin_of(*[0.01, 100.0] * 50).factor(0.0) == MAX_MARGIN
     mended = margin_of(*[0.01, 100.0] * 50, *[1.0] * 100)
-    assert mended.times(0.0) == pytest.approx(1.0, abs=0.05)
+    assert mended.factor(0.0) == pytest.approx(1.0, abs=0.05)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from tests.router.test_router import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt
+from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt
 from triptych.errors import TriptychError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
@@ -52,20 +52,20 @@ class History:
     def __post_init__(self) -> None:
         rng = self.rng
         self.addresses = rng.choice(SERVICES)
-        self.desk = RouterHarness(
+        self.harness = RouterHarness(
             *self.addresses,
             max_queue=40,
             max_num_seqs=rng.choice([1, 2, 4]),
             encode_batch_patches=rng.choice([1, 4, 1024]),
         )
-        self.router, send = self.desk.router, self.desk.router._send
+        self.router, send = self.harness.router, self.harness.send
 
         def sometimes(to: Address, message: Message) -> None:
             if rng.random() < self.lost:
                 raise Unavailable("a peer has stopped reading its messages")
             send(to, message)
 
-        self.router._send = sometimes
+        self.harness.send = sometimes
 
     def step(self) -> None:
         steps = {
@@ -124,7 +124,7 @@ class History:
 
     def given(self) -> tuple[Address, Generate | Prefill] | None:
         """What a language instance was given at any time; it may be about it, or late."""
-        sent = [(to, message) for to, message in self.desk.sent if isinstance(message, Generate | Prefill)]
+        sent = [(to, message) for to, message in self.harness.sent if isinstance(message, Generate | Prefill)]
         return self.rng.choice(sent) if sent else None
 
     def need(self) -> None:
@@ -142,7 +142,7 @@ class History:
             )
 
     def encoded(self) -> None:
-        if encodes := [message for _, message in self.desk.of(Encode) if isinstance(message, Encode)]:
+        if encodes := [message for _, message in self.harness.of(Encode) if isinstance(message, Encode)]:
             transfer = self.rng.choice(encodes).transfer
             if self.rng.random() < 0.2:
                 self.router.handle(EncodeFailed(transfer, "DecodeFailed", "x"))
@@ -150,7 +150,7 @@ class History:
                 self.router.handle(Encoded(transfer, self.rng.random() < 0.3, []))
 
     def tokens(self) -> None:
-        if generates := [message for _, message in self.desk.of(Generate) if isinstance(message, Generate)]:
+        if generates := [message for _, message in self.harness.of(Generate) if isinstance(message, Generate)]:
             request = self.rng.choice(generates).request
             tokens = [1] * self.rng.choice([1, 1, 3])
             self.router.handle(Tokens(request, tokens, [], self.rng.choice([None, None, "stop"])))
@@ -166,11 +166,11 @@ class History:
         if self.rng.random() < 0.4:
             self.router.handle(Deregister(address))
         else:
-            self.desk.register(address, pid=self.rng.choice([1, 1, 2]))
+            self.harness.register(address, pid=self.rng.choice([1, 1, 2]))
 
     def time(self) -> None:
         alive = [address for address in self.addresses if self.rng.random() < 0.9]
-        self.desk.wait(self.rng.choice([0.25, 1, 3, 11]), *alive)
+        self.harness.wait(self.rng.choice([0.25, 1, 3, 11]), *alive)
 
     def operator(self) -> None:
         address = self.rng.choice(self.addresses)
@@ -188,44 +188,41 @@ class History:
         self.lost = self.rng.choice([0.0, 0.0, 0.3])
 
     def check_books(self) -> None:
-        """What instances are said to have is what they were given, and no more are busy than there are."""
-        router = self.router
-        for lease in router.registry:
-            cost = sum(one.cost for one in router._requests.values() if one.generator is lease)
-            prefills = (one.prefilling for one in router._requests.values() if one.prefilling)
-            cost += sum(one.cost for one in prefills if one.prefiller is lease)
-            items = [one for one in router._encodings._unfinished if one.encoder is lease]
+        """Each lease's outstanding work is exactly that of the requests and items dispatched to it."""
+        state = self.router.debug_state()
+        for lease in self.router.registry:
+            cost = sum(one.cost for one in state.dispatched.values() if one.instance is lease)
+            prefills = (one.remote_prefill for one in state.dispatched.values() if one.remote_prefill)
+            cost += sum(one.cost for one in prefills if one.instance is lease)
+            items = [one for one in state.encode.unfinished if one.instance is lease]
             assert lease.outstanding == cost + sum(one.cost for one in items)
             assert lease.patches == sum(one.patches for one in items)
-        requests = set(router._requests)
-        waiting = {request for request in requests if router._encodings.waits(request)}
-        assert router._admission._working == requests - waiting
-        assert router._admission.forecast.rate._busy == bool(requests - waiting)
-        assert router._admission.forecast.encode_rate._busy == bool(router._encodings._unfinished)
-        assert set(router._encodings._requests) <= requests
-        assert len(router._streams) == len(router._admission) == len(router._admission._tickets)
-        for line in (router._admission._line, router._encodings._line):
-            assert min(line._counters.values(), default=0.0) >= 0, "nobody is owed anything"
-            assert all(
-                flow.cost == pytest.approx(sum(one.cost for one in flow.tickets)) for flow in line._flows.values()
-            )
+        requests = set(state.dispatched)
+        computing = requests - state.encode.pending
+        assert state.admission.computing == computing
+        assert state.forecast.rate.busy == bool(computing)
+        assert state.forecast.encode_rate.busy == bool(state.encode.unfinished)
+        assert state.encode.requests <= requests
+        assert len(state.queued) == len(state.admission.queue) == state.admission.num_tickets
+        for queue in (state.admission.queue, state.encode.queue):
+            assert min(queue.counters.values(), default=0.0) >= 0, "no client has credit"
+            assert all(total == pytest.approx(sum(costs)) for total, costs in queue.flows.values())
 
     def end(self) -> None:
         for stream in self.streams:
             self.router.cancel(stream.request)
         self.check_books()
-        router, line = self.router, self.router._admission._line
+        router, state = self.router, self.router.debug_state()
         assert [lease.outstanding for lease in router.registry if lease.outstanding] == []
-        assert (router.num_requests, router._requests, router._streams) == (0, {}, {})
-        items = router._encodings
-        assert (items._requests, items._in_hand, items._line._flows) == ({}, {}, {})
-        assert (len(line), line._flows) == (0, {})
+        assert (router.num_requests, state.dispatched, state.queued) == (0, {}, set())
+        assert (state.encode.requests, state.encode.in_flight, state.encode.queue.flows) == (set(), {}, {})
+        assert state.admission.queue.flows == {}
         assert all(stream.record.finish_reason for stream in self.streams)
         self.lost = 0.0
         for address in self.addresses:
             router.handle(Deregister(address))
-            self.desk.register(address, pid=3)
-        self.router.cancel(self.desk.submit(timeout=0.01).request)
+            self.harness.register(address, pid=3)
+        self.router.cancel(self.harness.submit(timeout=0.01).request)
 
 
 def play(seeds: range) -> None:

@@ -37,8 +37,8 @@ def test_a_lease_lasts_as_long_as_its_heartbeats() -> None:
 def test_instances_are_found_by_what_they_run() -> None:
     registry = Registry(expiry=10.0)
     e, pd, epd = (registry.add(register(role.value, role), 0.0) for role in (Role.E, Role.PD, Role.EPD))
-    assert registry.encoders() == [e, epd]
-    assert registry.generators() == [pd, epd]
+    assert registry.encode_instances() == [e, epd]
+    assert registry.decode_instances() == [pd, epd]
     assert registry.remove(e.address) is e
     assert registry.remove(e.address) is None
     assert (registry.get(pd.address), len(registry)) == (pd, 2)
@@ -55,9 +55,9 @@ def test_the_same_process_keeps_its_lease_and_another_starts_over() -> None:
 def test_rows_that_do_not_fit_are_named_with_whose_they_are() -> None:
     registry = Registry(expiry=10.0)
     registry.add(register("e0", Role.E), 0.0)
-    assert registry.misfit(LAYOUT) == ""
-    assert registry.misfit(RowLayout("model", "float16", 4, 8)) == (
+    assert registry.incompatibility(LAYOUT) == ""
+    assert registry.incompatibility(RowLayout("model", "float16", 4, 8)) == (
         "e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there"
     )
     registry.remove(Address("e0"))
-    assert registry.misfit(RowLayout("model", "float16", 4, 8)) == ""
+    assert registry.incompatibility(RowLayout("model", "float16", 4, 8)) == ""

@@ -4,17 +4,17 @@ import itertools
 
 import pytest
 
-from tests.router.test_router import prompt, tokens_of
+from tests.support.router_harness import prompt, tokens_of
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
-from triptych.messages.stats import InstanceStats, LanguageStats, Load, Pool
+from triptych.messages.stats import InstanceStats, LanguageStats, Load, PoolUsage
 from triptych.messages.work import (
-    AskStatus,
     ChangeRole,
     Deregister,
     Generate,
+    GetStatus,
     Heartbeat,
     InstanceStatus,
     PeerLost,
@@ -30,7 +30,7 @@ from triptych.messages.work import (
     Status,
     Tokens,
 )
-from triptych.router.role_changes import harm
+from triptych.router.role_changes import role_change_impact
 from triptych.router.router import Router, TokenStream
 from triptych.topology import Role, Topology
 from triptych.types import Address, RequestId, TransferId
@@ -47,7 +47,7 @@ class RouterHarness:
         self.sent: list[tuple[Address, Message]] = []
         self.router = Router(
             send=lambda to, message: self.sent.append((to, message)),
-            forget=lambda _: None,
+            disconnect=lambda _: None,
             fingerprint="model",
             admission=AdmissionConfig(request_timeout=60.0),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
@@ -81,94 +81,94 @@ class RouterHarness:
 
 
 def test_an_idle_instance_is_told_and_its_operator_hears_when_it_has_changed() -> None:
-    desk = RouterHarness("p0", "p1", "d0")
-    assert desk.set_role("p0", Role.D) == [ChangeRole(Role.D, 30.0)]
-    assert desk.answers() == []
-    desk.register("p0", Role.D)
-    assert desk.answers() == [RoleSet("p0", Role.D)]
-    assert {to for to, message in desk.of(PeerLost) if message == PeerLost(Address("p0"), [])} == {"p1", "d0"}
-    assert desk.of(Registered)[-1][0] == "p0"
-    assert {lease.name for lease in desk.router.registry.generators()} == {"p0", "d0"}
-    assert [lease.name for lease in desk.router.registry.prefillers()] == ["p1"]
+    harness = RouterHarness("p0", "p1", "d0")
+    assert harness.set_role("p0", Role.D) == [ChangeRole(Role.D, 30.0)]
+    assert harness.answers() == []
+    harness.register("p0", Role.D)
+    assert harness.answers() == [RoleSet("p0", Role.D)]
+    assert {to for to, message in harness.of(PeerLost) if message == PeerLost(Address("p0"), [])} == {"p1", "d0"}
+    assert harness.of(Registered)[-1][0] == "p0"
+    assert {lease.name for lease in harness.router.registry.decode_instances()} == {"p0", "d0"}
+    assert [lease.name for lease in harness.router.registry.prefill_instances()] == ["p1"]
 
 
 def test_what_has_the_role_already_is_not_asked() -> None:
-    desk = RouterHarness("pd0")
-    assert desk.set_role("pd0", Role.PD) == [RoleSet("pd0", Role.PD)]
+    harness = RouterHarness("pd0")
+    assert harness.set_role("pd0", Role.PD) == [RoleSet("pd0", Role.PD)]
 
 
 def test_a_draining_instance_gets_nothing_new_but_ends_what_it_has() -> None:
-    desk = RouterHarness("pd0", "pd1", "p0", "d0")
-    first = desk.submit()
-    assert desk.of(Generate)[-1][0] == "pd0"
-    desk.set_role("pd0", Role.P)
-    others = {desk.of(Generate)[-1][0] for _ in range(5) if desk.submit()}
+    harness = RouterHarness("pd0", "pd1", "p0", "d0")
+    first = harness.submit()
+    assert harness.of(Generate)[-1][0] == "pd0"
+    harness.set_role("pd0", Role.P)
+    others = {harness.of(Generate)[-1][0] for _ in range(5) if harness.submit()}
     assert others == {"pd1", "d0"}
-    desk.router.handle(Tokens(first.request, [1], finish_reason="stop"))
-    assert desk.router.registry.get(Address("pd0")).outstanding == 0  # type: ignore[union-attr]
+    harness.router.handle(Tokens(first.request, [1], finish_reason="stop"))
+    assert harness.router.registry.get(Address("pd0")).outstanding == 0  # type: ignore[union-attr]
 
 
 def test_the_last_that_prefills_goes_on_for_requests_that_have_begun() -> None:
     """With --force: nobody new is let in, and nobody who is in is lost."""
-    desk = RouterHarness("p0", "d0")
-    stream = desk.submit()
-    desk.set_role("p0", Role.PD, force=True)
-    assert not desk.router.can_serve
+    harness = RouterHarness("p0", "d0")
+    stream = harness.submit()
+    harness.set_role("p0", Role.PD, force=True)
+    assert not harness.router.can_serve
     with pytest.raises(Unavailable, match="prefill"):
-        desk.submit()
-    desk.need_prefill(stream)
-    assert desk.of(Prefill)[-1][0] == "p0"
-    desk.register("p0", Role.PD)
-    assert desk.router.can_serve
-    desk.router.handle(Tokens(stream.request, [3]))
-    desk.need_prefill(stream, generated=(3,))  # it lost its pages, and nobody is there any more to prefill for it
-    to, again = desk.of(Generate)[-1]
+        harness.submit()
+    harness.need_prefill(stream)
+    assert harness.of(Prefill)[-1][0] == "p0"
+    harness.register("p0", Role.PD)
+    assert harness.router.can_serve
+    harness.router.handle(Tokens(stream.request, [3]))
+    harness.need_prefill(stream, generated=(3,))  # it lost its pages, and nobody is there any more to prefill for it
+    to, again = harness.of(Generate)[-1]
     assert (to, again.generated) == ("p0", [3])  # type: ignore[attr-defined]
 
 
 def test_an_instance_that_keeps_its_role_is_given_work_again() -> None:
-    desk = RouterHarness("pd0", "pd1")
-    desk.set_role("pd0", Role.P, force=True)
-    desk.submit()
-    assert desk.of(Generate)[-1][0] == "pd1"
-    desk.router.handle(RoleKept(Address("pd0"), "it was busy"))
-    assert desk.answers() == [RoleRefused("pd0", Role.P, "it was busy")]
-    desk.submit()
-    assert desk.of(Generate)[-1][0] == "pd0"
-    assert desk.set_role("pd0", Role.P, force=True) == [ChangeRole(Role.P, 30.0)]
+    harness = RouterHarness("pd0", "pd1")
+    harness.set_role("pd0", Role.P, force=True)
+    harness.submit()
+    assert harness.of(Generate)[-1][0] == "pd1"
+    harness.router.handle(RoleKept(Address("pd0"), "it was busy"))
+    assert harness.answers() == [RoleRefused("pd0", Role.P, "it was busy")]
+    harness.submit()
+    assert harness.of(Generate)[-1][0] == "pd0"
+    assert harness.set_role("pd0", Role.P, force=True) == [ChangeRole(Role.P, 30.0)]
 
 
 @pytest.mark.parametrize("how", ["leaves", "falls silent"])
 def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
-    desk = RouterHarness("pd0", "pd1", "pd2")
-    stream = desk.submit()
-    desk.set_role("pd0", Role.P, force=True)
+    harness = RouterHarness("pd0", "pd1", "pd2")
+    stream = harness.submit()
+    harness.set_role("pd0", Role.P, force=True)
     if how == "leaves":
-        desk.router.handle(Deregister(Address("pd0")))
+        harness.router.handle(Deregister(Address("pd0")))
     else:
         for _ in range(44):
-            desk.now += 0.25
+            harness.now += 0.25
             for name in ("pd1", "pd2"):
-                desk.router.handle(Heartbeat(Address(name)))
-            desk.router.tick()
-    (answer,) = desk.answers()
+                harness.router.handle(Heartbeat(Address(name)))
+            harness.router.tick()
+    (answer,) = harness.answers()
     assert isinstance(answer, RoleRefused)
-    assert "has left" in answer.reason or "silent" in answer.reason
-    assert desk.of(Generate)[-1][0] == "pd1", "its request goes on"
-    desk.register("pd0", Role.PD)
-    desk.router.cancel(stream.request)
-    assert desk.set_role("pd0", Role.P, force=True)[-1] == ChangeRole(Role.P, 30.0)
+    assert "has left" in answer.reason or "no heartbeat" in answer.reason
+    assert harness.of(Generate)[-1][0] == "pd1", "its request goes on"
+    harness.register("pd0", Role.PD)
+    harness.router.cancel(stream.request)
+    assert harness.set_role("pd0", Role.P, force=True)[-1] == ChangeRole(Role.P, 30.0)
 
 
 def test_a_request_that_an_instance_still_has_when_it_changes_goes_on_elsewhere() -> None:
     """It can't have any; but if it does, the request isn't lost."""
-    desk = RouterHarness("pd0", "pd1")
-    stream = desk.submit()
-    desk.set_role("pd0", Role.P, force=True)
-    desk.register("pd0", Role.P)
-    assert desk.of(Generate)[-1] == (
+    harness = RouterHarness("pd0", "pd1")
+    stream = harness.submit()
+    harness.set_role("pd0", Role.P, force=True)
+    harness.register("pd0", Role.P)
+    assert harness.of(Generate)[-1] == (
         "pd1",
-        Generate(RequestId(f"{stream.request}.1"), **_rest(desk.of(Generate)[0][1])),
+        Generate(RequestId(f"{stream.request}.1"), **_rest(harness.of(Generate)[0][1])),
     )
 
 
@@ -177,10 +177,10 @@ def _rest(message: Message) -> dict[str, object]:
 
 
 def test_without_another_generator_it_fails() -> None:
-    desk = RouterHarness("pd0")
-    stream = desk.submit()
-    desk.set_role("pd0", Role.P, force=True)
-    desk.register("pd0", Role.P)
+    harness = RouterHarness("pd0")
+    stream = harness.submit()
+    harness.set_role("pd0", Role.P, force=True)
+    harness.register("pd0", Role.P)
     with pytest.raises(InstanceLost):
         tokens_of(stream)
 
@@ -189,60 +189,68 @@ def test_without_another_generator_it_fails() -> None:
     ("names", "change", "reason"),
     [
         (["pd0"], ("nobody", Role.P), "no instance of that name"),
-        (["p0", "d0"], ("p0", Role.D), "nobody else prefills, so requests would be refused until it has changed"),
-        (["p0", "d0"], ("d0", Role.P), "nobody else decodes"),
-        (["pd0"], ("pd0", Role.P), "nobody else prefills or decodes"),
-        (["pd0", "pd1"], ("pd0", Role.D), "afterwards nobody would prefill for instances that only decode"),
-        (["pd0", "pd1"], ("pd0", Role.P), "afterwards instances that only prefill would have nobody to prefill for"),
-        (["epd0", "p0", "d0"], ("epd0", Role.PD), "nobody else encodes"),
+        (
+            ["p0", "d0"],
+            ("p0", Role.D),
+            "no other instance prefills, so requests would be rejected until it has changed",
+        ),
+        (["p0", "d0"], ("d0", Role.P), "no other instance decodes"),
+        (["pd0"], ("pd0", Role.P), "no other instance prefills or decodes"),
+        (["pd0", "pd1"], ("pd0", Role.D), "afterwards no instance would prefill for instances that only decode"),
+        (
+            ["pd0", "pd1"],
+            ("pd0", Role.P),
+            "afterwards instances that only prefill would have no instance to prefill for",
+        ),
+        (["epd0", "p0", "d0"], ("epd0", Role.PD), "no other instance encodes"),
     ],
 )
 def test_refusals(names: list[str], change: tuple[str, Role], reason: str) -> None:
-    desk = RouterHarness(*names)
-    (answer,) = desk.set_role(*change)
+    harness = RouterHarness(*names)
+    (answer,) = harness.set_role(*change)
     assert isinstance(answer, RoleRefused)
     assert answer.reason.startswith(reason)
-    assert desk.of(ChangeRole) == []
+    assert harness.of(ChangeRole) == []
     if "instance of that name" not in reason:
-        assert "force it" in answer.reason
-        assert desk.set_role(*change, force=True) == [ChangeRole(change[1], 30.0)]
+        assert "--force" in answer.reason
+        assert harness.set_role(*change, force=True) == [ChangeRole(change[1], 30.0)]
 
 
 def test_a_second_change_waits_for_the_first() -> None:
-    desk = RouterHarness("pd0", "pd1", "pd2")
-    desk.set_role("pd0", Role.P, force=True)
-    (answer,) = desk.set_role("pd0", Role.D, force=True)
-    assert answer == RoleRefused("pd0", Role.D, "it is about to become P already")
-    (other,) = desk.set_role("pd1", Role.D)
+    harness = RouterHarness("pd0", "pd1", "pd2")
+    harness.set_role("pd0", Role.P, force=True)
+    (answer,) = harness.set_role("pd0", Role.D, force=True)
+    assert answer == RoleRefused("pd0", Role.D, "it is already changing to P")
+    (other,) = harness.set_role("pd1", Role.D)
     assert isinstance(other, RoleRefused), "what one is about to become doesn't count before it is"
 
 
 def test_a_name_that_two_have_is_nobodys() -> None:
-    desk = RouterHarness("pd0")
-    desk.router.handle(Register("pd0", Role.PD, Address("another"), [LAYOUT], 2, context_length=100))
-    (answer,) = desk.set_role("pd0", Role.P)
+    harness = RouterHarness("pd0")
+    harness.router.handle(Register("pd0", Role.PD, Address("another"), [LAYOUT], 2, context_length=100))
+    (answer,) = harness.set_role("pd0", Role.P)
     assert answer == RoleRefused("pd0", Role.P, "2 instances of that name")
 
 
 def test_nobody_changes_while_the_service_ends() -> None:
-    desk = RouterHarness("p0", "p1", "d0")
-    desk.router.draining = True
-    assert desk.set_role("p0", Role.D) == [RoleRefused("p0", Role.D, "the service is shutting down")]
+    harness = RouterHarness("p0", "p1", "d0")
+    harness.router.draining = True
+    assert harness.set_role("p0", Role.D) == [RoleRefused("p0", Role.D, "the service is shutting down")]
 
 
-def test_status_says_who_is_there_and_what_they_have_in_hand() -> None:
-    desk = RouterHarness("p0", "d0", "d1", "epd0")
+def test_status_lists_instances_and_what_they_have_in_flight() -> None:
+    harness = RouterHarness("p0", "d0", "d1", "epd0")
     language = LanguageStats(
         waiting=1, prefilling=0, decoding=2, kv_pages=8, kv_pages_used=3, kv_pages_cached=1, prefix_queries=0,
         prefix_hits=0, preemptions=0, steps=0, computed_tokens=0,
     )  # fmt: skip
-    load = Load(2, 1, [Pool("kv_pages", 8, 3, 1)])
-    desk.router.handle(Heartbeat(Address("d0"), InstanceStats(language=language)))
-    desk.submit()
-    desk.set_role("d1", Role.P)
-    desk.now += 1.5
-    desk.router.handle(AskStatus(ME))
-    (status,) = desk.answers()
+    load = Load(2, 1, [PoolUsage("kv_pages", 8, 3, 1)])
+    harness.router.handle(Heartbeat(Address("d0"), InstanceStats(language=language)))
+    harness.submit()
+    harness.set_role("d1", Role.P)
+    harness.now += 1.5
+    harness.router.handle(GetStatus(ME))
+    (status,) = harness.answers()
     assert isinstance(status, Status)
     assert (status.ready, status.draining, status.requests) == (True, False, 1)
     assert status.instances[1] == InstanceStatus("d0", Role.D, Address("d0"), 1, 5.0, 1.5, load)
@@ -258,7 +266,7 @@ def test_a_change_does_no_harm_exactly_where_the_topologies_on_the_way_can_be_se
                 if not _is_whole([*others, now]):
                     continue
                 harmless = _is_whole([*others, then]) and _can_serve([*others])
-                assert (harm(others, now, then) == "") == harmless, (others, now, then)
+                assert (role_change_impact(others, now, then) == "") == harmless, (others, now, then)
 
 
 def _can_serve(roles: list[Role]) -> bool:

@@ -1,7 +1,9 @@
-"""Sandboxed workers that do everything a hostile file could make them do."""
+"""Sandboxed workers that do what a hostile file could make them do."""
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,37 +11,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox import handlers
+from tests.support import sandbox_handlers as handlers
+from tests.support.processes import is_gone
+from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed, InternalError, StartError, TruncatedMedia
-from triptych.sandbox.protocol import BrokenProtocol, Bulk, Limits, WorkerSpec
-from triptych.sandbox.workers import Workers
-
-LIMITS = Limits(memory_bytes=2**28, output_bytes=2**25, seconds=1.0)
+from triptych.sandbox.protocol import Bulk, ProtocolError, WorkerSpec
+from triptych.sandbox.workers import WorkerPool
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
+def workers() -> Iterator[WorkerPool]:
+    made = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
     made.wait_until_ready()
     yield made
     made.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in made.pids)
 
 
-def ask(workers: Workers, what: str, data: bytes = b"") -> list[tuple[bytes, bytes]]:
-    return [(about, bytes(bulk or b"")) for about, bulk in workers.results(what.encode(), data)]
+def ask(workers: WorkerPool, what: str, data: bytes = b"") -> list[tuple[bytes, bytes]]:
+    return [(payload, bytes(bulk or b"")) for payload, bulk in workers.results(what.encode(), data)]
 
 
-def abouts(workers: Workers, what: str, data: bytes = b"") -> list[bytes]:
-    return [about for about, _ in ask(workers, what, data)]
+def payloads(workers: WorkerPool, what: str, data: bytes = b"") -> list[bytes]:
+    return [payload for payload, _ in ask(workers, what, data)]
 
 
-def test_results_come_with_their_bulk(workers: Workers) -> None:
+def test_results_carry_their_bulk(workers: WorkerPool) -> None:
     for data in (b"", b"x", os.urandom(2**20)):
         assert ask(workers, "echo", data) == [(b"hello", data)]
 
 
-def test_several_items_at_a_time_on_one_worker(workers: Workers) -> None:
+def test_one_worker_serves_several_items_at_a_time(workers: WorkerPool) -> None:
     iterators = [workers.results(b"count", b"%d" % number) for number in (3, 0, 5)]
     seen: list[list[bytes]] = [[], [], []]
     for _ in range(6):
@@ -49,14 +51,14 @@ def test_several_items_at_a_time_on_one_worker(workers: Workers) -> None:
     assert seen == [[b"0", b"1", b"2"], [], [b"0", b"1", b"2", b"3", b"4"]]
 
 
-def test_what_is_given_up_is_forgotten(workers: Workers) -> None:
-    (worker,) = workers._workers
+def test_a_cancelled_request_is_dropped(workers: WorkerPool) -> None:
     iterator = workers.results(b"count", b"1000000")
     next(iterator)
     del iterator
-    assert abouts(workers, "count", b"2") == [b"0", b"1"]
-    assert len(worker.items) == 0
-    assert len(worker._known) <= 1
+    assert payloads(workers, "count", b"2") == [b"0", b"1"]
+    ((in_progress, held),) = workers.debug_state()
+    assert in_progress == 0
+    assert held <= 1
 
 
 @pytest.mark.parametrize(
@@ -73,16 +75,16 @@ def test_what_is_given_up_is_forgotten(workers: Workers) -> None:
         ("write_much", InternalError, "^it failed$"),
     ],
 )
-def test_what_goes_wrong_is_one_items_error(workers: Workers, what: str, error: type[Exception], message: str) -> None:
+def test_an_error_fails_only_its_item(workers: WorkerPool, what: str, error: type[Exception], message: str) -> None:
     other = workers.results(b"count", b"3")
     assert next(other)[0] == b"0"
     with pytest.raises(error, match=message):
         ask(workers, what)
-    assert [about for about, _ in other] == [b"1", b"2"], "an item beside it goes on"
+    assert [payload for payload, _ in other] == [b"1", b"2"], "another item of the same worker continues"
     assert ask(workers, "echo", b"x") == [(b"hello", b"x")]
 
 
-def test_memory_is_bounded(workers: Workers) -> None:
+def test_memory_is_bounded(workers: WorkerPool) -> None:
     with pytest.raises(DecodeFailed):
         ask(workers, "hoard")
     status = Path(f"/proc/{workers.pids[0]}/status").read_text()
@@ -90,8 +92,8 @@ def test_memory_is_bounded(workers: Workers) -> None:
     assert peak * 1024 < LIMITS.memory_bytes + 2**27
 
 
-def test_a_worker_killed_by_somebody_else_costs_nothing(workers: Workers, tmp_path: Path) -> None:
-    assert abouts(workers, "crash_once", str(tmp_path / "crashed").encode()) == [b"0", b"1"]
+def test_a_worker_killed_from_outside_fails_no_item(workers: WorkerPool, tmp_path: Path) -> None:
+    assert payloads(workers, "crash_once", str(tmp_path / "crashed").encode()) == [b"0", b"1"]
     before = workers.pids
     os.kill(before[0], signal.SIGKILL)
     time.sleep(0.05)
@@ -99,17 +101,17 @@ def test_a_worker_killed_by_somebody_else_costs_nothing(workers: Workers, tmp_pa
     assert workers.pids != before
 
 
-def test_workers_see_no_secrets(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_see_no_secrets(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIPTYCH_API_KEY", "secret")
     os.kill(workers.pids[0], signal.SIGKILL)
     time.sleep(0.05)
-    (variables,) = abouts(workers, "environment")
+    (variables,) = payloads(workers, "environment")
     assert b"TRIPTYCH" not in variables
     assert b"PATH" in variables
 
 
 def test_several_workers_share_the_work() -> None:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 2, DecodeFailed)
+    made = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 2, DecodeFailed)
     found: list[bytes] = []
     iterators = [made.results(b"pid") for _ in range(2)]
     threads = [threading.Thread(target=lambda one=one: found.append(next(one)[0])) for one in iterators]
@@ -121,8 +123,8 @@ def test_several_workers_share_the_work() -> None:
     assert len(set(found)) == 2
 
 
-def test_ending_gives_up_what_is_under_way() -> None:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
+def test_closing_cancels_requests_in_progress() -> None:
+    made = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
     made.wait_until_ready()
     errors: list[BaseException] = []
 
@@ -143,30 +145,39 @@ def test_ending_gives_up_what_is_under_way() -> None:
 
 
 def test_a_worker_ends_with_its_parent() -> None:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
-    made.wait_until_ready()
-    (worker,) = made._workers
-    worker._connection.close()  # as the kernel does when the parent has died
-    assert worker.process.wait(5) == 0
+    code = """
+import os, signal
+from tests.support.sandbox_handlers import LIMITS
+from triptych.errors import DecodeFailed
+from triptych.sandbox.protocol import WorkerSpec
+from triptych.sandbox.workers import WorkerPool
+workers = WorkerPool(WorkerSpec("tests.support.sandbox_handlers:obedient", "hello", LIMITS), 1, DecodeFailed)
+workers.wait_until_ready()
+print(*workers.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert parent.returncode == -signal.SIGKILL
+    assert is_gone(int(parent.stdout))
 
 
 def test_workers_that_cannot_start() -> None:
-    made = Workers(WorkerSpec(f"{handlers.__name__}:broken", "", LIMITS), 1, DecodeFailed)
+    made = WorkerPool(WorkerSpec(f"{handlers.__name__}:broken", "", LIMITS), 1, DecodeFailed)
     with pytest.raises(StartError, match="can't start"):
         made.wait_until_ready()
-    with pytest.raises(InternalError, match="missing"):
+    with pytest.raises(InternalError, match="could not be started"):
         ask(made, "echo")
     made.close()
 
 
-def test_what_is_handed_over_is_sealed() -> None:
+def test_bulk_is_sealed_before_it_is_read() -> None:
     bulk = Bulk.of(b"abc")
     assert bytes(bulk.sealed(3) or b"") == b"abc"
     for change in (lambda: os.write(bulk.file, b"x"), lambda: os.ftruncate(bulk.file, 0)):
         with pytest.raises(PermissionError):
             change()
-    with pytest.raises(BrokenProtocol, match="3 bytes"):
+    with pytest.raises(ProtocolError, match="3 bytes"):
         Bulk.of(b"abc").sealed(2)
     plain = Bulk(os.open(os.devnull, os.O_RDONLY))
-    with pytest.raises(BrokenProtocol, match="written"):
+    with pytest.raises(ProtocolError, match="written"):
         plain.sealed(3)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Running, running
-from tests.parity.cases import CASES
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, Running, running
+from tests.support.image_cases import CASES
 from triptych.config import EngineConfig
 from triptych.engine.loop import EngineLoop
 from triptych.engine.runner import StepOutput
@@ -44,8 +44,8 @@ async def with_bystanders(
         asyncio.create_task(service.answer(messages, seed=number, temperature=0.8, max_tokens=64))
         for number, messages in enumerate(BYSTANDERS)
     ]
-    asked = [asyncio.create_task(service.answer(**{"messages": text("Well?")} | one)) for one in culprits]
-    ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+    queries = [asyncio.create_task(service.answer(**{"messages": text("Well?")} | one)) for one in culprits]
+    ends = await asyncio.wait_for(asyncio.gather(*queries, return_exceptions=True), 30)
     for end in ends:
         assert isinstance(end, TriptychError | list), repr(end)
     return list(await asyncio.wait_for(asyncio.gather(*others), 30)), ends
@@ -128,8 +128,8 @@ def test_a_prompt_whose_logits_overflow(
 def test_other_formats_overflow(overflowing: Path, letter: tuple[str, int], dtype: str) -> None:
     async def run() -> list[Any]:
         async with running(overflowing, "1EPD", replace(FLOAT32, dtype=dtype)) as service:
-            asked = [service.answer(text(words), max_tokens=4) for words in ("and", f"a{letter[0]}b")]
-            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+            queries = [service.answer(text(words), max_tokens=4) for words in ("and", f"a{letter[0]}b")]
+            return await asyncio.wait_for(asyncio.gather(*queries, return_exceptions=True), 30)
 
     good, bad = asyncio.run(run())
     assert len(good) == 4
@@ -166,7 +166,7 @@ def test_min_tokens_hold_against_a_grammar_that_may_end(folder: Path) -> None:
 
 
 def trip_over(seeds: set[int]) -> Callable[[Instance], None]:
-    """For ``running``: a step raises after it was computed, as long as one of its tokens is drawn by such a seed."""
+    """For ``running``: a step raises after it was computed, as long as one of its tokens is sampled by such a seed."""
 
     def prepare(instance: Instance) -> None:
         for host in instance.loops:
@@ -174,11 +174,11 @@ def trip_over(seeds: set[int]) -> Callable[[Instance], None]:
                 host.runner.run = tripping(host.runner.run)  # type: ignore[method-assign]
 
     def tripping(run: Callable[..., StepOutput]) -> Callable[..., StepOutput]:
-        def tripped(batch: Any, draws: Any, *others: Any) -> StepOutput:
-            outcome = run(batch, draws, *others)
-            if seeds & {draw.sampling.seed for draw in draws}:
+        def tripped(batch: Any, sampling_inputs: Any, *others: Any) -> StepOutput:
+            output = run(batch, sampling_inputs, *others)
+            if seeds & {draw.sampling.seed for draw in sampling_inputs}:
                 raise RuntimeError("secret of /the/server")
-            return outcome
+            return output
 
         return tripped
 
@@ -201,8 +201,8 @@ def test_a_step_that_raises_is_split(folder: Path, expected: list[list[int]], to
 def test_a_step_that_raises_for_all_fails_each(folder: Path) -> None:
     async def run() -> list[Any]:
         async with running(folder, "1EPD", prepare=trip_over(set(range(8)))) as service:
-            asked = [service.answer(messages, seed=number) for number, messages in enumerate(BYSTANDERS)]
-            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+            queries = [service.answer(messages, seed=number) for number, messages in enumerate(BYSTANDERS)]
+            return await asyncio.wait_for(asyncio.gather(*queries, return_exceptions=True), 30)
 
     assert [type(end) for end in asyncio.run(run())] == [InternalError] * len(BYSTANDERS)
 
@@ -216,8 +216,8 @@ def test_a_token_that_is_not_in_the_vocabulary_fails_its_request_at_once(folder:
                 run = host.runner.run
 
                 def wrong(*args: Any, run: Callable[..., StepOutput] = run) -> StepOutput:
-                    outcome = run(*args)
-                    return replace(outcome, drawn=[replace(one, token=10**6) for one in outcome.drawn])
+                    output = run(*args)
+                    return replace(output, sampled=[replace(one, token=10**6) for one in output.sampled])
 
                 host.runner.run = wrong  # type: ignore[method-assign]
 
@@ -237,7 +237,7 @@ def test_a_model_that_overflows_for_everybody(tmp_path: Path) -> None:
 
     async def run() -> list[Any]:
         async with running(folder, "1EPD") as service:
-            asked = [service.answer(text("x" * n), temperature=float(n % 2)) for n in range(1, 5)]
-            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+            queries = [service.answer(text("x" * n), temperature=float(n % 2)) for n in range(1, 5)]
+            return await asyncio.wait_for(asyncio.gather(*queries, return_exceptions=True), 30)
 
     assert {type(end) for end in asyncio.run(run())} == {NonFiniteLogits}

@@ -1,4 +1,4 @@
-"""Answers with grammars in whole services: the same tokens however late masks come, and nobody else waits for them."""
+"""Answers with grammars in whole services: the same tokens however late masks arrive, and no delay for others."""
 
 import asyncio
 import os
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Running, running
-from tests.parity.cases import CASES
-from tests.processes import is_gone
-from triptych.engine import sampling_batch as draws
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, Running, running
+from tests.support.image_cases import CASES
+from tests.support.processes import is_gone
+from triptych.engine import sampling_batch
 from triptych.engine.grammar import matching
+from triptych.engine.grammar.compile_queue import CompileQueue
 from triptych.engine.grammar.matching import Matching
-from triptych.engine.grammar.service import Grammars
 from triptych.errors import GrammarTooCostly, InvalidRequest
 from triptych.messages.work import GrammarKind, GrammarSpec
 
@@ -66,10 +66,15 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 def pids_of(service: Running) -> list[int]:
-    """The processes of the grammars that are in use, of all instances."""
-    servers = [host._grammars._server for host in service.engine_loops()]
-    paths = [Path(f"/proc/{one.process.pid}/task/{one.process.pid}/children") for one in servers if one is not None]
+    """Process ids of the grammars in use, of all instances."""
+    paths = [Path(f"/proc/{pid}/task/{pid}/children") for pid in server_pids_of(service)]
     return [int(pid) for path in paths for pid in path.read_text().split()]
+
+
+def server_pids_of(service: Running) -> list[int]:
+    """Process ids of the fork servers of all instances."""
+    pids = [host.grammars.debug_state()["server_pid"] for host in service.engine_loops()]
+    return [pid for pid in pids if pid is not None]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -77,17 +82,17 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def never_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def masks_never_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token waits for its mask."""
-    monkeypatch.setattr(Matching, "last_was_quick", property(lambda _: False))
+    monkeypatch.setattr(Matching, "mask_expected_soon", property(lambda _: False))
 
 
-def late_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def late_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token is computed twice, since its mask isn't there the first time."""
     mask, asked = Matching.mask, set[tuple[int, int]]()
 
     def late(self: Matching, seconds: float = 0.0) -> bytes | None:
-        place = id(self), len(self._tokens)
+        place = id(self), self.num_tokens
         if place in asked:
             return mask(self, 10)
         asked.add(place)
@@ -96,13 +101,13 @@ def late_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Matching, "mask", late)
 
 
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step waits for no mask."""
-    monkeypatch.setattr(draws, "MASK_PATIENCE", 0.0)
+def without_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for no mask that is late."""
+    monkeypatch.setattr(sampling_batch, "MASK_TIMEOUT", 0.0)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("timing", [never_quick, late_at_first, impatient, lambda _: None])
+@pytest.mark.parametrize("timing", [masks_never_expected, late_once, without_timeout, lambda _: None])
 def test_tokens_are_the_same_whenever_masks_come(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
@@ -120,8 +125,8 @@ def test_tokens_are_the_same_whenever_masks_come(
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_nobody_waits_for_anothers_grammar(folder: Path, expected: list[list[int]], topology: str) -> None:
-    """Whose processes stand still; then they go on, and with them the answers that they are for."""
+def test_a_stopped_process_delays_no_other_request(folder: Path, expected: list[list[int]], topology: str) -> None:
+    """The processes are stopped for a while; then their requests continue."""
 
     async def run() -> None:
         async with served(folder, topology) as service:
@@ -144,7 +149,7 @@ def test_nobody_waits_for_anothers_grammar(folder: Path, expected: list[list[int
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_who_loses_a_grammars_process_goes_on(folder: Path, expected: list[list[int]], topology: str) -> None:
+def test_a_killed_process_is_replaced(folder: Path, expected: list[list[int]], topology: str) -> None:
     async def run() -> None:
         async with served(folder, topology) as service:
             asked = asyncio.create_task(answers(service))
@@ -187,7 +192,7 @@ def test_a_costly_answer_fails_by_name(  # noqa: PLR0917
 
 
 @pytest.mark.parametrize("topology", ["1E1PD", "1E1P1D"])
-def test_a_bad_grammar_is_refused_at_once(folder: Path, topology: str) -> None:
+def test_an_invalid_grammar_is_rejected_at_once(folder: Path, topology: str) -> None:
     """While others compute; the second time without trying it."""
     bad = GrammarSpec(GrammarKind.REGEX, "(")
 
@@ -203,11 +208,11 @@ def test_a_bad_grammar_is_refused_at_once(folder: Path, topology: str) -> None:
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
-def test_grammars_that_are_being_compiled_take_no_places(
+def test_requests_whose_grammar_is_not_compiled_occupy_no_slots(
     folder: Path, monkeypatch: pytest.MonkeyPatch, topology: str
 ) -> None:
-    """However many: as many requests as an instance is given at a time, and more."""
-    monkeypatch.setattr(Grammars, "_start_process", lambda *_: None)
+    """However many they are: here more than an instance's slots. None is ever compiled."""
+    monkeypatch.setattr(CompileQueue, "next", lambda _: None)
 
     async def run() -> list[int]:
         engine = replace(FLOAT32, max_num_seqs=2)
@@ -218,7 +223,7 @@ def test_grammars_that_are_being_compiled_take_no_places(
             for one in waiting:
                 one.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            for entry in list(service.frontend.router._requests):
+            for entry in list(service.frontend.router.debug_state().dispatched):
                 service.frontend.router.cancel(entry)
             return answer
 
@@ -229,8 +234,7 @@ def test_no_process_is_left(folder: Path) -> None:
     async def run() -> list[int]:
         async with served(folder, "1E1P1D") as service:
             await answers(service)
-            servers = [host._grammars._server for host in service.engine_loops()]
-            return [*pids_of(service), *(server.process.pid for server in servers if server is not None)]
+            return [*pids_of(service), *server_pids_of(service)]
 
     pids = asyncio.run(run())
     assert len(pids) == 2 * 3

@@ -14,7 +14,7 @@ from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.rows import End, RowLayout
+from triptych.messages.rows import RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     Cancel,
@@ -97,10 +97,10 @@ class RecorderBuilder:
         if self.refusal is not None:
             raise self.refusal
         self.built.append(Recorder())
-        return RoleLoops([(self.built[-1], End.CONSUMER)], [OTHER_LAYOUT])
+        return RoleLoops([(self.built[-1], TransferSide.CONSUMER)], [OTHER_LAYOUT])
 
 
-class RouterHarness:
+class InstanceHarness:
     """A frontend's end of the channel, and an instance whose loop runs in a thread."""
 
     def __init__(self, lease: LeaseConfig, host: Recorder) -> None:
@@ -108,7 +108,7 @@ class RouterHarness:
         self.instance = Instance(
             name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), frontend=self.channel.address, lease=lease
         )
-        self.instance.add_loop(host, peer=End.PRODUCER)
+        self.instance.add_loop(host, peer=TransferSide.PRODUCER)
         self.received: list[Message] = []
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -158,16 +158,16 @@ def _until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., RouterHarness]]:
-    desks: list[RouterHarness] = []
+def start() -> Iterator[Callable[..., InstanceHarness]]:
+    desks: list[InstanceHarness] = []
 
-    def start_one(lease: LeaseConfig = FAST, host: Recorder | None = None) -> RouterHarness:
-        desks.append(RouterHarness(lease, host or Recorder()))
+    def start_one(lease: LeaseConfig = FAST, host: Recorder | None = None) -> InstanceHarness:
+        desks.append(InstanceHarness(lease, host or Recorder()))
         return desks[-1]
 
     yield start_one
-    for desk in desks:
-        desk.close()
+    for harness in desks:
+        harness.close()
 
 
 def cancel(name: str) -> Cancel:
@@ -184,197 +184,200 @@ def fail() -> None:
     raise RuntimeError("a bug")
 
 
-def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., RouterHarness]) -> None:
-    desk = start()
-    desk.join()
-    (register,) = [message for message in desk.received if isinstance(message, Register)]
-    address = desk.instance.channel.address
+def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.join()
+    (register,) = [message for message in harness.received if isinstance(message, Register)]
+    address = harness.instance.channel.address
     assert (register.name, register.role, register.address, register.layouts) == ("pd0", Role.PD, address, [LAYOUT])
-    _until(lambda: desk.count(Heartbeat, 0.05) >= 3)
-    beat = next(message for message in desk.received if isinstance(message, Heartbeat))
+    _until(lambda: harness.count(Heartbeat, 0.05) >= 3)
+    beat = next(message for message in harness.received if isinstance(message, Heartbeat))
     assert (beat.address, beat.stats.resident_bytes) == (address, 1), "its hosts have told of themselves"
-    desk.send(Stop())
-    desk.end()
-    desk.await_count(Deregister, 1)
-    assert desk.received[-1] == Deregister(address)
-    assert desk.error is None
-    assert desk.host.told == ["close"]
+    harness.send(Stop())
+    harness.end()
+    harness.await_count(Deregister, 1)
+    assert harness.received[-1] == Deregister(address)
+    assert harness.error is None
+    assert harness.host.told == ["close"]
 
 
-def test_rejection_ends_it(start: Callable[..., RouterHarness]) -> None:
-    desk = start()
-    desk.await_count(Register, 1)
-    desk.send(RegistrationRefused("pd0", os.getpid(), "it serves another model"))
-    desk.end()
-    assert isinstance(desk.error, StartError)
-    assert "it serves another model" in str(desk.error)
-    assert desk.host.told == ["close"]
+def test_rejection_ends_it(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.await_count(Register, 1)
+    harness.send(RegistrationRefused("pd0", os.getpid(), "it serves another model"))
+    harness.end()
+    assert isinstance(harness.error, StartError)
+    assert "it serves another model" in str(harness.error)
+    assert harness.host.told == ["close"]
 
 
-def test_a_frontend_that_does_not_answer_ends_it(start: Callable[..., RouterHarness]) -> None:
-    desk = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.1))
-    desk.end()
-    assert isinstance(desk.error, StartError)
-    assert desk.channel.address in str(desk.error)
+def test_a_frontend_that_does_not_answer_ends_it(start: Callable[..., InstanceHarness]) -> None:
+    harness = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.1))
+    harness.end()
+    assert isinstance(harness.error, StartError)
+    assert harness.channel.address in str(harness.error)
 
 
-def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callable[..., RouterHarness]) -> None:
-    desk = start()
-    desk.join()
-    desk.send(RegisterAgain(), RegisterAgain(), RegisterAgain(), cancel("last"))
-    _until(lambda: cancel("last") in desk.host.told)
-    assert desk.host.told == ["on_lease_lost", cancel("last")]
-    desk.await_count(Register, 2)
-    desk.send(Registered(30.0), RegisterAgain(), cancel("very last"))
-    _until(lambda: cancel("very last") in desk.host.told)
-    assert desk.host.told.count("on_lease_lost") == 2, "a new lease that is lost is another matter"
+def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.join()
+    harness.send(RegisterAgain(), RegisterAgain(), RegisterAgain(), cancel("last"))
+    _until(lambda: cancel("last") in harness.host.told)
+    assert harness.host.told == ["on_lease_lost", cancel("last")]
+    harness.await_count(Register, 2)
+    harness.send(Registered(30.0), RegisterAgain(), cancel("very last"))
+    _until(lambda: cancel("very last") in harness.host.told)
+    assert harness.host.told.count("on_lease_lost") == 2, "a new lease that is lost is another matter"
 
 
-def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: Callable[..., RouterHarness]) -> None:
-    desk = start()
-    desk.await_count(Register, 1)
-    desk.send(RegisterAgain())  # the answer to a heartbeat that went before the registration
+def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.await_count(Register, 1)
+    harness.send(RegisterAgain())  # the answer to a heartbeat that went before the registration
     time.sleep(5 * FAST.heartbeat)
-    assert sum(isinstance(message, Register) for message in desk.received) == 1
-    desk.send(RegisterAgain())
-    desk.await_count(Register, 2)
-    desk.send(Registered(30.0), cancel("after"))
-    _until(lambda: cancel("after") in desk.host.told)
-    assert "on_lease_lost" not in desk.host.told
+    assert sum(isinstance(message, Register) for message in harness.received) == 1
+    harness.send(RegisterAgain())
+    harness.await_count(Register, 2)
+    harness.send(Registered(30.0), cancel("after"))
+    _until(lambda: cancel("after") in harness.host.told)
+    assert "on_lease_lost" not in harness.host.told
 
 
-def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., RouterHarness]) -> None:
-    desk = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.3))
-    desk.join()
+def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., InstanceHarness]) -> None:
+    harness = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.3))
+    harness.join()
     time.sleep(0.4)
-    desk.send(RegisterAgain())
-    desk.await_count(Register, 2)
-    desk.send(Registered(30.0), cancel("after"))
-    _until(lambda: cancel("after") in desk.host.told)
-    assert desk.error is None
+    harness.send(RegisterAgain())
+    harness.await_count(Register, 2)
+    harness.send(Registered(30.0), cancel("after"))
+    _until(lambda: cancel("after") in harness.host.told)
+    assert harness.error is None
 
 
-def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Callable[..., RouterHarness]) -> None:
-    desk = start(LeaseConfig(heartbeat=0.05, lease_expiry=0.5))
-    desk.join(expiry=0.5)
-    assert "on_lease_lost" not in desk.host.told
-    desk.host.on_advance = once(lambda: time.sleep(0.6))
-    desk.instance.channel.wake()
-    _until(lambda: "on_lease_lost" in desk.host.told)
-    desk.await_count(Register, 2)
-    leave, register = (desk.received.index(Deregister(desk.instance.channel.address)), _last(desk.received, Register))
+def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Callable[..., InstanceHarness]) -> None:
+    harness = start(LeaseConfig(heartbeat=0.05, lease_expiry=0.5))
+    harness.join(expiry=0.5)
+    assert "on_lease_lost" not in harness.host.told
+    harness.host.on_advance = once(lambda: time.sleep(0.6))
+    harness.instance.channel.wake()
+    _until(lambda: "on_lease_lost" in harness.host.told)
+    harness.await_count(Register, 2)
+    leave, register = (
+        harness.received.index(Deregister(harness.instance.channel.address)),
+        _last(harness.received, Register),
+    )
     assert leave < register, "the frontend is to fail what was under way, even if it noticed nothing"
-    assert desk.host.told.count("on_lease_lost") == 1
+    assert harness.host.told.count("on_lease_lost") == 1
 
 
-def test_being_a_little_late_gives_nothing_up(start: Callable[..., RouterHarness]) -> None:
-    desk = start(LeaseConfig(heartbeat=0.05, lease_expiry=30.0))
-    desk.join()
-    desk.host.on_advance = once(lambda: time.sleep(0.3))
-    desk.send(cancel("after"))
-    _until(lambda: cancel("after") in desk.host.told)
-    beats = desk.count(Heartbeat)
-    _until(lambda: desk.count(Heartbeat, 0.05) > beats)
-    assert desk.host.told == [cancel("after")]
+def test_being_a_little_late_gives_nothing_up(start: Callable[..., InstanceHarness]) -> None:
+    harness = start(LeaseConfig(heartbeat=0.05, lease_expiry=30.0))
+    harness.join()
+    harness.host.on_advance = once(lambda: time.sleep(0.3))
+    harness.send(cancel("after"))
+    _until(lambda: cancel("after") in harness.host.told)
+    beats = harness.count(Heartbeat)
+    _until(lambda: harness.count(Heartbeat, 0.05) > beats)
+    assert harness.host.told == [cancel("after")]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BlockError("freed twice")])
 def test_a_message_that_cannot_be_handled_harms_nothing_else(
-    start: Callable[..., RouterHarness], error: Exception
+    start: Callable[..., InstanceHarness], error: Exception
 ) -> None:
     def refuse() -> None:
         raise error
 
-    desk = start(host=Recorder(on_cancel=once(refuse)))
-    desk.join()
-    desk.send(cancel("bad"), Registered(30.0), Deregister(Address("not for an instance")), cancel("good"))
-    _until(lambda: cancel("good") in desk.host.told)
-    assert desk.host.told == [cancel("bad"), cancel("good")]
-    assert desk.error is None
+    harness = start(host=Recorder(on_cancel=once(refuse)))
+    harness.join()
+    harness.send(cancel("bad"), Registered(30.0), Deregister(Address("not for an instance")), cancel("good"))
+    _until(lambda: cancel("good") in harness.host.told)
+    assert harness.host.told == [cancel("bad"), cancel("good")]
+    assert harness.error is None
 
 
-def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., RouterHarness]) -> None:
-    desk = start()
-    desk.join()
+def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.join()
     lost = PeerLost(Address("tcp://127.0.0.1:1"), [TransferId("t")])
-    desk.send(lost)
-    _until(lambda: lost in desk.host.told)
+    harness.send(lost)
+    _until(lambda: lost in harness.host.told)
 
 
 def test_a_leak_is_logged_and_no_reason_to_end(
-    start: Callable[..., RouterHarness], caplog: pytest.LogCaptureFixture
+    start: Callable[..., InstanceHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     def leak() -> None:
         raise BlockError("two pages are missing")
 
-    desk = start(host=Recorder(on_idle=once(leak)))
-    desk.join()
+    harness = start(host=Recorder(on_idle=once(leak)))
+    harness.join()
     _until(lambda: "two pages are missing" in caplog.text)
-    desk.send(cancel("after"))
-    _until(lambda: cancel("after") in desk.host.told)
+    harness.send(cancel("after"))
+    _until(lambda: cancel("after") in harness.host.told)
 
 
-def test_a_host_that_fails_starts_over(start: Callable[..., RouterHarness], caplog: pytest.LogCaptureFixture) -> None:
-    desk = start()
-    desk.join()
-    desk.host.on_advance = once(fail)
-    desk.instance.channel.wake()
-    desk.await_count(Register, 2)
-    assert [type(message) for message in desk.received if not isinstance(message, Heartbeat)] == [
+def test_a_host_that_fails_starts_over(start: Callable[..., InstanceHarness], caplog: pytest.LogCaptureFixture) -> None:
+    harness = start()
+    harness.join()
+    harness.host.on_advance = once(fail)
+    harness.instance.channel.wake()
+    harness.await_count(Register, 2)
+    assert [type(message) for message in harness.received if not isinstance(message, Heartbeat)] == [
         Register,
         Deregister,
         Register,
     ]
-    desk.send(Registered(30.0), cancel("after"))
-    _until(lambda: cancel("after") in desk.host.told)
-    assert desk.host.told == ["on_lease_lost", cancel("after")]
+    harness.send(Registered(30.0), cancel("after"))
+    _until(lambda: cancel("after") in harness.host.told)
+    assert harness.host.told == ["on_lease_lost", cancel("after")]
     assert "RuntimeError: a bug" in caplog.text, "the traceback"
 
 
 def test_a_host_that_keeps_failing_ends_the_instance(
-    start: Callable[..., RouterHarness], caplog: pytest.LogCaptureFixture
+    start: Callable[..., InstanceHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk = start()
-    desk.join()
-    before = desk.host.num_advances
-    desk.host.on_advance = fail
-    desk.instance.channel.wake()
-    desk.end()
-    assert isinstance(desk.error, RuntimeError)
-    assert desk.host.num_advances - before <= instances.MAX_FAILURES + 1, "it doesn't spin"
+    harness = start()
+    harness.join()
+    before = harness.host.num_advances
+    harness.host.on_advance = fail
+    harness.instance.channel.wake()
+    harness.end()
+    assert isinstance(harness.error, RuntimeError)
+    assert harness.host.num_advances - before <= instances.MAX_FAILURES + 1, "it doesn't spin"
     assert any("ending" in record.message for record in caplog.records if record.levelno == logging.ERROR)
-    _until(lambda: desk.count(Deregister, 0.05) == instances.MAX_FAILURES)
-    assert isinstance(desk.received[-1], Deregister), "the frontend need not wait for the lease"
+    _until(lambda: harness.count(Deregister, 0.05) == instances.MAX_FAILURES)
+    assert isinstance(harness.received[-1], Deregister), "the frontend need not wait for the lease"
 
 
-def test_failures_far_apart_end_nothing(start: Callable[..., RouterHarness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_far_apart_end_nothing(start: Callable[..., InstanceHarness], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "FAILURE_WINDOW", 0.0)
-    desk = start()
-    desk.join()
+    harness = start()
+    harness.join()
     for number in range(instances.MAX_FAILURES + 2):
-        desk.host.on_advance = once(fail)
-        desk.instance.channel.wake()
-        desk.await_count(Register, number + 2)
-        desk.send(Registered(30.0))
-    assert desk.error is None
+        harness.host.on_advance = once(fail)
+        harness.instance.channel.wake()
+        harness.await_count(Register, number + 2)
+        harness.send(Registered(30.0))
+    assert harness.error is None
 
 
-def test_it_changes_its_role_once_all_is_done(start: Callable[..., RouterHarness]) -> None:
-    desk, builder = start(host=Recorder(idle=False)), RecorderBuilder()
-    desk.instance.loop_builder = builder
-    desk.join()
-    desk.send(ChangeRole(Role.P, 30.0), cancel("still here"))
-    _until(lambda: cancel("still here") in desk.host.told)
+def test_it_changes_its_role_once_all_is_done(start: Callable[..., InstanceHarness]) -> None:
+    harness, builder = start(host=Recorder(idle=False)), RecorderBuilder()
+    harness.instance.loop_builder = builder
+    harness.join()
+    harness.send(ChangeRole(Role.P, 30.0), cancel("still here"))
+    _until(lambda: cancel("still here") in harness.host.told)
     assert builder.built == []
-    desk.host.idle = True
-    desk.instance.channel.wake()
-    desk.await_count(Register, 2)
-    register = desk.received[_last(desk.received, Register)]
+    harness.host.idle = True
+    harness.instance.channel.wake()
+    harness.await_count(Register, 2)
+    register = harness.received[_last(harness.received, Register)]
     assert isinstance(register, Register)
     assert (register.role, register.layouts) == (Role.P, [OTHER_LAYOUT])
-    assert desk.count(Deregister) == 0, "the frontend tells the others when it hears of the role"
-    assert desk.host.told == [cancel("still here"), "close"]
-    desk.send(Registered(30.0), cancel("for the new host"))
+    assert harness.count(Deregister) == 0, "the frontend tells the others when it hears of the role"
+    assert harness.host.told == [cancel("still here"), "close"]
+    harness.send(Registered(30.0), cancel("for the new host"))
     (host,) = builder.built
     _until(lambda: host.told == [cancel("for the new host")])
 
@@ -388,49 +391,49 @@ def test_it_changes_its_role_once_all_is_done(start: Callable[..., RouterHarness
     ],
 )
 def test_a_change_that_cannot_be_leaves_all_as_it_was(
-    start: Callable[..., RouterHarness], role: Role, refusal: BaseException | None, reason: str
+    start: Callable[..., InstanceHarness], role: Role, refusal: BaseException | None, reason: str
 ) -> None:
-    desk = start()
-    desk.instance.loop_builder = RecorderBuilder(refusal)
-    desk.join()
-    desk.send(ChangeRole(role, 30.0))
-    desk.await_count(RoleKept, 1)
-    assert RoleKept(desk.instance.channel.address, reason) in desk.received
-    desk.send(cancel("after"))
-    _until(lambda: desk.host.told == [cancel("after")])
-    assert desk.count(Register) == 1
+    harness = start()
+    harness.instance.loop_builder = RecorderBuilder(refusal)
+    harness.join()
+    harness.send(ChangeRole(role, 30.0))
+    harness.await_count(RoleKept, 1)
+    assert RoleKept(harness.instance.channel.address, reason) in harness.received
+    harness.send(cancel("after"))
+    _until(lambda: harness.host.told == [cancel("after")])
+    assert harness.count(Register) == 1
 
 
-def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., RouterHarness]) -> None:
-    desk = start(host=Recorder(idle=False))
-    desk.instance.loop_builder = RecorderBuilder()
-    desk.join()
-    desk.send(ChangeRole(Role.P, 0.1))
-    desk.await_count(RoleKept, 1)
-    desk.host.idle = True
-    desk.send(cancel("after"))
-    _until(lambda: desk.host.told == [cancel("after")])
-    assert desk.count(Register) == 1
+def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., InstanceHarness]) -> None:
+    harness = start(host=Recorder(idle=False))
+    harness.instance.loop_builder = RecorderBuilder()
+    harness.join()
+    harness.send(ChangeRole(Role.P, 0.1))
+    harness.await_count(RoleKept, 1)
+    harness.host.idle = True
+    harness.send(cancel("after"))
+    _until(lambda: harness.host.told == [cancel("after")])
+    assert harness.count(Register) == 1
 
 
-def test_starting_over_forgets_the_change(start: Callable[..., RouterHarness]) -> None:
-    desk, builder = start(host=Recorder(idle=False)), RecorderBuilder()
-    desk.instance.loop_builder = builder
-    desk.join()
-    desk.send(ChangeRole(Role.P, 30.0), RegisterAgain())
-    desk.await_count(Register, 2)
-    desk.host.idle = True
-    desk.send(Registered(30.0), cancel("after"))
-    _until(lambda: cancel("after") in desk.host.told)
+def test_starting_over_forgets_the_change(start: Callable[..., InstanceHarness]) -> None:
+    harness, builder = start(host=Recorder(idle=False)), RecorderBuilder()
+    harness.instance.loop_builder = builder
+    harness.join()
+    harness.send(ChangeRole(Role.P, 30.0), RegisterAgain())
+    harness.await_count(Register, 2)
+    harness.host.idle = True
+    harness.send(Registered(30.0), cancel("after"))
+    _until(lambda: cancel("after") in harness.host.told)
     assert builder.built == []
-    assert desk.instance.role is Role.PD
+    assert harness.instance.role is Role.PD
 
 
-def test_one_without_other_hosts_keeps_its_role(start: Callable[..., RouterHarness]) -> None:
-    desk = start()
-    desk.join()
-    desk.send(ChangeRole(Role.P, 30.0))
-    desk.await_count(RoleKept, 1)
+def test_one_without_other_hosts_keeps_its_role(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.join()
+    harness.send(ChangeRole(Role.P, 30.0))
+    harness.await_count(RoleKept, 1)
 
 
 def _last(messages: list[Message], kind: type) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, make_instance, run_instance, running
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, make_instance, run_instance, running
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, MemorySize, ServeConfig
 from triptych.errors import StartError

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import Running, running
-from tests.parity.cases import picture, png
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import Running, running
+from tests.support.image_cases import picture, png
 from triptych.config import EncodeConfig
-from triptych.encode.cache import Rows
-from triptych.encode.loop import EncodeLoop, RowEncoder
+from triptych.encode.cache import EmbeddingRows
+from triptych.encode.loop import EncodeFunction, EncodeLoop
 from triptych.engine.loop import EngineLoop
-from triptych.messages.codec import Send
 from triptych.messages.work import SamplingParams, Tokens
 from triptych.models.base import EncoderInput
 from triptych.observe.timeline import Interval
@@ -25,10 +24,10 @@ ONE_AT_A_TIME = EncodeConfig(encode_batch_patches=1)
 
 
 class SlowEncoder:
-    def __init__(self, encoder: RowEncoder) -> None:
+    def __init__(self, encoder: EncodeFunction) -> None:
         self._encoder = encoder
 
-    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
         time.sleep(0.1)
         return self._encoder(inputs)
 
@@ -36,7 +35,7 @@ class SlowEncoder:
 def slow_down(instance: Instance) -> None:
     for host in instance.loops:
         if isinstance(host, EncodeLoop):
-            host._encoder = SlowEncoder(host._encoder)
+            host.encoder = SlowEncoder(host.encoder)
 
 
 async def timeline(service: Running) -> list[Interval]:
@@ -63,25 +62,24 @@ def test_prefill_of_what_has_landed_begins_before_the_next_item_is_encoded(tmp_p
         assert any(here <= start < next_encoded for start in prefills)
 
 
-def test_a_steps_tokens_are_told_while_the_next_step_runs(tmp_path: Path) -> None:
-    told: list[tuple[bool, bool]] = []
+def test_a_steps_tokens_are_sent_while_the_next_step_runs(tmp_path: Path) -> None:
+    sent: list[tuple[bool, bool]] = []
+    """For each token, whether it is the last one, and whether a step was running."""
 
     def watch(instance: Instance) -> None:
-        for host in instance.loops:
-            if isinstance(host, EngineLoop):
-                host._send = watching(host, host._send)
+        [loop] = [host for host in instance.loops if isinstance(host, EngineLoop)]
+        send = instance.channel.send
 
-    def watching(host: EngineLoop, send: Send) -> Send:
-        def sending(address: Address, message: Any) -> None:
+        def watched_send(address: Address, message: Any) -> None:
             if isinstance(message, Tokens):
-                told.append((message.finish_reason is not None, host._running is not None))
+                sent.append((message.finish_reason is not None, loop.debug_state()["step_running"]))
             send(address, message)
 
-        return sending
+        instance.channel.send = watched_send  # type: ignore[method-assign]
 
     async def run() -> list[int]:
         async with running(make_checkpoint(tmp_path), "1EPD", prepare=watch) as service:
             return await service.answer([{"role": "user", "content": "Hello"}], max_tokens=5)
 
     assert len(asyncio.run(run())) == 5
-    assert told == [(False, True)] * 4 + [(True, False)]
+    assert sent == [(False, True)] * 4 + [(True, False)]

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints import DENSE, MOE, edit_config, load_family, load_reference, make_checkpoint
-from tests.layers.driving import (
+from tests.support.checkpoints import DENSE, MOE, edit_config, load_adapter, load_reference, make_checkpoint
+from tests.support.forward import (
     PAGE_SIZE,
     Pool,
     Prompt,
@@ -95,11 +95,11 @@ class Case:
 
     @classmethod
     def of(cls, folder: Path) -> "Case":
-        family, reference = load_family(folder), load_reference(folder)
-        rows = family.load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], CPU).encode(IMAGES)
+        adapter, reference = load_adapter(folder), load_reference(folder)
+        rows = adapter.load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], CPU).encode(IMAGES)
         prompts = [
-            make_prompt(reference, list(b"look here"), IMAGES, rows, family.embedding_width),
-            make_prompt(reference, list(b"words, and nothing but words"), [], [], family.embedding_width),
+            make_prompt(reference, list(b"look here"), IMAGES, rows, adapter.embedding_width),
+            make_prompt(reference, list(b"words, and nothing but words"), [], [], adapter.embedding_width),
         ]
         expected = [reference_logits(reference, prompts[0], IMAGES), reference_logits(reference, prompts[1], [])]
         return cls(folder, prompts, expected)

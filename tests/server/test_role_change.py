@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import FLOAT32, Messages, Running, running
-from tests.parity.cases import CASES
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import FLOAT32, Messages, Running, running
+from tests.support.image_cases import CASES
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig, RankSizes
 from triptych.engine.loop import EngineLoop
@@ -105,7 +105,7 @@ def test_every_change_leaves_the_answers_as_they_were(
                 assert all(a is b for a, b in zip(loaded, what_is_loaded(service, name), strict=True)), "all stays"
                 assert type(host(service, name)) is HOSTS[role]
                 assert (await status(service))[name].role is role
-                if service.frontend.router._generators():
+                if service.frontend.router.debug_state().serving:
                     assert await service.answers(requests, max_tokens=12) == expected, change
 
     asyncio.run(run())
@@ -182,10 +182,10 @@ def test_changes_under_load_lose_no_request(folder: Path, answers: list[list[int
 @pytest.mark.parametrize(
     ("topology", "change", "force", "reason"),
     [
-        ("1E1PD", "pd1=EPD", True, "it has not loaded the towers, so it can't encode"),
+        ("1E1PD", "pd1=EPD", True, "it has not loaded the encoder, so it can't encode"),
         ("1E1PD", "e0=PD", True, "it has not loaded the decoder"),
         ("1E1PD", "x=PD", True, "no instance of that name"),
-        ("1P1D", "p0=PD", False, "nobody else prefills"),
+        ("1P1D", "p0=PD", False, "no other instance prefills"),
     ],
 )
 def test_refusals_leave_all_as_it_was(folder: Path, topology: str, change: str, force: bool, reason: str) -> None:

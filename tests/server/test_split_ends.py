@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.harness import Running, running
-from triptych.engine.split_loops import PrefillLoop
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import Running, running
+from triptych.engine.kv_sink import KVSink
 from triptych.errors import InternalError, TransferError
 from triptych.messages.work import Prefill, SamplingParams
 from triptych.router.router import TokenStream
@@ -44,17 +44,18 @@ def test_cancels_are_no_errors_wherever_they_find_a_request(folder: Path, caplog
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_prefill_that_cannot_be_offered_fails_its_request_at_once(folder: Path) -> None:
+def test_a_prefill_that_cannot_be_offered_fails_its_request_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
         async with running(folder, "1E1P1D") as service:
-            (host,) = [host for host in service.engine_loops() if isinstance(host, PrefillLoop)]
-            expect = host._outgoing.expect
+            expect = KVSink.expect
 
-            def refuse(prefill: Prefill, num_tokens: int) -> None:
-                host._outgoing.expect = expect  # type: ignore[method-assign]
+            def refuse_once(_: KVSink, prefill: Prefill, __: int) -> None:
+                monkeypatch.setattr(KVSink, "expect", expect)
                 raise TransferError(f"transfer {prefill.transfer} is under way already")
 
-            host._outgoing.expect = refuse  # type: ignore[method-assign]
+            monkeypatch.setattr(KVSink, "expect", refuse_once)
             async with asyncio.timeout(20):
                 with pytest.raises(InternalError, match="under way already"):
                     await service.answer(MESSAGES)

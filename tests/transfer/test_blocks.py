@@ -25,7 +25,7 @@ def runs_of(blocks: set[int]) -> list[BlockRun]:
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """The pool against plain sets of block numbers."""
+    """Compares the pool with plain sets of block numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class AnyHistory(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def free_all_of_one(self, data: st.DataObject) -> None:
         runs = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.pool.free(runs)
         self.free |= blocks_of(runs)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def give_back_the_front_of_a_run(self, data: st.DataObject) -> None:
+    def free_the_front_of_a_run(self, data: st.DataObject) -> None:
         runs = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         front = data.draw(st.integers(1, runs[0].length))
         self.pool.free([BlockRun(runs[0].start, front)])
@@ -74,7 +74,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.held.append(rest)
 
     @rule(start=st.integers(-2, BLOCKS + 1), length=st.integers(-1, BLOCKS + 2))
-    def giving_back_what_is_not_held_changes_nothing(self, start: int, length: int) -> None:
+    def freeing_what_is_not_allocated_changes_nothing(self, start: int, length: int) -> None:
         run = BlockRun(start, length)
         if length >= 1 and blocks_of([run]) <= set(range(BLOCKS)) - self.free:
             return
@@ -82,7 +82,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.pool.free([run])
 
     @rule(extra=st.integers(1, 3))
-    def taking_more_than_is_free_changes_nothing(self, extra: int) -> None:
+    def allocating_more_than_is_free_changes_nothing(self, extra: int) -> None:
         for count in (0, -1, len(self.free) + extra):
             with pytest.raises(BlockError):
                 self.pool.take(count)
@@ -102,12 +102,12 @@ TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_pool_of_no_blocks_is_refused() -> None:
+def test_a_pool_of_no_blocks_is_rejected() -> None:
     with pytest.raises(BlockError):
         BlockPool(0)
 
 
-def test_fragments_are_handed_out_together_and_grow_together_again() -> None:
+def test_fragments_are_allocated_together_and_coalesce() -> None:
     pool = BlockPool(6)
     singles = [pool.take(1) for _ in range(6)]
     for runs in singles[::2]:
@@ -117,7 +117,7 @@ def test_fragments_are_handed_out_together_and_grow_together_again() -> None:
     assert pool.take(5) == [BlockRun(0, 5)]
 
 
-def test_giving_back_twice_is_an_error() -> None:
+def test_freeing_twice_is_an_error() -> None:
     pool = BlockPool(4)
     runs = pool.take(2)
     pool.free(runs)

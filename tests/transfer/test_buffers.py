@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tests.transfer.wire import LAYOUT
+from tests.support.wire import LAYOUT
 from triptych.errors import BlockError, RegionError
 from triptych.messages.rows import Extent
 from triptych.transfer.blocks import BlockRun
@@ -21,7 +21,7 @@ def test_blocks_are_exact_for_the_rows() -> None:
     assert rows.pool.num_free == 5
 
 
-def test_what_is_free_bounds_what_is_taken() -> None:
+def test_no_more_is_allocated_than_is_free() -> None:
     rows = buffer(2, 4)
     assert rows.take(3, 100) == [Segment(3, 8, BlockRun(0, 2))]
     with pytest.raises(BlockError):
@@ -38,12 +38,13 @@ def test_fragments_become_segments_in_row_order() -> None:
 
 
 def test_rows_are_read_across_segments() -> None:
-    rows = buffer(4, 2)
+    fabric = LocalFabric()
+    rows = RowBuffer(LAYOUT, 4, 2, [fabric], PlainMemory)
     rows.pool.take(4)
     rows.pool.free([BlockRun(0, 1), BlockRun(2, 2)])
     segments = rows.take(10, 5)
-    memory = rows._home.memory.bytes.reshape(-1, LAYOUT.row_bytes)
-    memory[:] = np.arange(len(memory))[:, None]
+    source = np.arange(8, dtype=np.uint8).repeat(LAYOUT.row_bytes)
+    fabric.write(rows.handle(fabric), [Copy(source, 0)])
     assert [view[:, 0].tolist() for view in rows.read(segments, 11, 3)] == [[1], [4, 5]]
     assert [view.shape for view in rows.read(segments, 10, 5)] == [(2, LAYOUT.row_bytes), (3, LAYOUT.row_bytes)]
 
@@ -59,37 +60,40 @@ def test_only_whole_blocks_are_freed() -> None:
     rows.pool.check_all_free()
 
 
-def test_a_buffer_that_moves_takes_its_rows_along_and_keeps_what_is_still_wanted() -> None:
+def test_relocation_copies_rows_and_keeps_memory_in_use() -> None:
     fabric = LocalFabric()
     rows = RowBuffer(LAYOUT, 4, 2, [fabric], PlainMemory)
     old = rows.handle(fabric)
     segments = rows.take(0, 3)
     source = np.arange(3 * LAYOUT.row_bytes, dtype=np.uint8).reshape(3, -1)
     fabric.write(old, [Copy(source.reshape(-1), 0)])
-    rows.renew()
+    rows.relocate()
     assert rows.handle(fabric) != old
     np.testing.assert_array_equal(np.concatenate(list(rows.read(segments, 0, 3))), source)
-    rows.forget_left([old])
+    rows.release_old_backings([old])
     fabric.write(old, [Copy(np.zeros(15, dtype=np.uint8), 0)])
     np.testing.assert_array_equal(np.concatenate(list(rows.read(segments, 0, 3))), source)
-    rows.forget_left([rows.handle(fabric)])
+    rows.release_old_backings([rows.handle(fabric)])
     with pytest.raises(RegionError):
         fabric.write(old, [])
-    rows.renew()
+    rows.relocate()
     rows.close()
-    assert not fabric._regions
+    assert fabric.num_regions == 0
 
 
-def test_a_buffer_that_cannot_move_stays_as_it_is() -> None:
+def test_a_buffer_that_cannot_relocate_stays_valid() -> None:
     fabric = LocalFabric()
-    rows = RowBuffer(LAYOUT, 4, 2, [fabric], PlainMemory)
+    allocated: list[PlainMemory] = []
+
+    def allocate_once(num_bytes: int) -> PlainMemory:
+        if allocated:
+            raise OSError("no memory")
+        allocated.append(PlainMemory(num_bytes))
+        return allocated[0]
+
+    rows = RowBuffer(LAYOUT, 4, 2, [fabric], allocate_once)
     handle = rows.handle(fabric)
-
-    def full(_: int) -> PlainMemory:
-        raise OSError("no memory")
-
-    rows._allocate = full
     with pytest.raises(OSError, match="no memory"):
-        rows.renew()
+        rows.relocate()
     assert rows.handle(fabric) == handle
     fabric.write(handle, [])

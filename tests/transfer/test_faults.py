@@ -1,4 +1,4 @@
-"""The protocol over a wire whose fabric breaks, with producers that are lost, and the deadline of every state."""
+"""The protocol over a faulty fabric, with lost producers, and the deadline of every state."""
 
 from collections.abc import Callable
 from typing import NoReturn
@@ -6,8 +6,8 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from tests.transfer.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, wire
-from triptych.messages.rows import Abort, End
+from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, wire
+from triptych.messages.rows import Abort, TransferSide
 from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.receiver import MAX_RESENDS
 from triptych.transfer.sender import MAX_ATTEMPTS
@@ -30,11 +30,11 @@ def grant(w: Wire, item: Item) -> None:
 
 
 def is_clean(w: Wire) -> None:
-    """Every block is back, and nothing of any transfer is left at either end."""
+    """Every block is free, and neither end holds a transfer."""
     assert w.receiver.idle
     w.buffer.pool.check_all_free()
     w.receiver.grant()
-    assert not w.buffer._left
+    assert w.buffer.num_old_backings == 0
     assert all(sender.idle for sender in w.senders.values())
 
 
@@ -47,9 +47,9 @@ def is_clean(w: Wire) -> None:
 )
 def test_one_fault_and_then_clean(fabric: str, fault: str, resent: int, retries: int) -> None:
     with wire(fabric, 8, 2, Faults(**{fault: 1.0})) as w:
-        struck = w.struck[PRODUCERS[0]]
-        struck.times = 1
-        hole = w.buffer.take(0, 2)  # so that the grant has two pieces
+        faulty = w.faulty[PRODUCERS[0]]
+        faulty.times = 1
+        hole = w.buffer.take(0, 2)  # so that the grant has two extents
         other = w.buffer.take(0, 2)
         w.buffer.pool.free([hole[0].run])
         item = w.expect(9, (0, 0))
@@ -62,33 +62,33 @@ def test_one_fault_and_then_clean(fabric: str, fault: str, resent: int, retries:
         w.consume(item, 9)
         w.deliver_all()
         w.buffer.pool.free([other[0].run])
-        assert struck.struck == dict.fromkeys(struck.struck, 0) | {fault: 1}
+        assert faulty.injected == dict.fromkeys(faulty.injected, 0) | {fault: 1}
         assert (w.receiver.counters.resent, w.senders[PRODUCERS[0]].counters.retries) == (resent, retries)
         assert (w.receiver.counters.rows, w.failures) == (9, [])
         is_clean(w)
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "drop"])
-def test_rows_garbled_for_ever_fail_their_transfer_and_nothing_else(fabric: str, fault: str) -> None:
+def test_rows_that_stay_corrupt_fail_only_their_transfer(fabric: str, fault: str) -> None:
     with wire(fabric, 4, 2, Faults(**{fault: 1.0})) as w:
-        w.struck[PRODUCERS[1]].times = 0
+        w.faulty[PRODUCERS[1]].times = 0
         bad, good = w.expect(3, (0, 0)), w.expect(3, (1, 0), PRODUCERS[1])
         w.land(bad, good)
         assert [(f.transfer, f.error) for f in w.failures] == [(bad.transfer, "InternalError")]
-        assert "garbled" in w.failures[0].reason
+        assert "corrupt" in w.failures[0].reason
         assert w.receiver.counters.resent == MAX_RESENDS + 1
         w.consume(good, 3)
         w.deliver_all()
         is_clean(w)
 
 
-def test_no_row_behind_garbled_ones_counts_as_landed(fabric: str) -> None:
+def test_no_row_after_corrupt_ones_counts_as_landed(fabric: str) -> None:
     with wire(fabric, 2, 1, Faults(corrupt=1.0)) as w:
         item = w.expect(2, (0, 0))
         [taken] = w.buffer.take(0, 1)  # so that it is granted twice
         grant(w, item)
-        w.struck[item.producer].times = MAX_RESENDS + 1
-        closed, w.fail = w.fail, lambda: None  # type: ignore[method-assign]  # the host isn't there yet
+        w.faulty[item.producer].times = MAX_RESENDS + 1
+        closed, w.fail = w.fail, lambda: None  # type: ignore[method-assign]  # the loop hasn't run yet
         w.provide(item)
         w.deliver_all()
         w.buffer.pool.free([taken.run])
@@ -101,7 +101,7 @@ def test_no_row_behind_garbled_ones_counts_as_landed(fabric: str) -> None:
         is_clean(w)
 
 
-def test_a_write_that_keeps_failing_is_tried_a_few_times(fabric: str) -> None:
+def test_a_failing_write_is_retried_a_few_times(fabric: str) -> None:
     with wire(fabric, 4, 2, Faults(half=1.0)) as w:
         item = w.expect(3, (0, 0))
         w.land(item)
@@ -115,9 +115,9 @@ def test_a_write_that_keeps_failing_is_tried_a_few_times(fabric: str) -> None:
 
 
 def held(w: Wire) -> Item:
-    """A transfer that is being written, for as long as its producer's fabric holds."""
+    """A transfer whose write is held by its producer's fabric."""
     item = w.expect(4, (0, 0))
-    w.struck[item.producer].holding = True
+    w.faulty[item.producer].holding = True
     w.offer(item)
     w.provide(item)
     w.deliver(item.producer, CONSUMER)
@@ -127,48 +127,48 @@ def held(w: Wire) -> Item:
 
 
 def takes_the_same_blocks(w: Wire, place: int) -> Item:
-    """Another producer's rows have landed where the held ones were to go."""
+    """Let another producer's rows land in the blocks of the held ones."""
     item = w.expect(2 * w.buffer.num_blocks, (place, 0), PRODUCERS[1])
     w.land(item)
     assert w.readable(item) == item.rows
     return item
 
 
-def test_a_write_that_never_ends_costs_its_own_transfer_and_no_row_of_others(fabric: str) -> None:
+def test_a_write_that_never_ends_fails_only_its_transfer(fabric: str) -> None:
     with wire(fabric, 2, 2, deadlines=LIMITS) as w:
         item = held(w)
-        sender, struck = w.senders[item.producer], w.struck[item.producer]
+        sender, faulty = w.senders[item.producer], w.faulty[item.producer]
         w.now += LIMITS.write + 1
         sender.poll()
-        assert sender.next_poll < 1, "called off, but who knows"
+        assert sender.next_poll < 1, "cancelled, but perhaps still writing"
         w.now += LIMITS.write + 1
         sender.poll()
         assert sender.idle
         w.deliver_all()
         assert item.ended
-        assert w.receiver.counters.fenced == 1
+        assert w.receiver.counters.relocated == 1
         is_clean(w)
         other = takes_the_same_blocks(w, 1)
-        struck.let_go()
+        faulty.land_held()
         w.consume(other, other.rows)
         w.deliver_all()
         is_clean(w)
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_what_a_lost_producer_writes_late_is_in_nobodys_rows(fabric: str, closed: bool) -> None:
+def test_a_late_write_of_a_lost_producer_overwrites_no_rows(fabric: str, closed: bool) -> None:
     with wire(fabric, 2, 2) as w:
         item = held(w)
-        struck = w.struck[item.producer]
+        faulty = w.faulty[item.producer]
         if closed:
             w.close(item)
             assert w.buffer.pool.num_free == 0, "it may be writing"
         ghost = w.lose(item.producer)
         assert item.ended
-        assert w.receiver.counters.fenced == 1
+        assert w.receiver.counters.relocated == 1
         is_clean(w)
         other = takes_the_same_blocks(w, 1)
-        struck.let_go()
+        faulty.land_held()
         ghost.poll()
         w.consume(other, other.rows)
         w.deliver_all()
@@ -176,18 +176,18 @@ def test_what_a_lost_producer_writes_late_is_in_nobodys_rows(fabric: str, closed
         is_clean(w)
 
 
-def test_a_lost_producer_that_was_not_writing_moves_nothing(fabric: str) -> None:
+def test_a_lost_producer_that_was_not_writing_relocates_nothing(fabric: str) -> None:
     with wire(fabric, 2, 2) as w:
         item = w.expect(4, (0, 0))
         w.land(item)
         w.lose(item.producer)
-        assert (item.ended, w.receiver.counters.fenced) == (True, 0)
+        assert (item.ended, w.receiver.counters.relocated) == (True, 0)
         is_clean(w)
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_grants_from_before_the_buffer_moved_are_good_still(fabric: str, known: bool) -> None:
-    """Another producer has been granted blocks and encodes for a while yet; it may have to open the old memory."""
+def test_grants_from_before_a_relocation_stay_valid(fabric: str, known: bool) -> None:
+    """Another producer holds a grant and hasn't encoded its rows yet; it may have to open the old memory."""
     with wire(fabric, 6, 2) as w:
         if known:
             w.land(first := w.expect(1, (0, 0), PRODUCERS[1]))
@@ -201,17 +201,17 @@ def test_grants_from_before_the_buffer_moved_are_good_still(fabric: str, known: 
         w.receiver.grant()
         w.provide(slow)
         w.deliver_all()
-        assert (w.readable(slow), w.readable(landed)) == (4, 3), "what had landed moved along"
-        assert w.receiver.counters.fenced == 1
+        assert (w.readable(slow), w.readable(landed)) == (4, 3), "landed rows were relocated"
+        assert w.receiver.counters.relocated == 1
         w.finish()
         assert len(w.failures) == 1
 
 
-def test_words_of_a_lost_producer_that_come_late_change_nothing(fabric: str) -> None:
+def test_late_messages_of_a_lost_producer_are_ignored(fabric: str) -> None:
     with wire(fabric, 4, 1) as w:
         item = w.expect(2, (0, 0))
         grant(w, item)
-        w.provide(item)  # rows have been written, and the consumer isn't told yet
+        w.provide(item)  # written, but not reported to the consumer yet
         queue = w.queues[item.producer, CONSUMER]
         late = list(queue)
         w.receiver.producer_lost(item.producer)
@@ -219,53 +219,53 @@ def test_words_of_a_lost_producer_that_come_late_change_nothing(fabric: str) -> 
         w.fail()
         assert item.ended
         queue.extend(late)
-        w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, item.producer, "late"))
+        w.receiver.on_abort(Abort(item.transfer, TransferSide.PRODUCER, item.producer, "late"))
         w.deliver_all()
         is_clean(w)
 
 
-def test_a_stranger_can_neither_abort_nor_take_over_a_transfer(fabric: str) -> None:
+def test_another_producer_can_neither_abort_nor_take_over_a_transfer(fabric: str) -> None:
     with wire(fabric, 4, 1) as w:
         item = w.expect(2, (0, 0))
         grant(w, item)
         stranger = PRODUCERS[1]
-        w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, stranger, "not mine", let_go=False))
+        w.receiver.on_abort(Abort(item.transfer, TransferSide.PRODUCER, stranger, "not mine", released=False))
         w.senders[stranger].offer(item.transfer, CONSUMER, 2, LAYOUT)
         w.deliver_all()
         assert not w.failures
-        assert w.senders[stranger].idle, "it was told to let go"
+        assert w.senders[stranger].idle, "its offer was aborted"
         w.provide(item)
         w.deliver_all()
         w.consume(item, 2)
         w.deliver_all()
-        assert w.receiver.counters.fenced == 0
+        assert w.receiver.counters.relocated == 0
         is_clean(w)
 
 
-def test_without_memory_to_move_to_blocks_are_kept_until_there_is(fabric: str) -> None:
+def test_without_memory_to_relocate_to_blocks_stay_allocated(fabric: str) -> None:
     with wire(fabric, 2, 2, deadlines=LIMITS) as w:
         item = held(w)
-        allocate = w.buffer._allocate
+        allocate = w.allocate
 
         def refuse(num_bytes: int) -> NoReturn:
             raise MemoryError(num_bytes)
 
-        w.buffer._allocate = refuse
+        w.allocate = refuse
         w.lose(item.producer)
         assert [failure.error for failure in w.failures] == ["InstanceLost"]
-        assert (w.buffer.pool.num_free, w.receiver.counters.fenced) == (0, 0)
+        assert (w.buffer.pool.num_free, w.receiver.counters.relocated) == (0, 0)
         w.now += LIMITS.failed + 1
         w.check_deadlines()
         assert w.buffer.pool.num_free == 0
-        w.buffer._allocate = allocate
+        w.allocate = allocate
         w.now += LIMITS.failed + 1
         w.check_deadlines()
-        assert w.receiver.counters.fenced == 1
+        assert w.receiver.counters.relocated == 1
         is_clean(w)
 
 
-def test_a_region_with_grants_in_line_stays_open(fabric: str) -> None:
-    """The buffer has moved; what was granted in the old memory is written there before it is let go."""
+def test_a_region_with_pending_grants_stays_open(fabric: str) -> None:
+    """The buffer has relocated; grants in the old memory are written there before it is released."""
     with wire(fabric, 6, 2) as w:
         producer = PRODUCERS[1]
         early, late = w.expect(4, (1, 0), producer), w.expect(4, (2, 0), producer)
@@ -276,13 +276,12 @@ def test_a_region_with_grants_in_line_stays_open(fabric: str) -> None:
         grant(w, late)
         w.provide(late)  # into the new memory
         sender.poll()
-        assert sender._left == {old}, "kept open for what is still to be written there"
+        assert old in sender.debug_state()[1], "kept open for a grant that isn't written yet"
         w.provide(early)
         w.deliver_all()
         assert (w.readable(early), w.readable(late)) == (4, 4)
         w.land(w.expect(1, (3, 0), producer))
-        assert sender._regions == {CONSUMER: w.buffer.handle(w.fabrics[0])}
-        assert not sender._left
+        assert sender.debug_state() == ({w.buffer.handle(w.fabrics[0])}, set())
         w.finish()
 
 
@@ -290,7 +289,7 @@ def test_a_region_with_grants_in_line_stays_open(fabric: str) -> None:
 
 
 def wait_for(w: Wire, seconds: float) -> None:
-    """Until just after a deadline that is some polls old already; nothing fails before it."""
+    """Wait until just after a deadline. Nothing fails before it."""
     w.now += seconds - 1.0
     w.receiver.check_deadlines()
     assert not w.receiver.take_failures()
@@ -305,7 +304,7 @@ def wait_for(w: Wire, seconds: float) -> None:
         (grant, TransferState.TRANSFERRING, LIMITS.transferring),
     ],
 )
-def test_a_consumer_waits_in_no_state_for_ever(
+def test_every_state_of_a_consumer_has_a_deadline(
     fabric: str, prepare: Callable[[Wire, Item], None], state: TransferState, seconds: float
 ) -> None:
     with wire(fabric, 4, 1, deadlines=LIMITS) as w:
@@ -317,10 +316,10 @@ def test_a_consumer_waits_in_no_state_for_ever(
         w.receiver.check_deadlines()
         w.fail()
         assert [(f.error, f.reason) for f in w.failures] == [
-            ("DeadlineExceeded", f"a transfer stood still while {state.value}")
+            ("DeadlineExceeded", f"a transfer made no progress while {state.value}")
         ]
         w.buffer.pool.check_all_free()
-        assert w.receiver.counters.fenced == (state is TransferState.TRANSFERRING)
+        assert w.receiver.counters.relocated == (state is TransferState.TRANSFERRING)
         w.deliver_all()
         is_clean(w)
 
@@ -333,7 +332,7 @@ def test_a_consumer_waits_in_no_state_for_ever(
         (lambda w, item: w.land(item), TransferState.TRANSFERRING, LIMITS.transferring),
     ],
 )
-def test_a_producer_waits_in_no_state_for_ever(
+def test_every_state_of_a_producer_has_a_deadline(
     fabric: str, prepare: Callable[[Wire, Item], None], state: TransferState, seconds: float
 ) -> None:
     with wire(fabric, 4, 1, deadlines=LIMITS) as w:
@@ -344,10 +343,10 @@ def test_a_producer_waits_in_no_state_for_ever(
         since = w.now
         w.now = since + seconds - 0.2
         sender.check_deadlines()
-        assert w.let_go == []
+        assert w.ended == []
         w.now = since + seconds + 0.01
         sender.check_deadlines()
-        assert w.let_go == [(item.transfer, False)]
+        assert w.ended == [(item.transfer, False)]
         assert sender.idle
         w.deliver_all()
         assert item.ended
@@ -355,7 +354,7 @@ def test_a_producer_waits_in_no_state_for_ever(
         is_clean(w)
 
 
-def test_a_producer_that_does_not_answer_an_abort_keeps_no_block(fabric: str) -> None:
+def test_a_producer_that_does_not_answer_an_abort_blocks_no_memory(fabric: str) -> None:
     with wire(fabric, 2, 2, deadlines=LIMITS) as w:
         item = w.expect(4, (0, 0))
         grant(w, item)
@@ -365,11 +364,11 @@ def test_a_producer_that_does_not_answer_an_abort_keeps_no_block(fabric: str) ->
         assert w.buffer.pool.num_free == 0
         w.receiver.check_deadlines()
         assert w.receiver.idle
-        assert w.receiver.counters.fenced == 1
+        assert w.receiver.counters.relocated == 1
         w.buffer.pool.check_all_free()
 
 
-def test_progress_puts_deadlines_off(fabric: str) -> None:
+def test_progress_extends_deadlines(fabric: str) -> None:
     with wire(fabric, 1, 1, deadlines=LIMITS) as w:
         item = w.expect(5, (0, 0))
         for _ in range(5):
@@ -387,21 +386,21 @@ def test_progress_puts_deadlines_off(fabric: str) -> None:
         is_clean(w)
 
 
-def test_a_producer_that_lapses_lets_go_of_rows_and_memory(fabric: str) -> None:
+def test_a_producer_that_loses_its_lease_releases_rows_and_memory(fabric: str) -> None:
     with wire(fabric, 4, 1) as w:
         item = w.expect(2, (0, 0))
         w.land(item)
         sender = w.senders[item.producer]
-        sender.forget_all()
-        assert w.let_go == [(item.transfer, False)]
+        sender.drop_all()
+        assert w.ended == [(item.transfer, False)]
         assert sender.idle
-        assert not sender._regions
+        assert sender.debug_state() == (set(), set())
         assert not any(w.queues.values())
         np.testing.assert_array_equal(np.concatenate(w.receiver.read(item.transfer, 0, 2)), item.source)
 
 
-def test_a_producer_that_gives_up_in_order_is_no_error_here(fabric: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It was told that the request is cancelled, perhaps before the consumer was."""
+def test_an_abort_of_the_producer_is_not_logged_as_an_error(fabric: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The request was cancelled, and the producer may learn that before the consumer."""
     with wire(fabric, 2, 2) as w, caplog.at_level("INFO"):
         item = w.expect(4, (0, 0))
         offer(w, item)

@@ -23,7 +23,7 @@ def test_shared_memory_has_no_name_and_is_gone_when_closed() -> None:
     assert maps() == mapped + 1
     memory.close()
     memory.close()
-    memory.bytes[:] = 1  # what is mapped stays for those who hold it
+    memory.bytes[:] = 1  # existing mappings stay valid
     del memory
     assert (maps(), len(os.listdir("/proc/self/fd"))) == (mapped, files)
 

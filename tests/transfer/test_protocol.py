@@ -6,10 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.transfer.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, fabric_pair, wire
+from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, fabric_pair, wire
 from triptych.errors import TransferError, Unavailable
 from triptych.messages.codec import decode
-from triptych.messages.rows import Abort, Done, End, Extent, FabricId, Grant, Offer, RegionHandle, RowLayout, Wrote
+from triptych.messages.rows import (
+    Abort,
+    Done,
+    Extent,
+    FabricId,
+    Grant,
+    Offer,
+    RegionHandle,
+    RowLayout,
+    TransferSide,
+    Wrote,
+)
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.memory import SharedMemory
@@ -41,7 +52,7 @@ def test_items_offered_in_the_reverse_of_prompt_order_arrive(fabric: str) -> Non
         w.finish()
 
 
-def test_the_head_of_the_line_gets_a_block_that_a_later_item_held(fabric: str) -> None:
+def test_the_head_of_the_queue_gets_a_block_that_a_later_item_held(fabric: str) -> None:
     with wire(fabric, 2, 2) as w:
         late = w.expect(4, (0, 1), PRODUCERS[1])
         w.offer(late)
@@ -61,11 +72,11 @@ def test_the_head_of_the_line_gets_a_block_that_a_later_item_held(fabric: str) -
         w.finish()
 
 
-def test_rows_that_are_kept_are_not_given_up_for_the_head_of_the_line(fabric: str) -> None:
+def test_pinned_rows_are_not_revoked_for_the_head_of_the_queue(fabric: str) -> None:
     with wire(fabric, 2, 2) as w:
         late = w.expect(4, (0, 1), PRODUCERS[1])
         w.land(late)
-        w.receiver.keep(late.transfer)
+        w.receiver.pin(late.transfer)
         head = w.expect(2, (0, 0))
         w.land(head)
         assert (w.readable(head), w.readable(late)) == (0, 4)
@@ -77,7 +88,7 @@ def test_rows_that_are_kept_are_not_given_up_for_the_head_of_the_line(fabric: st
         w.finish()
 
 
-def test_a_block_is_kept_back_for_the_head_that_is_not_offered_yet(fabric: str) -> None:
+def test_a_block_is_reserved_for_the_head_before_it_is_offered(fabric: str) -> None:
     with wire(fabric, 3, 1) as w:
         head, late = w.expect(3, (0, 0)), w.expect(3, (0, 1), PRODUCERS[1])
         w.offer(late)
@@ -96,7 +107,7 @@ def test_a_block_is_kept_back_for_the_head_that_is_not_offered_yet(fabric: str) 
         w.finish()
 
 
-def test_a_large_transfer_resumes_in_parts_while_it_holds_rows(fabric: str) -> None:
+def test_a_large_transfer_resumes_in_large_grants(fabric: str) -> None:
     with wire(fabric, 8, 1) as w:
         item = w.expect(40, (0, 0))
         w.land(item)
@@ -107,13 +118,13 @@ def test_a_large_transfer_resumes_in_parts_while_it_holds_rows(fabric: str) -> N
             w.receiver.grant()
             grants.append(w.receiver.counters.grants - before)
             w.deliver_all()
-        assert grants[:8] == [0, 1] * 4, "two blocks are a quarter of what it may hold"
+        assert grants[:8] == [0, 1] * 4, "two blocks are a quarter of its cap"
         assert w.receiver.counters.resumes == 16
-        assert w.receiver.counters.waits == 16, "once for each time that it stopped"
+        assert w.receiver.counters.waits == 16, "once for each time that it stalled"
         w.finish()
 
 
-def test_who_waits_for_a_large_part_keeps_it_from_those_behind(fabric: str) -> None:
+def test_waiting_for_a_large_grant_holds_back_later_transfers(fabric: str) -> None:
     with wire(fabric, 8, 1) as w:
         item = w.expect(40, (0, 0))
         w.land(item)
@@ -132,25 +143,25 @@ def test_who_waits_for_a_large_part_keeps_it_from_those_behind(fabric: str) -> N
         w.finish()
 
 
-class Story:
-    """A random history of many transfers over a tiny pool."""
+class Scenario:
+    """Random operations on many transfers over a small pool."""
 
     def __init__(self, wire: Wire, chance: random.Random, *, cancels: bool, losses: bool) -> None:
         self.wire = wire
         self.chance = chance
-        self.pieces = chance.random() < 0.5
+        self.in_pieces = chance.random() < 0.5
         self.actions = [self.offer, self.provide, self.consume, wire.receiver.grant, wire.poll, *[self.deliver] * 3]
         if cancels:
             self.actions += [self.close, self.abort, self.preempt]
         if losses:
-            self.actions += [self.lose, self.stand_still, self.hold, self.land_late]
+            self.actions += [self.lose, self.stall, self.hold, self.land_late]
 
-    def tell(self, num_steps: int) -> None:
+    def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
             self.chance.choice(self.actions)()
             self.wire.check()
-        for struck in self.wire.all_struck:
-            struck.let_go()
+        for faulty in self.wire.all_faulty:
+            faulty.land_held()
         self.wire.finish()
 
     def one_of(self, items: list[Item]) -> list[Item]:
@@ -162,8 +173,8 @@ class Story:
 
     def provide(self) -> None:
         for item in self.one_of([item for item in self.wire.items.values() if item.offered and item.missing]):
-            if self.pieces:
-                self.wire.provide_piece(item, self.chance)
+            if self.in_pieces:
+                self.wire.provide_some(item, self.chance)
             else:
                 self.wire.provide(item)
 
@@ -183,37 +194,37 @@ class Story:
     def abort(self) -> None:
         if self.chance.random() < 0.2:
             for item in self.one_of([item for item in self.wire.items.values() if item.offered]):
-                self.wire.senders[item.producer].abort(item.transfer, "the test's whim")
+                self.wire.senders[item.producer].abort(item.transfer, "aborted by the test")
 
     def preempt(self) -> None:
-        """A request is preempted: what it still waits for is expected anew."""
+        """Preempt a request: its unfinished items are expected again."""
         if self.chance.random() < 0.2:
             for first in self.one_of(self.wire.first_unread()):
-                for item in [item for item in self.wire.items.values() if item.place[0] == first.place[0]]:
+                for item in [item for item in self.wire.items.values() if item.position[0] == first.position[0]]:
                     if not item.ended:
                         self.wire.close(item)
                         seed = self.chance.randrange(2**32)
-                        self.wire.expect(item.rows, item.place, self.chance.choice(PRODUCERS), seed)
+                        self.wire.expect(item.rows, item.position, self.chance.choice(PRODUCERS), seed)
 
     def lose(self) -> None:
         if self.chance.random() < 0.2:
             self.wire.lose(self.chance.choice(PRODUCERS))
 
-    def stand_still(self) -> None:
-        """So long that deadlines pass: usually those of writes, now and then those of transfers."""
+    def stall(self) -> None:
+        """Let so much time pass that deadlines expire: usually those of writes, sometimes those of transfers."""
         if self.chance.random() < 0.2:
             self.wire.now += self.chance.choice([31.0, 31.0, 31.0, 700.0])
             self.wire.check_deadlines()
 
     def hold(self) -> None:
-        """Writes that this producer begins from now on don't end."""
+        """Writes that a producer starts from now on don't end."""
         if self.chance.random() < 0.2:
-            self.wire.struck[self.chance.choice(PRODUCERS)].holding = True
+            self.wire.faulty[self.chance.choice(PRODUCERS)].holding = True
 
     def land_late(self) -> None:
-        """What was held lands, whoever has given it up meanwhile."""
+        """Held writes land, even if they were cancelled meanwhile."""
         if self.chance.random() < 0.3:
-            self.chance.choice(self.wire.all_struck).let_go()
+            self.chance.choice(self.wire.all_faulty).land_held()
 
 
 ROWS = st.lists(st.integers(1, 12) | st.integers(1, 60), min_size=1, max_size=10)
@@ -231,7 +242,7 @@ NUM_BLOCKS = st.integers(1, 5) | st.integers(1, 16)
     num_steps=st.integers(0, 150),
     cancels=st.booleans(),
 )
-def test_whatever_happens_every_transfer_ends_and_every_block_comes_back(
+def test_every_transfer_ends_and_every_block_is_freed(
     fabric: str,
     *,
     chance: random.Random,
@@ -247,7 +258,7 @@ def test_whatever_happens_every_transfer_ends_and_every_block_comes_back(
         for number, count in enumerate(rows):
             first_row = chance.choice([0, 0, chance.randrange(count)])
             w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), number, first_row)
-        Story(w, chance, cancels=cancels, losses=False).tell(num_steps)
+        Scenario(w, chance, cancels=cancels, losses=False).run(num_steps)
         assert cancels or not w.failures
 
 
@@ -263,7 +274,7 @@ def test_whatever_happens_every_transfer_ends_and_every_block_comes_back(
     rates=st.lists(st.sampled_from([0.0, 0.0, 0.05, 0.3, 1.0]), min_size=6, max_size=6),
     losses=st.booleans(),
 )
-def test_whatever_breaks_rows_are_right_or_their_transfer_fails(
+def test_with_faults_rows_are_intact_or_their_transfer_fails(
     fabric: str,
     *,
     chance: random.Random,
@@ -276,12 +287,12 @@ def test_whatever_breaks_rows_are_right_or_their_transfer_fails(
     rates: list[float],
     losses: bool,
 ) -> None:
-    faults = Faults(**dict(zip(Faults().chances, rates, strict=True)), seed=chance.randrange(2**32))
+    faults = Faults(**dict(zip(Faults().probabilities, rates, strict=True)), seed=chance.randrange(2**32))
     with wire(fabric, num_blocks, block_rows, faults, grant_rows=grant_rows) as w:
         for number, count in enumerate(rows):
             first_row = chance.choice([0, 0, chance.randrange(count)])
             w.expect(count, (number % num_requests, number), chance.choice(PRODUCERS), number, first_row)
-        Story(w, chance, cancels=True, losses=losses).tell(num_steps)
+        Scenario(w, chance, cancels=True, losses=losses).run(num_steps)
 
 
 def test_rows_that_have_not_landed_cannot_be_read_or_consumed(fabric: str) -> None:
@@ -298,7 +309,7 @@ def test_rows_that_have_not_landed_cannot_be_read_or_consumed(fabric: str) -> No
         w.finish()
 
 
-def test_rows_that_are_gone_cannot_be_read(fabric: str) -> None:
+def test_consumed_rows_cannot_be_read(fabric: str) -> None:
     with wire(fabric, 4, 1) as w:
         item = w.expect(4, (0, 0))
         w.offer(item)
@@ -312,7 +323,7 @@ def test_rows_that_are_gone_cannot_be_read(fabric: str) -> None:
         w.finish()
 
 
-def test_blocks_in_flight_are_kept_until_the_producer_has_let_go(fabric: str) -> None:
+def test_blocks_in_flight_are_kept_until_the_producer_has_released_them(fabric: str) -> None:
     with wire(fabric, 2, 2) as w:
         item = w.expect(4, (0, 0))
         w.offer(item)
@@ -321,9 +332,9 @@ def test_blocks_in_flight_are_kept_until_the_producer_has_let_go(fabric: str) ->
         w.close(item)
         assert w.buffer.pool.num_free == 0
         assert w.receiver.state(item.transfer) is TransferState.FAILED
-        w.provide(item)  # before the abort reaches the producer: it may write, into blocks nobody else has
+        w.provide(item)  # before the abort reaches the producer: it may still write, into blocks that aren't reused
         w.deliver(CONSUMER, PRODUCERS[0])  # the grant
-        w.deliver(PRODUCERS[0], CONSUMER)  # rows landed for nobody
+        w.deliver(PRODUCERS[0], CONSUMER)  # the rows aren't needed any more
         assert w.buffer.pool.num_free == 0
         w.deliver(CONSUMER, PRODUCERS[0])  # the abort
         w.deliver(PRODUCERS[0], CONSUMER)  # the answer
@@ -331,7 +342,7 @@ def test_blocks_in_flight_are_kept_until_the_producer_has_let_go(fabric: str) ->
         assert w.receiver.idle
 
 
-def test_an_offer_that_nobody_wants_any_more_is_called_off(fabric: str) -> None:
+def test_an_offer_for_a_closed_transfer_is_aborted(fabric: str) -> None:
     with wire(fabric, 2, 2) as w:
         item = w.expect(4, (0, 0))
         w.close(item)
@@ -341,7 +352,7 @@ def test_an_offer_that_nobody_wants_any_more_is_called_off(fabric: str) -> None:
         assert w.receiver.idle
 
 
-def test_an_offer_that_does_not_fit_is_named_and_leaves_no_trace(fabric: str) -> None:
+def test_an_incompatible_offer_is_explained_and_dropped(fabric: str) -> None:
     with wire(fabric, 2, 2) as w:
         for changed, named in [
             ({"rows": 3}, "4 rows planned here, 3 offered"),
@@ -350,8 +361,8 @@ def test_an_offer_that_does_not_fit_is_named_and_leaves_no_trace(fabric: str) ->
                 {"layout": RowLayout("m", "float16", 5, 10)},
                 "dtype uint8 here, float16 there, row_bytes 5 here, 10 there",
             ),
-            ({"reaches": [FabricId("carrier pigeon", "")]}, "no fabric in common; theirs: carrier pigeon"),
-            ({"reaches": [FabricId(fabric, "another machine")]}, "no fabric in common"),
+            ({"fabrics": [FabricId("unknown", "")]}, "no fabric in common; theirs: unknown"),
+            ({"fabrics": [FabricId(fabric, "another machine")]}, "no fabric in common"),
         ]:
             item = w.expect(4, (0, len(w.items)))
             w.offer(item)
@@ -368,7 +379,7 @@ def test_an_offer_that_does_not_fit_is_named_and_leaves_no_trace(fabric: str) ->
 @pytest.mark.parametrize(
     "fault", ["beyond rows", "nothing", "unknown fabric", "outside region", "bad location", "size"]
 )
-def test_a_grant_that_makes_no_sense_ends_only_its_transfer(fabric: str, fault: str) -> None:
+def test_an_invalid_grant_ends_only_its_transfer(fabric: str, fault: str) -> None:
     with wire(fabric, 4, 2) as w:
         bad, good = w.expect(4, (0, 0)), w.expect(4, (1, 0))
         for item in (bad, good):
@@ -379,7 +390,7 @@ def test_a_grant_that_makes_no_sense_ends_only_its_transfer(fabric: str, fault: 
         grant = {
             "beyond rows": Grant(bad.transfer, 2, [Extent(0, 3)], handle, False),
             "nothing": Grant(bad.transfer, 0, [], handle, False),
-            "unknown fabric": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle("carrier pigeon", "x", 40), False),
+            "unknown fabric": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle("unknown", "x", 40), False),
             "outside region": Grant(bad.transfer, 0, [Extent(6, 4)], handle, False),
             "bad location": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle(fabric, "nowhere", 40), False),
             "size": Grant(bad.transfer, 0, [Extent(0, 4)], RegionHandle(fabric, "1:1:" + "0" * 32, 40), False),
@@ -391,7 +402,7 @@ def test_a_grant_that_makes_no_sense_ends_only_its_transfer(fabric: str, fault: 
         w.finish()
 
 
-def test_a_landing_that_was_not_granted_is_not_believed(fabric: str) -> None:
+def test_rows_that_were_not_granted_are_ignored(fabric: str) -> None:
     with wire(fabric, 1, 2) as w:
         item = w.expect(4, (0, 0))
         w.offer(item)
@@ -404,7 +415,7 @@ def test_a_landing_that_was_not_granted_is_not_believed(fabric: str) -> None:
         w.finish()
 
 
-def test_a_lost_producer_frees_what_was_closing_and_names_what_was_wanted(fabric: str) -> None:
+def test_a_lost_producer_frees_closing_transfers_and_fails_open_ones(fabric: str) -> None:
     with wire(fabric, 4, 1) as w:
         closing, wanted, other = w.expect(2, (0, 0)), w.expect(2, (0, 1)), w.expect(2, (0, 2), PRODUCERS[1])
         for item in (closing, wanted, other):
@@ -433,10 +444,10 @@ def test_a_lost_consumer_ends_its_transfers(fabric: str) -> None:
         w.deliver_all()
         sender = w.senders[item.producer]
         sender.consumer_lost(CONSUMER)
-        assert w.let_go == [(item.transfer, False)]
+        assert w.ended == [(item.transfer, False)]
         assert sender.idle
         sender.consumer_lost(CONSUMER)
-        assert w.let_go == [(item.transfer, False)]
+        assert w.ended == [(item.transfer, False)]
 
 
 def test_rows_of_another_shape_than_offered_are_refused(fabric: str) -> None:
@@ -448,7 +459,7 @@ def test_rows_of_another_shape_than_offered_are_refused(fabric: str) -> None:
         w.finish()
 
 
-def test_a_grant_is_written_once_all_its_rows_are_there(fabric: str) -> None:
+def test_a_grant_is_written_once_all_its_rows_exist(fabric: str) -> None:
     with wire(fabric, 4, 2) as w:
         item = w.expect(8, (0, 0))
         w.offer(item)
@@ -459,7 +470,7 @@ def test_a_grant_is_written_once_all_its_rows_are_there(fabric: str) -> None:
         for first_row, end_row in [(5, 8), (0, 2), (4, 5)]:
             sender.provide(item.transfer, item.source[first_row:end_row], first_row)
             w.deliver_all()
-            assert sender.next_poll == float("inf"), "nothing to look at until more comes"
+            assert sender.next_poll == float("inf"), "nothing to poll until more rows are provided"
             assert w.readable(item) == 0
         sender.provide(item.transfer, item.source[2:4], 2)
         w.deliver_all()
@@ -502,13 +513,13 @@ def test_grants_that_overlap_end_their_transfer(fabric: str) -> None:
         w.finish()
 
 
-def test_what_has_failed_cannot_be_offered_again(fabric: str) -> None:
+def test_a_failed_transfer_cannot_be_offered_again(fabric: str) -> None:
     with wire(fabric, 4, 2) as w:
         item = w.expect(8, (0, 0))
         w.offer(item)
         w.deliver_all()
         offer = next(message for message in w.sent if isinstance(message, Offer))
-        w.receiver.on_abort(Abort(item.transfer, End.PRODUCER, item.producer, "x"))
+        w.receiver.on_abort(Abort(item.transfer, TransferSide.PRODUCER, item.producer, "x"))
         w.receiver.on_offer(offer)
         assert isinstance(w.sent[-1], Abort)
         w.senders[item.producer].abort(item.transfer, "x")
@@ -526,15 +537,15 @@ def test_more_rows_than_were_offered_are_refused(fabric: str) -> None:
         w.finish()
 
 
-def test_aborts_for_what_nobody_knows_are_answered_all_the_same(fabric: str) -> None:
+def test_aborts_of_unknown_transfers_are_answered(fabric: str) -> None:
     with wire(fabric, 1, 1) as w:
         unknown = TransferId("unknown")
-        w.senders[PRODUCERS[0]].on_abort(Abort(unknown, End.CONSUMER, CONSUMER, ""))
-        w.receiver.on_abort(Abort(unknown, End.PRODUCER, PRODUCERS[0], ""))
-        assert w.sent == [Done(unknown, End.PRODUCER), Done(unknown, End.CONSUMER)]
+        w.senders[PRODUCERS[0]].on_abort(Abort(unknown, TransferSide.CONSUMER, CONSUMER, ""))
+        w.receiver.on_abort(Abort(unknown, TransferSide.PRODUCER, PRODUCERS[0], ""))
+        assert w.sent == [Done(unknown, TransferSide.PRODUCER), Done(unknown, TransferSide.CONSUMER)]
 
 
-def test_the_states_along_the_way(fabric: str) -> None:
+def test_the_states_of_a_transfer(fabric: str) -> None:
     with wire(fabric, 1, 2) as w:
         item = w.expect(4, (0, 0))
         sender = w.senders[item.producer]
@@ -567,7 +578,7 @@ def test_a_consumer_that_cannot_reach_the_producer_loses_no_block(fabric: str) -
         for number, act in enumerate([receiver.grant, lambda: None]):
             transfer = TransferId(f"t{number}")
             receiver.expect(transfer, 2, (0,))
-            reaches = [FabricId(fabrics[0].name, fabrics[0].domain)]
+            reaches = [FabricId(fabrics[0].name, fabrics[0].scope)]
             receiver.on_offer(Offer(transfer, 2, PRODUCERS[0], LAYOUT, reaches))
             for failing in (act, lambda transfer=transfer: receiver.close(transfer, "")):
                 try:

@@ -12,7 +12,7 @@ WAYS = {B: [], W: [W], T: [W, T], S: [W, T, S], F: [F]}
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(TransferState, repeat=2)))
-def test_only_the_drawn_steps_can_be_taken(old: TransferState, new: TransferState) -> None:
+def test_only_the_documented_transitions_are_possible(old: TransferState, new: TransferState) -> None:
     progress = Progress(TransferId("t"), 0.0)
     for state in WAYS[old]:
         progress.enter(state, 0.0)
@@ -25,7 +25,7 @@ def test_only_the_drawn_steps_can_be_taken(old: TransferState, new: TransferStat
         assert progress.state is old
 
 
-def test_each_state_has_its_deadline_but_for_success() -> None:
+def test_every_state_but_success_has_a_deadline() -> None:
     deadlines = Deadlines(bootstrapping=1, waiting_for_input=2, transferring=3, failed=4)
     for state, limit in [(B, 1), (W, 2), (T, 3), (F, 4)]:
         progress = Progress(TransferId("t"), 10.0)

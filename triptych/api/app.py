@@ -1,4 +1,4 @@
-"""The HTTP endpoints. Thin: parse, call, answer; every error goes through one table."""
+"""The HTTP endpoints: parse the request, call a handler, send its answer. ``errors.py`` maps errors to HTTP."""
 
 import asyncio
 import logging
@@ -23,117 +23,119 @@ from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
 from triptych.api.generation import RequestContext, check_model
 from triptych.api.json_response import JsonResponse
-from triptych.api.observed import Observed
-from triptych.api.openapi import add_openapi, answers, streams, takes
-from triptych.api.parsing import parse
+from triptych.api.openapi import add_openapi, json_responses, request_body, stream_responses
 from triptych.api.readiness import Readiness
+from triptych.api.request_records import RequestRecordMiddleware
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected, error_event
+from triptych.api.validation import parse_request
 from triptych.errors import InternalError, InvalidRequest, TriptychError
 from triptych.observe.requests import CURRENT
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Answer = TypeVar("Answer", bound=Callable[..., Any])
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 TIMELINE_HEADER = "x-triptych-timeline"
-"""A request with this header set to ``true`` is told where its time went: ``timeline`` in the (last) answer."""
+"""A request with this header set to ``true`` gets the field ``timeline`` in its answer or last chunk."""
 TIMEOUT_HEADER = "x-request-timeout"
-"""Seconds until a request is of no use any more: what the field ``timeout`` says, for those who can't set it."""
+"""Deadline in seconds, like the field ``timeout``, for clients that can't set the field."""
 CLIENT_CLOSED_REQUEST = 499
 
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Triptych", version=__version__)
     app.state.service = service
-    app.add_middleware(Observed, observers=(service.router.metrics.answered, *service.observers))
-    _add_generating(app, service)
-    _add_tokens(app, service)
-    _add_about(app, service)
+    app.add_middleware(RequestRecordMiddleware, observers=(service.router.metrics.answered, *service.observers))
+    _add_generation_endpoints(app, service)
+    _add_token_endpoints(app, service)
+    _add_service_endpoints(app, service)
     add_openapi(app)
     app.add_exception_handler(TriptychError, _on_error)
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=CLIENT_CLOSED_REQUEST))
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
+    app.add_exception_handler(Exception, _on_unexpected_error)
     return app
 
 
-def _add_generating(app: FastAPI, service: Service) -> None:
+def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/chat/completions",
-        openapi_extra=takes(ChatCompletionRequest),
-        responses=streams(objects.ChatCompletion, objects.ChatChunk),
+        openapi_extra=request_body(ChatCompletionRequest),
+        responses=stream_responses(objects.ChatCompletion, objects.ChatChunk),
     )
     async def chat_completions(request: Request) -> Response:
-        """Answers a conversation, which may have images. With `stream: true`, as server-sent events."""
-        text, context = await _received(request, service)
-        parsed = parse(ChatCompletionRequest, text)
-        prepared = await _until_disconnect(request, chat.prepare(service, parsed, context))
+        """Answers a conversation, which may contain media. With `stream: true`, as server-sent events."""
+        text, context = await _read_request(request, service)
+        parsed = parse_request(ChatCompletionRequest, text)
+        prepared = await _cancel_on_disconnect(request, chat.prepare(service, parsed, context))
         if not parsed.stream:
-            return JsonResponse(await _until_disconnect(request, chat.whole(prepared)))
-        return await _stream(request, service, chat.chunks(prepared), error_event)
+            return JsonResponse(await _cancel_on_disconnect(request, chat.full_response(prepared)))
+        return await _stream(request, service, chat.stream_response(prepared), error_event)
 
     @app.post(
         "/v1/completions",
-        openapi_extra=takes(CompletionRequest),
-        responses=streams(objects.TextCompletion, objects.TextCompletion),
+        openapi_extra=request_body(CompletionRequest),
+        responses=stream_responses(objects.TextCompletion, objects.TextCompletion),
     )
     async def text_completions(request: Request) -> Response:
         """Continues texts or tokens, without a chat template. With `stream: true`, as server-sent events."""
-        text, context = await _received(request, service)
-        parsed = parse(CompletionRequest, text)
-        prepared = await _until_disconnect(request, completions.prepare(service, parsed, context))
+        text, context = await _read_request(request, service)
+        parsed = parse_request(CompletionRequest, text)
+        prepared = await _cancel_on_disconnect(request, completions.prepare(service, parsed, context))
         if not parsed.stream:
-            return JsonResponse(await _until_disconnect(request, completions.whole(prepared)))
-        return await _stream(request, service, completions.chunks(prepared), error_event)
+            return JsonResponse(await _cancel_on_disconnect(request, completions.full_response(prepared)))
+        return await _stream(request, service, completions.stream_response(prepared), error_event)
 
     @app.post(
         "/v1/responses",
-        openapi_extra=takes(ResponsesRequest),
-        responses=streams(objects.ResponseObject, objects.ResponseEvent),
+        openapi_extra=request_body(ResponsesRequest),
+        responses=stream_responses(objects.ResponseObject, objects.ResponseEvent),
     )
     async def model_responses(request: Request) -> Response:
-        """Answers items, as OpenAI's Responses API does, but remembers nothing. With `stream: true`, as events."""
-        text, context = await _received(request, service)
-        parsed = parse(ResponsesRequest, text)
-        prepared = await _until_disconnect(request, responses.prepare(service, parsed, context))
+        """Answers items as OpenAI's Responses API does, but stores nothing. With `stream: true`, as events."""
+        text, context = await _read_request(request, service)
+        parsed = parse_request(ResponsesRequest, text)
+        prepared = await _cancel_on_disconnect(request, responses.prepare(service, parsed, context))
         if not parsed.stream:
-            return JsonResponse(await _until_disconnect(request, prepared.whole()))
-        return await _stream(request, service, prepared.events(), prepared.on_error)
+            return JsonResponse(await _cancel_on_disconnect(request, prepared.full_response()))
+        return await _stream(request, service, prepared.stream_response(), prepared.on_error)
 
 
-def _add_tokens(app: FastAPI, service: Service) -> None:
+def _add_token_endpoints(app: FastAPI, service: Service) -> None:
     for prefix in ("", "/v1"):
 
         @app.post(
             f"{prefix}/tokenize",
-            openapi_extra=takes(TokenizeText, TokenizeConversation),
-            responses=answers(objects.Tokenized),
+            openapi_extra=request_body(TokenizeText, TokenizeConversation),
+            responses=json_responses(objects.Tokenized),
         )
         async def tokenize(request: Request) -> Response:
             """The tokens of a text, or of the prompt that messages become."""
-            text, context = await _received(request, service)
+            text, context = await _read_request(request, service)
             parsed = tokens.parse_tokenize(text)
-            return JsonResponse(await _until_disconnect(request, tokens.tokenize(service, parsed, context)))
+            return JsonResponse(await _cancel_on_disconnect(request, tokens.tokenize(service, parsed, context)))
 
         @app.post(
-            f"{prefix}/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(objects.Detokenized)
+            f"{prefix}/detokenize",
+            openapi_extra=request_body(DetokenizeRequest),
+            responses=json_responses(objects.Detokenized),
         )
         async def detokenize(request: Request) -> Response:
             """The text of tokens."""
-            text, context = await _received(request, service)
-            parsed = parse(DetokenizeRequest, text)
-            return JsonResponse(await _until_disconnect(request, tokens.detokenize(service, parsed, context)))
+            text, context = await _read_request(request, service)
+            parsed = parse_request(DetokenizeRequest, text)
+            return JsonResponse(await _cancel_on_disconnect(request, tokens.detokenize(service, parsed, context)))
 
 
-def _add_about(app: FastAPI, service: Service) -> None:
+def _add_service_endpoints(app: FastAPI, service: Service) -> None:
     started = int(time.time())
     readiness = Readiness(service.router, service.prompt_builder, sorted(service.tokenizer.eos_token_ids))
 
-    def the_model() -> dict[str, Any]:
+    def model_card() -> dict[str, Any]:
         return {
             "id": service.model_name,
             "object": "model",
@@ -143,66 +145,67 @@ def _add_about(app: FastAPI, service: Service) -> None:
             "input_modalities": service.input_modalities,
         }
 
-    @_get(app, "/v1/models", responses=answers(objects.Models))
+    @_get(app, "/v1/models", responses=json_responses(objects.ModelList))
     async def models() -> Response:
-        """The one model that is served."""
-        return JsonResponse({"object": "list", "data": [the_model()]})
+        """The served model."""
+        return JsonResponse({"object": "list", "data": [model_card()]})
 
-    @_get(app, "/v1/models/{model:path}", responses=answers(objects.Model))
+    @_get(app, "/v1/models/{model:path}", responses=json_responses(objects.ModelCard))
     async def model(model: str) -> Response:
-        """The model of that name, if it is the one that is served."""
+        """The served model, if it has that name."""
         if not model:
             return await models()
         check_model(service, model)
-        return JsonResponse(the_model())
+        return JsonResponse(model_card())
 
-    @_get(app, "/version", responses=answers(objects.Version))
+    @_get(app, "/version", responses=json_responses(objects.Version))
     async def version() -> Response:
         """Triptych's version."""
         return JsonResponse({"version": __version__})
 
-    @_get(app, "/health", responses=answers(objects.Health))
+    @_get(app, "/health", responses=json_responses(objects.Health))
     async def health() -> Response:
-        """This process lives: nothing about the instances."""
+        """The HTTP process is alive. Says nothing about the instances; see `/ready`."""
         return JsonResponse({"status": "ok"})
 
-    @_get(app, "/ready", responses=answers(objects.Ready) | {503: {"model": objects.Ready}})
+    @_get(app, "/ready", responses=json_responses(objects.Ready) | {503: {"model": objects.Ready}})
     async def ready() -> Response:
-        """A token came out of all stages within the last seconds, and new requests are admitted."""
-        reason = await readiness.reason_against()
+        """All stages have recently produced a token, and new requests are admitted."""
+        reason = await readiness.why_not_ready()
         return JsonResponse({"ready": False, "reason": reason}, 503) if reason else JsonResponse({"ready": True})
 
     @_get(app, "/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        """For Prometheus: of the frontend, and of all instances."""
+        """Metrics of the frontend and all instances, for Prometheus."""
         return Response(generate_latest(service.router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _get(app: FastAPI, path: str, **described: Any) -> Callable[[Answer], Answer]:
-    """Answers HEAD as well, as HTTP wants of whatever answers GET: some probes and proxies ask so."""
+def _get(app: FastAPI, path: str, **options: Any) -> Callable[[Handler], Handler]:
+    """Register a handler for GET and, as HTTP requires and some probes expect, for HEAD."""
 
-    def added(answer: Answer) -> Answer:
-        app.head(path, include_in_schema=False)(answer)
-        return app.get(path, **described)(answer)
+    def register(handler: Handler) -> Handler:
+        app.head(path, include_in_schema=False)(handler)
+        return app.get(path, **options)(handler)
 
-    return added
+    return register
 
 
-async def _received(request: Request, service: Service) -> tuple[bytes, RequestContext]:
-    """The body's JSON; and who asks, and until when. Raises what ``read_body`` does, and InvalidRequest for a header
-    that makes no sense."""
-    hold = service.held.for_request()
-    body = await read_body(request, service.frontend.http.max_body_mb * 2**20, hold)
+async def _read_request(request: Request, service: Service) -> tuple[bytes, RequestContext]:
+    """Read the request; return its JSON and its context.
+
+    Raises what ``read_body`` raises, and InvalidRequest for an invalid header."""
+    charge = service.memory_budget.for_request()
+    body = await read_body(request, service.frontend.http.max_body_mb * 2**20, charge)
     return body.text, RequestContext(
         scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
-        expires=time.monotonic() + _timeout(request, service),
-        media=service.media.for_request(body.inline, hold),
+        deadline=time.monotonic() + _timeout(request, service),
+        media=service.media.for_request(body.inline, charge),
         timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",
     )
 
 
 def _timeout(request: Request, service: Service) -> float:
-    """Seconds that the request may take, as far as its headers say."""
+    """Return the request's time limit in seconds: the service's own, or less if a header says so."""
     timeout = service.frontend.admission.request_timeout
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
@@ -221,42 +224,43 @@ async def _stream(
     events: AsyncGenerator[bytes, None],
     on_error: Callable[[TriptychError], bytes],
 ) -> EventStream:
-    """The response begins only once the first event is there, so that a request that fails before that still gets its
-    HTTP status."""
-    first = await _until_disconnect(request, _first(events))
-    return EventStream(_resumed(first, events, on_error), service.frontend.http.client_timeout)
+    """Return a response that streams the events.
+
+    Waits for the first event, so that a request that fails before it gets the error's HTTP status."""
+    first = await _cancel_on_disconnect(request, _first(events))
+    return EventStream(_with_errors(first, events, on_error), service.frontend.http.client_timeout)
 
 
-async def _until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. When the client goes away first, the work is cancelled and ClientDisconnect raised."""
+async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the work's result. If the client disconnects first, cancel the work and raise ClientDisconnect."""
     working = asyncio.create_task(work)
-    gone = asyncio.create_task(disconnected(request.receive))
+    disconnect = asyncio.create_task(disconnected(request.receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-async def _resumed(
+async def _with_errors(
     first: bytes, events: AsyncGenerator[bytes, None], on_error: Callable[[TriptychError], bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """A failure is an event of its own; then the stream ends."""
+    """Yield the events; an error becomes the last event."""
     try:
         yield first
         async for chunk in events:
             yield chunk
     except TriptychError as error:
         yield on_error(error)
-    except Exception:  # whatever it is, the client must not take the answer for complete
+    except Exception:  # without an error event, the client would take the answer as complete
         log.exception("an answer failed")
         yield on_error(InternalError("internal error"))
     finally:
@@ -273,13 +277,13 @@ async def _on_error(_: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the same shape as everything else."""
+    """Answer unknown paths and methods in the format of all errors."""
     assert isinstance(error, HTTPException)
     body = error_body(error.detail, "invalid_request_error", "not_found" if error.status_code == 404 else "bad_request")
     return JsonResponse(body, error.status_code, error.headers)
 
 
-async def _on_bug(_: Request, error: Exception) -> Response:
-    """What nobody expected: the log gets the details, the client doesn't."""
+async def _on_unexpected_error(_: Request, error: Exception) -> Response:
+    """Log the details of an unexpected error, and send the client none of them."""
     log.error("unexpected error", exc_info=error)
     return JsonResponse(error_body("internal error", "server_error", "internal_error"), 500)

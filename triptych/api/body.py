@@ -1,8 +1,7 @@
-"""Reads a request's body within limits of size and time, and takes inline media out of it before it is parsed.
+"""Reading of request bodies within limits of size and time, and extraction of inline media before JSON is parsed.
 
-A JSON parser would copy tens of megabytes of base64 into a string, with the event loop waiting. What stands for them
-afterwards are short texts that no client can guess; ``prompt/media.py`` decodes the media themselves, in pieces and on
-another thread.
+A JSON parser would copy megabytes of base64 into a string while the event loop waits. Short placeholders that no client
+can guess replace the media; ``prompt/media.py`` decodes the media in pieces on another thread.
 """
 
 import asyncio
@@ -13,19 +12,19 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from triptych.api.values import check_values
+from triptych.api.json_limits import check_num_values
 from triptych.errors import BodyTooSlow, PayloadTooLarge
 
 MAX_TEXT = 8 * 2**20
-"""Bytes of a body besides its inline media: parsing 8 MiB of plain text holds up the event loop for 11 ms."""
-SECONDS = 300.0
-"""For a whole body."""
-IDLE_SECONDS = 10.0
-"""For each next piece of it."""
-WORTH_LIFTING = 4096
-"""Shorter ones are parsed with the rest."""
-MAX_LOOKS = 4096
-"""Places where inline media may begin that are looked at."""
+"""Maximum bytes of a body besides its inline media, because parsing blocks the event loop."""
+BODY_TIMEOUT = 300.0
+"""Seconds for a complete body."""
+IDLE_TIMEOUT = 10.0
+"""Seconds between two chunks of a body."""
+MIN_INLINE_LENGTH = 4096
+"""Characters of base64. Shorter media are left in the JSON."""
+MAX_CANDIDATES = 4096
+"""Maximum places of a body that are checked for inline media."""
 
 _BEGINNING = b'"data'
 _URL = re.compile(rb'"(?:url|image_url|video_url|audio_url)"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}\Z')
@@ -40,48 +39,54 @@ _MAX_KEY = 192
 
 @dataclass(frozen=True)
 class Body:
-    """``text`` is the JSON; ``inline`` has the ``data:`` URLs that were taken out of it, by what stands for them."""
+    """A request's body."""
 
     text: bytes
+    """The JSON, with placeholders for the extracted media."""
     inline: dict[str, memoryview] = field(default_factory=dict)
+    """The extracted ``data:`` URLs and base64 strings, by placeholder."""
 
 
-async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> Body:
-    """Raises PayloadTooLarge as soon as the body is known to exceed the limit, whatever it declares, and BodyTooSlow
-    when it doesn't come. ``hold`` is told of its bytes as they come, and may raise."""
+async def read_body(request: Request, max_bytes: int, charge: Callable[[int], None]) -> Body:
+    """Read the body and extract its inline media.
+
+    Calls ``charge``, which may raise, with the size of each chunk. Raises PayloadTooLarge as soon as the declared or
+    the actual size exceeds ``max_bytes``, and BodyTooSlow when a timeout expires."""
     too_large = PayloadTooLarge(f"the body exceeds {max_bytes} bytes")
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise too_large
     body = bytearray()
     clock = asyncio.get_running_loop().time
-    end = clock() + SECONDS
+    deadline = clock() + BODY_TIMEOUT
     try:
-        async with asyncio.timeout(IDLE_SECONDS) as timer:
+        async with asyncio.timeout(IDLE_TIMEOUT) as timer:
             async for chunk in request.stream():
-                hold(len(chunk))
+                charge(len(chunk))
                 body += chunk
                 if len(body) > max_bytes:
                     raise too_large
-                timer.reschedule(min(end, clock() + IDLE_SECONDS))
+                timer.reschedule(min(deadline, clock() + IDLE_TIMEOUT))
     except TimeoutError:
-        raise BodyTooSlow(f"the body didn't come: {len(body)} bytes so far") from None
-    lifted = lift(body)
-    if len(lifted.text) > MAX_TEXT:
+        raise BodyTooSlow(f"the body took too long: {len(body)} bytes so far") from None
+    extracted = extract_inline_media(body)
+    if len(extracted.text) > MAX_TEXT:
         raise PayloadTooLarge(f"the body exceeds {MAX_TEXT} bytes besides inline media")
-    check_values(lifted.text)
-    return lifted
+    check_num_values(extracted.text)
+    return extracted
 
 
-def lift(body: bytearray) -> Body:
-    """Takes out what is certainly one JSON string: a ``data:`` URL under a key of media, or the data of input_audio, in
-    base64, without any escape but ``\\/``. Everything else stays where it is."""
+def extract_inline_media(body: bytearray) -> Body:
+    """Replace inline media by placeholders.
+
+    Only extracts what is certainly one JSON string: a base64 ``data:`` URL under a media key, or the data of
+    input_audio, without any escape but ``\\/``."""
     whole = memoryview(body)
     texts: list[bytes | memoryview] = []
     inline: dict[str, memoryview] = {}
     nonce = secrets.token_hex(16)
     copied = end = 0
-    for _ in range(MAX_LOOKS):
+    for _ in range(MAX_CANDIDATES):
         if (quote := body.find(_BEGINNING, end)) < 0:
             break
         if (place := _place(body, quote)) is None:
@@ -90,29 +95,29 @@ def lift(body: bytearray) -> Body:
         start, header = place
         if (end := body.find(b'"', start)) < 0:
             break
-        if end - start < WORTH_LIFTING:
+        if end - start < MIN_INLINE_LENGTH:
             continue
-        if (piece := _unescaped(whole[start:end])) is None or (header and not header.match(piece)):
+        if (media := _unescaped(whole[start:end])) is None or (header and not header.match(media)):
             continue
         name = f"inline:{nonce}:{len(inline)}"
-        inline[name] = piece
+        inline[name] = media
         texts += [whole[copied:start], name.encode()]
         copied = end
     return Body(b"".join([*texts, whole[copied:]]), inline)
 
 
 def _place(body: bytearray, quote: int) -> tuple[int, re.Pattern[bytes] | None] | None:
-    """Where inline media may begin, at or behind the quote, and with which header, if any; None where they can't."""
+    """Return where inline media may begin at the quote and the pattern of their header, if any; or None."""
     if body[quote + len(_BEGINNING) : quote + len(_BEGINNING) + 1] == b":":
         return (quote + 1, _HEADER) if _URL.search(body, max(0, quote - _MAX_KEY), quote) else None
     key = _DATA.match(body, quote)
     return (key.end(), None) if key and _INPUT_AUDIO.search(body, max(0, quote - _MAX_KEY), quote) else None
 
 
-def _unescaped(piece: memoryview) -> memoryview | None:
-    """Some clients write ``/`` as ``\\/``. None where there is any other escape, or the string goes on."""
-    text = bytes(piece)
+def _unescaped(string: memoryview) -> memoryview | None:
+    """Return the string with ``\\/`` as ``/``, or None if it has any other escape."""
+    text = bytes(string)
     if b"\\" not in text:
-        return piece
+        return string
     text = text.replace(b"\\/", b"/")
     return None if b"\\" in text else memoryview(text)

@@ -1,4 +1,4 @@
-"""What clients send to ``/v1/completions``, ``/tokenize`` and ``/detokenize``. The rules: ``fields.py``."""
+"""Request schemas of ``/v1/completions``, ``/tokenize`` and ``/detokenize``, by the rules of ``fields.py``."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ from triptych.api.fields import (
     TOKEN_LISTS,
     TOKENS,
     SamplingFields,
-    Strict,
+    StrictModel,
     TokenIds,
 )
 from triptych.api.schemas import ConversationFields
@@ -44,35 +44,35 @@ Prompt = Annotated[
 
 
 class CompletionRequest(SamplingFields):
-    """The body of ``POST /v1/completions``. ``suffix`` is there to be refused: the models served here don't fill in the
-    middle of texts. ``echo`` begins the answer with the prompt, in ``logprobs`` too; with ``max_tokens: 0`` it is all
-    there is."""
+    """The body of ``POST /v1/completions``."""
 
     model: str
     prompt: Prompt
     max_tokens: int | None = Field(16, ge=0, le=MAX_TOKENS_LIMIT)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
+    """Begin the answer and its ``logprobs`` with the prompt. With ``max_tokens: 0``, the answer is only the prompt."""
     best_of: int | None = Field(None, ge=1)
     suffix: Literal[""] | None = None
+    """Filling in the middle of a text isn't supported."""
     add_special_tokens: bool = True
 
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.n or 1):
-            raise InvalidRequest("best_of: nothing but n is supported: all choices are told", "best_of")
+            raise InvalidRequest("best_of: must equal n, because all choices are returned", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens: 0 is only for echo: true", "max_tokens")
 
     @property
     def scores_prompt(self) -> int | None:
-        """How many of the likeliest tokens to tell of in the place of each of the prompt's; None: nothing of either."""
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((most for most in asked if most is not None), default=None)
+        """How many alternatives to score for each prompt token; None if the prompt isn't scored."""
+        requested = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num_top for num_top in requested if num_top is not None), default=None)
 
     @property
     def prompts(self) -> list[tuple[str, str | list[int]]]:
-        """Each with the path that names it."""
+        """The prompts, each with its path in the request."""
         several: Any = self.prompt
         if isinstance(several, str) or (several and isinstance(several[0], int)):
             return [("prompt", several)]
@@ -86,7 +86,7 @@ class TokenizeConversation(ConversationFields):
     return_token_strs: bool = False
 
 
-class TokenizeText(Strict):
+class TokenizeText(StrictModel):
     """The body of ``POST /tokenize`` for a text."""
 
     model: str | None = None
@@ -95,7 +95,7 @@ class TokenizeText(Strict):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """The body of ``POST /detokenize``: the text of all tokens, special ones included."""
 
     model: str | None = None

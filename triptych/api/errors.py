@@ -1,4 +1,4 @@
-"""The one table from exceptions to HTTP, and the one shape errors have: OpenAI's, nested."""
+"""HTTP status, body and headers of each exception. Bodies have OpenAI's format."""
 
 from http import HTTPStatus
 from typing import Any
@@ -37,7 +37,7 @@ STATUSES: list[tuple[type[TriptychError], HTTPStatus]] = [
     (DeadlineExceeded, HTTPStatus.GATEWAY_TIMEOUT),
     (TriptychError, HTTPStatus.INTERNAL_SERVER_ERROR),
 ]
-"""The first entry that an error is an instance of gives its status."""
+"""The first entry whose class matches gives the status."""
 MAX_MESSAGE = 2000
 MAX_PARAM = 200
 
@@ -47,8 +47,9 @@ def status_of(error: TriptychError) -> HTTPStatus:
 
 
 def body_of(error: TriptychError) -> dict[str, Any]:
-    """``{"error": {message, type, param, code}}``; ``code`` is the name of the error's class, in snake case. Errors
-    that aren't made for clients may tell of addresses and files, so they don't get to see them."""
+    """Return ``{"error": {message, type, param, code}}``; ``code`` is the class name in snake case.
+
+    Internal errors may name addresses and files, so clients only see "internal error"."""
     if not isinstance(error, RequestError | ServiceError):
         return error_body("internal error", "server_error", "internal_error")
     return error_body(
@@ -60,13 +61,13 @@ def body_of(error: TriptychError) -> dict[str, Any]:
 
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
-    """Cut to a size that can be read: messages and paths may quote what the client sent."""
+    """Return an error body. Long messages and paths, which may quote the request, are truncated."""
     param = param and param[:MAX_PARAM]
     return {"error": {"message": message[:MAX_MESSAGE], "type": kind, "param": param, "code": code}}
 
 
 def headers_of(error: TriptychError) -> dict[str, str]:
-    """``Retry-After`` (seconds) where trying again makes sense."""
+    """Return ``Retry-After`` (seconds) for errors after which a retry makes sense."""
     if isinstance(error, Overloaded):
         return {"Retry-After": str(error.retry_after)}
     if isinstance(error, Unavailable | InstanceLost):

@@ -1,7 +1,7 @@
-"""Fields that bodies of several endpoints have: how tokens are chosen, when an answer ends, what form it has.
+"""Fields that several endpoints share: sampling, stop conditions and structured output.
 
-A field that a body's class doesn't have is refused by name; one that can only have its neutral value says so in its
-type. Nothing is silently dropped.
+Unknown fields are rejected by name. A field that is accepted but unsupported only allows its neutral value, by its
+type. No field is silently ignored.
 """
 
 import contextlib
@@ -33,15 +33,14 @@ MAX_NAME = 128
 MAX_TIMEOUT = 86_400.0
 STRING, ARRAY, OBJECT = "<string>", "<array>", "<object>"
 TEXTS, TOKENS, TOKEN_LISTS = "<texts>", "<tokens>", "<token lists>"
-MESSAGE, CALL, OUTPUT, THOUGHT = "<message>", "<call>", "<output>", "<thought>"
+MESSAGE, CALL, OUTPUT, REASONING = "<message>", "<call>", "<output>", "<reasoning>"
 NAMED, ALLOWED = "<named>", "<allowed>"
-UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, MESSAGE, CALL, OUTPUT, THOUGHT, NAMED, ALLOWED)
-"""Which member of a union, such as "a string or an array", a value is judged as. Pydantic puts them into the paths of
-its errors."""
+UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, MESSAGE, CALL, OUTPUT, REASONING, NAMED, ALLOWED)
+"""Tags of union members, such as "a string or an array". Pydantic adds them to the paths of its errors."""
 
 
 def string_or_array(items: str) -> Discriminator:
-    """Chooses by the value's type, so that an error is about what was sent and not about what else could have been."""
+    """Choose the union member by the value's type, so that an error only refers to that member."""
     return Discriminator(
         lambda value: STRING if isinstance(value, str) else ARRAY if isinstance(value, list) else None,
         custom_error_type="string_or_array",
@@ -50,6 +49,7 @@ def string_or_array(items: str) -> Discriminator:
 
 
 def string_or_object() -> Discriminator:
+    """Choose the union member by the value's type."""
     return Discriminator(
         lambda value: STRING if isinstance(value, str) else OBJECT if isinstance(value, dict | BaseModel) else None,
         custom_error_type="string_or_object",
@@ -58,7 +58,7 @@ def string_or_object() -> Discriminator:
 
 
 def tool_choice() -> Discriminator:
-    """Tells apart a word, the one tool that is to be called, and those that may be."""
+    """Choose between a mode, one tool that must be called, and a list of allowed tools."""
 
     def kind(value: Any) -> str | None:
         if isinstance(value, str):
@@ -73,57 +73,59 @@ def tool_choice() -> Discriminator:
     )
 
 
-class Strict(BaseModel):
-    """No unknown fields and no guessing of types."""
+class StrictModel(BaseModel):
+    """Rejects unknown fields and doesn't convert types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def check(self) -> None:
-        """Raises InvalidRequest for fields that contradict each other."""
+        """Raise InvalidRequest for fields that contradict each other."""
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; its parser takes them all the same, and numbers beyond float64 as infinity."""
+    """Reject NaN and infinity: JSON has neither, but the parser accepts them, and makes infinity of large numbers."""
     pending = [value]
     while pending:
         one = pending.pop()
         if isinstance(one, float) and not math.isfinite(one):
-            raise PydanticCustomError("finite_number", "Input should have finite numbers alone")
+            raise PydanticCustomError("finite_number", "Input should have finite numbers only")
         pending += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
     return value
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
-"""Of any form."""
+"""Any JSON object."""
 
 
-class StreamOptions(Strict):
-    """``include_usage`` puts the usage into a last chunk of its own; ``continuous_usage_stats``, as in vLLM, what it
-    is so far into every chunk. Padding against observers of a stream's sizes isn't made."""
+class StreamOptions(StrictModel):
+    """Options of a streamed answer."""
 
     include_usage: bool = False
+    """Send the usage in a last chunk of its own."""
     continuous_usage_stats: bool = False
+    """Send the usage so far in every chunk, as in vLLM."""
     include_obfuscation: Literal[False] | None = None
+    """Padding of chunks isn't supported."""
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     type: Literal["text"]
 
 
-class JsonObjectFormat(Strict):
+class JsonObjectFormat(StrictModel):
     type: Literal["json_object"]
 
 
-class JsonSchema(Strict):
-    """``strict`` is accepted and ignored: the schema is always kept to, and refused if it can't be."""
-
+class JsonSchema(StrictModel):
     name: str = Field(max_length=256)
     schema_: JsonObject = Field(alias="schema")
+    """Always enforced; rejected if it can't be."""
     description: str | None = None
     strict: bool | None = None
+    """Has no effect, because the schema is always enforced."""
 
 
-class JsonSchemaFormat(Strict):
+class JsonSchemaFormat(StrictModel):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -132,8 +134,8 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
 
 
-class StructuredOutputs(Strict):
-    """vLLM's field of that name: exactly one of these."""
+class StructuredOutputs(StrictModel):
+    """vLLM's field of that name: exactly one constraint."""
 
     json_: (
         Annotated[Annotated[GrammarText, Tag(STRING)] | Annotated[JsonObject, Tag(OBJECT)], string_or_object()] | None
@@ -151,10 +153,10 @@ StopStrings = Annotated[
 ]
 
 MIN_TEMPERATURE = 0.01
-"""Smaller ones but 0 count as this one, as in vLLM."""
+"""Smaller values other than 0 are raised to this, as in vLLM."""
 
 
-def _usable(temperature: float) -> float:
+def _raised(temperature: float) -> float:
     return max(temperature, MIN_TEMPERATURE) if temperature else 0.0
 
 
@@ -163,47 +165,47 @@ Temperature = Annotated[
     Field(
         ge=0.0,
         le=MAX_TEMPERATURE,
-        description=f"0 is greedy; between 0 and {MIN_TEMPERATURE:g} it counts as {MIN_TEMPERATURE:g}",
+        description=f"0 is greedy; values between 0 and {MIN_TEMPERATURE:g} are raised to {MIN_TEMPERATURE:g}",
     ),
-    AfterValidator(_usable),
+    AfterValidator(_raised),
 ]
-TopP = Annotated[float, Field(gt=0.0, le=1.0, description="However small, the likeliest token stays")]
+TopP = Annotated[float, Field(gt=0.0, le=1.0, description="The likeliest token is always kept")]
 TopK = Annotated[int, Field(ge=-1, le=2**20, description="0 and -1: no limit")]
 MinP = Annotated[float, Field(ge=0.0, le=1.0)]
 RepetitionPenalty = Annotated[
     float,
-    Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY, description="1: none. Beyond the bounds float32 ends"),
+    Field(
+        ge=MIN_REPETITION_PENALTY,
+        le=MAX_REPETITION_PENALTY,
+        description="1: none. The bounds prevent overflow of float32",
+    ),
 ]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_TOKEN_IDS = 2**19
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
-"""Of a million that are wrong, the first is told: to tell of each takes seconds, which everybody would wait."""
-TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""Validation stops at the first error: reporting a million of them would block the event loop."""
+TokenIdKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """A token id as the key of a JSON object."""
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
-"""What clients call something of theirs. Bounded, because it is kept or looked up."""
+"""A name that a client chooses. Bounded, because it is stored or looked up."""
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
 Metadata = Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
-"""What clients note of a request for themselves."""
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""A client's own notes on a request; they have no effect."""
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["medium"]
-"""What is neither low nor high: how much a model says can't be set."""
+"""Only the neutral value: the length of answers can't be set."""
 
 
-class ExtraFields(Strict):
-    """What every endpoint that generates takes beyond OpenAI's fields for it, under vLLM's names.
-
-    ``session_id`` says who asks, and changes nothing about the answer. ``prompt_cache_key`` is OpenAI's hint which
-    requests begin alike: here all that do share what is known of their beginning, whatever their key, unless
-    ``cache_salt`` keeps them apart."""
+class ExtraFields(StrictModel):
+    """Fields that every generating endpoint has beyond OpenAI's, under vLLM's names."""
 
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[TokenIdText, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = Field(
+    logit_bias: dict[TokenIdKey, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = Field(
         None, max_length=1024
     )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="-1: any, as if there were none")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="-1: random, as without a seed")
     stop: StopStrings | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -214,20 +216,21 @@ class ExtraFields(Strict):
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     cache_salt: Name | None = None
+    """Requests only share cached prefixes with requests of the same salt."""
     prompt_cache_key: Name | None = None
+    """OpenAI's hint that requests share a prefix. Has no effect: all requests of the same salt share prefixes."""
     prompt_cache_retention: Literal["in_memory"] | None = None
     session_id: Name | None = None
+    """Identifies the client's session; has no effect on the answer."""
     priority: int | None = Field(None, ge=0, le=2**31 - 1)
-    """Lower goes first. Clients can only step back: whoever could go before all others would."""
+    """Lower values are scheduled first. Clients can only lower their priority, because all would raise it."""
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
-    """Seconds from the request's arrival until it fails, if it isn't done by then; the header X-Request-Timeout says
-    the same. Never more than the service's own limit."""
+    """Deadline in seconds from the request's arrival, like the header X-Request-Timeout. The service's own limit still
+    applies."""
 
 
 class SamplingFields(ExtraFields):
-    """What chats and completions have in common.
-
-    ``user`` and ``safety_identifier`` say who asks, and change nothing about the answer."""
+    """Fields that chats and completions share."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -235,28 +238,30 @@ class SamplingFields(ExtraFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=1024)
+    """Identifies the client's user; has no effect on the answer."""
     safety_identifier: str | None = Field(None, max_length=1024)
+    """Like ``user``."""
     service_tier: Literal["auto", "default"] | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    """The log probability of each token of the prompt, and of so many of the likeliest in its place, as in vLLM."""
+    """Return the log probability of each prompt token and of this number of likeliest alternatives, as in vLLM."""
 
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     @property
-    def form(self) -> GrammarSpec | None:
-        """What form the answer's text must have. Raises InvalidRequest when the request doesn't say it in exactly one
-        way."""
-        specs = [*_of_format(self.response_format), *_of_structured(self.structured_outputs)]
+    def grammar_spec(self) -> GrammarSpec | None:
+        """The constraint on the answer's text. Raises InvalidRequest for several constraints, or one that isn't
+        supported."""
+        specs = [*_response_format_specs(self.response_format), *_structured_output_specs(self.structured_outputs)]
         if len(specs) > 1:
             raise InvalidRequest("only one of response_format and the fields of structured_outputs can be given")
         param = "response_format.json_schema.schema" if self.response_format else "structured_outputs"
-        if specs and len(specs[0].text) > MAX_GRAMMAR_LENGTH:  # before the checks, which take as long as it is
+        if specs and len(specs[0].text) > MAX_GRAMMAR_LENGTH:  # first, because the checks are slow for long texts
             raise InvalidRequest(f"the {specs[0].kind.value} exceeds {MAX_GRAMMAR_LENGTH} characters")
         for spec in specs:
-            check_kept(spec, param)
+            check_supported(spec, param)
         return specs[0] if specs else None
 
     def check(self) -> None:
@@ -264,12 +269,13 @@ class SamplingFields(ExtraFields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only for stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest("prompt_logprobs are not told in streams", "prompt_logprobs")
+            raise InvalidRequest("prompt_logprobs is not available with stream: true", "prompt_logprobs")
 
 
-def check_kept(spec: GrammarSpec, param: str) -> None:
-    """Raises InvalidRequest for a schema or a regular expression of which something would be ignored. What is none at
-    all is found when it is compiled."""
+def check_supported(spec: GrammarSpec, param: str) -> None:
+    """Raise InvalidRequest for a JSON schema or a regular expression that can't be fully enforced.
+
+    Malformed ones are reported when they are compiled."""
     if spec.kind is GrammarKind.REGEX:
         check_regex(spec.text, f"{param}.regex")
     elif spec.kind is GrammarKind.JSON_SCHEMA:
@@ -277,27 +283,27 @@ def check_kept(spec: GrammarSpec, param: str) -> None:
             check_schema(json.loads(spec.text), param if "schema" in param else f"{param}.json")
 
 
-def _of_format(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> list[GrammarSpec]:
-    match response_format:
+def _response_format_specs(chosen: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> list[GrammarSpec]:
+    match chosen:
         case JsonObjectFormat():
             return [GrammarSpec(GrammarKind.JSON_OBJECT, "")]
-        case JsonSchemaFormat(json_schema=wanted):
-            return [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(wanted.schema_))]
+        case JsonSchemaFormat(json_schema=json_schema):
+            return [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(json_schema.schema_))]
     return []
 
 
-def _of_structured(wanted: StructuredOutputs | None) -> list[GrammarSpec]:
-    if wanted is None:
+def _structured_output_specs(outputs: StructuredOutputs | None) -> list[GrammarSpec]:
+    if outputs is None:
         return []
-    schema = json.dumps(wanted.json_) if isinstance(wanted.json_, dict) else wanted.json_
+    schema = json.dumps(outputs.json_) if isinstance(outputs.json_, dict) else outputs.json_
     texts = {
         GrammarKind.JSON_SCHEMA: schema,
-        GrammarKind.JSON_OBJECT: "" if wanted.json_object else None,
-        GrammarKind.REGEX: wanted.regex,
-        GrammarKind.CHOICE: json.dumps(wanted.choice) if wanted.choice else None,
-        GrammarKind.GRAMMAR: wanted.grammar,
+        GrammarKind.JSON_OBJECT: "" if outputs.json_object else None,
+        GrammarKind.REGEX: outputs.regex,
+        GrammarKind.CHOICE: json.dumps(outputs.choice) if outputs.choice else None,
+        GrammarKind.GRAMMAR: outputs.grammar,
     }
     specs = [GrammarSpec(kind, text) for kind, text in texts.items() if text is not None]
     if not specs:
-        raise InvalidRequest("structured_outputs says nothing", "structured_outputs")
+        raise InvalidRequest("structured_outputs has no constraint", "structured_outputs")
     return specs

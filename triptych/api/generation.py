@@ -1,4 +1,4 @@
-"""From planned prompts to a stream of text: what all endpoints that generate have in common."""
+"""Generation from planned prompts to a stream of text: what all generating endpoints share."""
 
 import asyncio
 import secrets
@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from triptych.api.fields import SamplingFields
-from triptych.api.merging import merged
-from triptych.api.prompt_logprobs import check_size
+from triptych.api.merge_streams import merge_streams
+from triptych.api.prompt_logprobs import check_num_logprobs
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
 from triptych.messages.work import GrammarSpec, PromptLogprobs, SamplingParams, TokenLogprob, Tokens
-from triptych.observe.timeline import Interval
+from triptych.observe.timeline import Interval, as_json
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.media import RequestMedia
 from triptych.prompt.prompt import PlannedPrompt
@@ -28,104 +28,118 @@ N = TypeVar("N")
 
 @dataclass(frozen=True)
 class RequestContext:
-    """What of a request isn't in its body. ``scope`` names who asks, as far as the API key tells; ``expires`` is when
-    the answer is of no use any more (``time.monotonic``); ``media`` gets what its URLs stand for; ``timeline`` asks for
-    where the time went."""
+    """What the service knows of a request beside its body."""
 
     scope: str
-    expires: float
+    """Digest of the client's API key: what the client caches is only visible within it."""
+    deadline: float
+    """When the request expires, by ``time.monotonic``."""
     media: RequestMedia
+    """Source of the request's media."""
     timeline: bool = False
+    """Whether the answer includes its timeline."""
 
-    def within(self, timeout: float | None) -> "RequestContext":
-        """The same with what a request's body says about its time, counted from now."""
-        return self if timeout is None else replace(self, expires=min(self.expires, time.monotonic() + timeout))
+    def with_timeout(self, timeout: float | None) -> "RequestContext":
+        """Return this context with a deadline at most ``timeout`` seconds from now."""
+        return self if timeout is None else replace(self, deadline=min(self.deadline, time.monotonic() + timeout))
 
     @asynccontextmanager
-    async def in_time(self) -> AsyncGenerator[None, None]:
-        """Around all that is done before instances are asked. Raises DeadlineExceeded when it isn't over in the
-        request's time."""
+    async def within_deadline(self) -> AsyncGenerator[None, None]:
+        """Raise DeadlineExceeded if the body, which prepares the prompt, doesn't end before the deadline."""
         try:
             async with asyncio.timeout(self.remaining):
                 yield
         except TimeoutError:
-            raise DeadlineExceeded("the request's time ran out while its prompt was made") from None
+            raise DeadlineExceeded("the request's deadline passed while its prompt was prepared") from None
 
     @property
     def remaining(self) -> float:
-        """Seconds. Raises DeadlineExceeded when there are none."""
-        if (remaining := self.expires - time.monotonic()) <= 0:
-            raise DeadlineExceeded("the request's time ran out before it was given to the model")
+        """Seconds until the deadline. Raises DeadlineExceeded when it has passed."""
+        if (remaining := self.deadline - time.monotonic()) <= 0:
+            raise DeadlineExceeded("the request's deadline passed before it was dispatched")
         return remaining
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one report of the model adds to a choice: text (perhaps none) and its tokens, with log probabilities if they
-    were asked for, and, with the last one, why the choice ended."""
+class ChoiceOutput:
+    """What one message from the engine adds to a choice."""
 
     choice: int
     text: str
+    """May be empty."""
     tokens: list[int]
     logprobs: list[TokenLogprob]
+    """One for each token if the request asks for them, otherwise none."""
     finish_reason: str | None
+    """Set in a choice's last output."""
 
 
 @dataclass
 class Generation:
-    """The answer to one request: one or several choices, each a request of its own to the router: ``samplings`` of the
-    first prompt, then of the second. ``usage`` and ``intervals`` are final once ``stream`` has ended."""
+    """The answer to one HTTP request: one or more choices, each a request of its own to the router.
+
+    Choices are numbered prompt by prompt. ``usage`` and ``intervals`` are final once ``stream`` has ended."""
 
     service: Service
     prompts: list[PlannedPrompt]
-    samplings: list[SamplingParams]
+    sampling_params: list[SamplingParams]
+    """For each choice of a prompt; the same for every prompt."""
     fields: SamplingFields
     context: RequestContext
     id: str
     intervals: list[Interval] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
     num_generated: int = 0
-    """Tokens, of all choices; ``num_reasoning`` of them are thoughts."""
+    """Generated tokens of all choices."""
     num_reasoning: int = 0
+    """How many of the generated tokens are reasoning."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    """By choice, from its first piece on, if they were asked for."""
-    _reused: dict[int, int] = field(default_factory=dict)
+    """By choice, available from its first output on, if the request asks for them."""
+    _cached: dict[int, int] = field(default_factory=dict)
+    """By prompt, the number of its tokens that were in the KV cache."""
     _streams: list[TokenStream] = field(default_factory=list)
 
     @property
     def num_choices(self) -> int:
-        return len(self.prompts) * len(self.samplings)
+        return len(self.prompts) * len(self.sampling_params)
 
     def prompt_of(self, choice: int) -> PlannedPrompt:
-        return self.prompts[choice // len(self.samplings)]
+        return self.prompts[choice // len(self.sampling_params)]
 
-    async def stream(self) -> AsyncGenerator[Piece, None]:
-        """The pieces of all choices as they come. Ends the requests when it is closed early. Raises RequestError and
-        ServiceError."""
+    @property
+    def timeline(self) -> dict[str, Any]:
+        """The field ``timeline`` of the answer if the request asks for it, otherwise nothing."""
+        return {"timeline": as_json(self.intervals)} if self.context.timeline else {}
+
+    async def stream(self) -> AsyncGenerator[ChoiceOutput, None]:
+        """Yield the outputs of all choices as they arrive. Cancels the requests if it is closed early.
+
+        Raises RequestError and ServiceError."""
         try:
-            texts = [_Text(self.service.tokenizer, self.fields) for _ in range(self.num_choices)]
+            texts = [ChoiceText(self.service.tokenizer, self.fields) for _ in range(self.num_choices)]
             self._streams.extend(self._submit(*numbered) for numbered in enumerate(texts))
-            choices = [self._pieces(number, *one) for number, one in enumerate(zip(texts, self._streams, strict=True))]
-            async with aclosing(merged(choices)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            choices = [self._outputs(number, *one) for number, one in enumerate(zip(texts, self._streams, strict=True))]
+            async with aclosing(merge_streams(choices)) as outputs:
+                async for output in outputs:
+                    yield output
         finally:
             for one in self._streams:
                 self.service.router.cancel(one.request)
                 self.intervals += one.intervals
 
     def end(self, choice: int) -> None:
-        """The choice has all it needs: it is generated no further, and has no more pieces. Tokens that have come since
-        its last piece were generated all the same, and count."""
+        """Stop generating a choice; it has no further outputs.
+
+        Tokens that arrived since its last output were generated, so they count."""
         stream = self._streams[choice]
         self.service.router.complete(stream.request)
-        self.num_generated += stream.num_untaken
+        self.num_generated += stream.num_unread
         stream.close()
 
-    def _submit(self, choice: int, text: "_Text") -> TokenStream:
+    def _submit(self, choice: int, text: "ChoiceText") -> TokenStream:
         return self.service.router.submit(
             self.prompt_of(choice),
-            self.samplings[choice % len(self.samplings)],
+            self.sampling_params[choice % len(self.sampling_params)],
             sorted(self.service.tokenizer.eos_token_ids),
             self.fields.cache_salt or "",
             self.context.remaining,
@@ -133,31 +147,35 @@ class Generation:
             read=text.read,
         )
 
-    async def _pieces(self, number: int, text: "_Text", tokens: TokenStream) -> AsyncGenerator[Piece, None]:
-        prompt = number // len(self.samplings)
+    async def _outputs(
+        self, number: int, text: "ChoiceText", tokens: TokenStream
+    ) -> AsyncGenerator[ChoiceOutput, None]:
+        prompt = number // len(self.sampling_params)
         async for report in tokens:
-            self._reused[prompt] = max(self._reused.get(prompt, 0), report.reused)
+            self._cached[prompt] = max(self._cached.get(prompt, 0), report.reused)
             if report.prompt_logprobs is not None:
                 self.prompt_logprobs[number] = report.prompt_logprobs
             self.num_generated += len(report.tokens)
             shown = text.shown(report)
-            yield Piece(number, text.take(report), shown, report.logprobs[: len(shown)], report.finish_reason)
+            yield ChoiceOutput(number, text.take(report), shown, report.logprobs[: len(shown)], report.finish_reason)
 
     @property
     def usage(self) -> dict[str, Any]:
-        """In the shape of OpenAI's ``usage``."""
+        """Token counts in the format of OpenAI's ``usage``."""
         prompt = sum(len(prompt.tokens) for prompt in self.prompts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.num_generated,
             "total_tokens": prompt + self.num_generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._reused.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         } | ({"completion_tokens_details": {"reasoning_tokens": self.num_reasoning}} if self.num_reasoning else {})
 
 
-class _Text:
-    """One choice's text. The router has it ``read`` reports when they come, not when a client takes them: a stop string
-    then ends the choice at its instance at once, and no token behind it counts."""
+class ChoiceText:
+    """Detokenized text of one choice.
+
+    The router calls ``read`` when a message arrives, not when the client takes it. So a stop string ends the choice at
+    its instance at once, and no token after it counts."""
 
     def __init__(self, tokenizer: Tokenizer, fields: SamplingFields) -> None:
         self._detokenizer = Detokenizer(
@@ -165,10 +183,10 @@ class _Text:
         )
         self._untaken: list[str] = []
         self._by_token = False
-        """Whether a token has ended the answer, not a stop string."""
+        """Whether a stop token has ended the answer, not a stop string."""
 
     def read(self, report: Tokens) -> Tokens:
-        """What of the report belongs to the answer: nothing behind the token that completes a stop string."""
+        """Return the report up to the token that completes a stop string."""
         self._by_token = report.finish_reason == "stop"
         for used, token in enumerate(self.shown(report), start=1):
             self._untaken.append(self._detokenizer.push([token]))
@@ -178,17 +196,16 @@ class _Text:
         if report.finish_reason is not None:
             self._untaken.append(self._detokenizer.finish())
             if self._detokenizer.stopped:
-                # what was missing of it is the answer's end, and all tokens up to there were needed for it
+                # the stop string was completed by the end of the text, so every token belongs to the answer
                 return _cut(report, len(report.tokens))
         return report
 
     def shown(self, report: Tokens) -> list[int]:
-        """The tokens that are part of the text. One that ends the answer counts but isn't, special or not, as in
-        vLLM."""
+        """Return the tokens that are part of the text: all but a stop token, as in vLLM."""
         return report.tokens[:-1] if self._by_token and report.finish_reason is not None else report.tokens
 
     def take(self, report: Tokens) -> str:
-        """What became certain with the report's tokens, the next that haven't been taken."""
+        """Return the text that the report's tokens add. Reports must be passed in order."""
         count = len(report.tokens) if report.finish_reason is None else len(self._untaken)
         texts, self._untaken = self._untaken[:count], self._untaken[count:]
         return "".join(texts)
@@ -201,12 +218,12 @@ def _cut(report: Tokens, used: int) -> Tokens:
 
 
 def check_model(service: Service, model: str | None) -> None:
-    """Raises UnknownModel for a name that isn't this service's; none stands for it."""
+    """Raise UnknownModel unless the name is that of the served model or None."""
     if model not in (None, service.model_name):
         raise UnknownModel(f"model {model!r} is not served here; {service.model_name!r} is", "model")
 
 
-def samplings(
+def make_sampling_params(
     service: Service,
     fields: SamplingFields,
     prompts: list[PlannedPrompt],
@@ -218,11 +235,14 @@ def samplings(
     grammar: GrammarSpec | None,
     param: str,
 ) -> list[SamplingParams]:
-    """The sampling of each choice; what the request leaves open is the checkpoint's own default, as in vLLM. Of a
-    prompt's choices the first ``num_scoring`` have ``prompt_logprobs``. Raises InvalidRequest for more of them than an
-    answer tells of, and PromptTooLong, naming ``param``, when prompt and answer have no room; ``max_tokens`` None is
-    what room there is."""
-    check_size(prompts, num_scoring, prompt_logprobs, "echo" if fields.prompt_logprobs is None else "prompt_logprobs")
+    """Return the sampling parameters of each choice; unset fields take the checkpoint's defaults, as in vLLM.
+
+    ``max_tokens`` None means what the context leaves. The first ``num_scoring`` choices of a prompt return
+    ``prompt_logprobs``. Raises InvalidRequest for too many of those or a contradiction, and PromptTooLong, naming
+    ``param``, if prompt and answer exceed the context."""
+    check_num_logprobs(
+        prompts, num_scoring, prompt_logprobs, "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
+    )
     num_prompt = max(len(prompt.tokens) for prompt in prompts)
     room = service.context_length - num_prompt
     if room < 1 or (max_tokens is not None and max_tokens > room):
@@ -235,7 +255,7 @@ def samplings(
     if min_tokens > (max_tokens or room):
         raise InvalidRequest(f"min_tokens {min_tokens} exceeds max_tokens {max_tokens or room}", "min_tokens")
     defaults = service.generation_defaults
-    # -1 is none, as in vLLM and llama.cpp
+    # -1 means no seed, as in vLLM and llama.cpp
     seed = secrets.randbits(62) if fields.seed in (None, -1) else fields.seed
     first = SamplingParams(
         max_tokens=max_tokens or room,
@@ -257,7 +277,7 @@ def samplings(
     return [
         msgspec.structs.replace(
             first,
-            seed=(seed + number) % 2**63,  # of its own, which follows from the request's: as in vLLM
+            seed=(seed + number) % 2**63,  # each choice has its own, as in vLLM
             prompt_logprobs=prompt_logprobs if number < num_scoring else None,
         )
         for number in range(fields.n or 1)

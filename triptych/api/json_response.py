@@ -1,4 +1,4 @@
-"""Answers as JSON by msgspec, several times as fast as Python's own: nobody else's tokens go out meanwhile."""
+"""JSON responses encoded by msgspec: it blocks the event loop for less time than Python's own encoder."""
 
 from typing import Any
 

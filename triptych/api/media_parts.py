@@ -1,11 +1,10 @@
-"""The media of a request's messages: which there are, how many are allowed, their bytes, how they are to be seen."""
+"""The media of a request's messages: finding them, checking their number, fetching them, and their settings."""
 
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from triptych.api.generation import RequestContext
-from triptych.api.named_media import NamedMedia
 from triptych.api.schemas import (
     AudioPart,
     AudioURL,
@@ -16,12 +15,13 @@ from triptych.api.schemas import (
     InputAudio,
     InputAudioPart,
     MediaOptions,
-    NamedPart,
+    TextualPart,
+    UuidPart,
     VideoPart,
     VideoURL,
-    WordsPart,
 )
 from triptych.api.service import Service
+from triptych.api.uuid_cache import UuidMediaCache
 from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia, UnsupportedMedia
 from triptych.media.frames import PackedFrames, is_packed, pack_frames
 from triptych.prompt.media import together
@@ -29,9 +29,9 @@ from triptych.prompt.prompt import PLURALS, media_param
 from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, FrameSampling, PixelBounds
 
 LOW_DETAIL_PIXELS = 512 * 512
-"""The area that ``detail: low`` bounds an image at, as in OpenAI's API."""
+"""Maximum area of an image with ``detail: low``, as in OpenAI's API."""
 
-MediaPart = NamedPart | FramesPart
+MediaPart = UuidPart | FramesPart
 MODALITIES: dict[type[MediaPart], str] = {
     ImagePart: "image",
     VideoPart: "video",
@@ -39,130 +39,134 @@ MODALITIES: dict[type[MediaPart], str] = {
     AudioPart: "audio",
     InputAudioPart: "audio",
 }
-Link = ImageURL | VideoURL | AudioURL | InputAudio
+MediaRef = ImageURL | VideoURL | AudioURL | InputAudio
 Place = tuple[int, int]
-"""The number of a message, and of a part within."""
+"""Indices of a message and of a part within it."""
 
 
 @dataclass(frozen=True)
-class View:
-    """How a request wants its media to be seen, and whether videos shall be ``heard``; what it leaves open is the
-    model's to say."""
+class MediaSettings:
+    """A request's settings for processing its media; the model's own where the request has none."""
 
     bounds: PixelBounds = MODEL_BOUNDS
+    """Of the area that images and frames are resized to."""
     sampling: FrameSampling = MODEL_SAMPLING
-    heard: bool = False
+    """Which frames of a video are used."""
+    audio_in_video: bool = False
+    """Whether a video's audio track is used."""
 
     @classmethod
-    def of(cls, options: MediaOptions | None) -> "View":
-        """Raises InvalidRequest for options that say the same twice."""
+    def from_options(cls, options: MediaOptions | None) -> "MediaSettings":
+        """Raise InvalidRequest for options that exclude each other."""
         if options is None:
             return cls()
         if options.fps is not None and options.num_frames is not None:
             raise InvalidRequest("fps and num_frames exclude each other", "mm_processor_kwargs.fps")
         if options.size and (options.min_pixels is not None or options.max_pixels is not None):
-            raise InvalidRequest("size and min_pixels, max_pixels say the same twice", "mm_processor_kwargs.size")
+            raise InvalidRequest("size and min_pixels, max_pixels exclude each other", "mm_processor_kwargs.size")
         bounds = PixelBounds(options.min_pixels or 0, options.max_pixels or 0)
         if options.size:
             bounds = PixelBounds(options.size.shortest_edge, options.size.longest_edge)
         sampling = FrameSampling(options.fps or 0.0, options.num_frames or 0)
-        return cls(bounds, sampling, heard=bool(options.use_audio_in_video))
+        return cls(bounds, sampling, audio_in_video=bool(options.use_audio_in_video))
 
-    def bounds_of(self, part: ImagePart, own_most: int) -> PixelBounds:
-        """A request's own bounds go before what ``detail`` says; ``own_most`` is the model's own largest area."""
+    def bounds_of(self, part: ImagePart, model_max_pixels: int) -> PixelBounds:
+        """Return the bounds of an image: the request's own, or those of ``detail: low`` if the model's are larger."""
         is_low = part.image_url is not None and part.image_url.detail == "low"
-        if not is_low or self.bounds.max_pixels or own_most <= LOW_DETAIL_PIXELS:
+        if not is_low or self.bounds.max_pixels or model_max_pixels <= LOW_DETAIL_PIXELS:
             return self.bounds
         return PixelBounds(self.bounds.min_pixels, LOW_DETAIL_PIXELS)
 
 
 def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
-    """Every part that isn't words."""
+    """Return all parts that aren't text."""
     return {
         (m, p): part
         for m, message in enumerate(messages)
         if isinstance(message.content, list)
         for p, part in enumerate(message.content)
-        if not isinstance(part, WordsPart)
+        if not isinstance(part, TextualPart)
     }
 
 
-def check_parts(service: Service, parts: dict[Place, MediaPart], view: View) -> None:
-    """Raises InvalidRequest for more items of a modality than are allowed, where a video that is heard is an audio
-    clip, too, and for videos that shall be heard by a model that can't."""
-    if view.heard and not service.prompt_builder.audio_in_video:
-        raise InvalidRequest("the model doesn't hear videos", "mm_processor_kwargs.use_audio_in_video")
+def check_parts(service: Service, parts: dict[Place, MediaPart], settings: MediaSettings) -> None:
+    """Raise InvalidRequest for too many items of a modality, or for audio_in_video with a model that lacks it.
+
+    With audio_in_video, a video counts as an audio clip, too."""
+    if settings.audio_in_video and not service.prompt_builder.audio_in_video:
+        raise InvalidRequest("the model doesn't use the audio of videos", "mm_processor_kwargs.use_audio_in_video")
     limits = service.frontend.media.limit_mm_per_prompt
     numbers = Counter(MODALITIES[type(part)] for part in parts.values())
-    if view.heard:
+    if settings.audio_in_video:
         numbers["audio"] += numbers["video"]
     for modality, number in numbers.items():
-        if number > (most := limits.of(modality)):
-            raise InvalidRequest(f"{number} {PLURALS[modality]}, at most {most} are allowed", "messages")
+        if number > (limit := limits.of(modality)):
+            raise InvalidRequest(f"{number} {PLURALS[modality]}, at most {limit} are allowed", "messages")
 
 
 async def fetch_all(
-    service: Service, parts: dict[Place, MediaPart], view: View, context: RequestContext
+    service: Service, parts: dict[Place, MediaPart], settings: MediaSettings, context: RequestContext
 ) -> dict[Place, dict[str, Any]]:
-    """The parts as the prompt builder takes them: with the bytes of the media. What was named is remembered within the
-    context's scope. Raises RequestError, naming the field."""
-    fetched = await together(_fetch_part(service, place, part, view, context) for place, part in parts.items())
+    """Return the parts, with the bytes of their media, as the prompt builder takes them.
+
+    Media with a uuid are cached within the context's scope. Raises RequestError, naming the field."""
+    fetched = await together(_fetch_part(service, place, part, settings, context) for place, part in parts.items())
     context.media.check_all_used()
     return dict(zip(parts, fetched, strict=True))
 
 
 async def _fetch_part(
-    service: Service, place: Place, part: MediaPart, view: View, context: RequestContext
+    service: Service, place: Place, part: MediaPart, settings: MediaSettings, context: RequestContext
 ) -> dict[str, Any]:
     if isinstance(part, FramesPart):
-        data = await _packed(place, part, context)
+        data = await _fetch_frames(place, part, context)
     else:
-        data = await _named(place, part, context, service.named_media)
+        data = await _fetch_or_recall(place, part, context, service.uuid_cache)
     fetched = {"type": MODALITIES[type(part)], "data": data, "field": _field(part)}
     if isinstance(part, ImagePart):
-        return fetched | {"bounds": view.bounds_of(part, service.prompt_builder.planner.max_image_pixels)}
+        return fetched | {"bounds": settings.bounds_of(part, service.prompt_builder.planner.max_image_pixels)}
     if isinstance(part, VideoPart | FramesPart):
-        return fetched | {"bounds": view.bounds, "sampling": view.sampling, "heard": view.heard}
+        return fetched | {"bounds": settings.bounds, "sampling": settings.sampling, "heard": settings.audio_in_video}
     return fetched
 
 
 def _field(part: MediaPart) -> str:
-    """The field that a part's bytes come from."""
+    """Return the field with the reference to a part's bytes."""
     return {FramesPart: "video", InputAudioPart: "input_audio.data"}.get(type(part), f"{part.type}.url")
 
 
-async def _named(place: Place, part: NamedPart, context: RequestContext, known: NamedMedia) -> bytes:
-    """What is behind the URL, remembered if it has a name; or what was remembered by that name."""
-    link: Link | None = getattr(part, part.type)
+async def _fetch_or_recall(place: Place, part: UuidPart, context: RequestContext, cache: UuidMediaCache) -> bytes:
+    """Fetch the part's media and cache them if they have a uuid, or take them from the cache by their uuid."""
+    ref: MediaRef | None = getattr(part, part.type)
     modality = MODALITIES[type(part)]
     name = f"{modality}/{part.uuid}"
-    if link is not None:
-        data = await _fetch(link, media_param(*place, _field(part)), modality, context)
+    if ref is not None:
+        data = await _fetch(ref, media_param(*place, _field(part)), modality, context)
         if part.uuid is not None:
-            known.put(context.scope, name, data)
+            cache.put(context.scope, name, data)
         return data
-    if (remembered := known.get(context.scope, name)) is not None:
-        return remembered
+    if (cached := cache.get(context.scope, name)) is not None:
+        return cached
     param = f"messages[{place[0]}].content[{place[1]}].uuid"
-    raise UnknownMedia(f"no {modality} is remembered as {part.uuid!r}: send it again", param)
+    raise UnknownMedia(f"no {modality} with uuid {part.uuid!r} is cached: send it again", param)
 
 
-async def _packed(place: Place, part: FramesPart, context: RequestContext) -> bytes:
+async def _fetch_frames(place: Place, part: FramesPart, context: RequestContext) -> bytes:
     param = f"messages[{place[0]}].content[{place[1]}].video"
-    links = [ImageURL(url=url) for url in part.video]
-    frames = await together(_fetch(link, f"{param}[{n}]", "image", context) for n, link in enumerate(links))
-    if sum(map(len, frames)) > (most := context.media.limits.max_video_bytes):
-        raise MediaTooLarge(f"the video's frames are larger than {most} bytes", param)
+    refs = [ImageURL(url=url) for url in part.video]
+    frames = await together(_fetch(ref, f"{param}[{n}]", "image", context) for n, ref in enumerate(refs))
+    if sum(map(len, frames)) > (limit := context.media.limits.max_video_bytes):
+        raise MediaTooLarge(f"the video's frames are larger than {limit} bytes", param)
     return pack_frames(PackedFrames(part.fps, list(frames)))
 
 
-async def _fetch(link: Link, param: str, modality: str, context: RequestContext) -> bytes:
+async def _fetch(ref: MediaRef, param: str, modality: str, context: RequestContext) -> bytes:
     try:
-        if isinstance(link, InputAudio):
-            return await context.media.decode(link.data, modality)
-        data = await context.media.get(link.url, modality)
+        if isinstance(ref, InputAudio):
+            return await context.media.decode(ref.data, modality)
+        data = await context.media.get(ref.url, modality)
         if is_packed(data):
-            raise UnsupportedMedia("not an image or a video, but what this service makes of a list of frames")
+            raise UnsupportedMedia("not an image or a video, but this service's own format for a list of frames")
         return data
     except RequestError as error:
         error.param = param

@@ -1,6 +1,6 @@
-"""What the endpoints answer, as types: the OpenAPI document is made from them, and tests hold answers to them.
+"""Response schemas. The OpenAPI document is generated from them, and tests validate answers against them.
 
-They are dicts at run time: a stream makes thousands of them."""
+Answers are dicts at run time, because a stream has thousands of them."""
 
 from typing import Any, Literal, NotRequired
 
@@ -16,7 +16,7 @@ class OutputDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """In tokens; ``cached_tokens`` of the prompt were in the KV cache already."""
+    """Token counts. ``cached_tokens`` counts prompt tokens that were in the KV cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,8 +25,8 @@ class Usage(TypedDict):
     completion_tokens_details: NotRequired[OutputDetails]
 
 
-class Stage(TypedDict):
-    """Where time went, from the request's arrival on."""
+class StageTiming(TypedDict):
+    """One interval of a request's timeline, relative to the request's arrival."""
 
     stage: str
     item: NotRequired[int | None]
@@ -45,7 +45,7 @@ class TokenLogprobs(Logprob):
 
 
 class PromptLogprob(TypedDict):
-    """``rank`` 1: none is likelier."""
+    """``rank`` is 1 for the likeliest token."""
 
     logprob: float
     rank: int
@@ -53,30 +53,30 @@ class PromptLogprob(TypedDict):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of a prompt, by token id, the token itself and the likeliest in its place; null for the first."""
+"""For each prompt token, the token itself and the likeliest alternatives by token id; null for the first token."""
 
 
 class ChatLogprobs(TypedDict):
     content: list[TokenLogprobs]
 
 
-class CalledFunction(TypedDict):
+class ToolCallFunction(TypedDict):
     name: str
     arguments: str
 
 
-class MadeCall(TypedDict):
+class MessageToolCall(TypedDict):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ToolCallFunction
 
 
 class Message(TypedDict):
-    """``reasoning`` and ``reasoning_content`` are the same: what the model thought, in vLLM's and in SGLang's words."""
+    """``reasoning`` (vLLM's name) and ``reasoning_content`` (SGLang's name) are the same text."""
 
     role: Literal["assistant"]
     content: str | None
-    tool_calls: NotRequired[list[MadeCall]]
+    tool_calls: NotRequired[list[MessageToolCall]]
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
 
@@ -99,7 +99,7 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: NotRequired[PromptLogprobs]
-    timeline: NotRequired[list[Stage]]
+    timeline: NotRequired[list[StageTiming]]
 
 
 class FunctionDelta(TypedDict, total=False):
@@ -107,7 +107,7 @@ class FunctionDelta(TypedDict, total=False):
     arguments: str
 
 
-class CallDelta(TypedDict):
+class ToolCallDelta(TypedDict):
     index: int
     id: NotRequired[str]
     type: NotRequired[Literal["function"]]
@@ -117,7 +117,7 @@ class CallDelta(TypedDict):
 class MessageDelta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str
-    tool_calls: list[CallDelta]
+    tool_calls: list[ToolCallDelta]
     reasoning: str
     reasoning_content: str
 
@@ -138,12 +138,11 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage]
-    timeline: NotRequired[list[Stage]]
+    timeline: NotRequired[list[StageTiming]]
 
 
 class CompletionLogprobs(TypedDict):
-    """An entry for each token, null for the first of a prompt; ``text_offset`` counts characters from the text's
-    beginning."""
+    """An entry for each token, null for the first of a prompt; ``text_offset`` is in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -168,7 +167,7 @@ class TextCompletion(TypedDict):
     model: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage]
-    timeline: NotRequired[list[Stage]]
+    timeline: NotRequired[list[StageTiming]]
 
 
 class Tokenized(TypedDict):
@@ -182,7 +181,7 @@ class Detokenized(TypedDict):
     prompt: str
 
 
-class Model(TypedDict):
+class ModelCard(TypedDict):
     id: str
     object: Literal["model"]
     created: int
@@ -191,9 +190,9 @@ class Model(TypedDict):
     input_modalities: list[str]
 
 
-class Models(TypedDict):
+class ModelList(TypedDict):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class Version(TypedDict):
@@ -205,7 +204,7 @@ class Health(TypedDict):
 
 
 class Ready(TypedDict):
-    """``reason`` says why not."""
+    """``reason`` is only there if the service isn't ready."""
 
     ready: bool
     reason: NotRequired[str]
@@ -235,7 +234,7 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseObject(TypedDict):
-    """``output`` has items of the types reasoning, message and function_call. The rest repeats the request."""
+    """``output`` has items of the types reasoning, message and function_call. Most other fields repeat the request."""
 
     id: str
     object: Literal["response"]
@@ -260,11 +259,11 @@ class ResponseObject(TypedDict):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     user: str | None
-    timeline: NotRequired[list[Stage]]
+    timeline: NotRequired[list[StageTiming]]
 
 
 class ResponseEvent(TypedDict):
-    """One event of a streamed response; what else it has depends on its type."""
+    """One event of a streamed response; further fields depend on its type."""
 
     type: str
     sequence_number: int

@@ -1,4 +1,4 @@
-"""The OpenAPI document: requests as they are parsed, answers from the types in ``objects.py``."""
+"""The OpenAPI document: request schemas from the pydantic models, response schemas from ``objects.py``."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ Responses = dict[int | str, dict[str, Any]]
 ERRORS: Responses = {
     status: {"model": objects.Error, "description": description}
     for status, description in {
-        400: "The request is at fault; `param` names the field",
+        400: "The request is invalid; `param` names the field",
         404: "Unknown model",
         413: "The body, an image file or an image's dimensions exceed the limit",
         422: "Media could not be fetched, or the grammar is too costly",
@@ -28,28 +28,29 @@ REF = "#/components/schemas/{model}"
 _REQUESTS: list[type[BaseModel]] = []
 
 
-def takes(*kinds: type[BaseModel]) -> dict[str, Any]:
-    """The ``openapi_extra`` of an endpoint whose body is one of these."""
+def request_body(*kinds: type[BaseModel]) -> dict[str, Any]:
+    """Return the ``openapi_extra`` of an endpoint whose body is one of these."""
     _REQUESTS.extend(kind for kind in kinds if kind not in _REQUESTS)
     refs = [{"$ref": REF.format(model=kind.__name__)} for kind in kinds]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def answers(kind: Any) -> Responses:
-    """The ``responses`` of an endpoint."""
+def json_responses(kind: Any) -> Responses:
+    """Return the ``responses`` of an endpoint that answers with JSON."""
     return {200: {"model": kind}, **ERRORS}
 
 
-def streams(kind: Any, chunk: Any) -> Responses:
-    """The ``responses`` of an endpoint whose answer may be streamed. Events aren't described by OpenAPI 3.1, so the
-    schema of their data is given as an extension."""
+def stream_responses(kind: Any, chunk: Any) -> Responses:
+    """Return the ``responses`` of an endpoint that may stream its answer.
+
+    OpenAPI 3.1 can't describe events, so the schema of their data is given as an extension."""
     content = {"text/event-stream": {"x-event-schema": TypeAdapter(chunk).json_schema()}}
     return {200: {"model": kind, "content": content}, **ERRORS}
 
 
 def add_openapi(app: FastAPI) -> None:
-    """Has the document made on first request."""
+    """Serve the document, which is built on the first request for it."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

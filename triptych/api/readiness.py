@@ -1,4 +1,4 @@
-"""Whether the service can answer: not that processes live, but that a token came out of all stages a moment ago."""
+"""Readiness probe: checks that all stages have recently produced a token, not only that processes are alive."""
 
 import asyncio
 import logging
@@ -13,29 +13,29 @@ from contextvars import Context
 from triptych.errors import TriptychError
 from triptych.messages.work import SamplingParams
 from triptych.prompt.prompt import Message, PromptBuilder
-from triptych.router.admission import FIRST
+from triptych.router.admission import PROBE_PRIORITY
 from triptych.router.router import Router
 
 log = logging.getLogger(__name__)
 
-FRESH = 5.0
-"""Seconds that an answer is given again without asking: strangers who ask often cost one token in this time."""
-FRESH_FAILURE = 1.0
-"""The same for an answer that was no: what was lost may be back."""
-STALE = 30.0
-"""Seconds after which an answer isn't given at all any more while a new one is on its way."""
-WAIT = 0.9
-"""Seconds that who asks may wait for an answer: less than what Kubernetes waits for one unless told otherwise."""
-PATIENCE = 30.0
+FRESH_SECONDS = 5.0
+"""Age up to which a positive result is reused, so that frequent polling costs one token in this time."""
+FRESH_FAILURE_SECONDS = 1.0
+"""Age up to which a negative result is reused; shorter, because a lost instance may be back."""
+STALE_SECONDS = 30.0
+"""Age beyond which a result isn't reported at all, even while a new probe is running."""
+MAX_WAIT = 0.9
+"""Seconds that a poll may wait for a probe: less than Kubernetes's default timeout."""
+PROBE_TIMEOUT = 30.0
 """Seconds that a probe may take."""
-SIDE = 64
-"""Pixels along each side of the probe's image."""
+IMAGE_SIDE = 64
+"""Width and height of the probe's image in pixels."""
 
 
 class Readiness:
-    """Sends a request for one token through all stages, with an image where there is an encoder, at most every
-    ``FRESH`` seconds and one at a time. What clients' own requests have just shown isn't asked again: a service that is
-    busy answering is ready."""
+    """Probes the service with a request for one token through all stages, with an image if there is an encoder.
+
+    Runs one probe at a time, at most every ``FRESH_SECONDS``, and none while clients' requests make progress."""
 
     def __init__(
         self,
@@ -49,78 +49,80 @@ class Readiness:
         self._eos_token_ids = list(eos_token_ids)
         self._clock = clock
         self._probe: asyncio.Task[None] | None = None
-        self._answered = -STALE
+        self._probed_at = -STALE_SECONDS
         self._reason = ""
         self.num_probes = 0
 
-    async def reason_against(self) -> str:
-        """Why the service isn't ready; empty when it is."""
+    async def why_not_ready(self) -> str:
+        """Return why the service isn't ready, or an empty string if it is."""
         if self._router.draining:
             return "the service is shutting down"
         if not self._router.can_serve:
             return "a stage has no instance"
         if self._shown_by_clients():
             return ""
-        if self._age() > (FRESH_FAILURE if self._reason else FRESH) and self._probe is None:
-            # in a context of its own: it is nobody's request, and goes on if who asked for it doesn't wait
-            self._probe = asyncio.get_running_loop().create_task(self._ask(), context=Context())
-        if self._probe is not None and (self._reason or self._age() > STALE):
-            await asyncio.wait({self._probe}, timeout=WAIT)
-            if self._probe is not None and self._age() > STALE:
-                return "a request for one token is under way"
+        if self._age() > (FRESH_FAILURE_SECONDS if self._reason else FRESH_SECONDS) and self._probe is None:
+            # in a new context: it belongs to no client's request, and outlives the poll that started it
+            self._probe = asyncio.get_running_loop().create_task(self._run_probe(), context=Context())
+        if self._probe is not None and (self._reason or self._age() > STALE_SECONDS):
+            await asyncio.wait({self._probe}, timeout=MAX_WAIT)
+            if self._probe is not None and self._age() > STALE_SECONDS:
+                return "the readiness probe is still running"
         return self._reason
 
     def _shown_by_clients(self) -> bool:
-        """Whether each stage that a probe would go through has done some client's work lately."""
-        lately = self._clock() - FRESH
-        shown = self._router.last_token > lately
-        return shown and (not self._router.takes_media or self._router.last_encoded > lately)
+        """Return whether each stage that a probe would use has recently worked for a client."""
+        recent = self._clock() - FRESH_SECONDS
+        has_tokens = self._router.last_token > recent
+        return has_tokens and (not self._router.takes_media or self._router.last_encoded > recent)
 
     def _age(self) -> float:
-        return self._clock() - self._answered
+        return self._clock() - self._probed_at
 
-    async def _ask(self) -> None:
+    async def _run_probe(self) -> None:
         self.num_probes += 1
         try:
-            async with asyncio.timeout(PATIENCE):
-                self._reason = await self._one_token()
+            async with asyncio.timeout(PROBE_TIMEOUT):
+                await self._generate_token()
+                self._reason = ""
         except TimeoutError:
-            self._reason = f"no token within {PATIENCE:g} s"
+            self._reason = f"no token within {PROBE_TIMEOUT:g} s"
         except TriptychError as error:
-            self._reason = f"a request for one token failed: {type(error).__name__}"
+            self._reason = f"the readiness probe failed: {type(error).__name__}"
         except Exception:
             log.exception("the readiness probe failed")
-            self._reason = "a request for one token failed"
+            self._reason = "the readiness probe failed"
         finally:
-            self._answered, self._probe = self._clock(), None
+            self._probed_at, self._probe = self._clock(), None
             if self._reason:
                 log.warning("not ready: %s", self._reason)
 
-    async def _one_token(self) -> str:
+    async def _generate_token(self) -> None:
         has_media = self._router.takes_media
         content = [{"type": "text", "text": "?"}, *([{"type": "image", "data": _image()}] if has_media else [])]
         messages: list[Message] = [{"role": "user", "content": content}]
         prompt = self._builder.build(messages, self._router.registry.context_length())
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        # no cache may know any of it: what a cache answers shows nothing
+        # must miss every cache: a hit would skip the stage that is to be checked
         salt = secrets.token_hex(8)
-        stream = self._router.submit(prompt, sampling, self._eos_token_ids, salt, priority=FIRST, timeout=PATIENCE)
+        stream = self._router.submit(
+            prompt, sampling, self._eos_token_ids, salt, priority=PROBE_PRIORITY, timeout=PROBE_TIMEOUT
+        )
         try:
             async for _ in stream:
                 pass
         finally:
             self._router.cancel(stream.request)
-        return ""
 
 
 def _image() -> bytes:
-    """A PNG of one colour, most likely another each time."""
-    row = b"\0" + random.randbytes(3) * SIDE
+    """Return a PNG of one random colour."""
+    row = b"\0" + random.randbytes(3) * IMAGE_SIDE
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in (
-            (b"IHDR", struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0)),
-            (b"IDAT", zlib.compress(row * SIDE)),
+            (b"IHDR", struct.pack(">IIBBBBB", IMAGE_SIDE, IMAGE_SIDE, 8, 2, 0, 0, 0)),
+            (b"IDAT", zlib.compress(row * IMAGE_SIDE)),
             (b"IEND", b""),
         )
     )

@@ -1,4 +1,4 @@
-"""An answer as the Responses API tells it: output items that begin, grow and end, each change an event."""
+"""Output items of the Responses API, and the events that report their changes."""
 
 import secrets
 from collections.abc import Iterator
@@ -6,47 +6,47 @@ from typing import Any
 
 import msgspec
 
-from triptych.api.chat import Delta, call_id
+from triptych.api.answers import ChoiceDelta, new_call_id
 from triptych.prompt.tool_calls import TextDelta, ToolCallArguments, ToolCallStart
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]
-"""An event's type and its members, but for the sequence number."""
+"""An event's type and its members without the sequence number."""
 
 REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
 _PREFIXES = {REASONING: "rs", MESSAGE: "msg", CALL: "fc"}
 
 
 class OutputItems:
-    """The items of one answer, put together from its deltas: thoughts, then text and calls as they come."""
+    """The items of one answer, built from its deltas: reasoning, then text and calls in order."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._open: Item | None = None
         self._logprobs: list[msgspec.Raw] = []
 
-    def add(self, delta: Delta) -> Iterator[Event]:
-        """The changes that a delta brings."""
+    def add(self, delta: ChoiceDelta) -> Iterator[Event]:
+        """Add a delta and yield the events for it."""
         if delta.reasoning:
-            yield from self._grow(REASONING, delta.reasoning)
+            yield from self._append(REASONING, delta.reasoning)
         self._logprobs += delta.logprobs
         for one in delta.events:
             if isinstance(one, TextDelta):
-                yield from self._grow(MESSAGE, one.text)
+                yield from self._append(MESSAGE, one.text)
             elif isinstance(one, ToolCallStart):
-                self._logprobs = []  # of what isn't text there are none
-                yield from self._begin(CALL, {"call_id": call_id(), "name": one.name, "arguments": ""})
+                self._logprobs = []  # only text has log probabilities
+                yield from self._begin(CALL, {"call_id": new_call_id(), "name": one.name, "arguments": ""})
             elif isinstance(one, ToolCallArguments) and self._open is not None:
                 self._open["arguments"] += one.text
                 yield "response.function_call_arguments.delta", self._place() | {"delta": one.text}
 
     def finish(self, status: str) -> Iterator[Event]:
-        """The last item ends, with that status. An answer without any has one of no text."""
+        """End the last item with that status. An empty answer gets one message without text."""
         if not self.items:
-            yield from self._grow(MESSAGE, "")
+            yield from self._append(MESSAGE, "")
         yield from self._end(status)
 
-    def _grow(self, kind: str, text: str) -> Iterator[Event]:
+    def _append(self, kind: str, text: str) -> Iterator[Event]:
         if self._open is None or self._open["type"] != kind:
             yield from self._begin(kind, {"role": "assistant"} if kind == MESSAGE else {"summary": []})
         assert self._open is not None
@@ -85,8 +85,8 @@ class OutputItems:
         place, item, self._open = self._place(), self._open, None
         item["status"] = status
         if item["type"] == CALL:
-            told = {"arguments": item["arguments"], "name": item["name"]}
-            yield "response.function_call_arguments.done", place | told
+            call = {"arguments": item["arguments"], "name": item["name"]}
+            yield "response.function_call_arguments.done", place | call
         else:
             part = item["content"][0]
             kind, more = "reasoning_text", {}
@@ -103,5 +103,5 @@ class OutputItems:
 
 
 def _copy(item: Item) -> Item:
-    """As it is now: events are put into words later."""
+    """Return a snapshot, because events are encoded later."""
     return item | ({"content": [dict(part) for part in item["content"]]} if "content" in item else {})

@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's newer API over the same answers as chats have, without anything remembered."""
+"""``/v1/responses``: OpenAI's Responses API on top of chats, without stored conversations."""
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
@@ -6,56 +6,56 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triptych.api import chat
-from triptych.api.chat import Chat
+from triptych.api.answers import PreparedChat, stream_deltas
 from triptych.api.errors import body_of
 from triptych.api.generation import RequestContext
 from triptych.api.response_items import Event, OutputItems
-from triptych.api.responses_schemas import ReasoningSettings, ResponsesRequest, own_param
+from triptych.api.responses_schemas import ReasoningSettings, ResponsesRequest, responses_param
 from triptych.api.service import Service
 from triptych.api.sse import named_event
 from triptych.errors import RequestError, TriptychError
 
 
 @dataclass
-class Response:
-    """A request that is being answered, and what there is of its answer."""
+class PreparedResponse:
+    """A request whose prompt is planned, and its answer as far as it has arrived."""
 
     request: ResponsesRequest
-    chat: Chat
+    chat: PreparedChat
     output: OutputItems = field(default_factory=OutputItems)
     finish_reason: str | None = None
     _sequence: int = 0
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object (``objects.ResponseObject``). Raises as ``chat.deltas`` does."""
+    async def full_response(self) -> dict[str, Any]:
+        """Return the answer as one object (``objects.ResponseObject``). Raises as ``answers.stream_deltas`` does."""
         async with aclosing(self._changes()) as changes:
             async for _ in changes:
                 pass
-        return self._object(self._status) | chat.timeline(self.chat.generation)
+        return self._object(self._status) | self.chat.generation.timeline
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as events, each with its type and a number."""
-        begun = False
+    async def stream_response(self) -> AsyncGenerator[bytes, None]:
+        """Yield the answer as events (``objects.ResponseEvent``)."""
+        started = False
         async with aclosing(self._changes()) as changes:
             async for change in changes:
-                if not begun:
-                    begun = True
+                if not started:
+                    started = True
                     for kind in ("response.created", "response.in_progress"):
                         yield self._event(kind, {"response": self._object("in_progress")})
                 yield self._event(*change)
-        last = {"response": self._object(self._status) | chat.timeline(self.chat.generation)}
+        last = {"response": self._object(self._status) | self.chat.generation.timeline}
         yield self._event(f"response.{self._status}", last)
 
     def on_error(self, error: TriptychError) -> bytes:
-        """What ends a stream that has begun."""
+        """Return the events that end a stream with an error."""
         details = body_of(error)["error"]
-        told = {"code": details["code"], "message": details["message"]}
-        failed = {"response": self._object("failed") | {"error": told}}
-        return self._event("error", told | {"param": details["param"]}) + self._event("response.failed", failed)
+        summary = {"code": details["code"], "message": details["message"]}
+        failed = {"response": self._object("failed") | {"error": summary}}
+        return self._event("error", summary | {"param": details["param"]}) + self._event("response.failed", failed)
 
     async def _changes(self) -> AsyncGenerator[Event, None]:
-        with _own_names():
-            async with aclosing(chat.deltas(self.chat)) as deltas:
+        with _translate_params():
+            async with aclosing(stream_deltas(self.chat)) as deltas:
                 async for delta in deltas:
                     self.finish_reason = delta.finish_reason
                     for change in self.output.add(delta):
@@ -73,7 +73,7 @@ class Response:
 
     def _object(self, status: str) -> dict[str, Any]:
         request, generation = self.request, self.chat.generation
-        sampling = generation.samplings[0]
+        sampling = generation.sampling_params[0]
         ended = status in ("completed", "incomplete")
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         settings = request.text.model_dump(exclude_none=True, by_alias=True) if request.text else {}
@@ -115,17 +115,17 @@ class Response:
         }
 
 
-async def prepare(service: Service, request: ResponsesRequest, context: RequestContext) -> Response:
-    """Raises as ``chat.prepare`` does."""
-    with _own_names():
-        return Response(request, await chat.prepare(service, request.chat(), context))
+async def prepare(service: Service, request: ResponsesRequest, context: RequestContext) -> PreparedResponse:
+    """Plan the request's prompt. Raises as ``chat.prepare`` does."""
+    with _translate_params():
+        return PreparedResponse(request, await chat.prepare(service, request.to_chat(), context))
 
 
 @contextmanager
-def _own_names() -> Iterator[None]:
-    """Errors name this API's fields, not those of the chat that a request becomes."""
+def _translate_params() -> Iterator[None]:
+    """Replace chat fields in errors by this API's fields."""
     try:
         yield
     except RequestError as error:
-        error.param = own_param(error.param)
+        error.param = responses_param(error.param)
         raise

@@ -1,6 +1,6 @@
-"""What clients send to ``/v1/responses``: the part of OpenAI's Responses API that needs no memory of earlier answers.
+"""Request schemas of ``/v1/responses``: the part of OpenAI's Responses API that needs no stored conversations.
 
-It becomes a chat completion's request, so both are checked and served alike."""
+Requests are converted to chat completion requests, so both are validated and served alike."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,9 +15,8 @@ from triptych.api.fields import (
     MESSAGE,
     NAMED,
     OUTPUT,
+    REASONING,
     STRING,
-    THOUGHT,
-    Effort,
     ExtraFields,
     JsonObjectFormat,
     JsonSchema,
@@ -25,7 +24,8 @@ from triptych.api.fields import (
     MaxTokens,
     Metadata,
     Name,
-    Strict,
+    ReasoningEffort,
+    StrictModel,
     Temperature,
     TextFormat,
     TopP,
@@ -37,13 +37,13 @@ from triptych.api.schemas import ChatCompletionRequest, ChatMessage, Function, I
 from triptych.errors import InvalidRequest
 
 
-class InputText(Strict):
+class InputText(StrictModel):
     type: Literal["input_text"]
     text: str
 
 
-class OutputText(Strict):
-    """Part of an earlier answer, sent back."""
+class OutputText(StrictModel):
+    """Text of an earlier answer."""
 
     type: Literal["output_text"]
     text: str
@@ -51,27 +51,27 @@ class OutputText(Strict):
     logprobs: list[Any] | None = Field(None, max_length=MAX_TOKEN_IDS)
 
 
-class InputImage(Strict):
+class InputImage(StrictModel):
     type: Literal["input_image"]
     image_url: str
     detail: Literal["auto", "low", "high"] = "auto"
     file_id: None = None
 
 
-class InputAudio(Strict):
-    """As in chats."""
+class ResponsesInputAudio(StrictModel):
+    """Audio in the format of chats."""
 
     type: Literal["input_audio"]
     input_audio: schemas.InputAudio
 
 
 Refusal = schemas.RefusalPart
-Part = Annotated[InputText | OutputText | Refusal | InputImage | InputAudio, Field(discriminator="type")]
+Part = Annotated[InputText | OutputText | Refusal | InputImage | ResponsesInputAudio, Field(discriminator="type")]
 ToolPart = Annotated[InputText | InputImage, Field(discriminator="type")]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputMessage(Strict):
+class InputMessage(StrictModel):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
@@ -83,13 +83,14 @@ class InputMessage(Strict):
     phase: None = None
 
 
-class FunctionCallItem(Strict):
-    """A call that an earlier answer made. ``arguments`` is JSON."""
+class FunctionCallItem(StrictModel):
+    """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Name
     name: Name
     arguments: str
+    """JSON."""
     id: Name | None = None
     status: Status | None = None
     caller: None = None
@@ -97,8 +98,8 @@ class FunctionCallItem(Strict):
     runs_async: None = Field(None, validation_alias=AliasChoices("async", "async_"))
 
 
-class FunctionOutputItem(Strict):
-    """What the call brought."""
+class FunctionOutputItem(StrictModel):
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -111,13 +112,13 @@ class FunctionOutputItem(Strict):
     caller: None = None
 
 
-class ReasoningText(Strict):
+class ReasoningText(StrictModel):
     type: Literal["reasoning_text"]
     text: str
 
 
-class ReasoningItem(Strict):
-    """What an earlier answer thought."""
+class ReasoningItem(StrictModel):
+    """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = Field(None, max_length=schemas.MAX_PARTS)
@@ -127,7 +128,7 @@ class ReasoningItem(Strict):
     encrypted_content: None = None
 
 
-_KINDS = {"message": MESSAGE, "function_call": CALL, "function_call_output": OUTPUT, "reasoning": THOUGHT}
+_KINDS = {"message": MESSAGE, "function_call": CALL, "function_call_output": OUTPUT, "reasoning": REASONING}
 
 
 def _kind_of_item(value: Any) -> str | None:
@@ -139,7 +140,7 @@ Item = Annotated[
     Annotated[InputMessage, Tag(MESSAGE)]
     | Annotated[FunctionCallItem, Tag(CALL)]
     | Annotated[FunctionOutputItem, Tag(OUTPUT)]
-    | Annotated[ReasoningItem, Tag(THOUGHT)],
+    | Annotated[ReasoningItem, Tag(REASONING)],
     Discriminator(
         _kind_of_item,
         custom_error_type="item",
@@ -148,15 +149,17 @@ Item = Annotated[
 ]
 
 
-class _OfFunction(Strict):
+class _FunctionType(StrictModel):
     type: Literal["function"]
 
 
-class FunctionTool(Function, _OfFunction):
-    """Its type is looked at first: tools of other types are refused for that."""
+class FunctionTool(Function, _FunctionType):
+    """A function that the answer may call."""
+
+    # the order of the bases makes pydantic check the type first, so that errors name an unsupported type
 
 
-class NamedFunctionTool(Strict):
+class NamedFunctionTool(StrictModel):
     type: Literal["function"]
     name: Name
 
@@ -165,46 +168,41 @@ class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
-class AllowedToolChoice(Strict):
-    """As in chats."""
+class ResponsesAllowedToolChoice(StrictModel):
+    """Restricts the prompt to these tools; ``mode`` is the choice among them."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[NamedFunctionTool] = Field(min_length=1, max_length=schemas.MAX_TOOLS)
 
 
-class TextSettings(Strict):
+class TextSettings(StrictModel):
     verbosity: Verbosity | None = None
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
 
 
-class ReasoningSettings(Strict):
-    """``summary: auto`` is what summary there is: none, since thoughts are told as they are."""
-
-    effort: Effort | None = None
+class ReasoningSettings(StrictModel):
+    effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None
+    """Answers have the full reasoning, never a summary."""
     generate_summary: None = None
 
 
-class ResponsesStreamOptions(Strict):
-    """Padding against observers of a stream's sizes isn't made."""
-
+class ResponsesStreamOptions(StrictModel):
     include_obfuscation: Literal[False] | None = None
+    """Padding of events isn't supported."""
 
 
 ResponsesToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(STRING)]
     | Annotated[NamedFunctionTool, Tag(NAMED)]
-    | Annotated[AllowedToolChoice, Tag(ALLOWED)],
+    | Annotated[ResponsesAllowedToolChoice, Tag(ALLOWED)],
     tool_choice(),
 ]
 
 
 class ResponsesRequest(ExtraFields):
-    """The body of ``POST /v1/responses``. Nothing is remembered: ``store`` can only be false, and there is no
-    ``previous_response_id``; the whole conversation is in ``input``. What an answer thought is in its items as it is,
-    so ``reasoning.encrypted_content`` adds nothing that is needed to send them back; and as there are no built-in
-    tools, any ``max_tool_calls`` is kept. vLLM's fields are there as for chats."""
+    """The body of ``POST /v1/responses``. Responses aren't stored, so ``input`` must hold the whole conversation."""
 
     model: str
     input: Annotated[
@@ -225,10 +223,12 @@ class ResponsesRequest(ExtraFields):
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     max_tool_calls: int | None = Field(None, ge=1, le=2**31 - 1)
+    """Limits calls of built-in tools, of which there are none."""
     metadata: Metadata | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, max_length=8
     )
+    """``reasoning.encrypted_content`` has no effect, because items have the reasoning as text."""
     truncation: Literal["disabled"] | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
@@ -243,8 +243,8 @@ class ResponsesRequest(ExtraFields):
     def wants_logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or ())
 
-    def chat(self) -> ChatCompletionRequest:
-        """The same as a chat."""
+    def to_chat(self) -> ChatCompletionRequest:
+        """Return the equivalent chat completion request."""
         return ChatCompletionRequest(
             model=self.model,
             messages=self._messages(),
@@ -267,13 +267,13 @@ class ResponsesRequest(ExtraFields):
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise InvalidRequest("top_logprobs is only for include: message.output_text.logprobs", "top_logprobs")
         try:
-            self.chat().check()
+            self.to_chat().check()
         except InvalidRequest as error:
-            error.param = own_param(error.param)
+            error.param = responses_param(error.param)
             raise
 
     def _messages(self) -> list[ChatMessage]:
-        """Items that belong to one message of the assistant (thoughts, text, calls) become one."""
+        """Return the chat's messages; the reasoning, text and calls of one answer become one message."""
         messages = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*messages, ChatMessage(role="user", content=self.input)]
@@ -286,15 +286,15 @@ class ResponsesRequest(ExtraFields):
                 open_answer = None
                 messages.append(ChatMessage(role=item.role, content=_content(item)))
             else:
-                if open_answer is None or _starts_anew(open_answer, item):
+                if open_answer is None or _starts_message(open_answer, item):
                     open_answer = ChatMessage(role="assistant", content="")
                     messages.append(open_answer)
                 _add(open_answer, item)
         return messages
 
 
-def _starts_anew(answer: ChatMessage, item: InputMessage | FunctionCallItem | ReasoningItem) -> bool:
-    """Whether an item can't be part of the answer any more: thoughts come first, then text, then calls."""
+def _starts_message(answer: ChatMessage, item: InputMessage | FunctionCallItem | ReasoningItem) -> bool:
+    """Return whether an item begins a new message: within one, reasoning precedes text, and text precedes calls."""
     if isinstance(item, FunctionCallItem):
         return False
     return bool(answer.content or answer.tool_calls or (isinstance(item, ReasoningItem) and answer.reasoning_content))
@@ -311,7 +311,7 @@ def _add(answer: ChatMessage, item: InputMessage | FunctionCallItem | ReasoningI
 
 
 def _output(item: FunctionOutputItem) -> str | list[schemas.Part]:
-    """Of text alone a string, which every template knows, with a line for each part."""
+    """Return a string if all parts are text, one line each, because every template accepts strings."""
     if isinstance(item.output, str):
         return item.output
     if all(isinstance(part, InputText) for part in item.output):
@@ -328,7 +328,7 @@ def _content(message: InputMessage) -> str | list[schemas.Part]:
 def _part(part: Part) -> schemas.Part:
     if isinstance(part, InputImage):
         return ImagePart(type="image_url", image_url=schemas.ImageURL(url=part.image_url, detail=part.detail))
-    if isinstance(part, InputAudio):
+    if isinstance(part, ResponsesInputAudio):
         return schemas.InputAudioPart(type="input_audio", input_audio=part.input_audio)
     if isinstance(part, Refusal):
         return part
@@ -339,12 +339,12 @@ def _tool(tool: FunctionTool) -> Tool:
     return Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
 
 
-def _choice(choice: str | NamedFunctionTool | AllowedToolChoice | None) -> Any:
-    """As chats have it."""
+def _choice(choice: str | NamedFunctionTool | ResponsesAllowedToolChoice | None) -> Any:
+    """Return the choice in the format of chats."""
     match choice:
         case NamedFunctionTool():
             return _named(choice)
-        case AllowedToolChoice(mode=mode, tools=tools):
+        case ResponsesAllowedToolChoice(mode=mode, tools=tools):
             allowed = schemas.AllowedTools(mode=mode, tools=[_named(tool) for tool in tools])
             return schemas.AllowedToolChoice(type="allowed_tools", allowed_tools=allowed)
     return choice
@@ -354,14 +354,16 @@ def _named(tool: NamedFunctionTool) -> schemas.NamedTool:
     return schemas.NamedTool(type="function", function=schemas.NamedFunction(name=tool.name))
 
 
-def _format(wanted: TextFormat | JsonObjectFormat | SchemaFormat) -> TextFormat | JsonObjectFormat | JsonSchemaFormat:
-    if not isinstance(wanted, SchemaFormat):
-        return wanted
-    schema = JsonSchema(name=wanted.name, schema=wanted.schema_)
+def _format(
+    text_format: TextFormat | JsonObjectFormat | SchemaFormat,
+) -> TextFormat | JsonObjectFormat | JsonSchemaFormat:
+    if not isinstance(text_format, SchemaFormat):
+        return text_format
+    schema = JsonSchema(name=text_format.name, schema=text_format.schema_)
     return JsonSchemaFormat(type="json_schema", json_schema=schema)
 
 
-def own_param(param: str | None) -> str | None:
-    """What a chat's field is called here; None where there is no one name for it."""
+def responses_param(param: str | None) -> str | None:
+    """Return this API's name of a chat's field, or None if it has no equivalent."""
     name = (param or "").split("[")[0].split(".")[0]
     return "input" if name == "messages" else name if name in ResponsesRequest.model_fields else None

@@ -1,4 +1,4 @@
-"""What clients send to ``/v1/chat/completions``: OpenAI's API, with vLLM's extensions. The rules: ``fields.py``."""
+"""Request schemas of ``/v1/chat/completions``: OpenAI's API with vLLM's extensions, by the rules of ``fields.py``."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -11,18 +11,18 @@ from triptych.api.fields import (
     ARRAY,
     NAMED,
     STRING,
-    Effort,
     JsonObject,
     MaxTokens,
     Metadata,
     Name,
+    ReasoningEffort,
     SamplingFields,
-    Strict,
+    StrictModel,
     Verbosity,
     string_or_array,
     tool_choice,
 )
-from triptych.api.values import check_values
+from triptych.api.json_limits import check_num_values
 from triptych.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
@@ -38,13 +38,13 @@ MAX_NUMBER = 2**63
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Strict):
-    """What an assistant said instead of an answer."""
+class RefusalPart(StrictModel):
+    """A refusal of the assistant, in place of text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -54,98 +54,92 @@ class RefusalPart(Strict):
         return self.refusal
 
 
-class ImageURL(Strict):
-    """``detail`` low bounds the image's area at 512 × 512 pixels; otherwise the model's own rule decides."""
-
+class ImageURL(StrictModel):
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
+    """``low`` limits the image's area to 512 × 512 pixels; otherwise the model's own limit applies."""
 
 
-class ImagePart(Strict):
-    """With a ``uuid`` the image is remembered under that name for whoever has the same API key, and may be left out
-    (``image_url: null``) when it is referred to again."""
-
+class ImagePart(StrictModel):
     type: Literal["image_url"]
     image_url: ImageURL | None
     uuid: Name | None = None
+    """Caches the image under this name for the same API key; later requests may then send ``image_url: null``."""
 
 
-class VideoURL(Strict):
+class VideoURL(StrictModel):
     url: str
 
 
-class VideoPart(Strict):
-    """``uuid`` as an image has it."""
-
+class VideoPart(StrictModel):
     type: Literal["video_url"]
     video_url: VideoURL | None
     uuid: Name | None = None
+    """Like an image's."""
 
 
-class FramesPart(Strict):
-    """A video as its frames' URLs, in the order of display; ``fps`` is how many of them make up a second."""
+class FramesPart(StrictModel):
+    """A video as a list of frames."""
 
     type: Literal["video"]
     video: list[str] = Field(min_length=1, max_length=MAX_FRAMES)
+    """URLs of the frames, in display order."""
     fps: float = Field(2.0, gt=0, le=1000)
+    """Frames per second of the list."""
 
 
-class AudioURL(Strict):
+class AudioURL(StrictModel):
     url: str
 
 
-class AudioPart(Strict):
-    """``uuid`` as an image has it."""
-
+class AudioPart(StrictModel):
     type: Literal["audio_url"]
     audio_url: AudioURL | None
     uuid: Name | None = None
+    """Like an image's."""
 
 
-class InputAudio(Strict):
-    """``data`` is a file in base64. What the file itself says goes before ``format``."""
-
+class InputAudio(StrictModel):
     data: str
+    """A file in base64."""
     format: Literal["wav", "mp3", "flac", "ogg", "opus"]
+    """The file's own header takes precedence."""
 
 
-class InputAudioPart(Strict):
-    """Audio as OpenAI's API has it; ``uuid`` as an image has it."""
+class InputAudioPart(StrictModel):
+    """Audio in OpenAI's format."""
 
     type: Literal["input_audio"]
     input_audio: InputAudio | None
     uuid: Name | None = None
+    """Like an image's."""
 
 
-WordsPart = TextPart | RefusalPart
+TextualPart = TextPart | RefusalPart
 Part = Annotated[
     TextPart | RefusalPart | ImagePart | VideoPart | FramesPart | AudioPart | InputAudioPart,
     Field(discriminator="type"),
 ]
-NamedPart = ImagePart | VideoPart | AudioPart | InputAudioPart
-"""Those that may be left out when they are referred to by their uuid."""
+UuidPart = ImagePart | VideoPart | AudioPart | InputAudioPart
+"""Parts whose media may be null when they have a uuid."""
 
 
-class FunctionCall(Strict):
-    """``arguments`` is JSON."""
-
+class FunctionCall(StrictModel):
     name: Name
     arguments: str
+    """JSON."""
 
 
-class ToolCall(Strict):
-    """``index`` is what streams have; clients that put a message together from one may send it back."""
-
+class ToolCall(StrictModel):
     id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
+    """Only streams have it; clients that assemble a message from a stream may send it back."""
 
 
-class ChatMessage(Strict):
-    """``tool_calls`` are an assistant's, ``tool_call_id`` says which of them a tool's message answers; ``refusal`` is
-    what an assistant said in place of ``content``. What is None here is what OpenAI's client sends along when it sends
-    an answer back."""
+class ChatMessage(StrictModel):
+    """One message. The fields that must be null are those that OpenAI's client includes when it returns an answer."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
@@ -157,10 +151,13 @@ class ChatMessage(Strict):
     ) = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
+    """Only of the assistant."""
     tool_call_id: Name | None = None
+    """The call that a tool's message answers."""
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
+    """Only of the assistant, in place of ``content``."""
     annotations: None = None
     audio: None = None
     function_call: None = None
@@ -169,36 +166,36 @@ class ChatMessage(Strict):
 # ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Function(Strict):
-    """``parameters`` is a JSON schema; ``strict`` holds the arguments to it even where the model may choose to call."""
-
+class Function(StrictModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
     description: str | None = None
     parameters: JsonObject | None = None
+    """JSON schema of the arguments."""
     strict: bool | None = None
+    """Enforce the schema even if the model may choose whether to call the tool."""
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Strict):
+class NamedFunction(StrictModel):
     name: Name
 
 
-class NamedTool(Strict):
+class NamedTool(StrictModel):
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(Strict):
+class AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class AllowedToolChoice(Strict):
-    """Of the tools, the model is told of these alone; ``mode`` is the choice among them."""
+class AllowedToolChoice(StrictModel):
+    """Restricts the prompt to these tools; ``mode`` is the choice among them."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -228,31 +225,35 @@ Scalar = Annotated[
 ]
 
 
-class ImageSize(Strict):
-    """Bounds of a resized image's area in pixels, in the words of transformers' processor."""
+class ImageSize(StrictModel):
+    """Bounds of a resized image's area in pixels, under the names of transformers' processor."""
 
     shortest_edge: int = Field(ge=1, le=MAX_PIXELS_LIMIT)
     longest_edge: int = Field(ge=1, le=MAX_PIXELS_LIMIT)
 
 
-class MediaOptions(Strict):
-    """vLLM's ``mm_processor_kwargs``: ``min_pixels`` and ``max_pixels``, or ``size``, bound the area that images are
-    resized to, within the model's own bounds. ``fps`` and ``num_frames`` are about videos alone, and so is
-    ``use_audio_in_video``: their sound is heard, too."""
+class MediaOptions(StrictModel):
+    """vLLM's ``mm_processor_kwargs``."""
 
     min_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
+    """Minimum area that images and frames are resized to, within the model's own bounds."""
     max_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
+    """Maximum area that images and frames are resized to, within the model's own bounds."""
     size: ImageSize | None = None
+    """Both bounds, in place of ``min_pixels`` and ``max_pixels``."""
     fps: float | None = Field(None, ge=0.001, le=240.0)
+    """Frames per second that are sampled from videos."""
     num_frames: int | None = Field(None, ge=1, le=2**16)
+    """Number of frames that are sampled from a video, in place of ``fps``."""
     use_audio_in_video: bool | None = None
+    """Use the audio tracks of videos, too."""
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ConversationFields(Strict):
-    """What a prompt is made of. ``chat_template_kwargs`` may set what the model's chat template reads."""
+class ConversationFields(StrictModel):
+    """The fields that a prompt is made from."""
 
     model: str
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -260,21 +261,22 @@ class ConversationFields(Strict):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[Name, Scalar] | None = Field(None, max_length=MAX_TEMPLATE_VARIABLES)
+    """Variables of the model's chat template."""
     mm_processor_kwargs: MediaOptions | None = None
 
     def check(self) -> None:
         super().check()
         for number, message in enumerate(self.messages):
             _check_message(message, f"messages[{number}]")
-        # JSON within JSON, of which the body's own count says nothing
-        check_values(*(call.function.arguments for message in self.messages for call in message.tool_calls or ()))
+        # arguments are JSON within strings, which the check of the body skips
+        check_num_values(*(call.function.arguments for message in self.messages for call in message.tool_calls or ()))
         if self.continue_final_message:
             self._check_continuing()
         names = [tool.function.name for tool in self.tools or ()]
         for number, name in enumerate(names):
             if name in names[:number]:
                 where = f"tools[{number}].function.name"
-                raise InvalidRequest(f"{where}: {name!r} is another tool's name, too", where)
+                raise InvalidRequest(f"{where}: {name!r} is the name of another tool", where)
 
     def _check_continuing(self) -> None:
         last = self.messages[-1]
@@ -299,7 +301,7 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: ReasoningEffort | None = None
     verbosity: Verbosity | None = None
     metadata: Metadata | None = None
     store: Literal[False] | None = None
@@ -312,12 +314,12 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
         if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidRequest("tool_choice is only for requests with tools", "tool_choice")
         known = {tool.function.name for tool in self.tools or ()}
-        for where, name in self._chosen():
+        for where, name in self._named_tools():
             if name not in known:
-                raise InvalidRequest(f"{where}: no tool is called {name!r}", where)
+                raise InvalidRequest(f"{where}: no tool is named {name!r}", where)
 
-    def _chosen(self) -> list[tuple[str, str]]:
-        """The tools that ``tool_choice`` names, each with the field that does."""
+    def _named_tools(self) -> list[tuple[str, str]]:
+        """Return the path and the name of each tool that ``tool_choice`` names."""
         match self.tool_choice:
             case NamedTool(function=function):
                 return [("tool_choice.function.name", function.name)]
@@ -333,12 +335,12 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
             return []
         if not isinstance(self.tool_choice, AllowedToolChoice):
             return list(self.tools or ())
-        allowed = {name for _, name in self._chosen()}
+        allowed = {name for _, name in self._named_tools()}
         return [tool for tool in self.tools or () if tool.function.name in allowed]
 
     @property
     def call_choice(self) -> str | NamedTool | None:
-        """How the answer chooses among them."""
+        """The choice among the callable tools."""
         choice = self.tool_choice
         return choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
 
@@ -358,20 +360,20 @@ def _check_message(message: ChatMessage, path: str) -> None:
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{path}.tool_call_id: Field required", f"{path}.tool_call_id")
     for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-        if isinstance(part, NamedPart) and getattr(part, part.type) is None and part.uuid is None:
+        if isinstance(part, UuidPart) and getattr(part, part.type) is None and part.uuid is None:
             where = f"{path}.content[{number}].{part.type}"
-            raise InvalidRequest(f"{where} may only be null for media that are referred to by their uuid", where)
+            raise InvalidRequest(f"{where} may only be null if the part has a uuid", where)
         if isinstance(part, RefusalPart) and message.role != "assistant":
             where = f"{path}.content[{number}].refusal"
             raise InvalidRequest(f"{where} is only for messages of the assistant", where)
 
 
 def _last_text(parts: list[Part] | None) -> str:
-    return parts[-1].text if parts and isinstance(parts[-1], WordsPart) else ""
+    return parts[-1].text if parts and isinstance(parts[-1], TextualPart) else ""
 
 
 def template_arguments(call: ToolCall) -> Any:
-    """A call's arguments as chat templates take them: an object, unless the model that made the call got it wrong."""
+    """Return a call's arguments as an object for the chat template, or as text if they aren't a valid JSON object."""
     try:
         arguments = json.loads(call.function.arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Who may ask: API keys and CORS, around all endpoints, before anything of a request is read."""
+"""API keys and CORS: middleware around all endpoints, before any of a request's body is read."""
 
 import hashlib
 import hmac
@@ -14,24 +14,25 @@ from triptych.api.errors import error_body
 from triptych.config import FrontendConfig
 from triptych.errors import ConfigError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What probes ask without a key."""
+UNAUTHENTICATED_PATHS = frozenset({"/health", "/ready"})
+"""Paths that probes may request without a key."""
 EXPOSED_HEADERS = ("Retry-After", "X-Correlation-ID", "X-Request-ID")
-"""What pages may read of an answer beyond what all may: OpenAI's client obeys the first and tells of the last."""
+"""Response headers that web pages may read: OpenAI's client obeys the first and reports the last."""
 MAX_KEY = 512
 
 
 class ApiKeys:
-    """Keeps digests alone, under a key of this process: what is in memory can't be used to ask."""
+    """Set of valid API keys. Keeps keyed digests only, so that no key can be read from memory."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        """Raises ConfigError, without the key, for one that no header can carry."""
+        """Raises ConfigError, which doesn't quote the key, for a key that no header can carry."""
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(_checked(key)) for key in keys]
 
-    def name_of(self, authorization: str) -> str | None:
-        """What the key of an ``Authorization`` header is called here, the same for as long as this process lives; None
-        for a key that isn't one. Takes the same time for all of them."""
+    def identify(self, authorization: str) -> str | None:
+        """Return a name for the key in an ``Authorization`` header, or None if the key is not valid.
+
+        A key's name stays the same while this process runs. Takes the same time for every key."""
         scheme, _, key = authorization.partition(" ")
         digest = self._digest(key.strip().encode("utf-8", "surrogateescape"))
         known = False
@@ -44,30 +45,30 @@ class ApiKeys:
 
 
 class RequireKey:
-    """Answers 401 for whoever has no key. For the others, ``scope["state"]["api_key"]`` says which of them asks."""
+    """ASGI middleware. Answers 401 without a valid key, and sets ``scope["state"]["api_key"]`` to the key's name."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in UNAUTHENTICATED_PATHS:
             await self._app(scope, receive, send)
             return
-        name = self._keys.name_of(Headers(scope=scope).get("authorization", ""))
+        name = self._keys.identify(Headers(scope=scope).get("authorization", ""))
         if name is None:
-            await _refuse(send)
+            await _send_unauthorized(send)
             return
         scope.setdefault("state", {})["api_key"] = name
         await self._app(scope, receive, send)
 
 
-def secured(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
-    """The app behind what the settings ask for. Raises ConfigError for keys that can't be used."""
+def add_security(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
+    """Wrap the app in the configured key check and CORS rules. Raises ConfigError for malformed keys."""
     if keys := config.auth.api_keys():
         app = RequireKey(app, ApiKeys(keys))
     if config.cors.allowed_origins:
-        # outermost: a browser asks without a key whether it may ask with one
+        # outermost, because browsers send preflight requests without a key
         app = CORSMiddleware(
             app,
             allow_origins=config.cors.allowed_origins,
@@ -85,14 +86,14 @@ def _checked(key: str) -> bytes:
     return key.encode()
 
 
-async def _refuse(send: Send) -> None:
-    message = "this service needs an API key that it knows, as in Authorization: Bearer KEY"
+async def _send_unauthorized(send: Send) -> None:
+    message = "a valid API key is required: Authorization: Bearer KEY"
     body = json.dumps(error_body(message, "invalid_request_error", "invalid_api_key")).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         (b"www-authenticate", b"Bearer"),
-        # a body that nobody reads
+        # the body is not read
         (b"connection", b"close"),
     ]
     await send({"type": "http.response.start", "status": 401, "headers": headers})

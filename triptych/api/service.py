@@ -1,15 +1,15 @@
-"""What the HTTP handlers stand on."""
+"""What the HTTP handlers share: the service's parts and the checkpoint's generation defaults."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from triptych.api.fair_threads import FairExecutor
+from triptych.api.fair_executor import FairExecutor
 from triptych.api.fields import MinP, RepetitionPenalty, Temperature, TopK, TopP
-from triptych.api.held import MemoryBudget
-from triptych.api.named_media import NamedMedia
-from triptych.api.observed import Observer
+from triptych.api.memory_budget import MemoryBudget
+from triptych.api.request_records import Observer
+from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import GENERATION_CONFIG, load_generation_config
 from triptych.config import FrontendConfig
 from triptych.errors import CheckpointError
@@ -20,7 +20,7 @@ from triptych.router.router import Router
 
 
 class _GenerationConfig(BaseModel):
-    """What of ``generation_config.json`` matters here. A default is what a request could ask for; null means unset."""
+    """The supported fields of ``generation_config.json``, within the limits of a request's; null means unset."""
 
     model_config = ConfigDict(strict=True)
 
@@ -34,7 +34,7 @@ class _GenerationConfig(BaseModel):
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """A checkpoint's own sampling, for what requests leave open. Without one, OpenAI's defaults."""
+    """Sampling defaults of a checkpoint, for fields that a request leaves unset; initially OpenAI's defaults."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -44,9 +44,10 @@ class GenerationDefaults:
 
     @classmethod
     def load(cls, folder: Path) -> "GenerationDefaults":
-        """From the folder's ``generation_config.json``, in which a ``do_sample`` that is false or unset means greedy.
-        What vLLM reads there as well, but for ``max_new_tokens``: that would cut answers short.
-        Raises CheckpointError, naming file and field, for a value that a request couldn't ask for."""
+        """Read the folder's ``generation_config.json``; ``do_sample`` false or unset means greedy.
+
+        Reads what vLLM reads, except ``max_new_tokens``, which would truncate answers. Raises CheckpointError, naming
+        file and field, for a value that a request couldn't have."""
         values = load_generation_config(folder)
         if not values:
             return cls()
@@ -63,34 +64,33 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class Service:
-    """The frontend's parts, wired together by ``roles/frontend.py``. ``observers`` are told of every request once
-    it is over."""
+    """The frontend's parts, wired together by ``server/frontend.py``."""
 
     model_name: str
     router: Router
     prompt_builder: PromptBuilder
     tokenizer: Tokenizer
     media: MediaSource
-    named_media: NamedMedia
+    uuid_cache: UuidMediaCache
     generation_defaults: GenerationDefaults
     frontend: FrontendConfig
     observers: tuple[Observer, ...] = ()
-    held: MemoryBudget = field(init=False)
-    planning: FairExecutor = field(default_factory=FairExecutor)
-    """Where prompts are made, and log probabilities told: a long text, or a header with many pieces, takes a while."""
+    """Called with the record of every request that has ended."""
+    memory_budget: MemoryBudget = field(init=False)
+    executor: FairExecutor = field(default_factory=FairExecutor)
+    """Runs what would block the event loop: planning of prompts, formatting of log probabilities."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "held", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
+        object.__setattr__(self, "memory_budget", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
 
     @property
     def input_modalities(self) -> list[str]:
-        """What requests may be made of."""
+        """Modalities that requests may contain."""
         return ["text", *(sorted(self.prompt_builder.modalities) if self.router.takes_media else ())]
 
     @property
     def context_length(self) -> int:
-        """The longest sequence, in tokens: what the model and the settings allow, and, once language instances are
-        there, what the KV cache of each holds."""
+        """Maximum tokens of prompt and answer: the limit of model and settings, and of the smallest KV cache."""
         longest = self.router.registry.context_length()
         return (
             self.prompt_builder.context_length if longest is None else min(self.prompt_builder.context_length, longest)

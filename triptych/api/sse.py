@@ -1,4 +1,4 @@
-"""Server-sent events: an ASGI response that ends its source as soon as the client goes away."""
+"""Server-sent events: an ASGI response that closes its source when the client disconnects."""
 
 import asyncio
 import logging
@@ -17,17 +17,17 @@ log = logging.getLogger(__name__)
 
 
 def event(data: Any) -> bytes:
-    """One event with a JSON payload."""
+    """Return an event with a JSON payload."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def named_event(name: str, data: Any) -> bytes:
-    """One event with a name of its own."""
+    """Return an event with a name and a JSON payload."""
     return b"event: " + name.encode() + b"\n" + event(data)
 
 
 def error_event(error: TriptychError) -> bytes:
-    """What ends a stream that has begun: the error in the shape that it would have as an answer."""
+    """Return the event that ends a stream with an error, in the format of an error response."""
     return event(body_of(error))
 
 
@@ -35,43 +35,44 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends what ``events`` yields, one event at a time; a slow reader slows down only its own stream. One that takes
-    nothing for ``patience`` seconds has gone away, as far as anybody can tell, and its stream ends."""
+    """Sends events one at a time, so that a slow client only slows down its own stream.
+
+    Ends the stream when a send blocks for ``send_timeout`` seconds: the client is then considered disconnected."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], patience: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._patience = patience
+        self._send_timeout = send_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_all(send))
-        gone = asyncio.create_task(disconnected(receive))
+        disconnect = asyncio.create_task(disconnected(receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done() and not gone.done():
+            await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done() and not disconnect.done():
                 sending.result()
         finally:
             sending.cancel()
-            gone.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            disconnect.cancel()
+            await asyncio.gather(sending, disconnect, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for chunk in events:
                 try:
-                    async with asyncio.timeout(self._patience):
+                    async with asyncio.timeout(self._send_timeout):
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 except TimeoutError:
-                    log.info("a stream's reader took nothing for %g s", self._patience)
+                    log.info("a stream's client read nothing for %g s", self._send_timeout)
                     return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone away. The request's body must have been read."""
+    """Return when the client has disconnected. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Reads the JSON files of a checkpoint folder. No torch: the frontend and the supervisor use this too."""
+"""Reads the JSON files of a checkpoint folder. No torch, because the frontend and the supervisor use this too."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ PREPROCESSOR_CONFIG = "preprocessor_config.json"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError, naming the file, when there is none."""
+    """Return the JSON object in a file. Raises CheckpointError, naming the file, if there is none."""
     try:
         return parse_json_object(path.read_bytes(), path)
     except OSError as error:
@@ -19,7 +19,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in ``data``, which came from ``path``. Raises CheckpointError when it isn't one."""
+    """Parse ``data``, read from ``path``, as a JSON object. Raises CheckpointError if it isn't one."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
@@ -30,9 +30,12 @@ def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def load_preprocessor_config(folder: Path | str) -> dict[str, Any]:
-    """What a checkpoint folder says about how images and audio are preprocessed, where transformers looks for it: the
-    ``image_processor`` of ``processor_config.json``, or else ``preprocessor_config.json``, of which then nothing else
-    counts; with the former's ``feature_extractor``, if it has one. Empty when there is none. Raises CheckpointError."""
+    """Return a checkpoint's settings for preprocessing images and audio, from where transformers looks for them.
+
+    Those are the ``image_processor`` of ``processor_config.json`` or, without one, ``preprocessor_config.json``, merged
+    with the former's ``feature_extractor``, if there is one. Empty if there are none. Raises CheckpointError for an
+    unreadable file.
+    """
     folder = Path(folder)
     processors = _read_if_there(folder / "processor_config.json")
     images, audio = (processors.get(name) for name in ("image_processor", "feature_extractor"))
@@ -41,9 +44,11 @@ def load_preprocessor_config(folder: Path | str) -> dict[str, Any]:
 
 
 def load_video_config(folder: Path | str) -> dict[str, Any]:
-    """What a checkpoint folder says about how videos are preprocessed, where transformers looks for it: the
-    ``video_processor`` of ``processor_config.json``, else ``video_preprocessor_config.json``, else
-    ``preprocessor_config.json``; empty when there is none. Raises CheckpointError."""
+    """Return a checkpoint's settings for preprocessing videos, from where transformers looks for them.
+
+    Those are the ``video_processor`` of ``processor_config.json``, else ``video_preprocessor_config.json``, else
+    ``preprocessor_config.json``. Empty if there are none. Raises CheckpointError for an unreadable file.
+    """
     folder = Path(folder)
     nested = _read_if_there(folder / "processor_config.json").get("video_processor")
     if isinstance(nested, dict):
@@ -53,12 +58,12 @@ def load_video_config(folder: Path | str) -> dict[str, Any]:
 
 
 def load_generation_config(folder: Path | str) -> dict[str, Any]:
-    """A checkpoint folder's ``generation_config.json``; empty when there is none. Raises CheckpointError."""
+    """Return a checkpoint's ``generation_config.json``; empty if missing. Raises CheckpointError if unreadable."""
     return _read_if_there(Path(folder) / GENERATION_CONFIG)
 
 
 def load_config(folder: Path | str) -> dict[str, Any]:
-    """A checkpoint folder's ``config.json``. Raises CheckpointError when it is missing, unreadable or no object."""
+    """Return a checkpoint's ``config.json``. Raises CheckpointError if it is missing, unreadable or not an object."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; a checkpoint folder has a config.json")

@@ -1,4 +1,4 @@
-"""Names a model: what every process of a service must agree on, and part of every media item's key."""
+"""Identifies a model: every process of a service must agree on it, and it is part of every media item's key."""
 
 from pathlib import Path
 
@@ -11,11 +11,12 @@ _CONFIG_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_
 
 
 def fingerprint(folder: Path) -> str:
-    """Hexadecimal 256-bit BLAKE3 digest over config.json, the processors' configurations, and the name, size and
-    header of each safetensors file, every field behind its length; a config file that isn't there counts as empty.
+    """Return the hexadecimal 256-bit BLAKE3 digest of a checkpoint's configs and tensor headers.
 
-    Takes milliseconds whatever the model's size, because weights aren't read: it tells models and formats apart, not
-    two trainings of one model. Raises CheckpointError, naming the file, for one that can't be read.
+    It covers config.json, the processors' configurations, and the name, size and header of each safetensors file, each
+    field preceded by its length; a missing config file counts as empty. Weights aren't read, which keeps this fast for
+    any model: the digest distinguishes models and formats, but not two trainings of one model. Raises CheckpointError,
+    naming the file, if one can't be read.
     """
     folder = Path(folder)
     digest = blake3()
@@ -31,7 +32,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def update_with_length(digest: blake3, field: bytes) -> None:
-    """Adds a field behind its length (eight bytes, little-endian), so that no two lists of fields look the same."""
+    """Hash a field after its length (eight bytes, little-endian), so that no two lists of fields hash alike."""
     digest.update(len(field).to_bytes(8, "little"))
     digest.update(field)
 

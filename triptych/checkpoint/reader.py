@@ -12,30 +12,29 @@ from triptych.errors import CheckpointError
 
 
 class Checkpoint:
-    """A checkpoint folder. ``tensors`` says what is in it, by key, before anything is loaded.
-
-    ``on_read`` is told the size of each tensor that is asked for, in bytes. Raises CheckpointError as ``read_folder``
-    does.
-    """
+    """A checkpoint folder. ``tensors`` describes its tensors by key, before any is loaded."""
 
     def __init__(self, folder: Path | str, on_read: Callable[[int], None] | None = None) -> None:
+        """``on_read`` is called with the number of bytes of tensors that are read. Raises CheckpointError as
+        ``read_folder`` does."""
         self.folder = Path(folder)
         self.on_read = on_read
         self.tensors = read_folder(self.folder)
 
     def info(self, key: str) -> TensorInfo:
-        """Dtype, shape and size of a tensor. Raises CheckpointError, naming the key, when there is none."""
+        """Return a tensor's dtype, shape and size. Raises CheckpointError, naming the key, if there is no such
+        tensor."""
         try:
             return self.tensors[key]
         except KeyError:
             raise CheckpointError(f"{self.folder}: tensor {key!r} is missing") from None
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """The named tensors, on the CPU, in the file's dtype.
+        """Return the named tensors, on the CPU, in the file's dtype.
 
-        They are views of memory-mapped files: until something writes to or converts them, their pages belong to the
-        page cache, are shared by every process that maps the file, and can be dropped under memory pressure.
-        Raises CheckpointError, naming the key, for a key that the folder doesn't hold.
+        They are views of memory-mapped files: unless they are written to or converted, their memory is the page cache,
+        shared by all processes that map the file and reclaimable under memory pressure. Raises CheckpointError, naming
+        the key, for a key that the folder doesn't have.
         """
         keys_by_file: dict[Path, list[str]] = defaultdict(list)
         for key in keys:

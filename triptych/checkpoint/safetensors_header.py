@@ -1,5 +1,5 @@
-"""What tensors a checkpoint folder holds, read from the files' headers alone. No torch, no safetensors package:
-the frontend, the supervisor and ``triptych doctor`` size a model in milliseconds and in little memory.
+"""Lists the tensors of a checkpoint folder from the files' headers alone. No torch and no safetensors package: the
+frontend, the supervisor and ``triptych doctor`` size a model quickly and in little memory.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes, the header's length N as a little-endian integer;
 N bytes of JSON, ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}``, offsets counted from the header's end;
@@ -29,23 +29,24 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is and what it is. ``dtype`` is spelled as in the file: ``F32``, ``BF16``, …"""
+    """Location, dtype, shape and size of a tensor."""
 
     file: Path
     dtype: str
+    """As spelled in the file: ``F32``, ``BF16``, …"""
     shape: tuple[int, ...]
     num_bytes: int
 
 
 def read_folder(folder: Path | str) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint folder, by name. Loads no tensor.
+    """Return every tensor of a checkpoint folder by name, without loading any.
 
     Raises CheckpointError, naming the file or the tensor, for a folder without safetensors, a damaged header, a
-    missing shard, an index that names a file elsewhere, and an index and shards that disagree.
+    missing shard, an index that names a file outside the folder, and an index that disagrees with its shards.
     """
     folder = Path(folder)
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.is_file():  # transformers, too, prefers the single file when both are there
+    if single.is_file():  # if both exist, transformers prefers the single file too
         return read_header(single)
     if not index.is_file():
         raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
@@ -58,7 +59,7 @@ def read_folder(folder: Path | str) -> dict[str, TensorInfo]:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Every tensor of one safetensors file. Raises CheckpointError, naming the file, for a damaged header."""
+    """Return every tensor of one safetensors file. Raises CheckpointError, naming the file, for a damaged header."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -70,7 +71,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor name → shard name."""
+    """Return the map from tensor name to shard name."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
@@ -78,7 +79,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _shard_path(index: Path, name: str) -> Path:
-    """The shard's path, which must be directly in the index's folder: an index may not make us open other files."""
+    """Return the shard's path, which must be in the index's own folder: an index may not make us open other files."""
     if not name.endswith(".safetensors") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
     shard = index.with_name(name)
@@ -88,7 +89,7 @@ def _shard_path(index: Path, name: str) -> Path:
 
 
 def _parse_header(stream: BinaryIO, file: Path, size: int) -> tuple[dict[str, Any], int]:
-    """The header's JSON object and where the data starts."""
+    """Return the header's JSON object and the offset of the data."""
     length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
     data_start = LENGTH_BYTES + length
     if size < LENGTH_BYTES or data_start > size:
@@ -99,7 +100,7 @@ def _parse_header(stream: BinaryIO, file: Path, size: int) -> tuple[dict[str, An
 
 
 def _tensor_info(file: Path, key: str, entry: Any, data_bytes: int) -> TensorInfo:
-    """One header entry, checked. ``data_bytes`` is the size of the file's data."""
+    """Validate one header entry; ``data_bytes`` is the size of the file's data."""
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if all(
             type(number) is int and number >= 0 for number in (*shape, begin, end)

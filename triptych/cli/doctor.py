@@ -49,14 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     check_installed("doctor")
     config = flags.serve_config(arguments)
-    model = load_config(config.model)
-    files = family_of(model)
-    family = resolve(files.tower)(model)
-    stages = family.weight_bytes_by_stage(read_folder(config.model))
+    checkpoint_config = load_config(config.model)
+    family = family_of(checkpoint_config)
+    adapter = resolve(family.adapter)(checkpoint_config)
+    stages = adapter.weight_bytes_by_stage(read_folder(config.model))
     console = Console()
-    console.print(f"{arguments.model}: {model['model_type']}, rows of {family.embedding_width} values", markup=False)
-    console.print(_table(stages, [role for role in Role if files.takes_media or not role.encodes]))
-    checks = [_tried("tensor parallelism", lambda: _ranks(config, family.decoder_config)), *_checks(config, stages)]
+    model_type = checkpoint_config["model_type"]
+    console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)
+    console.print(_table(stages, [role for role in Role if family.takes_media or not role.encodes]))
+    checks = [_tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)), *_checks(config, stages)]
     shown = Table("", "what", "found")
     for check in checks:
         shown.add_row("[red]wrong[/]" if check.wrong else "[green]ok[/]", check.what, check.wrong or check.found)
@@ -97,7 +98,7 @@ def _tried(what: str, look: Callable[[], str]) -> Check:
 
 def _memory(config: ServeConfig, stages: dict[str, int]) -> Check:
     """Weights as the files have them: what a process makes of them may be half as much, or twice."""
-    needed, there = stages["tower"] + stages["decoder"], available_bytes()
+    needed, there = stages["encoder"] + stages["decoder"], available_bytes()
     found = f"{there / 2**30:.1f} GiB available, the weights have {needed / 2**30:.1f} GiB"
     return Check("memory", found, f"{found}: too little" if needed > there else "")
 
@@ -203,7 +204,7 @@ def _table(stages: dict[str, int], roles: list[Role]) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for role in roles:
-        tower = stages["tower"] if role.encodes else 0
+        encoder = stages["encoder"] if role.encodes else 0
         decoder = stages["decoder"] if role.has_decoder else 0
-        table.add_row(role.value, f"{tower:,}", f"{decoder:,}", f"{tower + decoder:,}")
+        table.add_row(role.value, f"{encoder:,}", f"{decoder:,}", f"{encoder + decoder:,}")
     return table

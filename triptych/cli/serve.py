@@ -14,7 +14,7 @@ from triptych.cluster.service import LocalService
 from triptych.config import RENAMED_ROLES, ClusterConfig, ServeConfig, flag
 from triptych.errors import ConfigError
 from triptych.observe import logs
-from triptych.observe.machine import stay_on
+from triptych.observe.machine import pin_to_cores
 from triptych.server import instance_main
 from triptych.topology import Role, Topology
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     flags.fill_in_start(arguments)
     config = flags.serve_config(arguments)
-    stay_on(config.engine.cpus.cores)
+    pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
     config = dataclasses.replace(config, frontend=config.frontend.having({"served_model_name": name}))
     if new := RENAMED_ROLES.get(arguments.role):

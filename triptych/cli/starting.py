@@ -12,7 +12,7 @@ from rich.console import Console
 from triptych.cluster.service import LocalService
 from triptych.config import ServeConfig
 from triptych.errors import StartError
-from triptych.observe.machine import stay_on
+from triptych.observe.machine import pin_to_cores
 from triptych.topology import Topology
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ async def started(
 ) -> AsyncIterator[LocalService]:
     """Return a service that is ready. The logs of its instances are shown as they come when ``verbose``, otherwise only
     if the start fails."""
-    stay_on(config.engine.cpus.cores)
+    pin_to_cores(config.engine.cpus.cores)
     kept: list[str] = []
     if not verbose:
         logging.getLogger("triptych").setLevel(logging.WARNING)

@@ -12,7 +12,7 @@ from triptych.cli import flags
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
-from triptych.messages.stats import Pool
+from triptych.messages.stats import PoolUsage
 from triptych.messages.work import InstanceStatus, Status
 from triptych.topology import Role
 
@@ -106,6 +106,6 @@ def _role(one: InstanceStatus) -> str:
     return f"{one.role} → {one.next_role}" if one.next_role else str(one.role)
 
 
-def _pool(pool: Pool) -> str:
-    kept = f", {pool.kept:,} kept" if pool.kept else ""
-    return f"{pool.used:,} of {pool.size:,} {pool.name}{kept}"
+def _pool(pool: PoolUsage) -> str:
+    cached = f", {pool.cached:,} cached" if pool.cached else ""
+    return f"{pool.used:,} of {pool.size:,} {pool.name}{cached}"

@@ -6,10 +6,10 @@ from types import TracebackType
 from typing import Any
 
 from triptych.config import ClusterConfig
-from triptych.errors import StartError
-from triptych.messages.channel import BadAddress, Channel, endpoint
+from triptych.errors import BadAddress, StartError
+from triptych.messages.channel import Channel, endpoint
 from triptych.messages.codec import Message
-from triptych.messages.work import AskStatus, RoleRefused, RoleSet, SetRole, Status
+from triptych.messages.work import GetStatus, RoleRefused, RoleSet, SetRole, Status
 from triptych.topology import Role
 
 ANSWER_TIMEOUT = 5.0
@@ -39,7 +39,7 @@ class ControlClient:
 
     def status(self) -> Status:
         """Return the instances and their load. Raises StartError when the frontend doesn't answer."""
-        status: Status = self._ask(AskStatus(self._channel.address), (Status,), ANSWER_TIMEOUT)
+        status: Status = self._ask(GetStatus(self._channel.address), (Status,), ANSWER_TIMEOUT)
         return status
 
     def set_role(self, instance: str, role: Role, timeout: float, *, force: bool = False) -> None:

@@ -11,7 +11,7 @@ from triptych import children
 from triptych.config import InstanceSpec
 from triptych.errors import StartError
 from triptych.observe import logs
-from triptych.observe.machine import ending
+from triptych.observe.machine import describe_exit
 
 STOP_GRACE = 5.0
 """Seconds that an instance gets to end by itself."""
@@ -93,7 +93,9 @@ class LocalCluster:
         code = await child.process.wait()
         if not self._stopping and not self.lost.done():
             last_words = f": {child.last_line}" if code > 0 and child.last_line else ""
-            self.lost.set_result(f"instance {child.name} (process {child.process.pid}) {ending(code)}{last_words}")
+            self.lost.set_result(
+                f"instance {child.name} (process {child.process.pid}) {describe_exit(code)}{last_words}"
+            )
 
 
 async def wait_until_ready(cluster: LocalCluster, is_ready: Callable[[], bool], timeout: float) -> None:

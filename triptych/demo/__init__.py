@@ -1,4 +1,4 @@
-"""The bundled demo model: a very small Qwen3-VL that answers questions about drawn shapes and printed numbers."""
+"""The bundled demo model, a very small Qwen3-VL that answers questions about drawn shapes and printed numbers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The multimodal cache: embedding rows by the name of the part they are of, the least recently used given up first."""
+"""Encoder cache: embedding rows by the name of their part, with LRU eviction."""
 
 from collections import OrderedDict
 
@@ -6,34 +6,39 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-Rows = NDArray[np.uint8]
+EmbeddingRows = NDArray[np.uint8]
+"""Embeddings as raw bytes, of shape (rows, row_bytes)."""
 
 _MAX_NAMES = 2**16
-"""Names of parts that are remembered for whole items; of some 100 bytes each."""
+"""Limit on the part names that are kept for whole items."""
 
 
 def salted(name: str, salt: str) -> str:
-    """The name of an item or a part among requests of one ``cache_salt``; the name itself for none. Those who shall not
-    learn from response times what others have sent share no names with them."""
+    """Return the name of an item or part within a ``cache_salt``; the name itself for an empty one.
+
+    Clients with different salts share no names, so that response times don't reveal what others have sent.
+    """
     return blake3(name.encode() + b"|" + salt.encode()).hexdigest() if salt else name
 
 
 class EncoderCache:
-    """Up to ``max_bytes`` of rows, each entry uint8 of shape (rows, row_bytes), one for each part of an item. A name
-    stands for all that the tower makes a part's rows of (a 256-bit digest), and an item's key for its bytes, its plan
-    and the model, so an entry never has to be checked against its item."""
+    """Up to ``max_bytes`` of embedding rows, with one entry per part of an item.
+
+    A part's name is a digest of everything that determines its rows. An item's key is a digest of its bytes, its plan
+    and the model. So an entry never has to be compared with its item.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._entries: OrderedDict[str, Rows] = OrderedDict()
+        self._entries: OrderedDict[str, EmbeddingRows] = OrderedDict()
         self._items: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._num_names = 0
         self.num_bytes = 0
         self.hits = 0
         self.misses = 0
 
-    def get(self, name: str) -> Rows | None:
-        """The rows of a part."""
+    def get(self, name: str) -> EmbeddingRows | None:
+        """Return the rows of a part, or None, and count a hit or a miss."""
         rows = self._entries.get(name)
         if rows is None:
             self.misses += 1
@@ -42,8 +47,8 @@ class EncoderCache:
         self._entries.move_to_end(name)
         return rows
 
-    def put(self, name: str, rows: Rows) -> None:
-        """Keeps rows that aren't here yet, unless they alone exceed the limit."""
+    def put(self, name: str, rows: EmbeddingRows) -> None:
+        """Add a part's rows, unless they exceed the limit by themselves, and evict others as needed."""
         if name in self._entries or rows.nbytes > self.max_bytes:
             return
         self._entries[name] = rows
@@ -52,9 +57,9 @@ class EncoderCache:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.nbytes
 
-    def get_item(self, key: str) -> list[Rows] | None:
-        """The rows of all parts of an item, in order; None unless all are here. Then each part is looked up as it is
-        needed, and counts then."""
+    def get_item(self, key: str) -> list[EmbeddingRows] | None:
+        """Return the rows of all parts of an item, in order, and count a hit for each; None unless all are cached. In
+        that case nothing is counted, because the parts are looked up one by one later."""
         names = self._items.get(key)
         if names is None or any(name not in self._entries for name in names):
             return None
@@ -62,7 +67,7 @@ class EncoderCache:
         return [rows for name in names if (rows := self.get(name)) is not None]
 
     def put_item(self, key: str, names: tuple[str, ...]) -> None:
-        """Remembers which parts an item has."""
+        """Record the names of an item's parts."""
         if key in self._items:
             return
         self._items[key] = names

@@ -1,9 +1,9 @@
-"""What waits to be encoded, and in which batches. Holds no device and no socket."""
+"""Encode jobs, their scheduling for preprocessing and their batching. Holds no device and no socket."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from triptych.encode.cache import Rows
+from triptych.encode.cache import EmbeddingRows
 from triptych.fair_queue import FairQueue, Ticket
 from triptych.models.base import EncoderInput
 from triptych.types import ItemPlan, TransferId
@@ -11,23 +11,26 @@ from triptych.types import ItemPlan, TransferId
 
 @dataclass(eq=False)
 class EncodeJob:
-    """One item to encode, once, for every transfer that wants its rows. ``inputs`` yields its parts, preprocessing each
-    when asked; ``names`` are those of the parts it has yielded, and ``rows`` the rows of those that are encoded, by
-    their number. ``client`` is whose the item is, and ``long`` whether it is encoded by turns, of which the last has
-    taken ``turn_seconds`` of preprocessing. Times in seconds since the epoch, 0 for not yet; ``deadline``, after which
-    none of the transfers has a use for the rows, by ``time.monotonic``."""
+    """One item to encode, once for all transfers that need its rows."""
 
     key: str
     plan: ItemPlan
     inputs: Iterator[EncoderInput]
+    """Yields the item's parts; each is preprocessed when it is asked for."""
     received: float
+    """Seconds since the epoch, like all times here except ``deadline``; 0 for not yet."""
     client: str = ""
     long: bool = False
+    """Whether the item is preprocessed in several time slices."""
     transfers: list[TransferId] = field(default_factory=list)
     deadline: float = 0.0
-    names: list[str] = field(default_factory=list)
-    rows: dict[int, Rows] = field(default_factory=dict)
-    turn_seconds: float = 0.0
+    """By ``time.monotonic``: after it, no transfer needs the rows any more."""
+    part_names: list[str] = field(default_factory=list)
+    """Of the parts that are preprocessed, in order."""
+    rows: dict[int, EmbeddingRows] = field(default_factory=dict)
+    """Rows of the parts that are encoded, by the part's number."""
+    slice_seconds: float = 0.0
+    """Duration of the last time slice."""
     preprocess_began: float = 0.0
     preprocess_ended: float = 0.0
     encode_began: float = 0.0
@@ -37,20 +40,21 @@ class EncodeJob:
         return len(self.rows) == self.plan.num_parts
 
     @property
-    def share(self) -> str:
-        """What it takes turns as: a client's long items and its others have a share each. So a picture doesn't wait
-        for the videos of its own client either, and pictures without end leave videos half of the time."""
+    def flow(self) -> str:
+        """Flow in the fair queues. A client's long and short items are separate flows: its images don't wait for its
+        videos, and a steady stream of images leaves its videos half of the capacity."""
         return f"{'long' if self.long else 'short'} {self.client}"
 
 
 @dataclass(eq=False)
 class EncodePart:
-    """A part to encode, once, for every place in a job that has it: ``wanted`` holds job and number of the part;
-    ``long``: the first of them is encoded by turns."""
+    """A part to encode, once for all jobs that contain it."""
 
     input: EncoderInput
-    wanted: list[tuple[EncodeJob, int]]
+    waiters: list[tuple[EncodeJob, int]]
+    """The jobs that contain the part, and its number in each."""
     long: bool = False
+    """Whether the first of these jobs is a long item."""
 
     @property
     def patches(self) -> int:
@@ -58,9 +62,10 @@ class EncodePart:
 
 
 class EncodeQueue:
-    """Preprocessed parts, those of each share in order of arrival, handed out in batches of up to ``max_patches``
-    patches: small parts go through the tower together, a big one goes alone, so that no part's rows wait for many
-    others."""
+    """Fair queue of preprocessed parts, dequeued in batches of up to ``max_patches`` patches.
+
+    Small parts are encoded together, a large one by itself, so that no part's rows wait for many others.
+    """
 
     def __init__(self, max_patches: int) -> None:
         self.max_patches = max_patches
@@ -68,35 +73,35 @@ class EncodeQueue:
         self._patches = {True: 0, False: 0}
 
     def add(self, part: EncodePart) -> None:
-        """A part waits for its pass; its share is that of the job that it was preprocessed for."""
-        job, _ = part.wanted[0]
+        """Enqueue a part, in the flow of the job that it was preprocessed for."""
+        job, _ = part.waiters[0]
         part.long = job.long
-        self._ready.add(part, job.share, part.patches)
+        self._ready.add(part, job.flow, part.patches)
         self._patches[part.long] += part.patches
 
     @property
     def num_patches(self) -> int:
-        """Of all parts that wait."""
+        """Number of patches of all queued parts."""
         return sum(self._patches.values())
 
     def patches_of(self, *, long: bool) -> int:
-        """Of the parts that wait of long items, or of the others."""
+        """Number of patches of the queued parts of long items, or of other items."""
         return self._patches[long]
 
     def discard(self, job: EncodeJob) -> list[EncodePart]:
-        """Nobody wants this job any more. Takes out, and returns, the parts that no other job wants."""
-        unwanted = []
+        """Cancel a job. Removes and returns the parts that no other job contains."""
+        removed = []
         for ticket in self._ready:
             part = ticket.work
-            part.wanted = [(other, number) for other, number in part.wanted if other is not job]
-            if not part.wanted:
+            part.waiters = [(other, number) for other, number in part.waiters if other is not job]
+            if not part.waiters:
                 self._ready.remove(ticket)
                 self._patches[part.long] -= part.patches
-                unwanted.append(part)
-        return unwanted
+                removed.append(part)
+        return removed
 
     def next_batch(self) -> list[EncodePart]:
-        """The parts to encode together now: at least one if any is ready, then as many more as fit."""
+        """Dequeue the parts to encode together: at least one if any is queued, and more while they fit."""
         batch: list[EncodePart] = []
         patches = 0
 
@@ -114,71 +119,71 @@ class EncodeQueue:
         return len(self._ready)
 
 
-TURN_SECONDS = 0.2
-"""A long item's turn takes not much longer, however many parts there are to come."""
+TIME_SLICE_SECONDS = 0.2
+"""Duration after which a long item's time slice ends with the next part."""
 
 
-class PreprocessTurns:
-    """Which item is preprocessed next: by turns, whose seconds are shared out fairly.
+class PreprocessScheduler:
+    """Chooses the item to preprocess next: by time slices, whose seconds are shared fairly.
 
-    Items that take one turn go on as soon as a worker has ended its own, whatever waits. Those that take several are
-    begun a few at a time: between turns, each holds a decoder and what that remembers in the memory of a worker.
+    Short items take one slice. Long items take several, and only a few are started at a time, because between slices
+    each holds an open decoder in a worker's memory.
     """
 
-    def __init__(self, queue: EncodeQueue, *, workers: int, ahead: int, most_begun: int) -> None:
-        """So many ``workers`` work at a time. Up to ``ahead`` batches wait in the ``queue``, of long items and of
-        others; up to ``most_begun`` long items are under way."""
-        self._queue = queue
-        self._most_long = workers
-        self._most_short = max(workers, ahead)
-        self._ahead = ahead * queue.max_patches
-        self._most_begun = most_begun
-        self._line: FairQueue[EncodeJob] = FairQueue()
+    def __init__(self, queue: EncodeQueue, *, workers: int, batches_ahead: int, max_started: int) -> None:
+        """``workers`` time slices run at a time. Long items, and likewise short ones, pause while ``batches_ahead``
+        batches of theirs are in ``queue``. Up to ``max_started`` long items are started."""
+        self._encode_queue = queue
+        self._max_running_long = workers
+        self._max_running_short = max(workers, batches_ahead)
+        self._max_patches_ahead = batches_ahead * queue.max_patches
+        self._max_started = max_started
+        self._waiting: FairQueue[EncodeJob] = FairQueue()
         self._tickets: dict[EncodeJob, Ticket[EncodeJob]] = {}
         self._running: set[EncodeJob] = set()
-        self._begun: set[EncodeJob] = set()
+        self._started: set[EncodeJob] = set()
 
     def add(self, job: EncodeJob) -> None:
-        """An item has a turn to come, its first or another."""
-        kind = "begun" if job in self._begun else "new"
-        self._tickets[job] = self._line.add(job, job.share, TURN_SECONDS, kind=kind)
+        """Enqueue an item for its first or next time slice."""
+        kind = "started" if job in self._started else "new"
+        self._tickets[job] = self._waiting.add(job, job.flow, TIME_SLICE_SECONDS, kind=kind)
 
     def next(self) -> EncodeJob | None:
-        """Whose turn begins now: ``ended`` says when it is over. None when nobody's may."""
-        if (ticket := self._line.pop(self._may_run)) is None:
+        """Dequeue the item whose time slice starts now, until ``slice_ended``; None if none may start."""
+        if (ticket := self._waiting.pop(self._may_run)) is None:
             return None
         job = ticket.work
         del self._tickets[job]
         self._running.add(job)
         if job.long:
-            self._begun.add(job)
+            self._started.add(job)
         return job
 
-    def ended(self, job: EncodeJob, seconds: float) -> None:
-        """The turn is over after so many seconds, and the item, unless it is added again."""
+    def slice_ended(self, job: EncodeJob, seconds: float) -> None:
+        """Account for a time slice that took ``seconds``. An item with more parts must be added again."""
         self._running.discard(job)
-        self._line.charge(job.share, seconds - TURN_SECONDS)
+        self._waiting.charge(job.flow, seconds - TIME_SLICE_SECONDS)
 
     def remove(self, job: EncodeJob) -> None:
-        """The item has no more turns, though one may be running still."""
+        """Remove an item. Its current time slice may still be running."""
         if ticket := self._tickets.pop(job, None):
-            self._line.remove(ticket)
-        self._begun.discard(job)
+            self._waiting.remove(ticket)
+        self._started.discard(job)
 
     @property
-    def short_waits(self) -> bool:
-        """Whether an item of one turn waits, or has just begun: a long one's turn ends at the next part then."""
+    def short_item_waits(self) -> bool:
+        """Whether a short item waits or has just started. Then a long item's slice ends with its next part."""
         return any(not job.long for job in (*self._tickets, *self._running))
 
     def _may_run(self, job: EncodeJob) -> bool:
-        if self._queue.patches_of(long=job.long) >= self._ahead:
+        if self._encode_queue.patches_of(long=job.long) >= self._max_patches_ahead:
             return False
         if sum(other.long == job.long for other in self._running) >= (
-            self._most_long if job.long else self._most_short
+            self._max_running_long if job.long else self._max_running_short
         ):
             return False
-        return not job.long or job in self._begun or len(self._begun) < self._most_begun
+        return not job.long or job in self._started or len(self._started) < self._max_started
 
     def __len__(self) -> int:
-        """Items that have a turn to come and none that runs."""
+        """Number of items that wait for a time slice."""
         return len(self._tickets)

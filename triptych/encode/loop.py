@@ -1,19 +1,20 @@
-"""The host of stage E: receive → preprocess → run the tower → hand the rows to the sender.
+"""Stage loop of stage E: receives items, preprocesses and encodes them, and provides their rows to the sender.
 
-Items go through all of this in parts: a long one's first rows are on their way before its last part is preprocessed.
+Items are processed part by part: a long item's first rows are sent before its last part is preprocessed.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from triptych.compute_thread import ComputeThread
-from triptych.encode.cache import EncoderCache, Rows, salted
-from triptych.encode.jobs import TURN_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessTurns
+from triptych.encode.cache import EmbeddingRows, EncoderCache, salted
+from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
 from triptych.errors import DeadlineExceeded, PlanMismatch, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
@@ -29,41 +30,55 @@ log = logging.getLogger(__name__)
 
 
 PREPROCESS_AHEAD = 2
-"""So many batches are preprocessed before they are needed, at most: preprocessed parts take far more memory than
-files."""
+"""Maximum number of batches that are preprocessed ahead. Preprocessed parts take far more memory than files."""
 
-LONG_ITEMS_AT_A_TIME = 4
-"""So many items are preprocessed by turns, a batch's worth each: each keeps a decoder open between turns."""
-
-
-class RowEncoder(Protocol):
-    """The tower, seen from here."""
-
-    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
-        """The rows of each input, uint8 of shape (rows, row_bytes)."""
+MAX_LONG_ITEMS = 4
+"""Maximum number of long items that are preprocessed alternately. Each keeps a decoder open between its time slices."""
 
 
-class PreprocessPool(Preprocessor, Protocol):
-    """Several preprocessors, elsewhere: may be called from ``number`` threads at a time."""
+class EncodeFunction(Protocol):
+    """Encodes a batch of parts."""
+
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
+        """Return the rows of each input, uint8 of shape (rows, row_bytes)."""
+
+
+class PreprocessorPool(Preprocessor, Protocol):
+    """Several preprocessors in other processes. May be called from ``number`` threads at a time."""
 
     number: int
 
     @property
     def pids(self) -> list[int]:
-        """Their processes' ids."""
+        """Process ids of the preprocessors."""
 
     def close(self) -> None:
-        """Gives up what is under way."""
+        """End the processes. Calls in progress fail."""
+
+
+@dataclass(frozen=True)
+class EncodeLoopState:
+    """Snapshot of an EncodeLoop for tests."""
+
+    jobs: list[EncodeJob]
+    """Jobs in progress."""
+    parts: list[EncodePart]
+    """Parts that are queued or being encoded."""
+    queued_patches: int
+    max_batch_patches: int
+    num_preprocessing: int
+    """How many time slices of preprocessing run or wait for a thread."""
+    encoding: bool
 
 
 class EncodeLoop:
-    """Encodes each item once, however many transfers want its rows, and parts that are alike in several items once."""
+    """Stage loop that encodes each item once for all transfers that need its rows, and equal parts of items once."""
 
     def __init__(
         self,
         *,
-        preprocessors: PreprocessPool,
-        encoder: RowEncoder,
+        preprocessors: PreprocessorPool,
+        encoder: EncodeFunction,
         queue: EncodeQueue,
         cache: EncoderCache,
         sender: Sender,
@@ -74,25 +89,28 @@ class EncodeLoop:
         send: Send,
     ) -> None:
         self.preprocessors = preprocessors
-        self._encoder = encoder
+        self.encoder = encoder
         self._queue = queue
         self._cache = cache
-        self._sender = sender
+        self.sender = sender
         self._layout = layout
         self._compute = compute
         self._wake = wake
         self._frontend = frontend
         self._send = send
         self._workers = ThreadPoolExecutor(preprocessors.number, thread_name_prefix="preprocess")
-        self.num_asked = self.num_encoded = 0
+        self.num_requested = 0
+        """Encode messages received."""
+        self.num_encoded = 0
+        """Items that the encoder has encoded."""
         self._jobs: dict[str, EncodeJob] = {}
         self._parts: dict[str, EncodePart] = {}
         self._preprocessing: dict[Future[list[EncoderInput]], EncodeJob] = {}
-        self._turns = PreprocessTurns(
-            queue, workers=preprocessors.number, ahead=PREPROCESS_AHEAD, most_begun=LONG_ITEMS_AT_A_TIME
+        self._scheduler = PreprocessScheduler(
+            queue, workers=preprocessors.number, batches_ahead=PREPROCESS_AHEAD, max_started=MAX_LONG_ITEMS
         )
-        self._short_waits = False
-        self._batch: tuple[list[EncodePart], Future[list[Rows]]] | None = None
+        self._short_item_waits = False
+        self._batch: tuple[list[EncodePart], Future[list[EmbeddingRows]]] | None = None
 
     context_length = 0
 
@@ -103,24 +121,34 @@ class EncodeLoop:
     def advance(self) -> None:
         self._collect_preprocessed()
         self._collect_batch()
-        self._drop_late()
+        self._fail_expired()
         self._start_batch()
         self._start_preprocessing()
 
     next_advance = float("inf")
 
     def peer_lost(self, lost: PeerLost) -> None:
-        """Its transfers end, and with them the jobs that nobody else wants."""
+        """Do nothing: the sender ends its transfers, and thereby the jobs that no other transfer needs."""
 
     def on_lease_lost(self) -> None:
-        """All transfers end, and with them all jobs."""
+        """Do nothing: the sender ends all transfers, and thereby all jobs."""
 
     def check_idle(self) -> None:
-        """Nothing here is handed out in pieces."""
+        """Do nothing: this loop allocates no blocks."""
 
     @property
     def idle(self) -> bool:
         return not self._jobs and not self._preprocessing and self._batch is None
+
+    def debug_state(self) -> EncodeLoopState:
+        return EncodeLoopState(
+            jobs=list(self._jobs.values()),
+            parts=list(self._parts.values()),
+            queued_patches=self._queue.num_patches,
+            max_batch_patches=self._queue.max_patches,
+            num_preprocessing=len(self._preprocessing),
+            encoding=self._batch is not None,
+        )
 
     def add_stats(self, stats: InstanceStats) -> None:
         running = len(self._batch[0]) if self._batch else 0
@@ -143,18 +171,18 @@ class EncodeLoop:
     def _on_encode(self, message: Encode) -> None:
         now = time.time()
         if not message.plan.is_whole:
-            failed = EncodeFailed(message.transfer, "PlanMismatch", "a plan's parts don't make up its rows")
+            failed = EncodeFailed(message.transfer, "PlanMismatch", "the parts of the plan don't add up to its rows")
             self._send(self._frontend, failed)
             return
-        self._sender.offer(
+        self.sender.offer(
             message.transfer,
             message.consumer,
             message.plan.rows,
             self._layout,
-            on_end=lambda _: self._forget(message.transfer),
+            on_end=lambda _: self._on_transfer_end(message.transfer),
             timeout=message.timeout,
         )
-        self.num_asked += 1
+        self.num_requested += 1
         key = salted(message.key, message.cache_salt)
         if (job := self._jobs.get(key)) is None:
             if (parts := self._cache.get_item(key)) is not None:
@@ -162,17 +190,17 @@ class EncodeLoop:
                     self._provide(message.transfer, message.plan, number, rows)
                 self._send(self._frontend, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
                 return
-            inputs, long = self._inputs(message), message.plan.takes_turns(self._queue.max_patches)
+            inputs, long = self._inputs(message), message.plan.is_time_sliced(self._queue.max_patches)
             job = EncodeJob(key, message.plan, inputs, received=now, client=message.client, long=long)
             self._jobs[job.key] = job
-            self._turns.add(job)
+            self._scheduler.add(job)
         job.transfers.append(message.transfer)
         job.deadline = max(job.deadline, time.monotonic() + message.timeout)
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
 
-    def _forget(self, transfer: TransferId) -> None:
-        """Nobody waits for this transfer; a job that no other transfer wants isn't encoded."""
+    def _on_transfer_end(self, transfer: TransferId) -> None:
+        """Cancel the job of a transfer that has ended, unless other transfers need it."""
         for job in list(self._jobs.values()):
             if transfer in job.transfers:
                 job.transfers.remove(transfer)
@@ -180,45 +208,48 @@ class EncodeLoop:
                     self._drop(job)
 
     def _drop(self, job: EncodeJob) -> None:
-        """What hasn't begun of a job never will: live items don't wait behind dead ones."""
-        self._settle(job)
+        """End a job and cancel its work that hasn't started, so that active items don't wait behind it."""
+        self._remove(job)
         for part in self._queue.discard(job):
             self._parts.pop(part.input.name, None)
         for future, preprocessing in list(self._preprocessing.items()):
             if preprocessing is job and future.cancel():
                 self._preprocessing.pop(future, None)
-                self._turns.ended(job, 0.0)
-        self._turns.remove(job)
+                self._scheduler.slice_ended(job, 0.0)
+        self._scheduler.remove(job)
 
-    def _drop_late(self) -> None:
-        """Live items don't wait behind those that come too late in any case."""
+    def _fail_expired(self) -> None:
+        """Fail jobs past their deadline, so that others don't wait behind them."""
         now = time.monotonic()
         for job in [job for job in self._jobs.values() if job.deadline < now]:
-            self._fail(job, DeadlineExceeded("the request's time ran out before its media were encoded"))
+            self._fail(job, DeadlineExceeded("the request's deadline passed before its media were encoded"))
 
-    def _settle(self, job: EncodeJob) -> None:
-        """The job is over. Another of the same key may have begun since this one was cancelled, and goes on."""
+    def _remove(self, job: EncodeJob) -> None:
+        """Remove a job that is over, but not a newer one of the same key that started after its cancellation."""
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 
-    def _is_wanted(self, job: EncodeJob) -> bool:
+    def _is_active(self, job: EncodeJob) -> bool:
+        """Whether the job is in progress: neither finished nor failed nor cancelled."""
         return self._jobs.get(job.key) is job
 
     # ── preprocessing ────────────────────────────────────────────────────────────────────────────────────────
 
     def _preprocess(self, job: EncodeJob) -> None:
-        future = self._workers.submit(self._next_parts, job)
+        future = self._workers.submit(self.preprocess_slice, job)
         self._preprocessing[future] = job
         future.add_done_callback(lambda _: self._wake())
 
     def _inputs(self, message: Encode) -> Iterator[EncoderInput]:
-        """Nothing of the preprocessor runs before the first part is asked for, on a worker."""
+        """Yield an item's parts. The preprocessor starts with the first one, in a worker thread."""
         for part in self.preprocessors(message.data, message.plan):
             yield msgspec.structs.replace(part, name=salted(part.name, message.cache_salt))
 
-    def _next_parts(self, job: EncodeJob) -> list[EncoderInput]:
-        """A batch's worth of a job's parts; none when it has no more. A long item's turn ends when it has taken its
-        time, or another waits. Runs on a worker."""
+    def preprocess_slice(self, job: EncodeJob) -> list[EncoderInput]:
+        """Preprocess the next parts of a job, up to a batch; none when it has no more. Runs in a worker thread.
+
+        A long item's slice ends early once its time is used up or a short item waits.
+        """
         began = time.monotonic()
         job.preprocess_began = job.preprocess_began or time.time()
         inputs: list[EncoderInput] = []
@@ -227,51 +258,52 @@ class EncodeLoop:
             while patches < self._queue.max_patches and (part := next(job.inputs, None)) is not None:
                 inputs.append(part)
                 patches += len(part.patches)
-                if job.long and (self._short_waits or time.monotonic() - began > TURN_SECONDS):
+                if job.long and (self._short_item_waits or time.monotonic() - began > TIME_SLICE_SECONDS):
                     break
             return inputs
         finally:
             job.preprocess_ended = time.time()
-            job.turn_seconds = time.monotonic() - began
+            job.slice_seconds = time.monotonic() - began
 
     def _collect_preprocessed(self) -> None:
         for future in [future for future in self._preprocessing if future.done()]:
             job = self._preprocessing.pop(future)
-            self._turns.ended(job, job.turn_seconds)
-            if not self._is_wanted(job):
+            self._scheduler.slice_ended(job, job.slice_seconds)
+            if not self._is_active(job):
                 continue
             if error := future.exception():
                 self._fail(job, error)
                 continue
             for part in future.result():
-                self._add(job, part)
-            if not self._is_wanted(job):
+                self._on_preprocessed(job, part)
+            if not self._is_active(job):
                 continue
-            if len(job.names) < job.plan.num_parts and future.result():
-                self._turns.add(job)
+            if len(job.part_names) < job.plan.num_parts and future.result():
+                self._scheduler.add(job)
                 continue
-            self._turns.remove(job)
-            if len(job.names) != job.plan.num_parts:
-                self._fail(job, PlanMismatch(f"an item has {len(job.names)} parts, {job.plan.num_parts} were planned"))
+            self._scheduler.remove(job)
+            if len(job.part_names) != job.plan.num_parts:
+                planned = job.plan.num_parts
+                self._fail(job, PlanMismatch(f"an item has {len(job.part_names)} parts; {planned} were planned"))
             elif job.all_encoded:
                 self._finish(job)
 
     def _start_preprocessing(self) -> None:
-        """As much as the tower needs ahead."""
-        while (job := self._turns.next()) is not None:
+        """Start preprocessing as far ahead of the encoder as allowed."""
+        while (job := self._scheduler.next()) is not None:
             self._preprocess(job)
-        self._short_waits = self._turns.short_waits
+        self._short_item_waits = self._scheduler.short_item_waits
 
-    def _add(self, job: EncodeJob, part: EncoderInput) -> None:
-        """A part is preprocessed: its rows are known already, or being made for another, or it is in line."""
-        if not self._is_wanted(job):
+    def _on_preprocessed(self, job: EncodeJob, part: EncoderInput) -> None:
+        """Take a part's rows from the cache, join another job that waits for them, or enqueue the part."""
+        if not self._is_active(job):
             return
-        number = len(job.names)
-        job.names.append(part.name)
+        number = len(job.part_names)
+        job.part_names.append(part.name)
         if (rows := self._cache.get(part.name)) is not None:
-            self._take(job, number, rows)
+            self._on_encoded(job, number, rows)
         elif (known := self._parts.get(part.name)) is not None:
-            known.wanted.append((job, number))
+            known.waiters.append((job, number))
         else:
             self._parts[part.name] = EncodePart(part, [(job, number)])
             self._queue.add(self._parts[part.name])
@@ -281,9 +313,9 @@ class EncodeLoop:
     def _start_batch(self) -> None:
         if self._batch is None and (parts := self._queue.next_batch()):
             now = time.time()
-            for job in {job for part in parts for job, _ in part.wanted}:
+            for job in {job for part in parts for job, _ in part.waiters}:
                 job.encode_began = job.encode_began or now
-            self._batch = parts, self._compute.submit(self._encoder, [part.input for part in parts])
+            self._batch = parts, self._compute.submit(self.encoder, [part.input for part in parts])
 
     def _collect_batch(self) -> None:
         if self._batch is None or not self._batch[1].done():
@@ -293,45 +325,45 @@ class EncodeLoop:
         for part in parts:
             del self._parts[part.input.name]
         if error := future.exception():
-            for job in {job for part in parts for job, _ in part.wanted}:
+            for job in {job for part in parts for job, _ in part.waiters}:
                 self._fail(job, error)
             return
         for part, rows in zip(parts, future.result(), strict=True):
             self._cache.put(part.input.name, rows)
-            for job, number in part.wanted:
-                if self._is_wanted(job):
-                    self._take(job, number, rows)
+            for job, number in part.waiters:
+                if self._is_active(job):
+                    self._on_encoded(job, number, rows)
                     if job.all_encoded:
                         self._finish(job)
 
-    def _take(self, job: EncodeJob, number: int, rows: Rows) -> None:
-        """A part's rows exist: on their way with them, whatever else of the item does."""
+    def _on_encoded(self, job: EncodeJob, number: int, rows: EmbeddingRows) -> None:
+        """Provide a part's rows to the job's transfers at once."""
         if number >= job.plan.num_parts or len(rows) != job.plan.rows_of(number):
             planned = f"{job.plan.rows} in {job.plan.num_parts} parts were planned"
-            self._fail(job, PlanMismatch(f"the tower made {len(rows)} rows for part {number}, {planned}"))
+            self._fail(job, PlanMismatch(f"the encoder made {len(rows)} rows for part {number}; {planned}"))
             return
         job.rows[number] = rows
-        for transfer in list(job.transfers):  # one that ends with this is forgotten
+        for transfer in list(job.transfers):  # a transfer that ends here is removed from the list
             self._provide(transfer, job.plan, number, rows)
 
-    def _provide(self, transfer: TransferId, plan: ItemPlan, number: int, rows: Rows) -> None:
-        taken = 0
+    def _provide(self, transfer: TransferId, plan: ItemPlan, number: int, rows: EmbeddingRows) -> None:
+        provided = 0
         for first_row, length in plan.runs_of(number):
-            self._sender.provide(transfer, rows[taken : taken + length], first_row)
-            taken += length
+            self.sender.provide(transfer, rows[provided : provided + length], first_row)
+            provided += length
 
     def _finish(self, job: EncodeJob) -> None:
-        if not self._is_wanted(job):
+        if not self._is_active(job):
             return
-        self._settle(job)
+        self._remove(job)
         self.num_encoded += job.encode_began > 0
-        self._cache.put_item(job.key, tuple(job.names))
+        self._cache.put_item(job.key, tuple(job.part_names))
         for transfer in job.transfers:
             self._send(self._frontend, Encoded(transfer, not job.encode_began, _intervals(job)))
 
     def _fail(self, job: EncodeJob, error: BaseException) -> None:
-        """The frontend decides what becomes of the request; when it gives up, the consumer closes the transfer."""
-        if not self._is_wanted(job):
+        """Fail a job. The frontend decides whether to retry; if it doesn't, the consumer closes the transfer."""
+        if not self._is_active(job):
             return
         if not isinstance(error, TriptychError):
             log.error("item %s failed", job.key[:16], exc_info=error)
@@ -343,7 +375,7 @@ class EncodeLoop:
 
 
 def _intervals(job: EncodeJob) -> list[Interval]:
-    """A long item's parts are preprocessed while others of its are encoded."""
+    """Return the job's intervals. They may overlap, since a long item's parts are preprocessed and encoded at once."""
     intervals = [
         Interval("queue", job.received, job.preprocess_began),
         Interval("preprocess", job.preprocess_began, job.preprocess_ended),

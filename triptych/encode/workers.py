@@ -1,4 +1,4 @@
-"""Preprocessing in sandboxed workers: whatever a damaged or hostile file does to a decoder, it does it there."""
+"""Preprocessing in sandboxed workers, so that a damaged or hostile file can only harm a worker's decoder."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,41 +13,45 @@ from triptych.models.base import EncoderInput, Preprocessor
 from triptych.models.registry import family_of, resolve
 from triptych.sandbox.child import Handler
 from triptych.sandbox.protocol import Limits, WorkerSpec
-from triptych.sandbox.workers import Workers
+from triptych.sandbox.workers import WorkerPool
 from triptych.types import ItemPlan
 
 
-class _Patches(msgspec.Struct, frozen=True):
-    """A tower input without its values, float32 of ``shape``."""
+class _PartHeader(msgspec.Struct, frozen=True):
+    """An ``EncoderInput`` without its patches, which come as bulk."""
 
     name: str
     shape: tuple[int, int]
+    """Shape of the patches, which are float32."""
     grid: tuple[int, int, int]
     tower: str
 
 
 class PreprocessWorkers:
-    """Satisfies ``families.base.Preprocessor`` with a number of processes. May be called from as many threads."""
+    """``models.base.Preprocessor`` that runs in ``number`` processes. May be called from up to ``number`` threads."""
 
     def __init__(self, folder: Path, number: int, limits: Limits) -> None:
-        """Starts the processes, each with the preprocessor of a checkpoint folder, and doesn't wait for them."""
+        """Start the processes without waiting for them. Each loads the preprocessor of the checkpoint in ``folder``."""
         self.number = number
         spec = WorkerSpec("triptych.encode.workers:serve", str(folder), limits)
-        self._workers = Workers(spec, number, DecodeFailed)
+        self._workers = WorkerPool(spec, number, DecodeFailed)
 
     def wait_until_ready(self) -> None:
-        """Raises StartError when they can't run."""
+        """Wait until all processes are ready. Raises StartError when one can't start."""
         self._workers.wait_until_ready()
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """Part by part, each when it is asked for. Raises as the family's preprocessor does, and DecodeFailed when a
-        worker dies of the item, or would take more time for a part, or more memory, than it may."""
-        for about, values in self._workers.results(msgspec.msgpack.encode(plan), data):
-            patches = msgspec.msgpack.decode(about, type=_Patches)
-            if values is None or len(values) != 4 * math.prod(patches.shape):
-                raise InternalError("a worker's result makes no sense")
-            array = np.frombuffer(values, np.float32).reshape(patches.shape)
-            yield EncoderInput(patches=array, grid=patches.grid, name=patches.name, tower=patches.tower)
+        """Yield an item's parts; each is preprocessed when it is asked for.
+
+        Raises what the family's preprocessor raises, and DecodeFailed when a worker dies while processing the item or
+        exceeds its time or memory.
+        """
+        for payload, values in self._workers.results(msgspec.msgpack.encode(plan), data):
+            header = msgspec.msgpack.decode(payload, type=_PartHeader)
+            if values is None or len(values) != 4 * math.prod(header.shape):
+                raise InternalError("a worker returned an invalid result")
+            array = np.frombuffer(values, np.float32).reshape(header.shape)
+            yield EncoderInput(patches=array, grid=header.grid, name=header.name, tower=header.tower)
 
     @property
     def pids(self) -> list[int]:
@@ -58,11 +62,11 @@ class PreprocessWorkers:
 
 
 def serve(folder: str) -> Handler:
-    """What the workers run."""
+    """Return the handler that the workers run, for a checkpoint folder."""
     config, path = load_config(Path(folder)), Path(folder)
     family = family_of(config)
     if "video" in family.modalities:
-        import torch  # before memory is limited: importing it takes more address space than an item may
+        import torch  # before memory is limited: the import alone exceeds the limit
 
         torch.set_num_threads(1)
     preprocessor: Preprocessor = resolve(family.preprocessor or "")(
@@ -72,7 +76,7 @@ def serve(folder: str) -> Handler:
     def handle(request: bytes, data: bytes) -> Iterator[tuple[bytes, Sequence[memoryview]]]:
         for part in preprocessor(data, msgspec.msgpack.decode(request, type=ItemPlan)):
             rows, values = part.patches.shape
-            about = msgspec.msgpack.encode(_Patches(part.name, (rows, values), part.grid, part.tower))
-            yield about, [np.ascontiguousarray(part.patches, np.float32).data]
+            payload = msgspec.msgpack.encode(_PartHeader(part.name, (rows, values), part.grid, part.tower))
+            yield payload, [np.ascontiguousarray(part.patches, np.float32).data]
 
     return handle

@@ -1,5 +1,5 @@
-"""Decode steps as CUDA graphs, one for each bucket of batch sizes: what a step launches is recorded once, and replayed
-over inputs that stay at the same addresses."""
+"""Decode steps as CUDA graphs, one for each bucket of batch sizes: launches are recorded once, and replayed over inputs
+at fixed addresses."""
 
 import logging
 import time
@@ -20,33 +20,33 @@ from triptych.layers.pinned import packed, unpacked
 log = logging.getLogger(__name__)
 
 WARM_UPS = 2
-"""Runs before a recording: Triton compiles in the first, and cuBLAS makes its choices."""
+"""Runs before a recording: Triton compiles in the first, and cuBLAS selects its algorithms."""
 
 Record = Callable[[Callable[[], object]], Callable[[], object]]
-"""Takes a step that reads and writes fixed tensors; returns what runs it again."""
+"""Takes a step that reads and writes fixed tensors; returns a function that replays it."""
 
 
 class DecodeGraphs:
-    """The recorded steps. ``cache``'s last page is scratch: padding rows write there."""
+    """Recorded decode steps. The last page of ``cache`` is scratch: padding rows write there."""
 
     def __init__(self, decoder: Decoder, cache: KVTensors, sizes: list[int], max_pages: int, record: Record) -> None:
-        """Records a step for each of ``sizes``, ascending. ``max_pages``: the most that the page tables of a step's
-        requests have together."""
+        """Record a step for each of ``sizes``, ascending. ``max_pages``: total length of the page tables of a step's
+        requests."""
         self._decoder = decoder
         self._cache = cache
         self._sizes = sizes
-        self._max_pages = max_pages + sizes[-1]  # a padding row has one
+        self._max_pages = max_pages + sizes[-1]  # one for each padding row
         num_pages, self._page_size = cache.keys[0].shape[:2]
         self._scratch_page = num_pages - 1
         self._device = cache.keys[0].device
         largest = self._inputs(sizes[-1])
         self._buffer = torch.zeros(len(packed(largest)), dtype=torch.uint8, device=self._device)
         self._logits = torch.empty(sizes[-1], decoder.num_logits, device=self._device)
-        # the largest first: the others then find room in the memory that it has freed
+        # the largest first: the others then fit in the memory that it has freed
         self._replays = {size: record(self._step(size)) for size in reversed(sizes)}
 
-    def suits(self, batch: ForwardBatch) -> bool:
-        """Whether a step, in host memory, can be replayed."""
+    def can_replay(self, batch: ForwardBatch) -> bool:
+        """Whether there is a recorded step for ``batch``, which is in host memory."""
         num_pages = sum(len(table) for table in batch.attention.page_tables)
         return (
             only_decodes(batch)
@@ -55,7 +55,8 @@ class DecodeGraphs:
         )
 
     def replay(self, batch: ForwardBatch) -> Tensor:
-        """The logits of a step in host memory that suits, as ``Decoder`` returns them. They hold until the next one."""
+        """Return the logits of a step in host memory that ``can_replay`` accepts, as ``Decoder`` does. They are valid
+        until the next step."""
         num_rows = len(batch.tokens)
         size = bucket_for(num_rows, self._sizes)
         assert size is not None
@@ -67,21 +68,22 @@ class DecodeGraphs:
         return logits[batch.logits_index.to(self._device, non_blocking=True)]
 
     def _fill(self, batch: ForwardBatch) -> None:
-        """One copy: the pages come last, so that those that there are suffice."""
+        """Copy the inputs to the device at once. The pages come last, so that only the used part is copied."""
         attention = batch.attention
-        tables = PagedTables.on_host(attention.query_lens, attention.kv_lens, attention.page_tables, tile=1)
+        tables = PagedTables.on_cpu(attention.query_lens, attention.kv_lens, attention.page_tables, tile=1)
         inputs = [batch.tokens, batch.positions, attention.slots, tables.kv_lens, tables.page_starts, tables.pages]
         on_host = packed(inputs, pin_memory=self._device.type == "cuda")
         self._buffer[: len(on_host)].copy_(on_host, non_blocking=True)
 
     def _inputs(self, size: int) -> list[Tensor]:
-        """Of a step of ``size`` rows, with as many pages as there may be: shapes only."""
+        """Return uninitialized inputs of a step of ``size`` rows with the largest number of pages: only shapes and
+        dtypes matter."""
         tokens, slots, kv_lens, page_starts = (torch.empty(size, dtype=torch.int64) for _ in range(4))
         positions = torch.empty(3, size, dtype=torch.float64)
         return [tokens, positions, slots, kv_lens, page_starts, torch.empty(self._max_pages, dtype=torch.int64)]
 
     def _step(self, size: int) -> Callable[[], object]:
-        """A step over this bucket's part of the buffer, which holds padding only."""
+        """Return a step over this bucket's part of the buffer, filled with padding."""
         tokens, positions, slots, kv_lens, page_starts, pages = unpacked(self._buffer, self._inputs(size))
         rows = torch.arange(size, device=self._device)
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -90,11 +92,11 @@ class DecodeGraphs:
             tokens=tokens,
             positions=positions,
             media_index=nothing,
-            media_rows=torch.empty(0, width, dtype=self._decoder.dtype, device=self._device),
+            media_embeddings=torch.empty(0, width, dtype=self._decoder.dtype, device=self._device),
             logits_index=rows,
             attention=AttentionBatch(
                 query_lens=[1] * size,
-                kv_lens=[1] * size,  # the host's; kernels read those in the tables
+                kv_lens=[1] * size,  # read by the host; kernels read those in the tables
                 page_tables=[nothing] * size,
                 slots=slots,
                 tables=PagedTables(
@@ -113,8 +115,8 @@ class DecodeGraphs:
 
 
 def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context_length: int) -> DecodeGraphs | None:
-    """The graphs of a decoder on a GPU, up to ``max_num_seqs`` rows; None, with a line in the log, for one that can't
-    be recorded. Raises StartError when there is no memory for them."""
+    """Record graphs for a decoder on a GPU, up to ``max_num_seqs`` rows. Returns None, and logs why, for a decoder that
+    can't be recorded. Raises StartError if memory runs out."""
     if decoder.config.moe is not None:
         log.info("no CUDA graphs: which experts run is decided on the host")
         return None
@@ -143,8 +145,8 @@ def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context
 
 
 def _recorder() -> Record:
-    """Records into one pool of memory, since only one graph runs at a time, and on one stream, since cuBLAS keeps a
-    workspace for each. Other threads may go on using the GPU meanwhile: NCCL's looks after the steps before."""
+    """Return a function that records graphs. They share a memory pool, since only one runs at a time, and a stream,
+    since cuBLAS keeps a workspace for each. Other threads may use the GPU meanwhile: NCCL's watchdog does."""
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -163,8 +165,13 @@ def _recorder() -> Record:
 
 
 def _no_rows(batch: ForwardBatch) -> ForwardBatch:
-    """A step of no tokens, in host memory."""
+    """Return a step without tokens, in host memory."""
     none = torch.empty(0, dtype=torch.int64)
     return ForwardBatch(
-        none, torch.empty(3, 0, dtype=torch.float64), none, batch.media_rows, none, AttentionBatch([], [], [], none)
+        none,
+        torch.empty(3, 0, dtype=torch.float64),
+        none,
+        batch.media_embeddings,
+        none,
+        AttentionBatch([], [], [], none),
     )

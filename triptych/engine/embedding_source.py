@@ -1,4 +1,4 @@
-"""Which media rows each request still waits for, and how they get from the receive buffer into a step."""
+"""Media embeddings that requests still wait for, moved from the receive pool into steps."""
 
 import time
 from collections.abc import Sequence
@@ -21,18 +21,21 @@ from triptych.types import Address, Placement, RequestId, TransferId
 
 
 @dataclass
-class _Item:
-    """One item of a request. ``transfer`` is None once its last row is consumed."""
+class _IncomingItem:
+    """One item of a request."""
 
     index: int
     placement: Placement
     transfer: TransferId | None
+    """None once the last row is consumed."""
     began: float = 0.0
+    """When the first row was written, in seconds since the epoch."""
     landed: float = 0.0
+    """When the last row so far arrived."""
 
 
 class EmbeddingSource(RowSource):
-    """The items of all requests of an instance, over its receiver."""
+    """Embedding transfers of all requests of an instance, over its receiver."""
 
     def __init__(
         self, receiver: Receiver, name: str, address: Address, row_dtype: torch.dtype, embedding_width: int
@@ -40,18 +43,18 @@ class EmbeddingSource(RowSource):
         super().__init__(receiver, name, address)
         self._row_dtype = row_dtype
         self._row_width = embedding_width
-        self._items: dict[RequestId, list[_Item]] = {}
+        self._items: dict[RequestId, list[_IncomingItem]] = {}
 
-    def need(self, request: Request) -> EncodeNeeded | None:
-        """Starts over with a request's items: a new transfer for each that isn't wholly in the KV cache, in line by
-        arrival and prompt order. What to ask for, if anything."""
+    def expect(self, request: Request) -> EncodeNeeded | None:
+        """Start, or restart, a transfer for each item that isn't entirely in the KV cache, queued by arrival and prompt
+        order. Returns the message that asks for them, if any."""
         self.release(request.id)
         items = []
         for index, item in enumerate(request.items):
             covered = item.placement.rows_before(request.num_computed)
             if covered == item.placement.rows:
                 continue
-            transfer = self._name(request.id, next(self._numbers))
+            transfer = self._new_transfer(request.id)
             self._receiver.expect(
                 transfer,
                 item.placement.rows,
@@ -60,20 +63,20 @@ class EmbeddingSource(RowSource):
                 part_rows=item.rows_per_part if item.rows_per_part < item.placement.rows else 0,
                 timeout=request.timeout,
             )
-            items.append(_Item(index, item.placement, transfer))
+            items.append(_IncomingItem(index, item.placement, transfer))
         self._items[request.id] = items
         needed = [MissingItem(item.index, item.transfer) for item in items if item.transfer is not None]
         return EncodeNeeded(request.id, self._address, needed) if needed else None
 
     def release(self, request_id: RequestId) -> None:
-        """Gives up what a request still waits for."""
+        """Close the transfers of a request's items."""
         for item in self._items.pop(request_id, []):
             if item.transfer is not None:
-                self._receiver.close(item.transfer, "the request ended or starts over")
+                self._receiver.close(item.transfer, "the request has ended or is restarted")
                 del self._requests[item.transfer]
 
     def ready_tokens(self, request: Request) -> int:
-        """How many tokens, from the first on, can be computed: all before the first row that hasn't landed."""
+        """Return the number of tokens before the first one whose embedding hasn't arrived."""
         for item in self._items.get(request.id, ()):
             if item.transfer is not None:
                 landed = self._receiver.landed(item.transfer)
@@ -81,15 +84,15 @@ class EmbeddingSource(RowSource):
                     return item.placement.token_of(landed)
         return len(request.tokens)
 
-    def take(self, chunks: Sequence[Chunk]) -> MediaEmbeddings:
-        """Copies out the rows of a step's media tokens; their blocks are free again. A request that can't be preempted
-        keeps the rows that it hasn't got to yet."""
+    def gather(self, chunks: Sequence[Chunk]) -> MediaEmbeddings:
+        """Copy the embeddings of a step's media tokens, and free their blocks. A request that can't be preempted also
+        keeps the blocks of its later rows."""
         for chunk in chunks:
             if chunk.request.sends_pages:
-                self._keep(chunk.request.id)
+                self._pin(chunk.request.id)
         views: list[Bytes] = []
         index: list[NDArray[np.int64]] = []
-        taken: list[tuple[_Item, TransferId, int]] = []
+        taken: list[tuple[_IncomingItem, TransferId, int]] = []
         first_token = 0
         for chunk in chunks:
             for item in self._items.get(chunk.request.id, ()):
@@ -111,23 +114,24 @@ class EmbeddingSource(RowSource):
         return MediaEmbeddings(torch.from_numpy(np.concatenate(index)), rows)
 
     def intervals(self, request_id: RequestId) -> list[Interval]:
-        """From the first row's writing to the last row's landing, for each item."""
+        """Return for each item the time from the first row's writing to the last row's landing."""
         items = self._items.get(request_id, ())
         return [Interval("transfer", item.began, item.landed, item.index) for item in items if item.landed]
 
-    def _note_landed(self, request_id: RequestId, wrote: Wrote) -> None:
+    def _on_rows_landed(self, request_id: RequestId, wrote: Wrote) -> None:
         for item in self._items.get(request_id, ()):
             if item.transfer == wrote.transfer:
                 item.began = item.began or wrote.began
                 item.landed = time.time()
 
-    def _keep(self, request_id: RequestId) -> None:
-        """Its pages are its own until it is done, so those before it may wait for it: it must not wait for them."""
+    def _pin(self, request_id: RequestId) -> None:
+        """Keep the request's blocks until it is done. It can't be preempted, so earlier requests may wait for its
+        pages; it must not wait for their blocks."""
         for item in self._items.get(request_id, ()):
             if item.transfer is not None:
-                self._receiver.keep(item.transfer)
+                self._receiver.pin(item.transfer)
 
-    def _consume(self, item: _Item, transfer: TransferId, end_row: int) -> None:
+    def _consume(self, item: _IncomingItem, transfer: TransferId, end_row: int) -> None:
         self._receiver.consume(transfer, end_row)
         if end_row == item.placement.rows:
             item.transfer = None

@@ -1,4 +1,4 @@
-"""Steps on a GPU: what the next step needs is prepared while one runs."""
+"""Runs steps on a GPU, and prepares the next step while one runs."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from triptych.layers.attention.base import KVTensors
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The inputs of a request's next token, as its pages were then."""
+    """Inputs of a request's next token, for the pages that it had."""
 
     request: Request
     start: int
@@ -23,37 +23,42 @@ class _Prepared:
 
 
 class GpuRunner(Runner):
-    """``Runner`` for a decoder on ``device``. ``run`` launches the forward pass without waiting for it and prepares
-    sampling meanwhile; it waits once, for the drawn tokens."""
+    """``Runner`` for a decoder on ``device``. ``run`` launches the forward pass, prepares sampling meanwhile, and
+    synchronizes once, for the sampled tokens."""
 
     def __init__(self, forward: Forward, cache: KVTensors, page_size: int, device: torch.device) -> None:
-        """``forward`` as ``GpuForward``: it takes steps in host memory."""
+        """``forward``: a ``GpuForward``, which takes steps in host memory."""
         super().__init__(forward, cache, page_size)
         self._device = device
         self._prepared: dict[int, _Prepared] = {}
 
+    @property
+    def num_prepared(self) -> int:
+        """Number of requests whose next inputs are prepared."""
+        return len(self._prepared)
+
     def prepare(self, chunks: Sequence[Chunk]) -> None:
-        """Prepares the inputs of each sampling request's next token, which don't depend on which token that is. Those
-        for which a page must be taken first are left."""
+        """Prepare the inputs of each sampling request's next token, which don't depend on that token, unless it needs a
+        new page."""
         self._prepared = {}
         for chunk in chunks:
             following = Chunk(chunk.request, chunk.start + chunk.length, 1)
             pages = list(chunk.request.pages)
             if chunk.samples and following.start < len(pages) * self._page_size:
-                inputs = super()._inputs(following)
+                inputs = super().chunk_inputs(following)
                 self._prepared[id(chunk.request)] = _Prepared(chunk.request, following.start, pages, inputs)
 
-    def _placed(self) -> AbstractContextManager[object]:
+    def _device_context(self) -> AbstractContextManager[object]:
         # Triton launches on the thread's current device; -1 leaves it as it is
         return torch.cuda.device(-1 if self._device.index is None else self._device.index)
 
-    def _inputs(self, chunk: Chunk) -> ChunkInputs:
+    def chunk_inputs(self, chunk: Chunk) -> ChunkInputs:
         request, prepared = chunk.request, self._prepared.get(id(chunk.request))
         if (
             prepared is not None
             and prepared.request is request
             and (prepared.start, 1) == (chunk.start, chunk.length)
-            and prepared.pages == request.pages  # it may have been preempted, and have begun again, meanwhile
+            and prepared.pages == request.pages  # it may have been preempted and restarted since
         ):
             return prepared.inputs
-        return super()._inputs(chunk)
+        return super().chunk_inputs(chunk)

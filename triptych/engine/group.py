@@ -1,5 +1,5 @@
-"""What the ranks of a group do together before their first step: they say how much memory there is, hear from rank 0
-how large the KV cache is, and make it. An instance of one process goes the same way, as a group of one."""
+"""What the ranks of a group do together before the first step: they report their memory, receive the size of the KV
+cache from rank 0, and allocate it. A single process is a group of one."""
 
 import math
 from dataclasses import dataclass
@@ -19,41 +19,44 @@ from triptych.layers.parallel import Dimension, Group
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """In bytes. ``used``: by all ranks together, or by the one that uses most, where each has a GPU's to itself;
-    ``free``: what can still be had, where there is the least of it."""
+    """Memory of a group's ranks, in bytes."""
 
     used: int
+    """On CPUs, the sum over all ranks; on GPUs, which aren't shared, the maximum."""
     free: int
+    """The minimum over all ranks."""
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Of the KV cache, in pages (of which the last belongs to nobody), and of the longest request, in tokens."""
+    """Size of the KV cache, and what it limits."""
 
     num_pages: int
+    """Including a last page that no request uses."""
     context_length: int
+    """Longest request, in tokens."""
 
 
 @dataclass(frozen=True)
 class GroupCache:
-    """The KV cache as a rank has it. ``own``: the heads that it computes; ``whole``: all that it can address, which on
-    CPUs are those of all ranks."""
+    """The KV cache as one rank sees it."""
 
     own: KVTensors
+    """The heads that the rank computes."""
     whole: KVTensors
+    """All heads that the rank can address: on CPUs, those of all ranks."""
 
 
 def gather_memory(group: Group, device: torch.device) -> GroupMemory:
-    """Called by all ranks, each for its device, once they have loaded their weights; only rank 0 hears of the
-    others."""
-    group.all_reduce(torch.zeros(1, device=device))  # connects GPUs: what that takes counts, and no step waits for it
-    told = group.gather(torch.tensor([[used_bytes(device), free_bytes(device)]])).view(-1, 2)
-    used, free = told.unbind(1)
+    """Gather the memory of all ranks on rank 0. Called by all ranks, once they have loaded their weights."""
+    group.all_reduce(torch.zeros(1, device=device))  # connects GPUs now, so that the memory counts and no step waits
+    gathered = group.gather(torch.tensor([[used_bytes(device), free_bytes(device)]])).view(-1, 2)
+    used, free = gathered.unbind(1)
     return GroupMemory(int(used.sum() if device.type == "cpu" else used.max()), int(free.min()))
 
 
 def agree_on_size(group: Group, size: CacheSize | None = None) -> CacheSize:
-    """Rank 0's size, on all ranks; the others give none."""
+    """Broadcast rank 0's size to all ranks; the others pass none."""
     numbers = [size.num_pages, size.context_length] if size else [0, 0]
     return CacheSize(*group.broadcast(torch.tensor(numbers)).tolist())
 
@@ -68,13 +71,13 @@ def make_cache(
     device: torch.device,
     path: str,
 ) -> GroupCache:
-    """A rank's cache on its device. ``config`` is the whole decoder's; ``path`` names a file in memory, the same for
-    all ranks. Called by all of them.
+    """Allocate a rank's KV cache on its device. Called by all ranks. ``config`` is the whole decoder's; ``path`` names
+    a file in memory, the same for all ranks.
 
-    Ranks on CPUs share one cache. In it a token's keys in a layer, and its values, lie side by side whichever rank
-    computes them, as they do in the cache of one process: so rank 0 sends and receives whole rows, and to the other end
-    it makes no difference how many ranks there are here. A head that several ranks compute is there once, and they
-    write the same to it. Memory is committed as pages fill.
+    Ranks on CPUs share one cache. In it a token's keys in a layer are contiguous whichever ranks compute them, as in a
+    single process, and so are its values. So rank 0 sends and receives whole rows, and the number of ranks doesn't
+    matter to the peer. A head computed by several ranks is stored once; they write the same values. Memory is committed
+    as pages fill.
     """
     if group.size == 1 or device.type != "cpu":
         cache = KVTensors.allocate(config.shard(group.size), num_pages, page_size, dtype, device)
@@ -86,8 +89,8 @@ def make_cache(
 
 
 def make_forward(decoder: Decoder, cache: KVTensors, engine: EngineConfig, context_length: int) -> Forward:
-    """How a rank computes steps that it has in host memory. Called by all ranks, since on GPUs they record graphs
-    together."""
+    """Return the function that computes steps in host memory on a rank. Called by all ranks, since on GPUs they record
+    graphs together."""
     device = cache.keys[0].device
     if device.type == "cpu":
         return decoder

@@ -1,4 +1,4 @@
-"""A request's tokens, and how often each is among them."""
+"""A request's tokens, with the number of occurrences of each."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,39 +8,41 @@ from numpy.typing import NDArray
 
 
 class TokenCounts:
-    """How often each token is in a list that only grows. Penalties ask at every step; what was counted stays so."""
+    """Number of occurrences of each token in a list that only grows. Counts incrementally, since penalties need them in
+    every step."""
 
     def __init__(self, tokens: list[int], start: int) -> None:
-        """Counts from place ``start`` on."""
+        """Count the tokens from index ``start`` on."""
         self._tokens = tokens
         self._read = start
-        self._places: dict[int, int] = {}
-        self._found = np.empty(64, np.int64)
+        self._index: dict[int, int] = {}
+        self._distinct = np.empty(64, np.int64)
         self._counts = np.zeros(64, np.float32)
 
-    def now(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The different tokens and how many there are of each, both [N]; good until the next call."""
+    def update(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Count new tokens; return the distinct tokens and their counts, both [N], valid until the next call."""
         for token, count in Counter(self._tokens[self._read :]).items():
-            place = self._places.setdefault(token, len(self._places))
-            if place == len(self._found):
-                self._found = np.concatenate([self._found, np.empty_like(self._found)])
+            index = self._index.setdefault(token, len(self._index))
+            if index == len(self._distinct):
+                self._distinct = np.concatenate([self._distinct, np.empty_like(self._distinct)])
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._found[place] = token
-            self._counts[place] += count
+            self._distinct[index] = token
+            self._counts[index] += count
         self._read = len(self._tokens)
-        return self._found[: len(self._places)], self._counts[: len(self._places)]
+        return self._distinct[: len(self._index)], self._counts[: len(self._index)]
 
 
 @dataclass(eq=False)
 class History:
-    """``tokens`` are a request's, to which their owner adds those that come; ``num_prompt`` of them are the
-    prompt's."""
+    """A request's tokens, of which the first ``num_prompt`` are the prompt. The owner appends generated tokens to
+    ``tokens``."""
 
     tokens: list[int]
     num_prompt: int
     seen: TokenCounts = field(init=False)
-    """Of all of them; ``generated`` of those behind the prompt."""
+    """Counts over all tokens."""
     generated: TokenCounts = field(init=False)
+    """Counts over the generated tokens."""
 
     def __post_init__(self) -> None:
         self.seen = TokenCounts(self.tokens, 0)

@@ -1,8 +1,8 @@
-"""The accounting of KV pages. The tensors belong to the runner.
+"""Page accounting of the KV cache. The tensors belong to the runner.
 
-A page that has been filled can be published under a key that names everything its keys and values depend on
-(``language/prefix.py``). It stays findable after its last holder has let go, until the room is needed: then the page
-that was let go first is taken.
+A full page can be cached under a hash of everything its keys and values depend on (``engine/prefix.py``). After its
+last reference is released it stays in the cache, and is evicted when the pool needs pages, least recently released
+first.
 """
 
 import heapq
@@ -13,98 +13,100 @@ from triptych.errors import BlockError
 
 
 class PagePool:
-    """Hands out pages one by one, lowest first, so that a request's pages tend to be consecutive. A page may have
-    several holders, each of which took it or found it by its key."""
+    """Reference-counted KV pages. Lowest page numbers are allocated first, so that a request's pages tend to be
+    consecutive."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages))  # a heap
-        self._holders: dict[int, int] = {}
-        self._pages: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
-        self._idle: dict[int, None] = {}  # published and held by nobody, the longest idle first
+        self._ref_counts: dict[int, int] = {}
+        self._page_by_hash: dict[bytes, int] = {}
+        self._hash_by_page: dict[int, bytes] = {}
+        self._lru: dict[int, None] = {}
+        """Cached pages without references, in the order of eviction."""
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken: those that hold nothing, and those that are only kept for their key."""
-        return len(self._free) + len(self._idle)
+        """Pages that can be allocated: empty ones, and cached ones without references."""
+        return len(self._free) + len(self._lru)
 
     @property
-    def num_held(self) -> int:
-        """Pages that somebody holds."""
-        return len(self._holders)
+    def num_used(self) -> int:
+        """Pages with at least one reference."""
+        return len(self._ref_counts)
 
     @property
     def num_cached(self) -> int:
-        """Pages that are only kept for their key."""
-        return len(self._idle)
+        """Cached pages without references."""
+        return len(self._lru)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold that many tokens."""
+        """Return the number of pages that hold that many tokens."""
         return -(-tokens // self.page_size)
 
-    def take(self, count: int) -> list[int]:
-        """``count`` pages. Raises BlockError when fewer are free."""
+    def allocate(self, count: int) -> list[int]:
+        """Allocate ``count`` pages, with one reference each; evicts cached pages if necessary. Raises BlockError when
+        fewer are free."""
         if count > self.num_free:
             raise BlockError(f"{count} pages wanted, {self.num_free} of {self.num_pages} are free")
         pages = sorted(heapq.heappop(self._free) if self._free else self._evict() for _ in range(count))
-        self._holders.update(dict.fromkeys(pages, 1))
+        self._ref_counts.update(dict.fromkeys(pages, 1))
         return pages
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The published pages of the first keys, as far as they are there without a gap; the caller now holds them."""
+    def lookup(self, page_hashes: Sequence[bytes]) -> list[int]:
+        """Return the cached pages of the longest prefix of ``page_hashes``, with a reference added to each."""
         pages = []
-        for key in keys:
-            if (page := self._pages.get(key)) is None:
+        for page_hash in page_hashes:
+            if (page := self._page_by_hash.get(page_hash)) is None:
                 break
-            self._idle.pop(page, None)
-            self._holders[page] = self._holders.get(page, 0) + 1
+            self._lru.pop(page, None)
+            self._ref_counts[page] = self._ref_counts.get(page, 0) + 1
             pages.append(page)
         return pages
 
-    def hold(self, pages: Sequence[int]) -> None:
-        """Takes pages once more that are taken already. Raises BlockError for one that isn't."""
+    def retain(self, pages: Sequence[int]) -> None:
+        """Add a reference to each page. Raises BlockError for a page without one."""
         for page in pages:
-            if page not in self._holders:
-                raise BlockError(f"page {page} is not taken")
-            self._holders[page] += 1
+            if page not in self._ref_counts:
+                raise BlockError(f"page {page} is not allocated")
+            self._ref_counts[page] += 1
 
-    def publish(self, page: int, key: bytes) -> None:
-        """A held page is full and won't be written to again: others may find it. The first page of a key stays the one
-        that is found. Raises BlockError for a page that nobody holds."""
-        if page not in self._holders:
-            raise BlockError(f"page {page} is not taken")
-        if key not in self._pages and page not in self._keys:
-            self._pages[key] = page
-            self._keys[page] = key
+    def cache(self, page: int, page_hash: bytes) -> None:
+        """Make a full page available to ``lookup``; it must not be written again. If the hash is cached already, the
+        earlier page stays. Raises BlockError for a page without references."""
+        if page not in self._ref_counts:
+            raise BlockError(f"page {page} is not allocated")
+        if page_hash not in self._page_by_hash and page not in self._hash_by_page:
+            self._page_by_hash[page_hash] = page
+            self._hash_by_page[page] = page_hash
 
-    def free(self, pages: Sequence[int]) -> None:
-        """One holder lets go of each. Raises BlockError for one that isn't taken."""
-        for page in reversed(pages):  # a prefix is of use without its continuation, but not the other way round
-            if page not in self._holders:
-                raise BlockError(f"page {page} is not taken")
-            self._holders[page] -= 1
-            if self._holders[page]:
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop one reference to each page. Raises BlockError for a page without one."""
+        for page in reversed(pages):  # evict the end of a prefix first: its beginning is of use without it
+            if page not in self._ref_counts:
+                raise BlockError(f"page {page} is not allocated")
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page]:
                 continue
-            del self._holders[page]
-            if page in self._keys:
-                self._idle[page] = None
+            del self._ref_counts[page]
+            if page in self._hash_by_page:
+                self._lru[page] = None
             else:
                 heapq.heappush(self._free, page)
 
-    def freed_with(self, holdings: Iterable[Sequence[int]]) -> int:
-        """How many pages nobody would hold any more if the holders of these let go of them."""
-        times = Counter(page for pages in holdings for page in pages)
-        return sum(self._holders[page] == count for page, count in times.items())
+    def num_freed_by(self, holdings: Iterable[Sequence[int]]) -> int:
+        """Return how many pages would lose their last reference if each of ``holdings`` were released."""
+        counts = Counter(page for pages in holdings for page in pages)
+        return sum(self._ref_counts[page] == count for page, count in counts.items())
 
     def check_all_free(self) -> None:
-        """Raises BlockError naming how many pages leaked, if any did."""
-        if self._holders:
-            raise BlockError(f"{len(self._holders)} of {self.num_pages} pages were never given back")
+        """Raise BlockError with the number of leaked pages, if any."""
+        if self._ref_counts:
+            raise BlockError(f"{len(self._ref_counts)} of {self.num_pages} pages were never released")
 
     def _evict(self) -> int:
-        page = next(iter(self._idle))
-        del self._idle[page]
-        del self._pages[self._keys.pop(page)]
+        page = next(iter(self._lru))
+        del self._lru[page]
+        del self._page_by_hash[self._hash_by_page.pop(page)]
         return page

@@ -1,8 +1,8 @@
-"""In which order a request's keys and values travel: a transfer's rows, and the KV cache as rows.
+"""Order in which a request's keys and values are transferred: a transfer's rows, and the KV cache as rows.
 
-A row is one token's keys, or its values, in one layer. Tokens go in groups, so that what prefill computes first goes
-first; within a group the keys and then the values of layer 0, of layer 1, …, each token by token: what a layer leaves
-behind for a group are two runs of rows, which go out while the next layer is computed.
+A row is one token's keys, or its values, in one layer. Tokens are transferred in groups, so that the first computed
+ones go first. A group consists of the keys and then the values of layer 0, of layer 1, and so on, each token by token.
+So a layer produces two runs of rows for a group, which are sent while the next layer is computed.
 """
 
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from triptych.layers.attention.base import KVTensors
 
 GROUP = 512
-"""Tokens in a group. Larger ones make longer runs; but what a receive pool holds less of than a group comes in parts,
-and most of these are whole only once the last layer is computed. Smaller ones than a step's tokens, too, leave more to
-do after its last layer: a group's rows are all read before the next one's."""
+"""Tokens in a group. Larger groups make longer runs, but with a receive pool smaller than a group most parts are
+complete only after the last layer. Groups smaller than a step's tokens leave more to send after its last layer, since a
+group's rows are all read before the next one's."""
 
 LAYER_ROWS = 2 * GROUP
-"""What a layer leaves behind for a whole group."""
+"""Rows that a layer produces for a whole group."""
 
 KEYS, VALUES = 0, 1
 
 
 @dataclass(frozen=True)
 class KVRun:
-    """Rows ``[first_row, first_row + num_tokens)``: the keys or values (``part``) in ``layer`` of tokens from ``token``
-    on. Tokens count from the transfer's first."""
+    """Rows ``[first_row, first_row + num_tokens)`` of a transfer: the keys or values of consecutive tokens in one
+    layer."""
 
     layer: int
     part: int
@@ -39,7 +39,7 @@ class KVRun:
 
 @dataclass(frozen=True)
 class KVRows:
-    """The rows of ``num_tokens`` tokens in ``num_layers`` layers."""
+    """Rows of ``num_tokens`` tokens in ``num_layers`` layers."""
 
     num_layers: int
     num_tokens: int
@@ -49,7 +49,7 @@ class KVRows:
         return 2 * self.num_layers * self.num_tokens
 
     def of_layer(self, layer: int, token: int, end_token: int) -> Iterator[KVRun]:
-        """The rows of tokens ``[token, end_token)`` in one layer."""
+        """Yield the rows of tokens ``[token, end_token)`` in one layer."""
         while token < end_token:
             group = token - token % GROUP
             length = min(GROUP, self.num_tokens - group)
@@ -60,7 +60,7 @@ class KVRows:
             token = until
 
     def between(self, row: int, end_row: int) -> Iterator[KVRun]:
-        """What the rows ``[row, end_row)`` are, in order."""
+        """Yield what the rows ``[row, end_row)`` contain, in order."""
         while row < end_row:
             group = row // (2 * self.num_layers * GROUP) * GROUP
             length = min(GROUP, self.num_tokens - group)
@@ -72,7 +72,7 @@ class KVRows:
 
 
 class CacheRows:
-    """A KV cache on the CPU as rows of bytes: views, so what is written here is in the cache."""
+    """A KV cache on the CPU as rows of bytes. Views: writing to them writes to the cache."""
 
     def __init__(self, cache: KVTensors) -> None:
         self._parts = [(_rows(keys), _rows(values)) for keys, values in zip(cache.keys, cache.values, strict=True)]
@@ -83,8 +83,8 @@ class CacheRows:
         return len(self._parts)
 
     def of(self, layer: int, part: int, pages: list[int], token: int, num_tokens: int) -> Iterator[NDArray[np.uint8]]:
-        """Tokens ``[token, token + num_tokens)`` of a request that lies in these pages: as few views as there are
-        consecutive runs, uint8 of shape (n, row_bytes)."""
+        """Yield tokens ``[token, token + num_tokens)`` of a request with these pages, as one view per run of
+        consecutive pages: uint8 of shape (n, row_bytes)."""
         end = token + num_tokens
         while token < end:
             index, offset = divmod(token, self._page_size)

@@ -1,4 +1,4 @@
-"""How what prefill leaves in the KV cache gets to the instance that decodes: layer by layer, while it is computed."""
+"""Sends KV to the decode instance, layer by layer, while prefill computes it."""
 
 import functools
 import logging
@@ -18,122 +18,125 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Leaving:
-    """A request's KV on its way. Tokens ``[first_token, …)`` of it go; once it has all its pages it is offered, and
-    its ``pages`` are held until that is over. ``provided`` is, by layer, the first token that has not been provided."""
+class _OutgoingKV:
+    """One request's KV transfer."""
 
     request_id: RequestId
     transfer: TransferId
     consumer: Address
     first_token: int
+    """First token whose KV is sent."""
     rows: KVRows
     provided: list[int]
+    """By layer, the first token that has not been provided."""
     timeout: float
     pages: list[int] = field(default_factory=list)
+    """The request's pages, retained from the offer to the end of the transfer."""
 
 
 class KVSink:
-    """The transfers of all requests that an instance prefills, over its sender."""
+    """KV transfers of all requests that an instance prefills, over its sender."""
 
     def __init__(self, sender: Sender, cache: CacheRows, pool: PagePool, layout: RowLayout) -> None:
         self._sender = sender
         self._cache = cache
         self._pool = pool
         self._layout = layout
-        self._leaving: dict[RequestId, _Leaving] = {}
-        self._holding: set[_Leaving] = set()
-        self._unwanted: list[_Leaving] = []
+        self._outgoing: dict[RequestId, _OutgoingKV] = {}
+        self._retained: set[_OutgoingKV] = set()
+        self._cancelled: list[_OutgoingKV] = []
 
     def expect(self, prefill: Prefill, num_tokens: int) -> None:
-        """The KV of so many tokens will go. Raises TransferError for a transfer that is under way."""
+        """Announce that the KV of ``num_tokens`` tokens will be sent. Raises TransferError if the transfer is under way
+        already."""
         request_id, transfer = prefill.generate.request, prefill.transfer
-        if transfer in self._sender or any(leaving.transfer == transfer for leaving in self._leaving.values()):
+        if transfer in self._sender or any(outgoing.transfer == transfer for outgoing in self._outgoing.values()):
             raise TransferError(f"transfer {transfer} is under way already")
         rows = KVRows(self._cache.num_layers, num_tokens - prefill.first_token)
         provided, timeout = [prefill.first_token] * self._cache.num_layers, prefill.generate.timeout
-        self._leaving[request_id] = _Leaving(
+        self._outgoing[request_id] = _OutgoingKV(
             request_id, transfer, prefill.consumer, prefill.first_token, rows, provided, timeout
         )
 
-    def started(self, chunks: Sequence[Chunk]) -> None:
-        """A step begins. Those of its requests that have all their pages now, for good, are new here: their KV is
-        offered, and what the cache holds of it goes."""
+    def step_started(self, chunks: Sequence[Chunk]) -> None:
+        """Handle the start of a step. The KV of requests that have just got all their pages is offered, and its cached
+        part is provided."""
         for chunk in chunks:
-            leaving = self._leaving.get(chunk.request.id) if chunk.request.sends_pages else None
-            if leaving is not None and not leaving.pages and self._offer(leaving, chunk.request.pages):
+            outgoing = self._outgoing.get(chunk.request.id) if chunk.request.sends_pages else None
+            if outgoing is not None and not outgoing.pages and self._offer(outgoing, chunk.request.pages):
                 for layer in range(self._cache.num_layers):
-                    self._provide(leaving, layer, chunk.start)
+                    self._provide(outgoing, layer, chunk.start)
 
-    def computed(self, layer: int, chunks: Sequence[Chunk]) -> None:
-        """A layer of a step is done: its keys and values go, unless they went before in a step that then failed."""
+    def layer_computed(self, layer: int, chunks: Sequence[Chunk]) -> None:
+        """Provide the keys and values of a layer, unless a step that failed later has provided them before."""
         for chunk in chunks:
-            leaving = self._leaving.get(chunk.request.id)
-            if leaving is not None and leaving.pages:
-                self._provide(leaving, layer, chunk.start + chunk.length)
+            outgoing = self._outgoing.get(chunk.request.id)
+            if outgoing is not None and outgoing.pages:
+                self._provide(outgoing, layer, chunk.start + chunk.length)
 
-    def leave(self, request_id: RequestId) -> None:
-        """All of the request's KV has been provided; what is left to do is the sender's."""
-        del self._leaving[request_id]
+    def complete(self, request_id: RequestId) -> None:
+        """Record that all of the request's KV has been provided. The sender does the rest."""
+        del self._outgoing[request_id]
 
-    def give_up(self, request_id: RequestId, reason: str) -> None:
-        """The rest will never exist."""
-        if leaving := self._leaving.pop(request_id, None):
-            self._sender.abort(leaving.transfer, reason)
+    def abort(self, request_id: RequestId, reason: str) -> None:
+        """Abort a request's transfer."""
+        if outgoing := self._outgoing.pop(request_id, None):
+            self._sender.abort(outgoing.transfer, reason)
 
-    def take_unwanted(self) -> list[RequestId]:
-        """The requests whose KV nobody waits for any more, though they aren't done."""
-        unwanted, self._unwanted = self._unwanted, []
-        return [leaving.request_id for leaving in unwanted if self._leaving.get(leaving.request_id) is leaving]
+    def take_cancelled(self) -> list[RequestId]:
+        """Return the unfinished requests whose transfers have ended since the last call."""
+        cancelled, self._cancelled = self._cancelled, []
+        return [outgoing.request_id for outgoing in cancelled if self._outgoing.get(outgoing.request_id) is outgoing]
 
-    def of_consumer(self, consumer: Address) -> list[RequestId]:
-        """The requests whose KV isn't all there yet, and goes to that instance."""
-        return [leaving.request_id for leaving in self._leaving.values() if leaving.consumer == consumer]
+    def requests_for(self, consumer: Address) -> list[RequestId]:
+        """Return the unfinished requests whose KV goes to that consumer."""
+        return [outgoing.request_id for outgoing in self._outgoing.values() if outgoing.consumer == consumer]
 
     def check_idle(self) -> None:
-        """Raises BlockError when pages are held for transfers that are over."""
-        if self._sender.idle and self._holding:
-            raise BlockError(f"pages of {len(self._holding)} transfers are held while nothing is being sent")
+        """Raise BlockError if pages are retained although no transfer is under way."""
+        if self._sender.idle and self._retained:
+            raise BlockError(f"pages of {len(self._retained)} transfers are held while nothing is being sent")
 
     @property
     def idle(self) -> bool:
-        """Whether no page is held."""
-        return not self._holding
+        """Whether no pages are retained."""
+        return not self._retained
 
-    def _provide(self, leaving: _Leaving, layer: int, end_token: int) -> None:
-        """All of a layer's tokens below ``end_token`` are computed."""
-        first, token = leaving.first_token, leaving.provided[layer]
+    def _provide(self, outgoing: _OutgoingKV, layer: int, end_token: int) -> None:
+        """Provide a layer's tokens below ``end_token``."""
+        first, token = outgoing.first_token, outgoing.provided[layer]
         if end_token <= token:
             return
-        leaving.provided[layer] = end_token
-        for run in leaving.rows.of_layer(layer, token - first, end_token - first):
+        outgoing.provided[layer] = end_token
+        for run in outgoing.rows.of_layer(layer, token - first, end_token - first):
             row = run.first_row
-            for views in self._cache.of(layer, run.part, leaving.pages, first + run.token, run.num_tokens):
-                self._sender.provide(leaving.transfer, views, row)
+            for views in self._cache.of(layer, run.part, outgoing.pages, first + run.token, run.num_tokens):
+                self._sender.provide(outgoing.transfer, views, row)
                 row += len(views)
 
-    def _offer(self, leaving: _Leaving, pages: list[int]) -> bool:
-        leaving.pages = list(pages)
-        self._pool.hold(leaving.pages)
-        self._holding.add(leaving)
-        over = functools.partial(self._over, leaving)
+    def _offer(self, outgoing: _OutgoingKV, pages: list[int]) -> bool:
+        outgoing.pages = list(pages)
+        self._pool.retain(outgoing.pages)
+        self._retained.add(outgoing)
+        on_end = functools.partial(self._on_transfer_end, outgoing)
         try:
             self._sender.offer(
-                leaving.transfer,
-                leaving.consumer,
-                leaving.rows.num_rows,
+                outgoing.transfer,
+                outgoing.consumer,
+                outgoing.rows.num_rows,
                 self._layout,
-                over,
-                timeout=leaving.timeout,
+                on_end,
+                timeout=outgoing.timeout,
             )
-        except TransferError as error:  # an instance that encodes, too, may have been given the name twice
+        except TransferError as error:  # on an instance that also encodes, the name may be in use
             log.error("%s", error)
-            over(complete=False)
+            on_end(complete=False)
             return False
         return True
 
-    def _over(self, leaving: _Leaving, complete: bool) -> None:
-        self._holding.remove(leaving)
-        self._pool.free(leaving.pages)
-        # all its rows may be there before the token after them is
-        if self._leaving.get(leaving.request_id) is leaving and not complete:
-            self._unwanted.append(leaving)
+    def _on_transfer_end(self, outgoing: _OutgoingKV, complete: bool) -> None:
+        self._retained.remove(outgoing)
+        self._pool.release(outgoing.pages)
+        # rows may all be sent before the prompt's next token is sampled
+        if self._outgoing.get(outgoing.request_id) is outgoing and not complete:
+            self._cancelled.append(outgoing)

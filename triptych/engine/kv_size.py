@@ -1,4 +1,4 @@
-"""How large the KV cache is: a policy, without tensors."""
+"""Sizing of the KV cache: a policy, without tensors."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class KVSize:
-    """``context_length`` is the longest request, in tokens: what the model, the settings and the pages allow."""
+    """Size of a KV cache, and what it limits."""
 
     num_pages: int
     page_size: int
     context_length: int
+    """Longest request that the model, the settings and the pages allow, in tokens."""
     num_bytes: int
 
     def __str__(self) -> str:
@@ -25,10 +26,10 @@ class KVSize:
 
 
 def kv_size(engine: EngineConfig, *, token_bytes: int, model_context: int, available: int) -> KVSize:
-    """The KV cache of one instance. ``token_bytes``: keys and values of one token in all layers; ``model_context``: the
-    longest request the model was made for, in tokens; ``available``: bytes of free memory.
+    """Return the size of an instance's KV cache. ``token_bytes``: keys and values of one token in all layers;
+    ``model_context``: the longest request that the model supports, in tokens; ``available``: bytes of free memory.
 
-    Raises StartError when the settings ask for more than there is, or for requests that wouldn't fit.
+    Raises StartError if the settings exceed the memory, or ask for requests that wouldn't fit.
     """
     if engine.max_model_len > model_context:
         raise StartError(f"--max-model-len {engine.max_model_len} exceeds the {model_context} tokens of the model")
@@ -53,7 +54,7 @@ def _num_pages(engine: EngineConfig, page_bytes: int, longest: int, available: i
         return -(-engine.kv_cache_tokens // engine.page_size)
     num_bytes = engine.kv_cache_memory.of(available)
     most = engine.max_num_seqs * -(-longest // engine.page_size)
-    return min(num_bytes // page_bytes, most)  # no more than all requests could use at their longest
+    return min(num_bytes // page_bytes, most)  # no more than max_num_seqs requests of the longest kind can use
 
 
 def _amount(engine: EngineConfig) -> str:
@@ -65,5 +66,5 @@ def _amount(engine: EngineConfig) -> str:
 
 
 def gib(num_bytes: int) -> str:
-    """As people read it."""
+    """Format a number of bytes for people."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.2f} MiB"

@@ -1,4 +1,4 @@
-"""Decode steps, padded to a given number of rows, in host memory."""
+"""Pads decode steps to a given number of rows, in host memory."""
 
 from dataclasses import replace
 
@@ -10,14 +10,14 @@ from triptych.layers.decoder import ForwardBatch
 
 
 def only_decodes(batch: ForwardBatch) -> bool:
-    """Whether every request has one new token, none of them media."""
+    """Whether every request has one new token, and none is a media token."""
     return not len(batch.media_index) and all(query_len == 1 for query_len in batch.attention.query_lens)
 
 
 def padded(batch: ForwardBatch, num_rows: int, scratch_page: int, page_size: int) -> ForwardBatch:
-    """A step that only decodes with further rows up to ``num_rows``: each one the first token of a request of its own,
-    whose K and V go to the first slot of the scratch page, which belongs to nobody. No row sees another, so the results
-    of the rest don't change; nor does ``logits_index``."""
+    """Pad a decode step to ``num_rows`` rows. Each padding row is the first token of a request of its own, and writes
+    its K and V to the first slot of the scratch page, which no request uses. Rows are independent, so the other results
+    don't change; nor does ``logits_index``."""
     rows = num_rows - len(batch.tokens)
     attention = batch.attention
     scratch = torch.tensor([scratch_page], dtype=torch.int64)

@@ -1,9 +1,9 @@
-"""The names of filled KV pages: equal names, equal keys and values.
+"""Hashes of full KV pages: pages with equal hashes hold equal keys and values.
 
-What a token's keys and values depend on is every token up to it, the content of the media among them, and their
-positions, which follow from these two. So a page's name is a hash over the name of the page before it, its tokens, and
-which rows of which item its media tokens stand for. A salt in the first name keeps apart those who shall not learn from
-response times what others have asked.
+The keys and values of a token depend on all tokens up to it, including the content of media, and on their positions,
+which follow from these. So a page's hash covers the previous page's hash, the page's tokens, and which rows of which
+item its media tokens stand for. The first hash covers the request's salt: clients with different salts share no pages,
+and so cannot infer each other's prompts from response times.
 """
 
 from array import array
@@ -14,13 +14,13 @@ from triptych.engine.request import Request
 
 
 def extend_page_hashes(request: Request, page_size: int, num_pages: int) -> None:
-    """Adds to ``request.page_hashes`` until there are ``num_pages`` (which must be full of tokens)."""
-    keys = request.page_hashes
-    while len(keys) < num_pages:
-        start = len(keys) * page_size
-        digest = blake3(keys[-1] if keys else request.cache_salt.encode())
+    """Extend ``request.page_hashes`` to ``num_pages`` pages, all of which must be full of tokens."""
+    hashes = request.page_hashes
+    while len(hashes) < num_pages:
+        start = len(hashes) * page_size
+        digest = blake3(hashes[-1] if hashes else request.cache_salt.encode())
         digest.update(array("q", request.tokens[start : start + page_size]).tobytes())
         for item in request.items:
             for token, row, length in item.placement.runs(start, start + page_size):
                 digest.update(f"|{item.key}|{token - start}|{row}|{length}".encode())
-        keys.append(digest.digest())
+        hashes.append(digest.digest())

@@ -1,4 +1,4 @@
-"""One request as the language engine sees it: tokens, what of them is in the KV cache, and the pages that hold it."""
+"""A request as the engine sees it: its tokens, and which of them are in the KV cache on which pages."""
 
 from dataclasses import dataclass, field
 
@@ -12,47 +12,52 @@ from triptych.types import RequestId
 
 @dataclass(eq=False)
 class Request:
-    """Prompt, output and progress of one request.
-
-    ``tokens`` is the prompt followed by what was generated; ``positions`` is float64 of shape (3, prompt tokens);
-    ``num_computed`` tokens have their keys and values in ``pages``, the first ``num_reused`` of the prompt's without
-    having been computed for this request; ``prompt_logprobs`` tell of those that have been, if that is asked for.
-    Filled in by the scheduler: ``arrival`` and what follows it. Filled in by the host: ``tokens`` beyond the prompt,
-    ``prompt_logprobs``.
-
-    ``timeout`` is how many seconds its request had when it came.
-
-    ``ready`` is what was ready when the scheduler last looked. One that is ``running`` has one of the places among
-    ``max_num_seqs``; ``num_passed`` says how often later ones have taken pages that it had or needed.
-    One that isn't ``prefilled_here`` is ``admitted`` when it gets its pages, before its KV comes; one that isn't
-    ``decoded_here`` takes those of all its tokens at once and keeps them from when its KV is sent from there
-    (``sends_pages``).
-    """
+    """Prompt, output and progress of one request."""
 
     id: RequestId
     tokens: list[int]
+    """The prompt, followed by the generated tokens, which the loop appends."""
     positions: NDArray[np.float64]
+    """Rope positions of the prompt, of shape (3, prompt tokens)."""
     next_position: float
+    """Rope position of the first generated token."""
     items: list[PlacedItem]
     sampling: SamplingParams
     eos_token_ids: frozenset[int]
     cache_salt: str = ""
     timeout: float = 0.0
+    """Seconds between the request's arrival and its deadline."""
     prefilled_here: bool = True
+    """Whether this instance prefills the request. If not, its KV is received from a prefill instance."""
     decoded_here: bool = True
+    """Whether this instance decodes the request. If not, its KV is sent to a decode instance."""
     history: History = field(init=False)
+
+    # Set by the scheduler.
     arrival: int = 0
-    ready: int = 0
+    """Position in the queue."""
+    num_ready: int = 0
+    """Ready tokens when the scheduler last checked."""
     running: bool = False
+    """Whether the request occupies one of the ``max_num_seqs`` slots."""
     admitted: bool = False
+    """Whether a request that another instance prefills has its pages. Its KV follows."""
     sends_pages: bool = False
-    num_passed: int = 0
+    """Whether KV is being sent from the pages. Then the request has the pages of all its tokens and can't be
+    preempted."""
+    num_bypassed: int = 0
+    """How often later requests have taken pages that this one had or needed."""
     num_computed: int = 0
+    """Leading tokens whose keys and values are in ``pages``."""
     num_reused: int = 0
-    num_published: int = 0
+    """Leading tokens of the prompt that were found in the prefix cache."""
+    num_cached_pages: int = 0
+    """Leading pages that are in the prefix cache."""
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
+
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """Log probabilities of the prompt's computed chunks, if requested. Set by the loop."""
 
     def __post_init__(self) -> None:
         self.history = History(self.tokens, len(self.tokens))
@@ -67,54 +72,54 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """The most tokens the request can come to. The last one generated is never computed, but counts."""
+        """Largest number of tokens that the request can reach, including the last one, which is never computed."""
         return self.num_prompt + self.sampling.max_tokens
 
     @property
     def decoding(self) -> bool:
-        """Whether exactly the newest token is left to compute."""
-        return self.running and self.lacks_newest_only
+        """Whether the request runs and exactly its newest token is left to compute."""
+        return self.running and self.only_newest_left
 
     @property
-    def lacks_newest_only(self) -> bool:
-        """Whether an answer has begun, and all but its newest token is computed."""
+    def only_newest_left(self) -> bool:
+        """Whether generation has begun and all but the newest token are computed."""
         return self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
 
     @property
-    def wholly_ready(self) -> bool:
-        """Whether nothing more must come from elsewhere before the next token."""
-        return self.ready >= len(self.tokens)
+    def fully_ready(self) -> bool:
+        """Whether all tokens are ready."""
+        return self.num_ready >= len(self.tokens)
 
     @property
-    def waits(self) -> bool:
-        """Whether nothing can be computed before something comes from elsewhere."""
-        return self.ready <= self.num_computed if self.prefilled_here else not self.wholly_ready
+    def blocked(self) -> bool:
+        """Whether nothing can be computed before media embeddings, KV or a grammar mask arrive."""
+        return self.num_ready <= self.num_computed if self.prefilled_here else not self.fully_ready
 
     @property
-    def ends_alone(self) -> bool:
-        """Whether the newest token is computed in a step of its own. Logits differ in their last bits with the length
-        of the chunk, and with a grammar they must not depend on how soon its mask is there."""
+    def samples_alone(self) -> bool:
+        """Whether the newest token is computed in a step of its own. Logits differ in their last bits with the chunk's
+        length; with a grammar they must not depend on when the mask arrives."""
         return self.sampling.grammar is not None
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether the prompt's log probabilities are still to be told: they go out with the first token."""
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's log probabilities are still to be sent. They go out with the first token."""
         return self.sampling.prompt_logprobs is not None and not self.num_generated
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """The tokens that end generation. Those of the model are how a grammar ends, even where they are ignored."""
+        """Tokens that end generation. A grammar ends with the model's own end tokens, even if ``ignore_eos`` is set."""
         ignored = self.sampling.ignore_eos and self.sampling.grammar is None
         return frozenset(self.sampling.stop_token_ids) | (frozenset() if ignored else self.eos_token_ids)
 
     def finish_reason(self) -> str | None:
-        """Why generation ends with the newest token, or None when it doesn't."""
+        """Return why generation ends with the newest token; None if it doesn't."""
         if self.tokens[-1] in self.end_token_ids and self.num_generated > self.sampling.min_tokens:
             return "stop"
         return "length" if self.num_generated >= self.sampling.max_tokens else None
 
     def positions_of(self, start: int, count: int) -> list[list[float]]:
-        """Rope positions of tokens ``[start, start + count)``: three lists."""
+        """Return the rope positions of tokens ``[start, start + count)``: three lists."""
         known = min(max(self.num_prompt - start, 0), count)
         offset = self.next_position - self.num_prompt
         generated = [token + offset for token in range(start + known, start + count)]

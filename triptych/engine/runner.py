@@ -1,4 +1,4 @@
-"""Shapes and devices: turns a scheduler's step into one forward pass of the decoder."""
+"""Turns a scheduled step into one forward pass of the decoder."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from triptych.engine.prompt_logprobs import Asked, score
-from triptych.engine.sampler import Choice, SamplingInput, sample
+from triptych.engine.prompt_logprobs import PromptLogprobsQuery, score
+from triptych.engine.sampler import SampleResult, SamplingInput, sample
 from triptych.engine.sampling_batch import num_candidates
 from triptych.engine.scheduler import Chunk
 from triptych.errors import TriptychError
@@ -18,65 +18,69 @@ from triptych.layers.decoder import AfterLayer, ForwardBatch
 from triptych.messages.work import PromptLogprobs
 
 Forward = Callable[[ForwardBatch, KVTensors, AfterLayer | None], Tensor]
-"""A decoder, or what stands before one: runs a step and returns its logits, as ``Decoder.forward`` does."""
+"""A decoder, or a wrapper around one: runs a step and returns its logits, like ``Decoder.forward``."""
 
 
 @dataclass(frozen=True)
 class MediaEmbeddings:
-    """Embedding rows for media tokens of a step. ``index`` is int64 of shape (M,): which of the step's tokens;
-    ``rows`` is of shape (M, row width) in the row dtype."""
+    """Embeddings of a step's M media tokens."""
 
     index: Tensor
+    """Positions among the step's tokens: int64 [M]."""
     rows: Tensor
+    """[M, row width] in the row dtype."""
 
     @classmethod
     def none(cls, embedding_width: int, dtype: torch.dtype) -> "MediaEmbeddings":
-        """For a step without media tokens."""
+        """Return embeddings of a step without media tokens."""
         return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, embedding_width, dtype=dtype))
 
-    def of_tokens(self, start: int, end: int, offset: int) -> "MediaEmbeddings":
-        """Those of the step's tokens ``[start, end)``, which come to begin at ``offset`` in another step."""
+    def slice_tokens(self, start: int, end: int, offset: int) -> "MediaEmbeddings":
+        """Return the embeddings of the step's tokens ``[start, end)``, re-indexed for a step in which these begin at
+        ``offset``."""
         within = (self.index >= start) & (self.index < end)
         return MediaEmbeddings(self.index[within] - start + offset, self.rows[within])
 
     @classmethod
     def joined(cls, parts: "Sequence[MediaEmbeddings]") -> "MediaEmbeddings":
-        """Several, of the same step and of one row width, as one."""
+        """Concatenate embeddings of the same step."""
         return cls(torch.cat([part.index for part in parts]), torch.cat([part.rows for part in parts]))
 
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """What a chunk brings to a step besides its tokens: their rope positions, on three axes; its request's page table,
-    int64 [pages]; and their slots."""
+    """Inputs of a chunk besides its tokens."""
 
     positions: list[list[float]]
+    """Rope positions on three axes."""
     page_table: Tensor
+    """The request's pages: int64 [pages]."""
     slots: list[int]
+    """Slots of the chunk's tokens in the KV cache."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step has brought: ``drawn``, the next token of every chunk that samples, and ``scored``, what was asked
-    about prompts; both in the order of the chunks. An error in the place of either ends that chunk's request alone;
-    None in that of a token: the chunk's last token is to be computed again."""
+    """Results of a step, in the order of its chunks. An error ends its chunk's request alone."""
 
-    drawn: list[Choice]
+    sampled: list[SampleResult]
+    """The next token of every chunk that samples; None if the chunk's last token must be computed again."""
     scored: Sequence[PromptLogprobs | TriptychError] = ()
+    """Prompt log probabilities, for every chunk with a query."""
 
 
 class Runner:
-    """Runs steps on a decoder and its KV tensors. ``run`` is the only part that takes long."""
+    """Runs steps on a decoder and its KV tensors. Only ``run`` takes long."""
 
     def __init__(self, decoder: Forward, cache: KVTensors, page_size: int) -> None:
         self.decoder = decoder
-        self._cache = cache
+        self.cache = cache
         self._page_size = page_size
 
     def batch(self, chunks: Sequence[Chunk], media: MediaEmbeddings) -> ForwardBatch:
-        """The step's tokens, packed in the order of ``chunks``. By lists and one way to make tensors of them: between
-        two steps the processor has none of this in its caches, and each further function costs more than the work."""
-        inputs = [self._inputs(chunk) for chunk in chunks]
+        """Pack a step's tokens in the order of ``chunks``. Built from lists by few functions: between steps none of
+        this is in the processor's caches, and each further call costs more than the work."""
+        inputs = [self.chunk_inputs(chunk) for chunk in chunks]
         starts = accumulate((chunk.length for chunk in chunks), initial=0)
         wanted = [start + token for start, chunk in zip(starts, chunks, strict=False) for token in chunk.wanted]
         return ForwardBatch(
@@ -88,7 +92,7 @@ class Runner:
                 dtype=torch.float64,
             ),
             media_index=media.index,
-            media_rows=media.rows,
+            media_embeddings=media.rows,
             logits_index=torch.tensor(wanted, dtype=torch.int64),
             attention=AttentionBatch(
                 query_lens=[c.length for c in chunks],
@@ -100,34 +104,36 @@ class Runner:
         )
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
-        """Called while a step of these chunks runs: what can be done now for those that will go on. On CPUs nothing,
-        since the step has the cores."""
+        """Called while a step with these chunks runs, to prepare the next one. Does nothing on CPUs, since the step
+        uses all cores."""
 
     def run(
         self,
         batch: ForwardBatch,
-        draws: Sequence[SamplingInput],
-        asked: Sequence[Asked] = (),
+        sampling_inputs: Sequence[SamplingInput],
+        queries: Sequence[PromptLogprobsQuery] = (),
         after_layer: AfterLayer | None = None,
     ) -> StepOutput:
-        """``draws`` are for the chunks that sample, in order; ``asked`` is what ``asked_of`` makes of the chunks;
-        ``after_layer`` as ``Decoder.forward`` has it."""
-        with self._placed(), torch.inference_mode():
-            logits = self._logits(batch, after_layer)
-            scored = score(logits, asked) if asked else []
-            if asked:
-                taken = {row for one in asked for row in range(one.first_row, one.first_row + len(one.tokens))}
+        """Run a step. ``sampling_inputs`` are those of the chunks that sample, in order; ``queries`` is what
+        ``prompt_logprobs_queries`` returns for the chunks; ``after_layer`` is passed to the decoder."""
+        with self._device_context(), torch.inference_mode():
+            logits = self.logits(batch, after_layer)
+            scored = score(logits, queries) if queries else []
+            if queries:
+                taken = {row for one in queries for row in range(one.first_row, one.first_row + len(one.tokens))}
                 logits = logits[[row for row in range(logits.shape[0]) if row not in taken]]
-            return StepOutput(sample(logits, draws) if draws else [], scored)
+            return StepOutput(sample(logits, sampling_inputs) if sampling_inputs else [], scored)
 
-    def _placed(self) -> AbstractContextManager[object]:
-        """Around a step, on the thread that computes."""
+    def _device_context(self) -> AbstractContextManager[object]:
+        """Return a context manager around a step, entered on the compute thread."""
         return nullcontext()
 
-    def _logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
-        return self.decoder(batch, self._cache, after_layer)
+    def logits(self, batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
+        """Run the decoder and return its logits, float32 [L, vocab]."""
+        return self.decoder(batch, self.cache, after_layer)
 
-    def _inputs(self, chunk: Chunk) -> ChunkInputs:
+    def chunk_inputs(self, chunk: Chunk) -> ChunkInputs:
+        """Return a chunk's positions, page table and slots."""
         pages, size = chunk.request.pages, self._page_size
         return ChunkInputs(
             positions=chunk.request.positions_of(chunk.start, chunk.length),
@@ -139,5 +145,5 @@ class Runner:
 
 
 def num_largest(chunk: Chunk) -> list[int]:
-    """For each token that the chunk wants logits of, as ``ForwardBatch.num_largest`` has it."""
+    """Return ``ForwardBatch.num_largest`` of each token whose logits the chunk needs."""
     return [0] * chunk.num_scored + [num_candidates(chunk.request.sampling)] * chunk.samples

@@ -1,5 +1,5 @@
-"""What a step's tokens are chosen by, put into tensors: the half of sampling that needs no logits, and so can be done
-while the model computes them."""
+"""Sampling parameters as tensors: the part of sampling that needs no logits, and so can run while the model computes
+them."""
 
 import time
 from collections.abc import Sequence
@@ -18,93 +18,102 @@ from triptych.engine.history import History
 from triptych.layers.pinned import to_device
 from triptych.messages.work import SamplingParams
 
-MASK_PATIENCE = 0.005
-"""Seconds that a step waits, in all, for grammars' masks that are still being made once its logits are there."""
+MASK_TIMEOUT = 0.005
+"""Seconds that a step waits in total for grammar masks once its logits are computed."""
 
 
 @dataclass(frozen=True)
 class SamplingInput:
-    """What to choose one token by. ``history`` is the request's, ``end_tokens`` are those that end it; ``grammar``
-    says which may come next."""
+    """What determines one token besides the logits."""
 
     sampling: SamplingParams
     history: History
     end_tokens: frozenset[int]
+    """Tokens that end the request."""
     grammar: Matching | None = None
+    """Source of the mask of tokens that may come next."""
 
     @property
     def index(self) -> int:
-        """How many tokens have been generated before."""
+        """Number of tokens generated before."""
         return self.history.num_generated
 
 
 class LogitEdits(NamedTuple):
-    """N logits to change: int64 rows and tokens, float32 numbers to change them by, each [N]."""
+    """Changes to N logits, all tensors of shape [N]."""
 
     rows: Tensor
+    """int64."""
     tokens: Tensor
-    numbers: Tensor
+    """int64."""
+    values: Tensor
+    """float32: the operands that the logits are changed by."""
 
 
 class RandomRows(NamedTuple):
-    """R rows to draw at random: int64 [R], and what each is drawn by, all [R, 1], ``top_k`` int64, the rest float64."""
+    """R rows to sample at random, with their parameters: float64 of shape [R, 1], unless another is given."""
 
     rows: Tensor
+    """int64 [R]."""
     temperatures: Tensor
     thresholds: Tensor
+    """Random numbers in [0, 1), which select from the cumulative distribution."""
     top_k: Tensor
+    """int64."""
     top_p: Tensor
     min_p: Tensor
 
 
-class Plan:
-    """What the rows of a step are drawn by, on the logits' device after one copy that the host doesn't wait for.
+class SamplingBatch:
+    """Sampling parameters of a step's rows, moved to the logits' device in one asynchronous copy.
 
-    ``free`` are drawn from the whole vocabulary, ``limited`` from what min-p, top-k and top-p keep of it, the others
-    aren't drawn at random. ``asking``, int64 [A], want log probabilities. ``masks`` are grammars' bitmasks, by row;
-    ``postponed_rows`` are those whose mask isn't there in time. What there is none of is None.
+    Attributes for which there are no rows are None or empty.
     """
 
-    def __init__(self, draws: Sequence[SamplingInput], vocabulary: int, device: torch.device) -> None:
-        random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-        self.limited_rows = [row for row in random if _is_limited(draws[row].sampling, vocabulary)]
+    def __init__(self, inputs: Sequence[SamplingInput], vocabulary: int, device: torch.device) -> None:
+        random = [row for row, one in enumerate(inputs) if one.sampling.temperature > 0]
+        self.limited_rows = [row for row in random if _is_limited(inputs[row].sampling, vocabulary)]
+        """Rows sampled from the tokens that min-p, top-k and top-p keep; ``limited`` has their parameters."""
         free_rows = sorted(set(random) - set(self.limited_rows))
-        self.asking_rows = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
-        self.most_logprobs = max((draws[row].sampling.logprobs or 0 for row in self.asking_rows), default=0)
-        masks, self.postponed_rows = _masks(draws)
-        changes = [_changes(entries(draws)) for entries in (_seen, _generated, _biases)]
-        chances = [_chances(draws, rows) if rows else None for rows in (free_rows, self.limited_rows)]
-        asking = [torch.tensor(self.asking_rows)] if self.asking_rows else []
-        tensors = [tensor for group in (*changes, *chances) if group is not None for tensor in group]
-        moved = iter(to_device([*tensors, *asking, *masks.values()], device))
-        self.seen, self.generated, self.biases = (None if c is None else LogitEdits(*islice(moved, 3)) for c in changes)
-        self.free, self.limited = (None if c is None else RandomRows(*islice(moved, 6)) for c in chances)
-        self.asking = next(moved) if asking else None
+        self.logprob_rows = [row for row, one in enumerate(inputs) if one.sampling.logprobs is not None]
+        """Rows whose log probabilities are requested; on the device: ``logprob_index``, int64 [A]."""
+        self.max_logprobs = max((inputs[row].sampling.logprobs or 0 for row in self.logprob_rows), default=0)
+        """Largest number of likeliest tokens that a row requests."""
+        masks, self.late_rows = _masks(inputs)
+        edits = [_logit_edits(entries(inputs)) for entries in (_seen, _generated, _biases)]
+        parameters = [_make_random_rows(inputs, rows) if rows else None for rows in (free_rows, self.limited_rows)]
+        logprob_index = [torch.tensor(self.logprob_rows)] if self.logprob_rows else []
+        tensors = [tensor for group in (*edits, *parameters) if group is not None for tensor in group]
+        moved = iter(to_device([*tensors, *logprob_index, *masks.values()], device))
+        self.seen, self.generated, self.biases = (None if e is None else LogitEdits(*islice(moved, 3)) for e in edits)
+        self.free, self.limited = (None if p is None else RandomRows(*islice(moved, 6)) for p in parameters)
+        self.logprob_index = next(moved) if logprob_index else None
         self.masks = dict(zip(masks, moved, strict=True))
+        """Grammars' bitmasks by row. Rows whose mask wasn't available in time are in ``late_rows``."""
 
 
-def _masks(draws: Sequence[SamplingInput]) -> tuple[dict[int, Tensor], list[int]]:
-    """The masks that are there within MASK_PATIENCE, by row, and the rows of the others."""
+def _masks(inputs: Sequence[SamplingInput]) -> tuple[dict[int, Tensor], list[int]]:
+    """Return the masks available within MASK_TIMEOUT, by row, and the rows of the others."""
     masks: dict[int, Tensor] = {}
     late = []
-    end = time.monotonic() + MASK_PATIENCE
-    for row, draw in enumerate(draws):
-        if draw.grammar is None:
+    end = time.monotonic() + MASK_TIMEOUT
+    for row, one in enumerate(inputs):
+        if one.grammar is None:
             continue
-        if (mask := draw.grammar.mask(max(0.0, end - time.monotonic()))) is not None:
+        if (mask := one.grammar.mask(max(0.0, end - time.monotonic()))) is not None:
             masks[row] = bitmask_tensor(mask)
         else:
             late.append(row)
     return masks, late
 
 
-def chances_of(draws: Sequence[SamplingInput], rows: Sequence[int], device: torch.device) -> RandomRows:
-    """By what some of the rows are drawn, on a device."""
-    return RandomRows(*to_device(_chances(draws, rows), device))
+def make_random_rows(inputs: Sequence[SamplingInput], rows: Sequence[int], device: torch.device) -> RandomRows:
+    """Return the parameters of some of the rows, on ``device``."""
+    return RandomRows(*to_device(_make_random_rows(inputs, rows), device))
 
 
 def num_candidates(sampling: SamplingParams) -> int:
-    """From how many of the largest logits a token is chosen; 0 if it may be from any, or if others matter, too."""
+    """Return how many of the largest logits the token is chosen from; 0 if others matter too."""
     changed = sampling.logit_bias or sampling.min_tokens or sampling.grammar is not None
     penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
     if changed or penalties or sampling.logprobs is not None:
@@ -113,13 +122,13 @@ def num_candidates(sampling: SamplingParams) -> int:
 
 
 def uniform(seed: int, index: int) -> float:
-    """The ``index``-th number in [0, 1) of a seed's own stream: counter-based (Philox; Salmon et al., SC'11), so it
-    can be drawn out of order and after a preemption without keeping any state."""
+    """Return the ``index``-th number in [0, 1) of a seed's stream. The generator is counter-based (Philox; Salmon et
+    al., SC'11), so numbers can be drawn in any order and again after a preemption, without state."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())
 
 
-def _chances(draws: Sequence[SamplingInput], rows: Sequence[int]) -> RandomRows:
-    chosen = [draws[row] for row in rows]
+def _make_random_rows(inputs: Sequence[SamplingInput], rows: Sequence[int]) -> RandomRows:
+    chosen = [inputs[row] for row in rows]
     numbers = [
         (d.sampling.temperature, uniform(d.sampling.seed, d.index), d.sampling.top_p, d.sampling.min_p) for d in chosen
     ]
@@ -135,10 +144,10 @@ def _is_limited(sampling: SamplingParams, vocabulary: int) -> bool:
 
 
 Entry = tuple[int, NDArray[np.int64], NDArray[np.float32]]
-"""A row, tokens [N], and the numbers that their logits are changed by [N]."""
+"""A row, tokens [N], and the operands that their logits are changed by [N]."""
 
 
-def _changes(entries: Sequence[Entry]) -> LogitEdits | None:
+def _logit_edits(entries: Sequence[Entry]) -> LogitEdits | None:
     if not entries:
         return None
     rows = np.repeat([row for row, _, _ in entries], [len(tokens) for _, tokens, _ in entries])
@@ -146,31 +155,31 @@ def _changes(entries: Sequence[Entry]) -> LogitEdits | None:
     return LogitEdits(torch.from_numpy(rows), torch.from_numpy(tokens), torch.from_numpy(numbers))
 
 
-def _seen(draws: Sequence[SamplingInput]) -> list[Entry]:
+def _seen(inputs: Sequence[SamplingInput]) -> list[Entry]:
     return [
-        (row, tokens, np.full(len(tokens), draw.sampling.repetition_penalty, np.float32))
-        for row, draw in enumerate(draws)
-        if draw.sampling.repetition_penalty != 1
-        for tokens, _ in [draw.history.seen.now()]
+        (row, tokens, np.full(len(tokens), one.sampling.repetition_penalty, np.float32))
+        for row, one in enumerate(inputs)
+        if one.sampling.repetition_penalty != 1
+        for tokens, _ in [one.history.seen.update()]
     ]
 
 
-def _generated(draws: Sequence[SamplingInput]) -> list[Entry]:
+def _generated(inputs: Sequence[SamplingInput]) -> list[Entry]:
     return [
-        (row, tokens, counts * np.float32(draw.sampling.frequency_penalty) + np.float32(draw.sampling.presence_penalty))
-        for row, draw in enumerate(draws)
-        if draw.sampling.frequency_penalty or draw.sampling.presence_penalty
-        for tokens, counts in [draw.history.generated.now()]
+        (row, tokens, counts * np.float32(one.sampling.frequency_penalty) + np.float32(one.sampling.presence_penalty))
+        for row, one in enumerate(inputs)
+        if one.sampling.frequency_penalty or one.sampling.presence_penalty
+        for tokens, counts in [one.history.generated.update()]
     ]
 
 
-def _biases(draws: Sequence[SamplingInput]) -> list[Entry]:
-    """Each token once a row: a ban is a bias of minus infinity, and outweighs any other."""
+def _biases(inputs: Sequence[SamplingInput]) -> list[Entry]:
+    """Return one entry per row with a bias. A banned token has a bias of minus infinity, which replaces any other."""
     entries: list[Entry] = []
-    for row, draw in enumerate(draws):
-        biases = dict(draw.sampling.logit_bias)
-        if draw.index < draw.sampling.min_tokens:
-            biases |= dict.fromkeys(draw.end_tokens, float("-inf"))
+    for row, one in enumerate(inputs):
+        biases = dict(one.sampling.logit_bias)
+        if one.index < one.sampling.min_tokens:
+            biases |= dict.fromkeys(one.end_tokens, float("-inf"))
         if biases:
             entries.append((row, np.array([*biases], np.int64), np.array([*biases.values()], np.float32)))
     return entries

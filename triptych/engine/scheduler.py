@@ -1,27 +1,27 @@
-"""Which request computes which tokens in the next step. Holds no device and no socket.
+"""Decides which request computes which tokens in the next step. Holds no device and no socket.
 
-A request *waits* while nothing beyond its computed tokens is ready: its media rows, its KV or its grammar are still
-to come. The others are *ready*, and are served in order of arrival. ``max_num_seqs`` of them run at a time. Decodes go
-first, one token each, then prompts whose KV is being sent; what is left of the token budget goes to prefill chunks,
-over the longest run of tokens that are ready.
+A request is *blocked* while none of its uncomputed tokens is ready: media embeddings, KV or a grammar mask have yet to
+arrive. The others are served in order of arrival, at most ``max_num_seqs`` at a time. Decodes go first, with one token
+each, then prompts whose KV is being sent. The rest of the token budget goes to prefill chunks of ready tokens.
 
-A request that waits doesn't run. An answer under way that had to wait takes the place of one that arrived later
-(``_give_places_back``). A request that waits keeps its pages, but these are the first to be taken when pages run out.
-A request may take the pages of those that rank after it:
+A blocked request occupies no slot. When an answer under way is no longer blocked, it takes the slot of one that
+arrived later (``_resume_blocked_answers``). A blocked request keeps its pages, but is the first to be preempted when
+pages run out. A request may preempt those of lower precedence:
 
-- First rank those that are *wholly* ready, so that they end without waiting again, in order of arrival.
-- The others follow in order of arrival. They can't take pages from the first, who would take them back.
-- One of the others at a time ranks with the first (``_look_who_is_first``): one that was passed ``MAX_PASSED`` times.
+- *Fully* ready requests come first, in order of arrival: they end without being blocked again.
+- The others follow, in order of arrival. They can't preempt the first group, which would take the pages back.
+- One of the others at a time joins the first group (``_update_precedence``): one bypassed ``MAX_BYPASSED`` times.
 
-Who loses its pages is computed again later. While the first in rank lacks pages, nobody else gets any that it waits
-for; each request is passed a bounded number of times; and any request fits in the pool alone. So everything ends.
+Preempted requests are recomputed later. While the request of highest precedence lacks pages, no other gets pages that
+it needs; each request is bypassed a bounded number of times; and any request fits in the pool alone. So all requests
+end.
 
-A prefill instance sends KV from a request's pages, so it can't take these back. It takes all of a request's pages and
-begins to send once the request is wholly ready; what it computes before that can be preempted.
+A prefill instance sends KV from a request's pages, so these can't be preempted. It allocates all of a request's pages
+and begins to send once the request is fully ready; what it computes before that can be preempted.
 
-A request begins with the pages of its prefix that the pool still knows. It holds them from its arrival on, because
-what it asks the encoder for depends on them. One whose prompt's log probabilities are wanted computes all of it: of a
-prefix, keys and values are known, not logits.
+A request starts with the cached pages of its prefix. It retains them from its arrival on, because they decide which
+items need an encoder. A request for prompt log probabilities reuses no prefix: the cache holds keys and values, not
+logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,21 +33,21 @@ from triptych.engine.request import Request
 from triptych.types import RequestId
 
 MAX_SCORED = 64
-"""Tokens of prompts whose log probabilities one step may tell. Each takes a row of logits: 64 take 39 MB for a
-vocabulary of 152,000, and the head's work of as many requests that decode."""
+"""Prompt tokens whose log probabilities one step may compute. Each takes a row of logits, and as much work in the head
+as a request that decodes."""
 
-MAX_PASSED = 8
-"""How often later requests may take the pages that a waiting one has or needs. Each time it may have to compute, and
-to have its media encoded, from the start."""
+MAX_BYPASSED = 8
+"""How often later requests may take pages that a blocked one has or needs. Each time it may have to be recomputed and
+its media encoded again."""
 
-ReadyTokens = Callable[[Request], int]
-"""How many of a request's tokens, from the first on, are ready: text always is, a media token once its row landed. Of
-one that another instance prefills: all, unless it waits there."""
+CountReadyTokens = Callable[[Request], int]
+"""Returns a request's number of ready leading tokens. Text is always ready, a media token once its embedding has
+arrived. Requests prefilled elsewhere are fully ready unless blocked there."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``[start, start + length)`` of a request, to be computed in this step."""
+    """Tokens ``[start, start + length)`` of a request, to be computed in one step."""
 
     request: Request
     start: int
@@ -55,31 +55,33 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk ends with the newest token, so that the step yields the next one."""
+        """Whether the chunk ends with the request's newest token, so that the step samples the next one."""
         return self.start + self.length == len(self.request.tokens)
 
     @property
     def num_scored(self) -> int:
-        """Of how many of its first tokens the logits tell of the prompt: of all that have another behind them."""
-        if not self.request.scores_prompt:
+        """How many leading tokens of this chunk score a following prompt token."""
+        if not self.request.wants_prompt_logprobs:
             return 0
         return min(self.start + self.length, self.request.num_prompt - 1) - self.start
 
     @property
     def wanted(self) -> range:
-        """The tokens whose logits are wanted, counted from the chunk's first."""
+        """Tokens whose logits are needed, relative to the chunk's start."""
         first = 0 if self.num_scored else self.length - self.samples
         return range(first, self.length if self.samples else first + self.num_scored)
 
 
 @dataclass
-class Step:
-    """One scheduler decision. ``admitted`` requests, whose prefill is another's work, have got their pages;
-    ``preempted`` ones have lost theirs, and with them their media rows."""
+class SchedulerOutput:
+    """One scheduler decision."""
 
     chunks: list[Chunk] = field(default_factory=list)
+    """What to compute in this step."""
     admitted: list[Request] = field(default_factory=list)
+    """Requests prefilled elsewhere, which now have their pages."""
     preempted: list[Request] = field(default_factory=list)
+    """Requests that have lost their pages, and with them their media embeddings."""
 
     @property
     def num_tokens(self) -> int:
@@ -102,25 +104,25 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._requests: dict[RequestId, Request] = {}
         self._first: Request | None = None
-        """The first to have arrived of those that are ready."""
+        """Earliest request that isn't blocked."""
         self._protected: Request | None = None
-        """One that isn't wholly ready, but was passed so often that it ranks as if it were."""
+        """A request that isn't fully ready, but was bypassed so often that it has the precedence of one that is."""
         self._arrivals = 0
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
 
     def add(self, request: Request) -> None:
-        """Puts a request at the end of the line, with the pages of its prefix that are known."""
+        """Append a request to the queue, with the cached pages of its prefix."""
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.id] = request
-        self._reuse(request, len(request.tokens) - 1)  # the last token must be computed: its logits are wanted
-        self.num_prefix_queries += len(request.tokens) if self._may_reuse(request) else 0
+        self._reuse_prefix(request, len(request.tokens) - 1)  # the last token is always computed, for its logits
+        self.num_prefix_queries += len(request.tokens) if self._can_reuse(request) else 0
         self.num_prefix_hits += request.num_reused
 
     def remove(self, request_id: RequestId) -> Request | None:
-        """Takes a request out, whatever it was doing, and its pages back."""
+        """Remove a request in any state and release its pages. Returns it, or None if it isn't there."""
         if request := self._requests.pop(request_id, None):
             self._release(request)
         return request
@@ -134,48 +136,48 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def schedule(self, ready: ReadyTokens) -> Step:
-        """Decides the next step and takes its pages. A step without chunks: nothing is ready."""
-        step = Step()
+    def schedule(self, ready: CountReadyTokens) -> SchedulerOutput:
+        """Decide the next step and allocate its pages. A step without chunks means that nothing is ready."""
+        step = SchedulerOutput()
         for request in self._requests.values():
-            request.ready = ready(request)
-            request.running = request.running and not request.waits
-        self._give_places_back()
-        self._look_who_is_first()
+            request.num_ready = ready(request)
+            request.running = request.running and not request.blocked
+        self._resume_blocked_answers()
+        self._update_precedence()
         for request in self:
             if request.decoding or request.sends_pages:
                 self._add_chunk(step, request)
-        while self._go_on(step):
+        while self._schedule_round(step):
             pass
         return step
 
-    def computed(self, step: Step) -> None:
-        """The step has run: its tokens are in the cache."""
+    def mark_computed(self, step: SchedulerOutput) -> None:
+        """Record that the step has run: its tokens are in the KV cache."""
         for chunk in step.chunks:
             if self._requests.get(chunk.request.id) is chunk.request:
                 chunk.request.num_computed = chunk.start + chunk.length
-                self._publish(chunk.request)
+                self._cache_full_pages(chunk.request)
 
-    def arrived(self, request: Request, num_tokens: int) -> None:
-        """The first ``num_tokens`` tokens of a request that another instance prefills are in its pages."""
+    def mark_received(self, request: Request, num_tokens: int) -> None:
+        """Record that the first ``num_tokens`` tokens of a request that another instance prefills are in its pages."""
         request.num_computed = num_tokens
-        self._publish(request)
+        self._cache_full_pages(request)
 
     def preempt(self, request: Request) -> None:
-        """Takes a request's pages; it gets others when it is its turn again."""
+        """Release a request's pages; it gets new ones when it is scheduled again."""
         self._release(request)
 
-    def _give_places_back(self) -> None:
-        """Answers that had to wait before their next token go on before those that arrived later: otherwise each token
-        of one whose grammar takes its time would wait until another answer ends."""
+    def _resume_blocked_answers(self) -> None:
+        """Give answers that were blocked before their next token the slots of later arrivals. Otherwise an answer with
+        a slow grammar would wait for another answer to end before each token."""
         for request in self:
-            if request.running or request.waits or not (request.pages and request.lacks_newest_only):
+            if request.running or request.blocked or not (request.pages and request.only_newest_left):
                 continue
-            if not self._has_place:
+            if not self._has_free_slot:
                 later = [one for one in self if one.decoding and one.arrival > request.arrival]
                 if not later:
                     return
-                later[-1].running = False  # its turn comes in the next step that has a place
+                later[-1].running = False  # resumes in the next step with a free slot
             request.running = True
 
     @property
@@ -183,167 +185,172 @@ class Scheduler:
         return sum(request.running for request in self._requests.values())
 
     @property
-    def _has_place(self) -> bool:
-        """Whether one more may run."""
+    def _has_free_slot(self) -> bool:
+        """Whether one more request may run."""
         return self._num_running < self._max_num_seqs
 
-    def _look_who_is_first(self) -> None:
-        self._first = next((one for one in self if not one.waits), None)
-        partial = [one for one in self if not one.wholly_ready]
+    def _update_precedence(self) -> None:
+        self._first = next((one for one in self if not one.blocked), None)
+        partial = [one for one in self if not one.fully_ready]
         self._protected = None
-        if any(one.num_passed >= MAX_PASSED for one in partial):
-            # one that can go on goes before it: the rows that it hasn't taken may hold the blocks that this one needs
-            self._protected = next(one for one in partial if one.num_passed >= MAX_PASSED or not one.waits)
+        if any(one.num_bypassed >= MAX_BYPASSED for one in partial):
+            # unblocked requests first: their unread rows may occupy the receive blocks that this one needs
+            self._protected = next(one for one in partial if one.num_bypassed >= MAX_BYPASSED or not one.blocked)
 
-    def _go_on(self, step: Step) -> bool:
-        """All that may have to wait for pages or a place, in order of arrival. Whether another look may find more."""
-        self._look_who_is_first()
+    def _schedule_round(self, step: SchedulerOutput) -> bool:
+        """Schedule, in order of arrival, requests that may lack pages or a slot. Returns whether another round may find
+        more."""
+        self._update_precedence()
         running = self._num_running
-        self._go_on_in_order(step)
+        self._schedule_in_order(step)
         if step.chunks:
             return False
-        # who found no pages has given up its place; and the first may have found in the cache all that is ready of it
-        return self._num_running < running or (self._first is not None and self._first.waits)
+        # one without pages has released its slot; and the first may have found all its ready tokens in the cache
+        return self._num_running < running or (self._first is not None and self._first.blocked)
 
-    def _go_on_in_order(self, step: Step) -> None:
-        passed: list[Request] = []
+    def _schedule_in_order(self, step: SchedulerOutput) -> None:
+        bypassed: list[Request] = []
         for request in self:
             if request.decoding or request.sends_pages or request in step.preempted:
                 continue
             had_pages = len(request.pages)
-            go_on = self._add_chunk if request.prefilled_here else self._admit
-            found = go_on(step, request)
-            if not found and (request.wholly_ready or request is self._protected):
-                break  # those behind it would take the pages it waits for, and new ones would do so for ever
-            if not found:
-                passed.append(request)
+            schedule_one = self._add_chunk if request.prefilled_here else self._admit
+            scheduled = schedule_one(step, request)
+            if not scheduled and (request.fully_ready or request is self._protected):
+                break  # later requests, and new ones forever, would take the pages that it needs
+            if not scheduled:
+                bypassed.append(request)
             elif len(request.pages) > had_pages:
-                for other in passed:
-                    other.num_passed += 1
+                for other in bypassed:
+                    other.num_bypassed += 1
 
-    def _admit(self, step: Step, request: Request) -> bool:
-        """Takes the pages for what another instance prefills. False when it may run and there are none. One whose
-        prefill will wait for media takes only what is free, and doesn't run before its KV comes."""
+    def _admit(self, step: SchedulerOutput, request: Request) -> bool:
+        """Allocate pages for a request that another instance prefills. Returns False if it may run but there are none.
+        A request whose prefill will wait for media takes only free pages, and occupies no slot before its KV
+        arrives."""
         if not request.admitted:
-            if not request.waits and not self._has_place:
+            if not request.blocked and not self._has_free_slot:
                 return True
-            if not self._may_start(step, request):
-                return request.wholly_ready
+            if not self._can_start(step, request):
+                return request.fully_ready
             if not request.pages:
-                self._reuse(request, len(request.tokens) - 1)
-            if not self._take_pages(step, request, len(request.tokens)):
+                self._reuse_prefix(request, len(request.tokens) - 1)
+            if not self._allocate_pages(step, request, len(request.tokens)):
                 return False
             request.admitted = True
-            if request.lacks_newest_only:  # it had lost its pages, and others have kept all that is needed
-                request.ready = len(request.tokens)
+            if request.only_newest_left:  # it was preempted, and the prefix cache still has all its pages
+                request.num_ready = len(request.tokens)
             else:
                 step.admitted.append(request)
-        if not request.waits and self._has_place:
+        if not request.blocked and self._has_free_slot:
             request.running = True
         return not request.decoding or self._add_chunk(step, request)
 
-    def _add_chunk(self, step: Step, request: Request) -> bool:
-        """Adds what the budget allows of a request's ready tokens. False when there are no pages for them."""
-        if request.waits or step.num_tokens >= self._budget or not (request.running or self._has_place):
+    def _add_chunk(self, step: SchedulerOutput, request: Request) -> bool:
+        """Add as many of a request's ready tokens as the budget allows. Returns False if there are no pages for
+        them."""
+        if request.blocked or step.num_tokens >= self._budget or not (request.running or self._has_free_slot):
             return True
-        keeps_pages = request.sends_pages or (not request.decoded_here and request.wholly_ready)
+        keeps_pages = request.sends_pages or (not request.decoded_here and request.fully_ready)
         begins = not request.running and request.num_computed == request.num_reused
-        if (begins or (keeps_pages and not request.sends_pages)) and not self._may_start(step, request):
+        if (begins or (keeps_pages and not request.sends_pages)) and not self._can_start(step, request):
             request.running = False
-            return request.wholly_ready
+            return request.fully_ready
         if not request.pages:
-            self._reuse_late(request)
-        length = min(request.ready - request.num_computed, self._budget - step.num_tokens)
-        if request.ends_alone and (before_newest := len(request.tokens) - 1 - request.num_computed):
+            self._reuse_text_prefix(request)
+        length = min(request.num_ready - request.num_computed, self._budget - step.num_tokens)
+        if request.samples_alone and (before_newest := len(request.tokens) - 1 - request.num_computed):
             length = min(length, before_newest)
-        if request.scores_prompt:
+        if request.wants_prompt_logprobs:
             length = min(length, MAX_SCORED - step.num_scored)
         if length <= 0:
             return True
         wanted = len(request.tokens) if keeps_pages else request.num_computed + length
-        if not self._take_pages(step, request, wanted):
-            request.running = False  # whoever has the pages may need its place
+        if not self._allocate_pages(step, request, wanted):
+            request.running = False  # a request that holds pages may need the slot
             return False
         request.running, request.sends_pages = True, keeps_pages
         step.chunks.append(Chunk(request, request.num_computed, length))
         return True
 
-    def _may_start(self, step: Step, request: Request) -> bool:
-        """Without this, requests that don't fit beside the running ones would start, be preempted, and start again."""
+    def _can_start(self, step: SchedulerOutput, request: Request) -> bool:
+        """Whether a request may start. Without this check, requests that don't fit beside the running ones would start,
+        be preempted and start again."""
         if request in (self._first, self._protected):
             return True
         missing = self.pool.pages_for(len(request.tokens)) - len(request.pages) - self.pool.num_free
-        if missing <= 0 or request.waits:
-            return missing <= 0  # what it takes from others, others would take again
-        waiting = [other.pages for other in self._victims(step, request) if other.waits]
-        return missing <= self.pool.freed_with(waiting)
+        if missing <= 0 or request.blocked:
+            return missing <= 0  # pages that it preempts would be preempted again
+        waiting = [other.pages for other in self._victims(step, request) if other.blocked]
+        return missing <= self.pool.num_freed_by(waiting)
 
-    def _take_pages(self, step: Step, request: Request, tokens: int) -> bool:
-        """Makes the request's pages enough for that many tokens, if need be at others' expense. False when that isn't
-        possible; then nobody loses any."""
+    def _allocate_pages(self, step: SchedulerOutput, request: Request, tokens: int) -> bool:
+        """Extend the request's pages to hold ``tokens`` tokens, preempting others if necessary. Returns False, and
+        preempts none, if that isn't enough."""
         missing = self.pool.pages_for(tokens) - len(request.pages)
         if missing > self.pool.num_free:
             victims = self._victims(step, request)
-            if missing > self.pool.num_free + self.pool.freed_with(victim.pages for victim in victims):
+            if missing > self.pool.num_free + self.pool.num_freed_by(victim.pages for victim in victims):
                 return False
-            victims.sort(key=lambda victim: (victim.waits, victim.arrival))
+            victims.sort(key=lambda victim: (victim.blocked, victim.arrival))
             while missing > self.pool.num_free:
                 self._preempt(step, victims.pop(), request)
         if missing > 0:
-            request.pages += self.pool.take(missing)
+            request.pages += self.pool.allocate(missing)
         return True
 
-    def _preempt(self, step: Step, victim: Request, for_whom: Request) -> None:
-        victim.num_passed += victim.arrival < for_whom.arrival
+    def _preempt(self, step: SchedulerOutput, victim: Request, beneficiary: Request) -> None:
+        victim.num_bypassed += victim.arrival < beneficiary.arrival
         if victim in step.admitted:
             step.admitted.remove(victim)
         self._release(victim)
         step.preempted.append(victim)
         self.num_preemptions += 1
 
-    def _victims(self, step: Step, request: Request) -> list[Request]:
-        """Those that hold pages which ``request`` may take, and that aren't in this step already."""
+    def _victims(self, step: SchedulerOutput, request: Request) -> list[Request]:
+        """Return the requests that ``request`` may preempt and that aren't part of this step."""
         busy = {id(chunk.request) for chunk in step.chunks}
         holders = (one for one in self._requests.values() if one.pages and not one.sends_pages)
         return [one for one in holders if id(one) not in busy and self._rank(one) > self._rank(request)]
 
     def _rank(self, request: Request) -> tuple[bool, int]:
-        """Lower ones may take the pages of higher ones."""
-        return not (request.wholly_ready or request is self._protected), request.arrival
+        """Precedence of a request; a lower one may preempt a higher one."""
+        return not (request.fully_ready or request is self._protected), request.arrival
 
     def _release(self, request: Request) -> None:
-        self.pool.free(request.pages)
+        self.pool.release(request.pages)
         request.pages = []
         request.running = request.admitted = request.sends_pages = False
-        request.ready = request.num_computed = request.num_published = request.num_reused = 0
+        request.num_ready = request.num_computed = request.num_cached_pages = request.num_reused = 0
         request.prompt_logprobs = []
 
     # ── prefixes ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _may_reuse(self, request: Request) -> bool:
-        return self._reuse_prefixes and not request.scores_prompt
+    def _can_reuse(self, request: Request) -> bool:
+        return self._reuse_prefixes and not request.wants_prompt_logprobs
 
-    def _reuse(self, request: Request, num_tokens: int) -> None:
-        """Begins with what is known of the first ``num_tokens`` tokens, in whole pages."""
-        if not self._may_reuse(request):
+    def _reuse_prefix(self, request: Request, num_tokens: int) -> None:
+        """Start with the cached pages of the first ``num_tokens`` tokens."""
+        if not self._can_reuse(request):
             return
         num_pages = num_tokens // self.pool.page_size
         extend_page_hashes(request, self.pool.page_size, num_pages)
-        request.pages = self.pool.find(request.page_hashes[:num_pages])
-        request.num_published = len(request.pages)
+        request.pages = self.pool.lookup(request.page_hashes[:num_pages])
+        request.num_cached_pages = len(request.pages)
         request.num_computed = request.num_reused = len(request.pages) * self.pool.page_size
 
-    def _reuse_late(self, request: Request) -> None:
-        """The same for one that begins only now, or again. Its media rows are on their way already."""
+    def _reuse_text_prefix(self, request: Request) -> None:
+        """The same, up to the first item, for a request that starts late or again: its media transfers are under
+        way."""
         media = request.items[0].placement.start if request.items else len(request.tokens)
-        self._reuse(request, min(media, len(request.tokens) - 1))
+        self._reuse_prefix(request, min(media, len(request.tokens) - 1))
 
-    def _publish(self, request: Request) -> None:
-        """Lets others find the pages that are full now."""
+    def _cache_full_pages(self, request: Request) -> None:
+        """Add newly filled pages to the prefix cache."""
         if not self._reuse_prefixes:
             return
         full = request.num_computed // self.pool.page_size
         extend_page_hashes(request, self.pool.page_size, full)
-        for index in range(request.num_published, full):
-            self.pool.publish(request.pages[index], request.page_hashes[index])
-        request.num_published = full
+        for index in range(request.num_cached_pages, full):
+            self.pool.cache(request.pages[index], request.page_hashes[index])
+        request.num_cached_pages = full

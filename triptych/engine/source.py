@@ -1,9 +1,9 @@
-"""What requests need from other instances before they can go on: rows that land in the instance's receive buffer."""
+"""Rows that requests need from other instances, received into the instance's receive pool."""
 
 import itertools
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from triptych.engine.request import Request
 from triptych.engine.runner import MediaEmbeddings
@@ -13,17 +13,17 @@ from triptych.messages.rows import Abort, Done, Offer, Wrote
 from triptych.messages.stats import ReceivePool
 from triptych.observe.timeline import Interval
 from triptych.stage_loop import Handlers
-from triptych.transfer.receiver import Failure, Receiver
+from triptych.transfer.receiver import Receiver, TransferFailure
 from triptych.types import Address, RequestId, TransferId
 
 
 class RowSource(ABC):
-    """The incoming transfers of all requests of an instance, over its receiver."""
+    """Incoming transfers of all requests of an instance, over its receiver."""
 
     def __init__(self, receiver: Receiver, name: str, address: Address) -> None:
         self._receiver = receiver
         self._address = address
-        # random, because two instances may have been given one name
+        # random, since two instances may have the same name
         self._prefix = f"{name}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._requests: dict[TransferId, RequestId] = {}
@@ -38,36 +38,36 @@ class RowSource(ABC):
         }
 
     @abstractmethod
-    def need(self, request: Request) -> Message | None:
-        """Starts over with a request. What to ask the frontend for, if anything. Called when a request has arrived,
-        when it was admitted, and when it has lost its pages."""
+    def expect(self, request: Request) -> Message | None:
+        """Start, or restart, a request's transfers. Returns the message that asks the frontend for the rows, or None if
+        none are needed. Called when a request has arrived, was admitted, or was preempted."""
 
     @abstractmethod
     def release(self, request_id: RequestId) -> None:
-        """Gives up what a request still waits for."""
+        """Close a request's open transfers."""
 
     @abstractmethod
     def ready_tokens(self, request: Request) -> int:
-        """How many tokens, from the first on, can be computed."""
+        """Return how many leading tokens of a request can be computed."""
 
     @abstractmethod
-    def take(self, chunks: Sequence[Chunk]) -> MediaEmbeddings:
-        """The rows of a step's media tokens."""
+    def gather(self, chunks: Sequence[Chunk]) -> MediaEmbeddings:
+        """Return the embeddings of a step's media tokens."""
 
     @abstractmethod
     def intervals(self, request_id: RequestId) -> list[Interval]:
-        """When the request's rows were on their way."""
+        """Return when the request's rows were transferred."""
 
     @abstractmethod
-    def _note_landed(self, request_id: RequestId, wrote: Wrote) -> None:
-        """Rows of one of the request's transfers have landed."""
+    def _on_rows_landed(self, request_id: RequestId, wrote: Wrote) -> None:
+        """Handle newly landed rows of one of the request's transfers."""
 
     def grant(self) -> None:
-        """Hands blocks that are free to the line."""
+        """Grant free blocks to waiting transfers."""
         self._receiver.grant()
 
-    def take_failures(self) -> list[tuple[RequestId, Failure]]:
-        """The requests of which a transfer has failed, each once, and why."""
+    def take_failures(self) -> list[tuple[RequestId, TransferFailure]]:
+        """Return the requests that have a failed transfer since the last call, each once, with the failure."""
         self._receiver.check_deadlines()
         failures = self._receiver.take_failures()
         return list({self._requests[f.transfer]: f for f in failures if f.transfer in self._requests}.items())
@@ -81,30 +81,35 @@ class RowSource(ABC):
         self._receiver.check_idle()
 
     def stats(self) -> ReceivePool:
-        """The blocks that rows land in, and what has landed so far."""
+        """Return the receive pool's usage and counters."""
         buffer = self._receiver.buffer
         used = buffer.num_blocks - buffer.pool.num_free
         return ReceivePool(buffer.layout.kind.value, buffer.num_blocks, used, self._receiver.counters)
 
     @property
+    def transfers(self) -> Mapping[TransferId, RequestId]:
+        """The expected transfers, with their requests; a live view."""
+        return self._requests
+
+    @property
     def idle(self) -> bool:
-        """Whether nothing is on its way."""
+        """Whether no transfer is under way."""
         return self._receiver.idle
 
     def close(self) -> None:
-        """Takes the receive buffer back from peers."""
+        """Revoke the peers' access to the receive pool."""
         self._receiver.buffer.close()
 
     def __str__(self) -> str:
         return str(self._receiver.counters)
 
-    def _name(self, request_id: RequestId, number: int) -> TransferId:
-        """A transfer of the request's, by a number that no other has."""
-        transfer = TransferId(f"{self._prefix}/{number}")
+    def _new_transfer(self, request_id: RequestId) -> TransferId:
+        """Return the name of a new transfer for the request."""
+        transfer = TransferId(f"{self._prefix}/{next(self._numbers)}")
         self._requests[transfer] = request_id
         return transfer
 
     def _on_wrote(self, wrote: Wrote) -> None:
         self._receiver.on_wrote(wrote)
         if (request_id := self._requests.get(wrote.transfer)) is not None:
-            self._note_landed(request_id, wrote)
+            self._on_rows_landed(request_id, wrote)

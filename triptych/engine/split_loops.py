@@ -1,4 +1,4 @@
-"""The hosts of stage P alone, and of stage D alone: what prefill leaves behind goes from the one to the other."""
+"""Engine loops of prefill and decode instances. KV goes from the former to the latter."""
 
 import logging
 from collections import Counter, deque
@@ -11,8 +11,8 @@ import msgspec
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.kv_source import KVSource
-from triptych.engine.loop import Engine, EngineLoop, logprob_of
-from triptych.engine.prompt_logprobs import Asked, joined
+from triptych.engine.loop import EngineCore, EngineLoop, token_logprob
+from triptych.engine.prompt_logprobs import PromptLogprobsQuery, joined
 from triptych.engine.request import Request
 from triptych.engine.runner import StepOutput
 from triptych.engine.sampler import SampledToken, SamplingInput
@@ -22,13 +22,13 @@ from triptych.layers.decoder import ForwardBatch
 from triptych.messages.codec import Send
 from triptych.messages.work import Failed, Generate, PeerLost, Prefill, Prefilled
 from triptych.stage_loop import Handlers
-from triptych.transfer.receiver import Failure
+from triptych.transfer.receiver import TransferFailure
 from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
 
-MAX_PREFILLS = 3
-"""How many prefill instances a decode instance may lose, one after the other, before it gives a request up."""
+MAX_PREFILL_ATTEMPTS = 3
+"""How many prefill instances in a row may be lost before the decode instance fails the request."""
 
 
 class PrefillLoop(EngineLoop):
@@ -38,9 +38,9 @@ class PrefillLoop(EngineLoop):
 
     def __init__(
         self,
-        engine: Engine,
-        incoming: EmbeddingSource,
-        outgoing: KVSink,
+        engine: EngineCore,
+        source: EmbeddingSource,
+        sink: KVSink,
         *,
         wake: Callable[[], None],
         name: str,
@@ -48,8 +48,8 @@ class PrefillLoop(EngineLoop):
         frontend: Address,
         send: Send,
     ) -> None:
-        super().__init__(engine, incoming, address=address, frontend=frontend, send=send)
-        self._outgoing = outgoing
+        super().__init__(engine, source, address=address, frontend=frontend, send=send)
+        self._sink = sink
         self._wake = wake
         self._name = name
         self._prefills: dict[RequestId, Prefill] = {}
@@ -62,27 +62,27 @@ class PrefillLoop(EngineLoop):
         return handlers
 
     def advance(self) -> None:
-        for request_id in self._outgoing.take_unwanted():
+        for request_id in self._sink.take_cancelled():
             self._remove(request_id)
         super().advance()
 
     def peer_lost(self, lost: PeerLost) -> None:
         super().peer_lost(lost)
-        for request_id in self._outgoing.of_consumer(lost.address):
+        for request_id in self._sink.requests_for(lost.address):
             self._remove(request_id)
 
     def check_idle(self) -> None:
-        self._outgoing.check_idle()
-        if self._outgoing.idle:
+        self._sink.check_idle()
+        if self._sink.idle:
             super().check_idle()
 
     @property
     def idle(self) -> bool:
-        return self._outgoing.idle and super().idle
+        return self._sink.idle and super().idle
 
     def _on_prefill(self, message: Prefill) -> None:
         request_id = message.generate.request
-        self._remove(request_id)  # the decode instance may have lost its pages, or what was sent to it
+        self._remove(request_id)  # the decode instance may have lost its pages, or received rows
         length = len(message.generate.tokens) + len(message.generated)
         if message.first_token >= length:
             self._fail(
@@ -90,125 +90,139 @@ class PrefillLoop(EngineLoop):
             )
             return
         try:
-            self._outgoing.expect(message, length)
+            self._sink.expect(message, length)
         except TransferError as error:
             self._fail(request_id, "InternalError", str(error))
             return
-        if self._begin(message.generate, message.generated):
+        if self._add_request(message.generate, message.generated):
             self._prefills[request_id] = message
         else:
-            self._outgoing.give_up(request_id, "the request can't be prefilled")
+            self._sink.abort(request_id, "the request can't be prefilled")
 
     def _submit(
-        self, chunks: Sequence[Chunk], batch: ForwardBatch, draws: Sequence[SamplingInput], asked: Sequence[Asked]
+        self,
+        chunks: Sequence[Chunk],
+        batch: ForwardBatch,
+        sampling_inputs: Sequence[SamplingInput],
+        queries: Sequence[PromptLogprobsQuery],
     ) -> Future[StepOutput]:
-        self._outgoing.started(chunks)
+        self._sink.step_started(chunks)
 
         def after_layer(layer: int) -> None:
             self._layers.append((layer, chunks))
             self._wake()
 
-        return self._compute.submit(self.runner.run, batch, draws, asked, after_layer)
+        return self._compute.submit(self.runner.run, batch, sampling_inputs, queries, after_layer)
 
     def _collect(self) -> None:
-        over = self._running is not None and self._running.future.done()
-        while self._layers:  # none is left behind by a step that is over
-            self._outgoing.computed(*self._layers.popleft())
+        over = self._running_step is not None and self._running_step.future.done()
+        while self._layers:  # a step that has ended leaves none behind
+            self._sink.layer_computed(*self._layers.popleft())
         if over:
             super()._collect()
 
-    def _take_token(self, request: Request, drawn: SampledToken) -> None:
+    def _append_token(self, request: Request, sampled: SampledToken) -> None:
         request_id = request.id
-        prefill, times = self._prefills[request_id], self._times[request_id]
-        times.transfers += self._incoming.intervals(request_id)
-        intervals = [msgspec.structs.replace(one, engine=self._name) for one in times.until_first_token()]
-        logprob, told = logprob_of(drawn), joined(request.prompt_logprobs)
-        self._send(prefill.consumer, Prefilled(prefill.transfer, drawn.token, logprob, times.reused, intervals, told))
-        self._outgoing.leave(request_id)
+        prefill, timings = self._prefills[request_id], self._timings[request_id]
+        timings.transfers += self.source.intervals(request_id)
+        intervals = [msgspec.structs.replace(one, engine=self._name) for one in timings.until_first_token()]
+        logprob, prompt_logprobs = token_logprob(sampled), joined(request.prompt_logprobs)
+        self._send(
+            prefill.consumer,
+            Prefilled(prefill.transfer, sampled.token, logprob, timings.reused, intervals, prompt_logprobs),
+        )
+        self._sink.complete(request_id)
         self._remove(request_id)
 
     def _fail(self, request_id: RequestId, error: str, message: str) -> None:
-        """The transfer is given up when the router's Cancel comes: otherwise the decode instance could say first, of
-        this failure, that the transfer was aborted."""
+        """Report a failure. The transfer is aborted only when the router's Cancel arrives: otherwise the decode
+        instance could report the aborted transfer before this failure."""
         self._send(self._frontend, Failed(request_id, self._address, error, message))
         self._prefills.pop(request_id, None)
         super()._remove(request_id)
 
     def _remove(self, request_id: RequestId) -> None:
-        self._outgoing.give_up(request_id, "the request has ended, or starts over")
+        self._sink.abort(request_id, "the request has ended or is restarted")
         self._prefills.pop(request_id, None)
         super()._remove(request_id)
 
 
 class DecodeLoop(EngineLoop):
-    """Has requests prefilled once it has pages for them, and goes on from the token that comes with their KV."""
+    """Has requests prefilled elsewhere once it has pages for them, and continues from the token that arrives with their
+    KV."""
 
     prefills = False
 
-    def __init__(self, engine: Engine, incoming: KVSource, *, address: Address, frontend: Address, send: Send) -> None:
-        super().__init__(engine, incoming, address=address, frontend=frontend, send=send)
-        self._incoming_kv = incoming
+    def __init__(
+        self, engine: EngineCore, source: KVSource, *, address: Address, frontend: Address, send: Send
+    ) -> None:
+        super().__init__(engine, source, address=address, frontend=frontend, send=send)
+        self._kv_source = source
         self._first_tokens: dict[RequestId, Prefilled] = {}
-        self._attempts: Counter[RequestId] = Counter()
+        self._prefill_attempts: Counter[RequestId] = Counter()
 
     @property
     def handlers(self) -> Handlers:
         return {**super().handlers, Prefilled: self._on_prefilled}
 
     def advance(self) -> None:
-        for request, num_tokens in self._incoming_kv.arrived():
-            self.scheduler.arrived(request, num_tokens)
-            if (times := self._times[request.id]).first_token:
-                times.transfers += self._incoming.intervals(request.id)
-        self._report_first_tokens()
+        for request, num_tokens in self._kv_source.take_completed():
+            self.scheduler.mark_received(request, num_tokens)
+            if (timings := self._timings[request.id]).first_token:
+                timings.transfers += self.source.intervals(request.id)
+        self._handle_first_tokens()
         super().advance()
 
     def _on_prefilled(self, message: Prefilled) -> None:
-        if (request := self._incoming_kv.token_came(message.transfer)) is None:
+        if (request := self._kv_source.on_first_token(message.transfer)) is None:
             return
-        if message.token >= self._vocabulary:
-            reason = f"the prefill instance drew token {message.token} of a vocabulary of {self._vocabulary}"
+        if message.token >= self._vocab_size:
+            reason = f"the prefill instance sampled token {message.token} of a vocabulary of {self._vocab_size}"
             self._fail(request.id, "InternalError", reason)
             return
         self._first_tokens[request.id] = message
-        self._attempts.pop(request.id, None)
+        self._prefill_attempts.pop(request.id, None)
 
-    def _report_first_tokens(self) -> None:
-        """They go out whether the KV is here or not."""
+    def _handle_first_tokens(self) -> None:
+        """Send first tokens to the frontend, whether their KV has arrived or not."""
         first_tokens, self._first_tokens = self._first_tokens, {}
         for request_id, message in first_tokens.items():
-            request, times = self.scheduler.get(request_id), self._times[request_id]
+            request, timings = self.scheduler.get(request_id), self._timings[request_id]
             if request is None:
                 continue
-            if not request.num_generated:  # later, what the prefill instance knows is this request's own
-                times.reused = max(times.reused, message.reused)
+            if not request.num_generated:  # in later prefills, the prefill instance may have this request's own pages
+                timings.reused = max(timings.reused, message.reused)
                 request.prompt_logprobs = [message.prompt_logprobs] if message.prompt_logprobs else []
-            times.transfers += message.intervals
+            timings.transfers += message.intervals
             logprob = message.logprob
-            self._take_token(
+            self._append_token(
                 request,
                 SampledToken(
                     message.token, logprob.logprob if logprob else None, tuple(logprob.top) if logprob else ()
                 ),
             )
 
-    def _on_failure(self, request_id: RequestId, failure: Failure) -> None:
-        """A prefill that is lost with its instance is another's work."""
+    def _on_failure(self, request_id: RequestId, failure: TransferFailure) -> None:
+        """Have the request prefilled again if its prefill instance was lost; fail it otherwise."""
         request = self.scheduler.get(request_id)
-        self._attempts[request_id] += 1
-        if request is None or failure.error != "InstanceLost" or self._attempts[request_id] >= MAX_PREFILLS:
+        self._prefill_attempts[request_id] += 1
+        if (
+            request is None
+            or failure.error != "InstanceLost"
+            or self._prefill_attempts[request_id] >= MAX_PREFILL_ATTEMPTS
+        ):
             super()._on_failure(request_id, failure)
             return
         log.info("request %s is prefilled again: %s", request_id, failure.reason)
         self.scheduler.preempt(request)
-        self._need(request)
+        self._expect_rows(request)
 
-    def _need(self, request: Request) -> None:
-        self._tell()  # or they would be taken for what the new prefill brings
+    def _expect_rows(self, request: Request) -> None:
+        self._send_pending_tokens()  # otherwise they would count as part of the new prefill's prompt
         self._first_tokens.pop(request.id, None)
-        super()._need(request)
+        super()._expect_rows(request)
 
     def _remove(self, request_id: RequestId) -> None:
         self._first_tokens.pop(request_id, None)
-        self._attempts.pop(request_id, None)
+        self._prefill_attempts.pop(request_id, None)
         super()._remove(request_id)

@@ -1,4 +1,4 @@
-"""How rank 0 tells the other ranks of its group what to compute: a step as tensors, without a byte of pickle."""
+"""Broadcasts steps from rank 0 to the other ranks of its group as tensors, without pickle."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,12 @@ from triptych.layers.decoder import ForwardBatch
 from triptych.layers.parallel import Group
 
 _HEADER = 5
-"""Numbers of tokens, media rows, logits and requests, and the length of all page tables together."""
+"""Counts of tokens, media rows, logits and requests, and the total length of the page tables."""
 
 
 def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None:
-    """Called on rank 0: three broadcasts, or two when the step has no media rows; those are sent in ``row_dtype``."""
+    """Broadcast a step. Called on rank 0: three broadcasts, or two if the step has no media rows; those are sent in
+    ``row_dtype``."""
     attention = batch.attention
     tables = attention.page_tables
     table_lens = [len(table) for table in tables]
@@ -22,13 +23,13 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
     positions = batch.positions.flatten().view(torch.int64)  # the same bits
     integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, attention.slots, *tables)
     group.broadcast(torch.cat(integers).cpu())
-    if len(batch.media_rows):
-        group.broadcast(batch.media_rows.to("cpu", row_dtype).contiguous())
+    if len(batch.media_embeddings):
+        group.broadcast(batch.media_embeddings.to("cpu", row_dtype).contiguous())
 
 
 def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
-    """The step that rank 0 sends, on the CPU. Called on the other ranks; waits for as long as there is none.
-    ``embedding_width`` and ``row_dtype``: of media rows."""
+    """Return the step that rank 0 broadcasts, on the CPU. Called on the other ranks; blocks until there is one.
+    ``embedding_width`` and ``row_dtype`` describe media rows."""
     tokens, media, logits, requests, pages = _receive(group, _HEADER).tolist()
     sizes = [tokens, 3 * tokens, media, logits, *[requests] * 3, tokens, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)
@@ -38,7 +39,7 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
         tokens=token_ids,
         positions=positions.view(torch.float64).view(3, tokens),
         media_index=media_index,
-        media_rows=group.broadcast(rows) if media else rows,
+        media_embeddings=group.broadcast(rows) if media else rows,
         logits_index=logits_index,
         attention=AttentionBatch(
             query_lens=query_lens.tolist(),

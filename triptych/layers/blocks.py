@@ -1,4 +1,4 @@
-"""The parts of a decoder layer. Each builds itself from a ``WeightReader``; ``prefix`` is its place in the decoder.
+"""The modules of a decoder layer, built from a ``WeightReader``; ``prefix`` is a module's name in the decoder.
 
 The reference is ``Qwen2DecoderLayer``, ``Qwen3DecoderLayer`` and ``Qwen3MoeSparseMoeBlock`` in transformers.
 """
@@ -14,23 +14,25 @@ from triptych.layers.compiled_layer import AttendLayer, FinishLayer
 from triptych.layers.decoder_config import DecoderConfig, MoEConfig
 from triptych.layers.linear import Linear, PackedLinear, RMSNorm
 from triptych.layers.parallel import Dimension
-from triptych.layers.pointwise import rotate, silu_times
+from triptych.layers.pointwise import rotate, silu_and_mul
 from triptych.layers.products import CompiledProduct
 from triptych.layers.weights import WeightReader
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What every layer of one forward pass shares: rotary ``cos`` and ``sin`` [T, 1, head_dim], contiguous, and the
-    batch."""
+    """What all layers of one forward pass share."""
 
     cos: Tensor
+    """[T, 1, head_dim], contiguous: cosines of the rotary angles."""
     sin: Tensor
+    """[T, 1, head_dim], contiguous: sines of the rotary angles."""
     attention: AttentionBatch
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged cache; what ``forward`` returns, or rows of it, ``output`` projects."""
+    """Grouped-query attention over the paged cache. ``forward`` ends before the output projection, ``output``, which
+    the layer applies to the tokens it needs."""
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
         super().__init__()
@@ -54,16 +56,16 @@ class Attention(nn.Module):
         )
         self.qk_norm: nn.Module = nn.Identity()
         if config.qk_norm:
-            # Queries and keys lie side by side, so one norm, with a weight per head, serves both.
+            # Queries and keys are adjacent, so one norm with a weight per head serves both.
             q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
             k_weight = reader.vector(f"{prefix}.k_norm", head_dim).expand(kv_heads, -1)
             self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
-        """``hidden`` [T, hidden] → what ``output`` takes, [T, heads * head_dim]; writes the new tokens' K and V to the
-        layer's ``keys``, ``values``."""
+        """Return the input of ``output``, [T, heads * head_dim], for ``hidden`` [T, hidden]; write the new tokens' keys
+        and values to the layer's cache, ``keys`` and ``values``."""
         heads, kv_heads, _ = self.head_counts
-        # new memory, in which queries and keys are turned where they are
+        # a new tensor, in which queries and keys are rotated in place
         qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
         qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
         query, key = rotate(self.qk_norm(qk), context.cos, context.sin).split((heads, kv_heads), dim=1)
@@ -81,11 +83,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``hidden`` [T, hidden] → [T, hidden]."""
-        return self.down(silu_times(self.gate_up(hidden)))
+        return self.down(silu_and_mul(self.gate_up(hidden)))
 
 
 class MixtureOfExperts(nn.Module):
-    """Sends each token through its ``experts_per_token`` best experts and adds up their weighted outputs."""
+    """Routes each token to its ``experts_per_token`` best experts and adds up their weighted outputs."""
 
     def __init__(self, config: MoEConfig, router: Linear, experts: list[GatedMLP]) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class MixtureOfExperts(nn.Module):
         scales, chosen = probabilities.topk(k, dim=-1)  # [T, k]
         if self.config.norm_topk_prob:
             scales = scales / scales.sum(dim=-1, keepdim=True)
-        # Sorted by expert, the T * k assignments fall into one run per expert, so each expert runs once.
+        # sorted by expert, the T * k assignments form one run per expert, so each expert runs once
         assigned = chosen.flatten()
         order = assigned.argsort(stable=True)
         counts = assigned.bincount(minlength=self.config.num_experts).tolist()
@@ -115,7 +117,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def load_dense_mlp(config: DecoderConfig, reader: WeightReader, prefix: str) -> GatedMLP:
-    """This rank's part of a plain layer's MLP."""
+    """Load this rank's part of a dense layer's MLP."""
     hidden, intermediate = config.hidden_size, Dimension(config.intermediate_size)
     return GatedMLP(
         gate_up=reader.column_parallel(
@@ -126,8 +128,8 @@ def load_dense_mlp(config: DecoderConfig, reader: WeightReader, prefix: str) -> 
 
 
 def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, prefix: str) -> MixtureOfExperts:
-    """A routed layer's router, and this rank's part of each expert. The router stays unpacked: rounding it could change
-    which experts run."""
+    """Load a layer's router, and this rank's part of each expert. The router isn't packed: rounding could change which
+    experts run."""
     hidden, intermediate = config.hidden_size, Dimension(moe.moe_intermediate_size)
     gate_ups = reader.expert_gate_ups(f"{prefix}.experts", moe.num_experts, intermediate, hidden)
     downs = reader.expert_downs(f"{prefix}.experts", moe.num_experts, hidden, intermediate)
@@ -136,13 +138,13 @@ def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, pr
 
 
 def compiled(linear: nn.Module) -> CompiledProduct | None:
-    """A linear layer's product, if it is by the compiled kernels and not to be added up over ranks."""
+    """Return a linear layer's product if it uses the compiled kernels and needs no all-reduce, else None."""
     product = linear.product if isinstance(linear, PackedLinear) else None
     return product if isinstance(product, CompiledProduct) else None
 
 
-class Layer(nn.Module):
-    """One decoder layer: attention and MLP, each behind a norm and added to the residual stream."""
+class DecoderLayer(nn.Module):
+    """One decoder layer: attention and MLP, each preceded by a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
         super().__init__()
@@ -159,7 +161,7 @@ class Layer(nn.Module):
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
-        """The layer's halves by the compiled kernels, as far as they are made for its parts."""
+        """Return the layer's two halves as compiled calls, each None if the kernels don't support it."""
         attention, mlp, kernel = self.attention, self.mlp, getattr(self.attention.backend, "kernel", None)
         heads, kv_heads, _ = attention.head_counts
         attend, finish = None, None
@@ -177,8 +179,8 @@ class Layer(nn.Module):
     def forward(
         self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext, rows: Tensor | None = None
     ) -> Tensor:
-        """``hidden`` [T, hidden] → [T, hidden], a new tensor, or with ``rows``, int64 [R], [R, hidden]: of those tokens
-        alone. K and V of all T are written."""
+        """Return a new tensor [T, hidden] for ``hidden`` [T, hidden]; with ``rows``, int64 [R], only those tokens',
+        [R, hidden]. Keys and values of all T tokens are written."""
         if self.compiled_attend is not None and self.compiled_attend.takes(keys.dtype):
             attended = self.compiled_attend(hidden, keys, values, context.cos, context.sin, context.attention)
         else:

@@ -1,4 +1,4 @@
-"""The language half of a model: one parametrised decoder, over a paged KV cache, for packed batches of sequences."""
+"""The decoder: one parametrised transformer over a paged KV cache, for packed batches of sequences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVTensors
-from triptych.layers.blocks import Layer, LayerContext
+from triptych.layers.blocks import DecoderLayer, LayerContext
 from triptych.layers.decoder_config import DecoderConfig, MoEConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.linear import WeightFormat, frozen
@@ -22,39 +22,41 @@ __all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch", "MoEConfig
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step: T tokens, of which M stand for media and L have their logits taken."""
+    """One step of T tokens, of which M are media tokens and L need logits."""
 
     tokens: Tensor
-    """int64 [T]; a media token's id must be in the vocabulary, but isn't looked at."""
+    """int64 [T]; a media token's id must be in the vocabulary, but its embedding isn't used."""
     positions: Tensor
     """float64 [3, T]: temporal, height, width."""
     media_index: Tensor
-    """int64 [M]: which of the T tokens are media tokens; M may be 0."""
-    media_rows: Tensor
+    """int64 [M]: indices of the media tokens; M may be 0."""
+    media_embeddings: Tensor
     """[M, hidden * (1 + num_deepstack_layers)]: embedding, then the features added after layers 0, 1, …"""
     logits_index: Tensor
-    """int64 [L]: the tokens whose logits are wanted, in ascending order, each once; L may be 0."""
+    """int64 [L]: indices of the tokens whose logits are computed, strictly ascending; L may be 0."""
     attention: AttentionBatch
+    """Lengths, page tables and slots of the T tokens."""
     num_largest: Sequence[int] = ()
-    """For each of the L tokens how many of its largest logits are wanted, 0 for all; the others may come out as minus
-    infinity. Empty where all logits of all tokens are wanted."""
+    """[L]: how many of a token's largest logits are needed, 0 for all; the others may be minus infinity. Empty if all
+    logits of all tokens are needed."""
 
     def __post_init__(self) -> None:
-        if self.positions.dtype != torch.float64:  # graphs and other ranks take its bits for that
+        if self.positions.dtype != torch.float64:  # graphs and other ranks copy the bits, whatever the dtype
             raise ValueError(f"positions are {self.positions.dtype}, not float64")
 
 
 AfterLayer = Callable[[int], object]
-"""Is told the number of each layer of a step once its keys and values are in the cache: those of all ranks, because a
-rank has its part of the sums that end a layer only from ranks that have written theirs."""
+"""Called with a layer's index once its keys and values are in the cache on every rank; the all-reduce that ends a layer
+guarantees this, since a rank contributes only after writing."""
 
 
 class Decoder(nn.Module):
-    """Tokens and media rows in, logits out. Holds no state between steps: that is in the ``KVTensors``.
+    """Maps tokens and media embeddings to logits. Holds no state between steps, which is in the ``KVTensors``.
 
-    ``config`` is this rank's shard, and so are all weights but the embedding, the norms and the routers.
-    ``num_logits`` is how many of a token's logits ``forward`` returns here: on rank 0 all of the vocabulary's.
-    ``embedding`` [vocab, hidden] keeps the checkpoint's dtype, and on CPUs its memory mapping: a step needs few rows.
+    ``config`` is this rank's shard, and so are all weights except the embedding, the norms and the routers.
+    ``num_logits`` is the number of logits per token that ``forward`` returns on this rank: on rank 0 the whole
+    vocabulary. ``embedding`` [vocab, hidden] keeps the checkpoint's dtype and, on CPUs, its memory mapping, because a
+    step reads few of its rows.
     """
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, backend: AttentionBackend) -> None:
@@ -66,10 +68,10 @@ class Decoder(nn.Module):
         embedding = reader.tensor("embed_tokens.weight", vocab_and_hidden)
         self.embedding = frozen(embedding.to(reader.device))
         self.rope = Rope(config.head_dim, config.rope, reader.device)
-        self.layers = nn.ModuleList(Layer(config, reader, index, backend) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, reader, index, backend) for index in range(config.num_layers))
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
-            reader.ignore(HEAD)  # some tied checkpoints store it all the same
+            reader.ignore(HEAD)  # some tied checkpoints store it anyway
         part = Dimension(config.vocab_size).part(reader.group)
         self.num_logits = config.vocab_size if reader.group.rank == 0 else part.stop - part.start
         self.head = reader.head(self.embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden))
@@ -86,13 +88,12 @@ class Decoder(nn.Module):
         backend: AttentionBackend | None = None,
         group: Group = SINGLE_RANK,
     ) -> "Decoder":
-        """The decoder with a checkpoint's weights, ready for inference.
+        """Load this rank's shard of a checkpoint's decoder, ready for inference.
 
-        Built layer by layer from memory-mapped tensors: beyond the result, memory holds one layer's weights.
-        ``backend`` defaults to the device's own. ``group`` are the ranks that share the decoder, by default this
-        process alone.
-        Raises CheckpointError for a tensor that is missing, misshapen or has no place in the decoder, and ConfigError
-        for a weight format that the device can't use and a group whose size doesn't divide the decoder.
+        Loads layer by layer from memory-mapped tensors, so that no more than one layer's weights exist twice.
+        ``backend`` defaults to the device's; ``group``, the ranks that share the decoder, to this process alone. Raises
+        CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the device
+        doesn't support or a group size that doesn't divide the decoder.
         """
         reader = WeightReader(checkpoint, keys, weights, device, group)
         with torch.inference_mode():
@@ -102,11 +103,10 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None = None) -> Tensor:
-        """Runs one step, at the same time on all ranks; writes every layer's K and V of the T tokens. Returns logits,
-        float32 [L, vocab], on rank 0, those that ``num_largest`` leaves out minus infinity; on the others their part of
-        them, [L, num_logits].
+        """Run one step, on all ranks at the same time, and write the T tokens' keys and values of every layer.
 
-        Raises ValueError for media rows of the wrong width.
+        Returns the logits, float32 [L, vocab], on rank 0, where logits that ``num_largest`` excludes may be minus
+        infinity; on other ranks their part, [L, num_logits]. Raises ValueError for media embeddings of the wrong width.
         """
         media = self._media_features(batch)
         hidden = F.embedding(batch.tokens, self.embedding).to(self.dtype)  # [T, hidden]
@@ -128,18 +128,19 @@ class Decoder(nn.Module):
         return self.head(self.norm(hidden), batch.num_largest)
 
     def _last_rows(self, batch: ForwardBatch) -> Tensor | None:
-        """The tokens, int64, with which the last layer goes on after its attention: only those whose logits are wanted;
-        None for all. Of several ranks always some, since the sum of theirs tells that all have written K and V."""
+        """Return the tokens, int64, that continue after the last layer's attention: those that need logits; None for
+        all. With several ranks there is always at least one, because the layer's all-reduce also signals that all ranks
+        have written their keys and values."""
         wanted = batch.logits_index
-        adds_features = self.config.num_deepstack_layers >= self.config.num_layers  # by their place among all tokens
+        adds_features = self.config.num_deepstack_layers >= self.config.num_layers  # these index all T tokens
         if adds_features or len(wanted) == len(batch.tokens):
             return None
         return wanted if len(wanted) or self._group_size == 1 else wanted.new_zeros(1)
 
     def _media_features(self, batch: ForwardBatch) -> tuple[Tensor, ...]:
-        """The media rows cut into the embedding and each deepstack layer's features, every one [M, hidden]."""
+        """Split the media embeddings into the embedding and each deepstack layer's features, each [M, hidden]."""
         num_features = 1 + self.config.num_deepstack_layers
         shape = (batch.media_index.shape[0], num_features * self.config.hidden_size)
-        if batch.media_rows.shape != shape:
-            raise ValueError(f"media rows have shape {list(batch.media_rows.shape)}, not {list(shape)}")
-        return batch.media_rows.to(self.dtype).chunk(num_features, dim=1)
+        if batch.media_embeddings.shape != shape:
+            raise ValueError(f"media embeddings have shape {list(batch.media_embeddings.shape)}, not {list(shape)}")
+        return batch.media_embeddings.to(self.dtype).chunk(num_features, dim=1)

@@ -1,4 +1,4 @@
-"""What a decoder is, in numbers. Filled from a checkpoint's config by ``families/<family>/tower.py``."""
+"""A decoder's parameters, built from a checkpoint's config by ``models/shared/backbone.py``."""
 
 from dataclasses import dataclass, replace
 
@@ -7,60 +7,74 @@ from triptych.errors import ConfigError
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts: a softmax router sends each token to ``experts_per_token`` of ``num_experts`` MLPs.
-
-    ``norm_topk_prob`` renormalises the chosen experts' weights to sum to one. Layers in ``dense_layers`` have one
-    plain MLP instead.
-    """
+    """Parameters of a mixture of experts with a softmax router."""
 
     num_experts: int
+    """MLPs per layer."""
     experts_per_token: int
+    """MLPs that process a token."""
     moe_intermediate_size: int
+    """Intermediate size of one expert."""
     norm_topk_prob: bool
+    """Whether the chosen experts' weights are normalised to sum to one."""
     dense_layers: frozenset[int]
+    """Indices of layers with one plain MLP instead."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. ``mrope_section`` counts the frequencies that take their position from the temporal,
-    height and width axis, which take turns (``interleaved``) or follow each other; None: all take the first."""
+    """Parameters of the rotary position embedding."""
 
     theta: float
+    """Base of the frequencies."""
     mrope_section: tuple[int, int, int] | None = None
+    """Number of frequencies for the temporal, height and width axes (M-RoPE); None: all use the first axis."""
     interleaved: bool = False
+    """Whether frequencies of the three axes alternate, instead of forming three sections."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The parameters of ``Decoder``.
-
-    ``qkv_bias`` and ``output_bias`` are those of the attention's projections; ``qk_norm`` normalises each head's query
-    and key. ``num_deepstack_layers`` is how many of the first layers add deepstack features after them. ``moe`` is None
-    for a decoder whose layers are all dense. In ``windowed_layers``, a token sees the last ``window`` alone, itself
-    included.
-    """
+    """The parameters of a ``Decoder``."""
 
     vocab_size: int
+    """Rows of the embedding [vocab, hidden] and number of logits."""
     hidden_size: int
+    """Width of the residual stream [T, hidden]."""
     num_layers: int
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
+    """Key and value heads; consecutive query heads share one."""
     head_dim: int
+    """Values per head: queries are [T, heads, head_dim], keys and values [T, kv_heads, head_dim]."""
     intermediate_size: int
+    """Width of a dense MLP."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool
+    """Whether the output projection is the embedding."""
     num_deepstack_layers: int = 0
+    """Number of first layers after which deepstack features are added."""
     qkv_bias: bool = False
+    """Whether query, key and value projections have biases."""
     output_bias: bool = False
+    """Whether the attention's output projection has a bias."""
     qk_norm: bool = True
+    """Whether each head's query and key are normalised."""
     moe: MoEConfig | None = None
+    """None if all layers are dense."""
     window: int | None = None
+    """Tokens that a token of ``windowed_layers`` attends to, including itself."""
     windowed_layers: frozenset[int] = frozenset()
+    """Indices of the layers with a sliding window."""
 
     def shard(self, size: int) -> "DecoderConfig":
-        """What one of ``size`` ranks computes: its heads and its part of each MLP. The residual stream, the vocabulary
-        and the number of experts are every rank's. Raises ConfigError for a size that doesn't divide one of them."""
+        """Return the parameters of one of ``size`` ranks: its share of the heads and of each MLP.
+
+        Every rank has the whole residual stream, vocabulary and number of experts. Raises ConfigError if ``size``
+        doesn't divide what is shared.
+        """
         _check_divides("query heads", self.num_heads, size)
         _check_divides("kv heads", self.num_kv_heads, size, shared=True)
         _check_divides("tokens in the vocabulary", self.vocab_size, size)
@@ -79,14 +93,16 @@ class DecoderConfig:
         )
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values in all layers, for elements of that many bytes."""
+        """Return the bytes of one token's keys and values in all layers, with ``itemsize`` bytes per element."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     def step_bytes(self, tokens: int, logits: int, context_length: int) -> int:
-        """About what a step of so many tokens needs besides weights and KV cache, at most, in fp32: the residual stream
-        and media features, and beside them what is larger: a layer's attention over the longest context (queries, keys
-        and values thrice over, and where kernels aren't compiled a mask, and scattered pages put in order and widened),
-        its MLP, with attention's output, or the logits of so many tokens and the sampler's copies of them."""
+        """Estimate the peak memory of a step in bytes, in fp32, without weights and KV cache.
+
+        That is the residual stream and media features, plus the largest of: attention over the longest context (three
+        copies of queries, keys and values and, without compiled kernels, a mask and gathered pages); the MLP, with
+        attention's output; and the logits with the sampler's copies.
+        """
         stream = tokens * self.hidden_size * (2 + self.num_deepstack_layers)
         heads = self.num_heads + 2 * self.num_kv_heads
         mask = tokens * context_length
@@ -96,21 +112,21 @@ class DecoderConfig:
         return 4 * (stream + max(attention, mlp, 4 * logits * self.vocab_size))
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens each of a layer's tokens sees at most; None for all."""
+        """Return the number of tokens that a layer's tokens attend to at most; None for all."""
         return self.window if layer in self.windowed_layers else None
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether layer ``layer`` routes its tokens to experts."""
+        """Return whether a layer has a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
 
 def per_rank(units: int, size: int) -> int:
-    """How many of so many units each of ``size`` ranks has."""
+    """Return how many of ``units`` each of ``size`` ranks has, at least one."""
     return max(1, units // size)
 
 
 def _check_divides(what: str, units: int, size: int, *, shared: bool = False) -> None:
-    """Raises ConfigError when ``units`` can't be dealt out evenly to ``size`` ranks; ``shared`` units may be fewer."""
+    """Raise ConfigError if ``size`` ranks can't divide ``units`` evenly; several ranks may share a ``shared`` unit."""
     if units % size and not (shared and size % units == 0):
         raise ConfigError(
             f"--tensor-parallel-size {size} doesn't divide the model's {what}, of which there are {units}"

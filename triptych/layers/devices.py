@@ -1,5 +1,4 @@
-"""What differs between CPUs and GPUs: which there are, which weight formats, KV caches and attention they have, their
-memory."""
+"""Differences between CPUs and GPUs: discovery, weight formats, KV cache dtypes, attention backends, memory."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -21,8 +20,8 @@ _KV_DTYPES = {name: getattr(torch, "float16" if name == "auto" else name) for na
 
 
 def find_device(name: str) -> torch.device:
-    """The device that ``EngineConfig.device`` means, a GPU always with its index. Raises StartError for one that isn't
-    there."""
+    """Return the device of the setting ``EngineConfig.device``, a GPU always with its index. Raises StartError if it
+    doesn't exist."""
     count = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and not count):
         return torch.device("cpu")
@@ -37,7 +36,7 @@ def find_device(name: str) -> torch.device:
 
 
 def check_ranks(device: torch.device, size: int) -> None:
-    """Raises StartError when there aren't GPUs for so many ranks, the first of them on ``device``."""
+    """Raise StartError if there are too few GPUs for ``size`` ranks, the first of them on ``device``."""
     if device.type == "cuda" and (last := rank_device(device, size - 1)).index >= (count := torch.cuda.device_count()):
         raise StartError(
             f"--tensor-parallel-size {size} on {device} takes the GPUs {device} to {last}, a rank each, but there "
@@ -46,8 +45,8 @@ def check_ranks(device: torch.device, size: int) -> None:
 
 
 def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
-    """The format that the settings mean on a device, for a checkpoint of these tensors. Raises ConfigError for one that
-    the device doesn't have."""
+    """Return the weight format for the settings, a device and a checkpoint's tensors. Raises ConfigError for one that
+    the device doesn't support."""
     if device.type == "cpu":
         return QUANTIZED_FORMATS.get(engine.quantization) or WEIGHT_FORMATS[engine.dtype]
     if engine.quantization != "none":
@@ -56,8 +55,10 @@ def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[s
 
 
 def kv_dtype(engine: EngineConfig, device: torch.device, weights: WeightFormat) -> torch.dtype:
-    """The dtype of the KV cache that the settings mean on a device: by default that of weights on CPUs, float16 for
-    int8, and that of activations on GPUs. Raises ConfigError for one that the device doesn't have."""
+    """Return the dtype of the KV cache for the settings and a device. Raises ConfigError for an unsupported one.
+
+    The default on CPUs is the dtype of weights, float16 for int8 ones, and on GPUs that of activations.
+    """
     if device.type == "cpu":
         name = engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
         return _KV_DTYPES[name]
@@ -71,8 +72,8 @@ def kv_dtype(engine: EngineConfig, device: torch.device, weights: WeightFormat) 
 
 
 def widens_kv(activations: torch.dtype, kv: torch.dtype, device: torch.device) -> bool:
-    """Whether attention first makes a copy of keys and values in the activations' dtype: on CPUs, where they differ and
-    the compiled kernel isn't made for them, or there is none."""
+    """Return whether attention first converts keys and values to the activations' dtype: on CPUs, if the dtypes differ
+    and the compiled kernel is missing or doesn't support them."""
     if kv == activations or device.type != "cpu":
         return False
     kernel = paged_attention()
@@ -80,23 +81,25 @@ def widens_kv(activations: torch.dtype, kv: torch.dtype, device: torch.device) -
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As settings have it."""
+    """Return the dtype's name as in the settings."""
     return str(dtype).removeprefix("torch.")
 
 
 def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    """The dtype in which a checkpoint holds most of its bytes. Raises ConfigError for one that nothing computes in."""
+    """Return the dtype of most of a checkpoint's bytes. Raises ConfigError for one that isn't supported."""
     num_bytes = Counter[str]()
     for info in tensors.values():
         num_bytes[info.dtype] += info.num_bytes
     [(most, _)] = num_bytes.most_common(1)
     if most not in _STORED:
-        raise ConfigError(f"the checkpoint holds {most} tensors: --dtype auto knows {', '.join(_STORED)}; give another")
+        raise ConfigError(
+            f"the checkpoint holds {most} tensors: --dtype auto supports {', '.join(_STORED)}; set another dtype"
+        )
     return _STORED[most]
 
 
 def attention_for(device: torch.device) -> AttentionBackend:
-    """The attention backend of a device. Raises ConfigError on a GPU without Triton."""
+    """Return the attention backend of a device. Raises ConfigError for a GPU without Triton."""
     if device.type == "cpu":
         return CpuAttention(paged_attention())
     try:
@@ -107,13 +110,13 @@ def attention_for(device: torch.device) -> AttentionBackend:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be had on a device."""
+    """Return the available memory of a device, in bytes."""
     if device.type == "cpu":
         return available_bytes()
-    torch.cuda.empty_cache()  # what loading has freed counts
+    torch.cuda.empty_cache()  # memory freed after loading counts as available
     return torch.cuda.mem_get_info(device)[0]
 
 
 def used_bytes(device: torch.device) -> int:
-    """Memory of a device that this process uses."""
+    """Return the memory of a device that this process uses, in bytes."""
     return resident_bytes() if device.type == "cpu" else torch.cuda.memory_reserved(device)

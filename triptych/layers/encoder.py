@@ -1,5 +1,5 @@
-"""Builds a media tower alone, out of transformers' class and only the tower's own tensors; and what a family's
-``tower.py`` provides."""
+"""The protocols of encoders and model adapters, and loading of a tower by itself, from transformers' class and the
+tower's own tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -19,61 +19,68 @@ from triptych.layers.linear import Linear, WeightFormat, frozen
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.layers.pointwise import GeluTanh
 
-if TYPE_CHECKING:  # importing transformers takes seconds and 100 MiB, which a language instance does without
+if TYPE_CHECKING:  # importing transformers costs time and memory that a language instance saves
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-class TowerItem(Protocol):
-    """One preprocessed item, ``triptych.models.base.EncoderInput``: patches [patches, patch values], their grid, and
-    which tower takes them."""
+class PreprocessedPart(Protocol):
+    """One preprocessed part of an item: the fields of ``triptych.models.base.EncoderInput`` that an encoder reads."""
 
     @property
-    def patches(self) -> NDArray[np.float32]: ...
+    def patches(self) -> NDArray[np.float32]:
+        """float32 [patches, values per patch]."""
 
     @property
-    def grid(self) -> tuple[int, int, int]: ...
+    def grid(self) -> tuple[int, int, int]:
+        """Number of patches in time, rows and columns."""
 
     @property
-    def tower(self) -> str: ...
+    def tower(self) -> str:
+        """Name of the tower that encodes the part."""
 
 
 class Encoder(Protocol):
-    """A loaded tower."""
+    """Stage E's loaded model, or one of its towers."""
 
     embedding_width: int
-    """Values per row: hidden size × (1 + number of deepstack layers)."""
+    """Values per embedding: hidden size × (1 + number of deepstack layers)."""
 
-    def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
-        """Each item's rows [rows, embedding_width], in order, in the tower's dtype: embedding, then deepstack features.
+    def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
+        """Return each input's embeddings [rows, embedding_width], in order, in the tower's dtype.
 
-        One call of the tower for all; what an item's rows are doesn't depend on the others, but for rounding.
-        Raises PlanMismatch for an item whose patches don't fill its grid.
+        A row holds the embedding, then the deepstack features. All inputs are one batch, whose composition affects an
+        input's embeddings only by rounding. Raises PlanMismatch for an input whose patches don't fill its grid.
         """
 
 
 class ModelAdapter(Protocol):
-    """What ``families/<family>/tower.py`` provides, constructed with the checkpoint's config: the only code that knows
-    the names in the checkpoint. All raise CheckpointError for a config or checkpoint that can't be served."""
+    """What a family provides to the engine, constructed from the checkpoint's config.
+
+    It is the only code that knows the names of a checkpoint's tensors. All methods raise CheckpointError for an
+    unsupported config or checkpoint.
+    """
 
     embedding_width: int
+    """Values per embedding: hidden size × (1 + number of deepstack layers)."""
     decoder_config: DecoderConfig
+    """Parameters of the whole decoder, before it is divided among ranks."""
 
-    def tower_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """The keys of the tower's half, sorted. Every key is in one half; raises for a key that is in neither."""
+    def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
+        """Return the keys of the encoder's tensors, sorted. Raises for a key of neither encoder nor decoder."""
 
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """The keys of the decoder's half, sorted. Raises as ``tower_keys``."""
+        """Return the keys of the decoder's tensors, sorted. Raises like ``encoder_keys``."""
 
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """The tower, and nothing of the decoder."""
+        """Load the encoder, and nothing of the decoder."""
 
     def load_decoder(
         self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device, group: Group = SINGLE_RANK
     ) -> Decoder:
-        """A rank's shard of the decoder, and nothing of the tower."""
+        """Load a rank's shard of the decoder, and nothing of the encoder."""
 
     def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
-        """Bytes in the checkpoint of each half: ``{"tower": …, "decoder": …}``."""
+        """Return the size of the weights in the checkpoint, in bytes: ``{"encoder": …, "decoder": …}``."""
 
 
 Module = TypeVar("Module", bound="PreTrainedModel")
@@ -88,17 +95,16 @@ def load_module(
     weights: WeightFormat,
     device: torch.device,
 ) -> Module:
-    """A transformers module with a checkpoint's weights, for inference, with linear layers of a weight format, and
-    attention and GELU of ours.
+    """Load a transformers module for inference, with linear layers of a weight format and our attention and GELU.
 
-    ``keys`` maps the module's parameter names to the checkpoint's. Built without initialising or copying weights:
-    those that the format takes as they are stay memory-mapped. Raises CheckpointError, naming one, for weights that
-    are missing, misshapen or that the module has no place for, and ConfigError for a format that the device can't use.
+    ``keys`` maps the module's parameter names to the checkpoint's. Weights aren't initialised first, nor copied if the
+    format uses them unchanged: those stay memory-mapped. Raises CheckpointError, naming one, for missing, misshapen or
+    unknown weights, and ConfigError for a format that the device doesn't support.
     """
     from transformers.activations import GELUTanh
 
     if device.type == "cpu":
-        native.library()  # if it has to be built, now, not when the first item waits
+        native.library()  # builds the kernels now, if necessary, rather than while the first item waits
     dtype = weights.activations
     with torch.device("meta"):
         module = module_class._from_config(config, dtype=dtype)
@@ -132,10 +138,9 @@ def load_module(
 
 
 class PatchProjection(nn.Module):
-    """What a convolution comes to where each input is one patch, as large as its kernel: a product. Convolutions of so
-    many small inputs are slow.
+    """A convolution whose inputs are single patches, as large as its kernel, computed as a matrix product.
 
-    ``weight`` holds nothing: transformers' towers ask for its dtype.
+    Convolutions of many such small inputs are slow. ``weight`` is empty: transformers' towers read its dtype.
     """
 
     def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
@@ -149,17 +154,17 @@ class PatchProjection(nn.Module):
 
 
 def _materialise_buffers(module: "PreTrainedModel", device: torch.device) -> None:
-    """Gives buffers that no checkpoint holds, such as rotary frequencies, their values.
+    """Compute buffers that no checkpoint holds, such as rotary frequencies, whose values were lost on ``meta``.
 
-    On ``meta`` their values were lost. Since transformers 5, ``_init_weights`` must set every such buffer, because
-    ``from_pretrained`` builds on ``meta`` too; it is called here on nothing that holds a loaded weight.
+    Since transformers 5, ``_init_weights`` must set every such buffer, because ``from_pretrained`` builds on ``meta``
+    too. It is called only on modules without loaded weights.
     """
     for owner in module.modules():
         lost = {name: buffer for name, buffer in owner.named_buffers(recurse=False) if buffer.is_meta}
         if not lost:
             continue
         if list(owner.parameters(recurse=False)) or not all(buffer.is_floating_point() for buffer in lost.values()):
-            raise CheckpointError(f"don't know how to set the buffers {sorted(lost)} of {type(owner).__name__}")
+            raise CheckpointError(f"can't compute the buffers {sorted(lost)} of {type(owner).__name__}")
         for name, buffer in lost.items():
             setattr(owner, name, torch.full_like(buffer, torch.nan, device=device))
         module._init_weights(owner)

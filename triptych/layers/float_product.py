@@ -1,4 +1,4 @@
-"""Products with weights in fp16 or float32, in float32: by the compiled kernel where there is one, else by FBGEMM and
+"""Float32 products with weights in fp16 or float32: by the compiled kernel if there is one, else by FBGEMM and
 oneDNN."""
 
 import ctypes
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.layers import native
-from triptych.layers.products import CompiledProduct, Kind, Product, in_panels
+from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels
 
 
 class FbgemmProduct:
@@ -23,8 +23,8 @@ class FbgemmProduct:
         return torch.ops.quantized.linear_dynamic_fp16(activations, self._packed)
 
 
-class OneDnnProduct:
-    """oneDNN's kernels for float32, which read weights in their own layout faster than ``F.linear`` does."""
+class OneDnnFloatProduct:
+    """oneDNN's kernels for float32 weights in oneDNN's own layout, faster than ``F.linear``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous())
@@ -35,24 +35,24 @@ class OneDnnProduct:
 
 
 def half_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """``x W^T + b`` by W [out, in] rounded to fp16, which is an error of 2**-11 at most; beyond ±65504 it saturates."""
+    """Return ``x W^T + b`` for W [out, in] rounded to fp16: a relative error of at most 2**-11; saturates at ±65504."""
     if (library := native.library()) is not None:
-        return _compiled(library, Kind.HALF, weight, bias, torch.float16)
+        return _compiled(library, WeightKind.HALF, weight, bias, torch.float16)
     return FbgemmProduct(weight, bias)
 
 
 def float_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """``x W^T + b`` by W [out, in] in float32."""
+    """Return ``x W^T + b`` for W [out, in] in float32."""
     if (library := native.library()) is not None:
-        return _compiled(library, Kind.FLOAT, weight, bias, torch.float32)
+        return _compiled(library, WeightKind.FLOAT, weight, bias, torch.float32)
     if torch.backends.mkldnn.is_available():
-        return OneDnnProduct(weight, bias)
+        return OneDnnFloatProduct(weight, bias)
     return partial(F.linear, weight=weight.float(), bias=None if bias is None else bias.float())
 
 
 def _compiled(
-    library: ctypes.CDLL, kind: Kind, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    library: ctypes.CDLL, kind: WeightKind, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> CompiledProduct:
-    """By ``kernels/floats.c``."""
+    """Return a product by ``kernels/cpu/floats.c``."""
     panels = in_panels(weight, ctypes.c_int.in_dll(library, "float_outputs").value, 1, dtype)
     return CompiledProduct(library, kind, weight.shape, panels, None, bias)

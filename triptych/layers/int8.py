@@ -1,5 +1,5 @@
-"""Products with int8 weights, activations rounded as they come, each token by a scale of its own: by the compiled
-kernel where there is one, else by oneDNN."""
+"""Products with int8 weights and activations quantized dynamically, with one scale per token: by the compiled kernel if
+there is one, else by oneDNN."""
 
 import ctypes
 
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from triptych.errors import ConfigError
 from triptych.layers import native
-from triptych.layers.products import CompiledProduct, Kind, Product, in_panels
+from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels
 
 SMALLEST = 1e-30
-"""What a token's largest activation is taken for, at least; in the kernel, too."""
+"""Lower bound of a token's largest activation, the same as in the kernel."""
 MAX_INPUTS = 2**16
-"""So many products of 8 bits fit in 32, offsets included."""
+"""Number of 8-bit products whose sum fits 32 bits, offsets included."""
 
 
-class OneDnnProduct:
-    """oneDNN's kernels, and activations of 7 bits: where the processor has no VNNI, products of pairs are added up in
-    16 bits, which don't hold more."""
+class OneDnnInt8Product:
+    """oneDNN's kernels with 7-bit activations: without VNNI, pairs of products are added in 16 bits, which would
+    overflow with 8."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         self._packed = torch.ops.onednn.qlinear_prepack(weight, None)
@@ -36,19 +36,22 @@ class OneDnnProduct:
 
 
 def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """``x W^T + b`` by W [out, in] rounded to int8, a scale for each output. A token with a NaN or an infinity comes to
-    NaNs; no token has a part in what others come to. Raises ConfigError for more inputs than add up exactly."""
+    """Return ``x W^T + b`` for W [out, in] quantized to int8 with one scale per output.
+
+    A token with a NaN or an infinity yields NaNs, and doesn't affect other tokens. Raises ConfigError for more inputs
+    than can be summed exactly.
+    """
     if weight.shape[1] > MAX_INPUTS:
         raise ConfigError(f"int8 is for layers of at most {MAX_INPUTS} inputs, not {weight.shape[1]}")
-    whole, scales = rounded(weight)
+    whole, scales = quantize_rows(weight)
     if (library := native.library()) is None:
-        return OneDnnProduct(whole, scales, bias)
+        return OneDnnInt8Product(whole, scales, bias)
     panels = in_panels(whole, ctypes.c_int.in_dll(library, "int8_outputs").value, 4, torch.int8)
-    return CompiledProduct(library, Kind.INT8, weight.shape, panels, scales, bias)
+    return CompiledProduct(library, WeightKind.INT8, weight.shape, panels, scales, bias)
 
 
-def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight`` [out, in] as int8, and what its rows are to be multiplied by, float32 [out]."""
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``weight`` [out, in] as int8, and the scales of its rows, float32 [out]."""
     wide = weight.float()
     scales = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     return (wide / scales[:, None]).round_().to(torch.int8), scales

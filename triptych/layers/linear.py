@@ -1,4 +1,4 @@
-"""Linear layers in several weight formats, and the norm. Weights come in from a checkpoint; nothing trains here."""
+"""Linear layers in several weight formats, and RMSNorm. For inference only: weights come from a checkpoint."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from triptych.layers.products import Product
 from triptych.layers.pruned_head import PrunedHead, pruned_head_of
 
 Pack = Callable[[Tensor, Tensor | None], Product]
-"""Packs a weight [out, in] and a bias [out]."""
+"""Packs a weight [out, in] and an optional bias [out] for a kernel."""
 
 
 class Linear(nn.Module):
-    """``y = x W^T + b``: activations [T, in] to [T, out]. Subclasses differ in how they keep W."""
+    """``y = x W^T + b``: activations [T, in] to [T, out]. Subclasses differ in how they store W."""
 
     def forward(self, activations: Tensor) -> Tensor:
         raise NotImplementedError
@@ -39,8 +39,7 @@ class PlainLinear(Linear):
 
 
 class PackedLinear(Linear):
-    """W packed for a kernel of its own, and fp32 activations, which may be any [..., in]; only the packed copy is
-    kept."""
+    """W packed for its kernel, and fp32 activations [..., in]. Keeps only the packed copy."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class LMHead(nn.Module):
         self.pruned_head = pruned_head
 
     def forward(self, activations: Tensor, num_largest: Sequence[int] = ()) -> Tensor:
-        """``num_largest`` as ``PrunedHead`` takes it, or empty where all logits are wanted."""
+        """``num_largest`` is as in ``PrunedHead``, or empty if all logits are needed."""
         if self.pruned_head is None or not num_largest:
             logits: Tensor = self.linear(activations)
             return logits.float()
@@ -69,26 +68,27 @@ class LMHead(nn.Module):
 
 
 class WeightFormat(Protocol):
-    """How a decoder or a tower keeps the weights of its linear layers, and in which dtype it computes."""
+    """How a decoder or a tower stores the weights of its linear layers, and in which dtype it computes."""
 
     @property
     def activations(self) -> torch.dtype:
         """The dtype of activations and norms."""
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
-        """A layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for a device it can't use."""
+        """Make a layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for an unsupported
+        device."""
 
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
-        """The same for a layer that isn't quantized where others are: the projection to the vocabulary, because tokens
-        are chosen by small differences between its outputs, and a tower's."""
+        """Make a layer that isn't quantized even if others are: the projection to the vocabulary, because small
+        differences between its outputs decide which token is chosen, and a tower's layers."""
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
-        """The whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""
+        """Make the whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""
 
 
 @dataclass(frozen=True)
 class PlainFormat:
-    """Weights and activations in one dtype. A weight that has it already stays where it is: memory-mapped."""
+    """Weights and activations in one dtype. Weights that have it already stay memory-mapped."""
 
     activations: torch.dtype
 
@@ -105,23 +105,25 @@ class PlainFormat:
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """Weights packed for kernels of their own, and fp32 activations; CPUs only. ``fine`` is what isn't quantized."""
+    """Weights packed for their kernels, and fp32 activations; CPUs only."""
 
-    layer: Pack
-    fine: Pack
+    pack_linear: Pack
+    """Packs the weights of ``linear``."""
+    pack_high_precision: Pack
+    """Packs the weights of ``high_precision`` and ``head``."""
     activations: torch.dtype = torch.float32
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
-        return PackedLinear(self.layer(weight, bias))
+        return PackedLinear(self.pack_linear(weight, bias))
 
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
-        return PackedLinear(self.fine(weight, bias))
+        return PackedLinear(self.pack_high_precision(weight, bias))
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         _check_cpu(device)
-        product = self.fine(weight, None)
+        product = self.pack_high_precision(weight, None)
         return LMHead(PackedLinear(product), pruned_head_of(product, weight))
 
 
@@ -136,17 +138,17 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "float16": PackedFormat(half_product, half_product),
     "bfloat16": PlainFormat(torch.bfloat16),
 }
-"""What each of ``triptych.config.DTYPES`` means on a CPU."""
+"""Format of each of ``triptych.config.DTYPES`` on CPUs."""
 QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(int8_product, half_product)}
-"""The same for ``triptych.config.QUANTIZATIONS``, but for "none"."""
+"""Format of each of ``triptych.config.QUANTIZATIONS`` on CPUs, except "none"."""
 CUDA_FORMATS: dict[str, WeightFormat] = {
     name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")
 }
-"""``triptych.config.DTYPES`` on a GPU, but for "auto", which takes the one that the checkpoint has."""
+"""Format of each of ``triptych.config.DTYPES`` on GPUs, except "auto", which means the checkpoint's dtype."""
 
 
 class RMSNorm(nn.Module):
-    """``pointwise.rms_norm`` by a ``weight`` [D] or, for heads [T, heads, D], [heads, D]."""
+    """``pointwise.rms_norm`` with a ``weight`` [D] or, for heads [T, heads, D], [heads, D]."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -158,5 +160,5 @@ class RMSNorm(nn.Module):
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """The tensor as a parameter that takes no gradient; shares its memory."""
+    """Return the tensor as a parameter without gradient, sharing its memory."""
     return nn.Parameter(tensor, requires_grad=False)

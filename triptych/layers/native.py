@@ -1,5 +1,5 @@
-"""Builds the kernels in ``kernels/`` with the machine's own C compiler, once, and loads them. Where that fails there
-are none, and PyTorch's do."""
+"""Builds the kernels in ``kernels/cpu`` with the machine's C compiler, once, and loads them. If that fails, PyTorch's
+are used."""
 
 import ctypes
 import logging
@@ -18,40 +18,40 @@ from blake3 import blake3
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("kernels") / "cpu"
-# No fast-math: it would take apart what an exponential does to be exact. OpenMP's runtime isn't linked: torch has
-# loaded one, and a second would keep threads of its own.
+# No fast-math: it would reorder the operations that make the exponential exact. OpenMP's runtime isn't linked: torch
+# has loaded one already, and a second would have threads of its own.
 COMPILE = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
 TIMEOUT = 60
-"""Seconds that the compiler gets for a file; it needs a few."""
+"""Seconds after which compiling a file is aborted."""
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels; None, with a line in the log, on a machine that has no GCC or on which it fails."""
+    """Return the kernels. Logs a warning and returns None if there is no compiler or it fails."""
     try:
         return ctypes.CDLL(str(_built()))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
-        said = getattr(error, "stderr", None) or b""
-        log.warning("no compiled kernels, so PyTorch's slower ones are used: %s %s", error, said.decode()[-500:])
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
+        stderr = getattr(error, "stderr", None) or b""
+        log.warning("no compiled kernels, so PyTorch's slower ones are used: %s %s", error, stderr.decode()[-500:])
         return None
 
 
 def _built() -> Path:
-    """The library, built if it isn't there yet. Raises OSError and SubprocessError."""
+    """Return the library's path after building it if necessary. Raises OSError and SubprocessError."""
     name, *options = _compiler()
     path = shutil.which(name)
     if path is None:
         raise OSError(f"there is no C compiler {name!r}")
     compiler = [path, *options]
     cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # one that isn't absolute is to be ignored, says its specification
+    # the XDG specification says to ignore a relative path
     folder = (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "triptych"
     texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
     if not texts:
         raise OSError(f"there are no sources in {SOURCES}")
-    # a cache folder may be shared by machines with other processors
-    named_by = (*texts, *map(str.encode, (*COMPILE, _processor(), *compiler)))
-    library = folder / f"kernels-{blake3(b'|'.join(named_by)).hexdigest()[:16]}.so"
+    # machines with different processors may share a cache folder
+    identity = (*texts, *map(str.encode, (*COMPILE, processor_features(), *compiler)))
+    library = folder / f"kernels-{blake3(b'|'.join(identity)).hexdigest()[:16]}.so"
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,12 +65,12 @@ def _built() -> Path:
             list(compilers.map(lambda command: _run(*command), commands))
         finished = Path(scratch) / "kernels.so"
         _run(*compiler, "-shared", *objects, "-o", str(finished), "-lm")
-        finished.replace(library)  # whole or not at all: another process may be building it too
+        finished.replace(library)  # atomic: another process may be building it at the same time
     return library
 
 
 def _compiler() -> list[str]:
-    """What CC says, a command and its options; ``cc``, with a line in the log, where that is no command."""
+    """Return the command and options in CC; if they are invalid, log a warning and return ``cc``."""
     given = os.environ.get("CC", "cc")
     try:
         words, reason = shlex.split(given), "it is empty"
@@ -81,8 +81,8 @@ def _compiler() -> list[str]:
     return words or ["cc"]
 
 
-def _processor() -> str:
-    """What -march=native goes by."""
+def processor_features() -> str:
+    """Return the processor's instruction set flags, which decide what -march=native produces."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

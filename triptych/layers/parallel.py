@@ -1,8 +1,8 @@
-"""Tensor parallelism: how the ranks of a group share out a decoder's weights, and add up what each has computed.
+"""Tensor parallelism: divides a decoder's weights among the ranks of a group, and combines their results.
 
 Column-parallel layers give each rank some of the outputs, row-parallel layers some of the inputs (Megatron-LM,
-arXiv:1909.08053). A column-parallel layer, whatever works on its outputs one by one, and a row-parallel layer need one
-all-reduce between them.
+arXiv:1909.08053). A column-parallel layer, any elementwise operations, and a row-parallel layer together need one
+all-reduce.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from triptych.layers.decoder_config import per_rank
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
-"""How long ranks may take to find each other, once all of them are there."""
+"""How long ranks may take to connect to each other, once all of them are ready."""
 NO_TIMEOUT = timedelta(days=3650)
-"""An idle group waits for its next step. That a rank died is told by its closed sockets and by who watches it."""
+"""Practically infinite, because an idle group waits for its next step. Closed sockets and the supervisor reveal a dead
+rank."""
 
 
 class Group(Protocol):
@@ -29,17 +30,17 @@ class Group(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, on each of them; ``tensor`` itself, changed."""
+        """Sum the ranks' tensors in place, and return ``tensor``."""
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """On rank 0 the ranks' tensors [T, n], contiguous, side by side: [T, size * n]. Elsewhere ``tensor``."""
+        """Return the ranks' contiguous tensors [T, n] concatenated, [T, size * n], on rank 0; elsewhere ``tensor``."""
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, on all ranks; elsewhere ``tensor``, of the same shape and dtype, takes it in."""
+        """Return rank 0's tensor on all ranks; elsewhere it overwrites ``tensor``, of the same shape and dtype."""
 
 
 class SingleRank:
-    """A group of one process: nothing is shared out, so nothing is sent."""
+    """A group of one process, which communicates nothing."""
 
     rank = 0
     size = 1
@@ -58,10 +59,10 @@ SINGLE_RANK = SingleRank()
 
 
 class ProcessGroup:
-    """Ranks on one machine: over gloo for tensors in main memory, over NCCL for those on GPUs.
+    """Ranks on one machine, connected by gloo for tensors in main memory and by NCCL for those on GPUs.
 
-    Made by all ranks, once ``store`` says that all are there. Raises RuntimeError when they don't find each other, and
-    from every method when another rank is gone.
+    All ranks construct it at the same time, once ``store`` shows that all are ready. Raises RuntimeError if they can't
+    connect, and from every method if another rank is gone.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
@@ -97,8 +98,8 @@ class ProcessGroup:
         return tensor
 
     def abort(self) -> None:
-        """Ends what still waits for another rank. May be called from any thread."""
-        if nccl := self._backends.get("cuda"):  # gloo notices by itself, by its sockets, that a peer is gone
+        """Abort operations that wait for another rank. Thread-safe."""
+        if nccl := self._backends.get("cuda"):  # gloo notices by its sockets that a peer is gone
             nccl.abort()
 
     def _backend(self, tensor: Tensor) -> Any:
@@ -106,25 +107,26 @@ class ProcessGroup:
 
 
 def rendezvous(path: str, size: int) -> Store:
-    """Where ranks tell each other that they are there, and how they can be reached: a file that all can open, and
-    nobody else should."""
+    """Return the store with which ranks find each other: a file that all ranks, and no other user, can open."""
     store: Store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     return store
 
 
-def arrived(rank: int) -> str:
-    """The key that a rank sets in the rendezvous when it is ready to connect. To connect takes every rank's attention,
-    and can't be broken off when one of them dies."""
-    return f"arrived-{rank}"
+def ready_key(rank: int) -> str:
+    """Return the key that a rank sets in the rendezvous when it is ready to connect.
+
+    Ranks wait for all of these keys first, because connecting blocks every rank and can't be aborted if one dies.
+    """
+    return f"ready-{rank}"
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
-    """Where a rank computes: each has a GPU of its own, and all share the machine's cores."""
+    """Return a rank's device: on GPUs, each rank has one of its own; on CPUs, all share the machine's cores."""
     return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
 
 
 class AllReduce(nn.Module):
-    """Adds up what each rank's ``module`` returns."""
+    """Sums the outputs of the ranks' ``module``."""
 
     def __init__(self, module: nn.Module, group: Group) -> None:
         super().__init__()
@@ -136,7 +138,7 @@ class AllReduce(nn.Module):
 
 
 class Gather(nn.Module):
-    """Puts what each rank's ``module`` returns side by side, on rank 0."""
+    """Concatenates the outputs of the ranks' ``module`` on rank 0."""
 
     def __init__(self, module: nn.Module, group: Group) -> None:
         super().__init__()
@@ -149,17 +151,20 @@ class Gather(nn.Module):
 
 @dataclass(frozen=True)
 class Dimension:
-    """A weight's dimension that is dealt out to the ranks in whole ``units`` of ``width`` values each, as heads are.
-    Fewer units than ranks are shared: then several ranks in a row have the same one."""
+    """A weight's dimension that is divided among the ranks in whole units, such as heads.
+
+    If there are fewer units than ranks, consecutive ranks share a unit.
+    """
 
     units: int
     width: int = 1
+    """Values per unit."""
 
     @property
     def size(self) -> int:
         return self.units * self.width
 
     def part(self, group: Group) -> slice:
-        """The values that a rank has."""
+        """Return the range of values that belongs to a rank."""
         first = group.rank * self.units // group.size
         return slice(first * self.width, (first + per_rank(self.units, group.size)) * self.width)

@@ -1,4 +1,4 @@
-"""Copies between host and device, through pinned memory: many tensors in one copy that needn't be waited for."""
+"""Copies between CPU and GPU through pinned memory: many tensors in one asynchronous copy."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,21 +8,25 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes. Kernels read tensors that begin at multiples of it in wider loads."""
+"""Alignment of packed tensors in bytes, which allows kernels to use wide loads."""
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Host tensors of any dtypes on the device, in one copy, which later work there waits for by itself but the host
-    doesn't. On the CPU they are returned as they are."""
+    """Copy CPU tensors of any dtypes to the device in one copy, without waiting for it; later work on the device does.
+
+    For a CPU device, returns the tensors themselves.
+    """
     if device.type == "cpu" or not tensors:
         return list(tensors)
     buffer = packed(tensors, pin_memory=True).to(device, non_blocking=True)
     return unpacked(buffer, tensors)
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of one device in host memory, after one wait for all of them, which lets other threads run; those on the
-    CPU are returned as they are. Ones from a GPU lie in pinned memory: keep them no longer than needed."""
+def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors of one device to the CPU and wait once for all of them, while other threads may run.
+
+    CPU tensors are returned themselves. Copies from a GPU are in pinned memory: don't keep them longer than needed.
+    """
     if not tensors or tensors[0].device.type == "cpu":
         return list(tensors)
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
@@ -33,8 +37,11 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def packed(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:
-    """The tensors' bytes, uint8, each from an aligned place on. PyTorch keeps pinned memory that is let go of until
-    copies out of it are done, and hands it out again: after the first steps nothing is allocated."""
+    """Return the tensors' bytes in one uint8 tensor, each at an aligned offset.
+
+    PyTorch caches pinned memory, and reuses it only when copies from it are done: after the first steps nothing is
+    allocated.
+    """
     places = _places(tensors)
     buffer = torch.empty(places[-1], dtype=torch.uint8, pin_memory=pin_memory)
     for view, tensor in zip(unpacked(buffer, tensors), tensors, strict=True):
@@ -43,7 +50,7 @@ def packed(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:
 
 
 def unpacked(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of ``buffer``, laid out as ``packed`` does, with the tensors' dtypes and shapes."""
+    """Return views of a ``buffer`` made by ``packed``, with the dtypes and shapes of ``tensors``."""
     return [
         buffer[place : place + prod(tensor.shape) * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
         for place, tensor in zip(_places(tensors), tensors, strict=False)
@@ -51,6 +58,6 @@ def unpacked(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor's bytes begin, and at last the size of it all."""
+    """Return the offset of each tensor's bytes, and finally the total size."""
     sizes = (-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
     return [0, *accumulate(sizes)]

@@ -1,7 +1,7 @@
-"""What goes on between a model's products: in one pass by the compiled kernels where there are any, else by PyTorch.
+"""Operations between a model's matrix products: in one pass by the compiled kernels if they exist, else by PyTorch.
 
-The kernels are for float32 on CPUs, where a pass over a prompt's activations costs as much as reading them, and for a
-single token a call of PyTorch's costs more than the work.
+The kernels are for float32 on CPUs. There, each further pass over a prompt's activations costs a read of all of them,
+and for a single token the overhead of a PyTorch call exceeds the work.
 """
 
 import ctypes
@@ -16,18 +16,18 @@ from triptych.layers import native
 _OPERANDS = {
     "rms_norm": (3, 4, 1),
     "rotate": (3, 4, 0),
-    "silu_times": (2, 2, 0),
+    "silu_and_mul": (2, 2, 0),
     "gelu_tanh": (1, 1, 0),
-    "likeliest": (2, 3, 0),
+    "argmax_rows": (2, 3, 0),
 }
-"""Pointers, integers and floats that each kernel of ``kernels/pointwise.c`` takes."""
+"""Number of pointers, integers and floats that each kernel of ``kernels/cpu/pointwise.c`` takes."""
 
 
 def rms_norm(activations: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalisation (arXiv:1910.07467) of [T, D] or, a head at a time, [T, heads, D] by a ``weight``
-    of a token's shape.
+    """Return the root mean square normalisation (arXiv:1910.07467) of [T, D] or, per head, of [T, heads, D].
 
-    The mean square is taken in fp32 and the result rounded before it is scaled, as transformers' Qwen3-VL does.
+    ``weight`` has the shape of one token. The mean square is computed in fp32, and the result is rounded before it is
+    scaled, as in transformers' Qwen3-VL.
     """
     kernels = _kernels(activations, weight)
     if kernels is None or activations.stride()[1:] != weight.stride():
@@ -42,10 +42,10 @@ def rms_norm(activations: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``heads`` [T, heads, head_dim] turned by the angles whose ``cos`` and ``sin`` [T, 1, head_dim] are given. The
-    kernel turns them where they are: don't use them afterwards.
+    """Rotate ``heads`` [T, heads, head_dim] by angles given as ``cos`` and ``sin`` [T, 1, head_dim].
 
-    The pairs that turn together are values i and i + head_dim / 2 (the "rotate half" convention of GPT-NeoX).
+    Values i and i + head_dim / 2 are rotated as a pair (the "rotate half" convention of GPT-NeoX). The kernel works in
+    place: don't use ``heads`` afterwards.
     """
     kernels = _kernels(heads, cos, sin)
     num_tokens, num_heads, dim = heads.shape
@@ -58,34 +58,36 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads
 
 
-def silu_times(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` for [T, 2 n], the gates of which are the first half; [T, n]."""
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up``, [T, n], for [T, 2 n], whose first half are the gates."""
     kernels = _kernels(gate_up)
     if kernels is None or not gate_up.is_contiguous():
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty((num_tokens, width))
-    kernels.silu_times(gate_up.data_ptr(), output.data_ptr(), num_tokens, width)
+    kernels.silu_and_mul(gate_up.data_ptr(), output.data_ptr(), num_tokens, width)
     return output
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The first of each row's highest: [rows, vocabulary] → int64 [rows]. A NaN counts as higher than any number. On
-    CPUs PyTorch's own search takes several times as long as NumPy's (``bench/linears.py``)."""
+def argmax_rows(logits: Tensor) -> Tensor:
+    """Return the index of each row's first maximum: [rows, vocabulary] → int64 [rows]. A NaN exceeds any number.
+
+    On CPUs NumPy is faster than PyTorch (``bench/linears.py``).
+    """
     kernels = _kernels(logits)
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
     if kernels is None or logits.stride(1) != 1:
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     found = torch.empty(len(logits), dtype=torch.int64)
-    kernels.likeliest(logits.data_ptr(), found.data_ptr(), *logits.shape, logits.stride(0))
+    kernels.argmax_rows(logits.data_ptr(), found.data_ptr(), *logits.shape, logits.stride(0))
     return found
 
 
 class GeluTanh(nn.Module):
-    """GELU by its approximation with tanh (arXiv:1606.08415, section 2), of any shape. The kernel puts it where the
-    activations are: don't use those afterwards."""
+    """GELU in its tanh approximation (arXiv:1606.08415, section 2), for any shape. The kernel works in place: don't use
+    the activations afterwards."""
 
     def forward(self, activations: Tensor) -> Tensor:
         kernels = _kernels(activations)
@@ -96,18 +98,18 @@ class GeluTanh(nn.Module):
 
 
 def _kernels(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels, if there are any and they are made for these tensors."""
-    ours = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
-    return _library() if ours else None
+    """Return the compiled kernels if they exist and support these tensors."""
+    supported = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+    return compiled_kernels() if supported else None
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def compiled_kernels() -> ctypes.CDLL | None:
     return None if (library := native.library()) is None else declared(library)
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, knowing what its kernels take."""
+    """Declare the argument types of the library's kernels, and return it."""
     for name, (pointers, integers, floats) in _OPERANDS.items():
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats

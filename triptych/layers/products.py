@@ -1,4 +1,4 @@
-"""Products with packed weights by the compiled kernels, of all kinds."""
+"""Matrix products with packed weights by the compiled kernels."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triptych.layers.rounding import rounded
+from triptych.layers.rounding import saturating_cast
 
 Product = Callable[[Tensor], Tensor]
 """``x W^T + b``: float32 activations [T, in] to [T, out]."""
 
 AT_ONCE = 2**19
-"""Weights that are laid out together: few enough to stay in a processor's cache meanwhile."""
+"""Number of weights that are rearranged at a time: small enough to stay in the CPU's cache."""
 
 
-class Kind(IntEnum):
-    """How weights are kept: ``kernels/products.h``."""
+class WeightKind(IntEnum):
+    """Format of packed weights: ``Kind`` in ``kernels/cpu/products.h``."""
 
     HALF = 0
     FLOAT = 1
@@ -26,7 +26,7 @@ class Kind(IntEnum):
 
 
 class LinearOperands(ctypes.Structure):
-    """A layer's weights, as ``kernels/products.h`` says."""
+    """A layer's weights: ``Linear`` in ``kernels/cpu/products.h``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
@@ -35,21 +35,22 @@ class LinearOperands(ctypes.Structure):
 
 
 class CompiledProduct:
-    """A layer's weights in ``panels`` as ``in_panels`` makes them, and the kernel that goes with their ``kind``. What a
-    token comes to doesn't depend on its batch, to the bit.
+    """A linear layer's packed weights and the kernel for them.
 
-    ``scales`` float32 [out] are int8's, one for each output; ``shape`` is (out, in).
+    A token's outputs are bit-identical in any batch.
     """
 
     def __init__(  # noqa: PLR0917 (a kernel's operands)
         self,
         library: ctypes.CDLL,
-        kind: Kind,
+        kind: WeightKind,
         shape: torch.Size,
         panels: Tensor,
         scales: Tensor | None,
         bias: Tensor | None,
     ) -> None:
+        """``panels`` are the weights from ``in_panels``; ``shape`` is (out, in); only int8 has ``scales``, float32
+        [out]."""
         self.library = library
         self.outputs, self.inputs = shape
         self.panels = panels
@@ -65,7 +66,7 @@ class CompiledProduct:
         self._run.restype = ctypes.c_int
 
     def __call__(self, activations: Tensor) -> Tensor:
-        """Raises ValueError for activations of another width, and MemoryError."""
+        """Return float32 [T, out] for activations [T, in]. Raises ValueError for another width, and MemoryError."""
         num_tokens, inputs = activations.shape
         if inputs != self.inputs:
             raise ValueError(f"{inputs} inputs for a layer of {self.inputs}")
@@ -79,12 +80,14 @@ class CompiledProduct:
 
 
 def in_panels(weight: Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """``weight`` [N, K] as the compiled kernels read it, in panels of so many outputs:
-    [ceil(N / outputs), ceil(K / inputs), outputs, inputs], ``rounded`` to ``dtype``; zeros fill it up."""
+    """Pack ``weight`` [N, K] for the compiled kernels, in panels of ``outputs`` rows, padded with zeros.
+
+    Returns [ceil(N / outputs), ceil(K / inputs), outputs, inputs], converted by ``saturating_cast`` to ``dtype``.
+    """
     num_outputs, num_inputs = weight.shape
     panels = torch.empty((-(-num_outputs // outputs), -(-num_inputs // inputs), outputs, inputs), dtype=dtype)
     together = max(1, AT_ONCE // max(1, outputs * num_inputs))
     for some, rows in zip(panels.split(together), weight.split(together * outputs), strict=True):
-        full = F.pad(rounded(rows, dtype), (0, -num_inputs % inputs, 0, -len(rows) % outputs))
+        full = F.pad(saturating_cast(rows, dtype), (0, -num_inputs % inputs, 0, -len(rows) % outputs))
         some.copy_(full.unflatten(1, (-1, inputs)).unflatten(0, (-1, outputs)).transpose(1, 2))
     return panels

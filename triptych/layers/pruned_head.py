@@ -1,8 +1,8 @@
-"""The largest of a vocabulary's logits, exactly, without reading all of its weights.
+"""Computes the largest of a vocabulary's logits, exactly, without reading all weights.
 
-Weights rounded to int8 come to bounds for every logit (``kernels/pruned_head.c``), half as many bytes to read as fp16
-has; only those that may be among the largest are computed in full. What is found has the same bits as in the full
-product: the bounds are Cauchy-Schwarz's, with room for the rounding of every sum, not estimates.
+Weights quantized to int8, half the bytes of fp16, yield bounds for every logit (``kernels/cpu/pruned_head.c``). Only
+logits that may be among the largest are computed in full, and are bit-identical to those of the full product. The
+bounds are guaranteed, not estimated: Cauchy-Schwarz's, with a margin for the rounding of every sum.
 """
 
 import ctypes
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from triptych.layers import int8
-from triptych.layers.products import AT_ONCE, CompiledProduct, Kind, LinearOperands, Product, in_panels
-from triptych.layers.rounding import rounded
+from triptych.layers.products import AT_ONCE, CompiledProduct, LinearOperands, Product, WeightKind, in_panels
+from triptych.layers.rounding import saturating_cast
 
 log = logging.getLogger(__name__)
 
 TOGETHER = 16
-"""Tokens whose bounds are computed at a time: each has two for every output."""
+"""Tokens processed at a time, which bounds the memory: each has two bounds per output."""
 LARGEST = 1e15
-"""By far: of weights, and of tokens that squares tell the length of, whose products are finite."""
+"""Magnitude limit for weights and activations, far below where products or squared norms overflow float32."""
 SPARE = 32
-"""Roundings besides those of a sum over the inputs, of which there is one for each."""
+"""Rounding errors allowed for besides the one per input in a sum over the inputs."""
 
 
 class PrunedHeadOperands(ctypes.Structure):
-    """As ``kernels/pruned_head.c`` says."""
+    """``PrunedHead`` in ``kernels/cpu/pruned_head.c``."""
 
     _fields_ = (
         *((name, LinearOperands) for name in ("exact", "rough")),
@@ -36,20 +36,21 @@ class PrunedHeadOperands(ctypes.Structure):
 
 
 class PrunedHead:
-    """Of the product ``exact``, which has no bias; ``weight`` [out, in] are its weights before they were packed. For
-    one thread: it works in memory of its own.
-
-    Raises ValueError for weights whose sums may not be finite, and for more inputs than int8 adds up exactly.
-    """
+    """A projection to the vocabulary that computes only the largest logits. Not thread-safe: it reuses its working
+    memory."""
 
     def __init__(self, exact: CompiledProduct, weight: Tensor) -> None:
+        """``exact`` is the full product, without bias, and ``weight`` [out, in] its weights before packing.
+
+        Raises ValueError for weights whose sums may not be finite, and for more inputs than int8 can sum exactly.
+        """
         library = exact.library
         if weight.shape[1] > int8.MAX_INPUTS:
-            raise ValueError(f"a pruned_head is for at most {int8.MAX_INPUTS} inputs, not {weight.shape[1]}")
+            raise ValueError(f"a pruned head is for at most {int8.MAX_INPUTS} inputs, not {weight.shape[1]}")
         self._exact = exact
         self._rough, self._per_length, self._per_low = _rough(exact, weight)
         if not (self._per_low < LARGEST).all():
-            raise ValueError("a pruned_head is for weights whose sums are finite")
+            raise ValueError("a pruned head is for weights whose sums are finite")
         self.most = ctypes.c_int.in_dll(library, "pruned_head_most").value
         factors = self._per_length.data_ptr(), self._per_low.data_ptr()
         self._operands = PrunedHeadOperands(exact.operands, self._rough.operands, *factors)
@@ -62,15 +63,16 @@ class PrunedHead:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, activations: Tensor, num_largest: Sequence[int]) -> Tensor:
-        """float32 [T, in] to [T, out]. ``num_largest`` [T] says of each token how many of its largest outputs are
-        wanted, 0 for all. The others may be minus infinity, but for what equals the smallest of them.
+        """Return float32 [T, out] for activations [T, in].
 
-        Raises ValueError for activations of another width, and unless there is a number for each token.
+        ``num_largest`` [T] is the number of largest outputs needed per token, 0 for all. Outputs below the smallest of
+        these may be minus infinity. Raises ValueError for activations of another width, and unless there is one number
+        per token.
         """
         if len(num_largest) != len(activations):
             raise ValueError(f"{len(num_largest)} numbers for {len(activations)} tokens")
         if not all(0 < count <= self.most for count in num_largest):
-            return self._exact(activations)  # what one token needs is read for all of them
+            return self._exact(activations)  # one token that needs all weights makes the full product cheapest for all
         activations = activations.float().contiguous()
         if activations.shape[1] != self._exact.inputs:
             raise ValueError(f"{activations.shape[1]} inputs for a layer of {self._exact.inputs}")
@@ -88,7 +90,8 @@ class PrunedHead:
         return output
 
     def _working_room(self, num_tokens: int) -> int:
-        """Its address. It is kept, since new memory takes the system as long as the bounds take."""
+        """Return the address of the working memory, which is kept, because allocating it takes as long as computing the
+        bounds."""
         size = self._room_for(self._operands, num_tokens)
         if self._room.numel() < size:
             self._room = torch.empty(size, dtype=torch.uint8)
@@ -96,25 +99,28 @@ class PrunedHead:
 
 
 def is_faster(library: ctypes.CDLL) -> bool:
-    """Whether these kernels' pruned_head takes less time than to read fp16: where the processor has VNNI."""
+    """Return whether the kernel is faster than the full fp16 product, which it is if the processor has VNNI."""
     return bool(ctypes.c_int.in_dll(library, "pruned_head_is_faster").value)
 
 
 def pruned_head_of(product: Product, weight: Tensor) -> PrunedHead | None:
-    """Where there can be one and it is faster than ``product``, which has ``weight`` [out, in] and no bias."""
+    """Return a pruned head for ``product``, which has ``weight`` [out, in] and no bias; None if it isn't faster or the
+    weights don't allow it."""
     if not isinstance(product, CompiledProduct) or not is_faster(product.library):
         return None
     try:
         return PrunedHead(product, weight)
     except ValueError as error:
-        log.warning("all of the vocabulary's weights are read for each token: %s", error)
+        log.warning("no pruned LM head, so all of the vocabulary's weights are read for each token: %s", error)
         return None
 
 
 def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, Tensor, Tensor]:
-    """The same product in int8, and for each output how far what it comes to may be from the exact sum: float32 [out],
-    times the length of a token, and times the largest value that int8 leaves of it. A block at a time, since a whole
-    vocabulary's weights in float32 are many."""
+    """Return the product in int8, and two float32 [out] that bound its error for each output.
+
+    The bound is the first times the token's norm, plus the second times the largest remainder of the token after its
+    quantization. Converts a block at a time, since a whole vocabulary's weights in float32 would need much memory.
+    """
     num_outputs, num_inputs = weight.shape
     library = product.library
     width = ctypes.c_int.in_dll(library, "int8_outputs").value
@@ -125,11 +131,11 @@ def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, T
     low_step = num_inputs**0.5 / 127 / 2
     for first, some in enumerate(panels.split(together)):
         rows = slice(first * together * width, (first * together + len(some)) * width)
-        exact = rounded(weight[rows], product.panels.dtype).float()
-        whole, steps = int8.rounded(exact)
+        exact = saturating_cast(weight[rows], product.panels.dtype).float()
+        whole, steps = int8.quantize_rows(exact)
         some.copy_(in_panels(whole, width, 4, torch.int8))
         kept, exact = whole.float(), exact / steps[:, None]
         scales[rows] = steps
         per_length[rows] = steps * ((exact - kept).norm(dim=1) + exact.norm(dim=1) * rounding) * (1 + 2**-10)
         per_low[rows] = steps * kept.norm(dim=1) * low_step * (1 + 2**-10)
-    return CompiledProduct(library, Kind.INT8, weight.shape, panels, scales, None), per_length, per_low
+    return CompiledProduct(library, WeightKind.INT8, weight.shape, panels, scales, None), per_length, per_low

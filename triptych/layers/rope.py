@@ -1,8 +1,8 @@
 """Rotary position embedding, in one axis or in three (M-RoPE).
 
-M-RoPE (Qwen2-VL, arXiv:2409.12191, section 2.1) gives every token a temporal, a height and a width position and shares
-the rotary frequencies out among the three, one run each. Qwen3-VL (arXiv:2511.21631) interleaves the axes, T H W T H W
-… T T, so that each covers low and high frequencies. The references are ``Qwen2VLRotaryEmbedding`` and
+M-RoPE (Qwen2-VL, arXiv:2409.12191, section 2.1) gives every token a temporal, a height and a width position, and
+assigns a section of the rotary frequencies to each of them. Qwen3-VL (arXiv:2511.21631) interleaves the axes, T H W T H
+W … T T, so that each covers low and high frequencies. The references are ``Qwen2VLRotaryEmbedding`` and
 ``Qwen3VLTextRotaryEmbedding`` in transformers.
 """
 
@@ -16,13 +16,13 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import RopeConfig
 
 
-def rope_settings(text_config: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
-    """The rotary settings of a text config, in either spelling: ``rope_parameters`` (transformers 5), or
-    ``rope_scaling`` and ``rope_theta`` (the published files). ``default`` says what holds where the config is silent,
-    and whether there are three axes and in which order.
+def parse_rope_config(text_config: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
+    """Return the rotary settings of a text config.
 
-    Raises CheckpointError for a rope type other than ``default`` (``mrope``, in older files), for axes in the other
-    order, and for values of the wrong kind.
+    Reads either spelling: ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (published
+    files). ``default`` provides omitted values, and decides whether there are three axes and in which order. Raises
+    CheckpointError for a rope type other than ``default`` (``mrope`` in older files), for axes in the other order, and
+    for values of the wrong type.
     """
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
@@ -46,11 +46,11 @@ def rope_settings(text_config: Mapping[str, Any], default: RopeConfig) -> RopeCo
 
 
 class Rope(nn.Module):
-    """Angles for heads of ``head_dim`` values. Raises CheckpointError unless the sections of ``rope`` add up to half of
-    ``head_dim``."""
+    """Computes rotary angles for heads of ``head_dim`` values. Raises CheckpointError unless the sections of ``rope``
+    add up to half of ``head_dim``."""
 
     inverse_frequencies: Tensor  # float32 [head_dim / 2]
-    axes: Tensor  # int64 [head_dim / 2]: which of the three positions turns each frequency
+    axes: Tensor  # int64 [head_dim / 2]: the axis of each frequency
 
     def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Rope(nn.Module):
         self.register_buffer("axes", _axes(head_dim, rope).to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [T, 1, head_dim], in ``dtype``, for positions [3, T]."""
+        """Return cos and sin, each [T, 1, head_dim], in ``dtype``, for positions [3, T]."""
         per_frequency = positions[self.axes].T.float()  # [T, head_dim / 2]
         angles = per_frequency * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, head_dim]
@@ -67,7 +67,7 @@ class Rope(nn.Module):
 
 
 def _axes(head_dim: int, rope: RopeConfig) -> Tensor:
-    """int64 [head_dim / 2]"""
+    """Return the axis of each frequency, int64 [head_dim / 2]."""
     section = rope.mrope_section
     axes = torch.zeros(head_dim // 2, dtype=torch.int64)
     if section is None:

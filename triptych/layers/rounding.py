@@ -1,11 +1,11 @@
-"""Into which numbers values are rounded that are kept in fewer bits."""
+"""Conversion to dtypes of lower precision."""
 
 import torch
 from torch import Tensor
 
 
-def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` in ``dtype``. What float16 doesn't hold becomes the largest that it does; a NaN stays one."""
+def saturating_cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert ``values`` to ``dtype``. Values beyond float16's range become its largest; NaN stays NaN."""
     if dtype == torch.float16 != values.dtype:
         largest = torch.finfo(dtype).max
         values = values.float().clamp(-largest, largest)

@@ -1,4 +1,4 @@
-"""Decodes audio to one channel at the rate that a model wants. Pure: bytes in, samples out."""
+"""Decodes audio to mono at the sample rate of a model. Pure: bytes in, samples out."""
 
 import io
 from collections.abc import Iterator
@@ -17,45 +17,45 @@ from triptych.types import AudioHeader
 Samples: TypeAlias = NDArray[np.float32]
 """One channel, between -1 and 1."""
 
-# Named, so that FFmpeg doesn't guess: some of its demuxers open other files.
+# Explicit demuxers, because some of those that FFmpeg might guess open other files.
 _DEMUXERS = DEMUXERS | {"WAV": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"}
 _CODECS = frozenset({"aac", "flac", "mp3", "mp3float", "vorbis", "libvorbis", "opus", "libopus"})
 _DECODING_ERRORS = (av.error.FFmpegError, ValueError, EOFError)
 
 TOLERANCE = 0.1
-"""Seconds by which what is decoded may differ from the header: encoders add silence at both ends, and not all say how
-much. A difference within it is cut off or filled with silence, so that there are as many samples as were planned."""
+"""Seconds by which the decoded length may differ from the header's, because encoders add silence and don't always
+declare it. The samples are cut or padded with silence to the planned length."""
 TRACK_TOLERANCE = 0.3
-"""The same of a video's audio track. WebM doesn't say how long the last block is: 0.288 s in FLAC, at 16 kHz."""
+"""The same for a video's audio track. It is larger because WebM doesn't declare the length of the last block."""
 
 
 def decode_audio(data: bytes, header: AudioHeader, rate: int) -> Samples:
-    """All of a file, or of a video's audio track, its channels' mean, ``header.resampled(rate)`` samples.
+    """Decode an audio file, or a video's audio track, to the mean of its channels: ``header.resampled(rate)`` samples.
 
-    Raises TruncatedMedia for a file that ends too early, MediaMismatch for one that isn't what its header says, and
+    Raises TruncatedMedia for a file that ends too early, MediaMismatch for one that contradicts its header, and
     UnsupportedMedia for one that can't be decoded.
     """
-    wanted = header.resampled(rate)
-    tolerance = (TRACK_TOLERANCE if header.track else TOLERANCE) * rate
-    made = np.zeros(wanted, dtype=np.float32)
+    planned = header.resampled(rate)
+    tolerance = (TRACK_TOLERANCE if header.in_video else TOLERANCE) * rate
+    made = np.zeros(planned, dtype=np.float32)
     num_samples = 0
     for piece in _resampled(data, header, rate):
-        kept = piece[: wanted - num_samples] if num_samples < wanted else piece[:0]
+        kept = piece[: planned - num_samples] if num_samples < planned else piece[:0]
         made[num_samples : num_samples + len(kept)] = kept
         num_samples += len(piece)
-        if num_samples > wanted + tolerance:
+        if num_samples > planned + tolerance:
             raise MediaMismatch(f"{_named(header)} is longer than the {header.seconds:.1f} s of its header")
-    if num_samples < wanted - tolerance:
+    if num_samples < planned - tolerance:
         raise TruncatedMedia(f"{_named(header)} ends after {num_samples / rate:.1f} s of {header.seconds:.1f} s")
     return made
 
 
 def _named(header: AudioHeader) -> str:
-    return f"the {header.format} video's sound" if header.track else f"the {header.format} audio"
+    return f"the {header.format} video's sound" if header.in_video else f"the {header.format} audio"
 
 
 def _resampled(data: bytes, header: AudioHeader, rate: int) -> Iterator[Samples]:
-    """The mean is taken before resampling: FFmpeg would weight channels, by their places in a room."""
+    """Yield resampled mono samples. The channels' mean is taken first, because FFmpeg's downmix would weight them."""
     resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
     for samples, rate_of_file in _decoded(data, header):
         frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
@@ -67,7 +67,7 @@ def _resampled(data: bytes, header: AudioHeader, rate: int) -> Iterator[Samples]
 
 
 def _decoded(data: bytes, header: AudioHeader) -> Iterator[tuple[Samples, int]]:
-    """The channels' mean, and how many samples there are a second."""
+    """Yield the channels' mean with its sample rate."""
     name = _named(header)
     try:
         container = av.open(
@@ -88,12 +88,13 @@ def _decoded(data: bytes, header: AudioHeader) -> Iterator[tuple[Samples, int]]:
             if codec.name not in _CODECS and not codec.name.startswith("pcm_"):
                 raise UnsupportedMedia(f"{name} is encoded as {codec.name!r}, which isn't supported")
             codec.thread_count = 1
-            said = None if header.track else (header.rate, header.channels)
+            expected = None if header.in_video else (header.rate, header.channels)
             in_floats: av.AudioResampler | None = None
             for frame in container.decode(stream):
-                if said is None and header.seconds * frame.sample_rate * len(frame.layout.channels) > MAX_TRACK_SAMPLES:
+                samples = header.seconds * frame.sample_rate * len(frame.layout.channels)
+                if expected is None and samples > MAX_TRACK_SAMPLES:
                     raise UnsupportedMedia(f"{name} has more than {MAX_TRACK_SAMPLES} samples")
-                said = _checked(frame, said, name)
+                expected = _checked(frame, expected, name)
                 in_floats = in_floats or av.AudioResampler("fltp", frame.layout, frame.sample_rate)
                 for made in in_floats.resample(frame):
                     yield np.ascontiguousarray(_as_floats(made).mean(axis=0)), frame.sample_rate
@@ -101,19 +102,19 @@ def _decoded(data: bytes, header: AudioHeader) -> Iterator[tuple[Samples, int]]:
             raise UnsupportedMedia(f"{name} is damaged and can't be decoded") from error
 
 
-def _checked(frame: av.AudioFrame, said: tuple[int, int] | None, name: str) -> tuple[int, int]:
-    """How many samples a second, and channels, a frame has: as was said, if anything was."""
+def _checked(frame: av.AudioFrame, expected: tuple[int, int] | None, name: str) -> tuple[int, int]:
+    """Return a frame's sample rate and number of channels. Raises MediaMismatch if they aren't as expected."""
     rate, channels = frame.sample_rate, len(frame.layout.channels)
-    if said is None:
+    if expected is None:
         check_sound(rate, channels)
         return rate, channels
-    if rate != said[0]:
-        raise MediaMismatch(f"{name} has {rate} samples per second; its header says {said[0]}")
-    if channels != said[1]:
-        raise MediaMismatch(f"{name} has {channels} channels; its header says {said[1]}")
-    return said
+    if rate != expected[0]:
+        raise MediaMismatch(f"{name} has {rate} samples per second; its header says {expected[0]}")
+    if channels != expected[1]:
+        raise MediaMismatch(f"{name} has {channels} channels; its header says {expected[1]}")
+    return expected
 
 
 def _as_floats(frame: av.AudioFrame) -> NDArray[np.float32]:
-    """float32 (channels, samples)."""
+    """Return float32 of shape (channels, samples)."""
     return np.asarray(frame.to_ndarray(), dtype=np.float32)

@@ -1,34 +1,36 @@
-"""A video that came as a list of pictures, packed into the bytes of one item."""
+"""Packs a video given as a list of images into the bytes of one item."""
 
 import msgspec
 
 from triptych.errors import UnsupportedMedia
 
 FORMAT = "frames"
-"""What such a video's header gives as its format."""
+"""Format in such a video's header."""
 
 _MAGIC = b"triptych/frames\x00"
 
 
 class PackedFrames(msgspec.Struct, frozen=True, array_like=True):
-    """The files of a video's frames, in the order of display, ``rate`` of them a second."""
+    """A video as image files."""
 
     rate: float
+    """Frames per second."""
     frames: list[bytes]
+    """Image files in display order."""
 
 
 def pack_frames(packed: PackedFrames) -> bytes:
-    """One item's bytes."""
+    """Return the item's bytes."""
     return _MAGIC + msgspec.msgpack.encode(packed)
 
 
 def is_packed(data: bytes) -> bool:
-    """Whether these bytes say that they are packed frames."""
+    """Whether the bytes are marked as packed frames."""
     return data.startswith(_MAGIC)
 
 
 def unpack_frames(data: bytes) -> PackedFrames:
-    """What was packed. Raises UnsupportedMedia for anything else."""
+    """Undo ``pack_frames``. Raises UnsupportedMedia for anything else."""
     try:
         return msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=PackedFrames)
     except (msgspec.DecodeError, ValueError):

@@ -1,7 +1,7 @@
-"""Whisper's features of audio: the logarithm of its energy in mel bands, ten milliseconds at a time. Numpy only.
+"""Log-mel features of audio, as Whisper's: the logarithm of the energy in mel bands, one frame per hop. Numpy only.
 
-The arithmetic is that of ``WhisperFeatureExtractor`` in transformers on an item by itself (``padding="longest"``);
-tests hold it equal to within 1e-4.
+The arithmetic follows ``WhisperFeatureExtractor`` in transformers for a single item (``padding="longest"``); tests
+compare the two.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from triptych.errors import BadMediaSize, CheckpointError
 _MAX_FREQUENCY = 8000.0
 _FLOOR = 1e-10
 _RANGE = 8.0
-"""What is more than so many powers of ten below the loudest counts as so many."""
+"""Dynamic range in powers of ten: quieter values are raised to this far below the loudest."""
 _FRAMES_AT_A_TIME = 1024
 
 _KEYS = {"num_bands": "feature_size", "rate": "sampling_rate", "hop": "hop_length", "window": "n_fft"}
@@ -27,12 +27,16 @@ _LOG_STEP = np.log(6.4) / 27.0
 
 @dataclass(frozen=True)
 class LogMel:
-    """``num_bands`` mel bands of windows of ``window`` samples, ``hop`` samples apart, at ``rate`` samples a second."""
+    """Log-mel feature extractor."""
 
     num_bands: int = 128
+    """Mel bands."""
     rate: int = 16_000
+    """Samples per second."""
     hop: int = 160
+    """Samples between two frames."""
     window: int = 400
+    """Samples of a frame's window."""
     _filters: NDArray[np.float32] = field(init=False, repr=False)
     _hann: NDArray[np.float32] = field(init=False, repr=False)
 
@@ -43,7 +47,7 @@ class LogMel:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "LogMel":
-        """From a ``preprocessor_config.json``. Raises CheckpointError for a bad value."""
+        """Read the settings of a ``preprocessor_config.json``. Raises CheckpointError for an invalid value."""
         settings = {}
         for name, key in _KEYS.items():
             value = config.get(key, getattr(cls, name))
@@ -51,17 +55,17 @@ class LogMel:
                 raise CheckpointError(f"preprocessor_config.json: {key} must be a positive integer, not {value!r}")
             settings[name] = value
         if config.get("dither", 0.0):
-            raise CheckpointError("preprocessor_config.json: dither makes features differ each time; only 0 is served")
+            raise CheckpointError("preprocessor_config.json: dither makes features random; only 0 is supported")
         return cls(**settings)
 
     def num_frames(self, samples: int) -> int:
-        """How many frames so many samples make. Raises BadMediaSize for fewer than a window."""
+        """Return the number of frames of ``samples`` samples. Raises BadMediaSize for fewer than a window."""
         if samples < self.window:
             raise BadMediaSize(f"the audio is shorter than {1000 * self.window / self.rate:g} ms")
         return samples // self.hop
 
     def __call__(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """float32 (frames, bands). Raises BadMediaSize for fewer samples than a window."""
+        """Return float32 features of shape (frames, bands). Raises BadMediaSize for fewer samples than a window."""
         num_frames = self.num_frames(len(samples))
         padded = np.pad(samples, self.window // 2, mode="reflect")
         windows = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop][:num_frames]
@@ -78,7 +82,7 @@ class LogMel:
 
 
 def mel_filters(num_bands: int, rate: int, window: int) -> NDArray[np.float32]:
-    """float32 (window / 2 + 1, bands): triangles on Slaney's mel scale, each of the same area."""
+    """Return float32 filters of shape (window / 2 + 1, bands): triangles of equal area on Slaney's mel scale."""
     frequencies = np.linspace(0, rate / 2, window // 2 + 1)
     edges = _hertz(np.linspace(0.0, _mel(min(_MAX_FREQUENCY, rate / 2)), num_bands + 2))
     widths = np.diff(edges)

@@ -1,9 +1,9 @@
-"""How messages travel: the only file that opens a ZeroMQ socket.
+"""Message transport between processes: the only file that opens ZeroMQ sockets.
 
-Every process has one Channel: an inbox (PULL) whose address names the process, and an outbox (PUSH) per peer it has
-written to. Messages say themselves whom to answer. A message to the channel's own address never leaves the process,
-which is how several stages in one instance talk; one to a loopback address takes a Unix socket. With a secret every
-connection is encrypted, and only who has it can make one (docs/decisions/0010-trust.md).
+Every process has one Channel: an inbox (PULL), whose address names the process, and an outbox (PUSH) for each peer.
+Messages carry the address to answer to. A message to the channel's own address stays in the process; stages of one
+instance communicate that way. Loopback addresses use a Unix socket. With a secret, every connection is encrypted and
+authenticated (docs/decisions/0010-trust.md).
 """
 
 import contextlib
@@ -19,48 +19,44 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from triptych.config import MAX_MESSAGE_BYTES
-from triptych.errors import TriptychError, Unavailable
-from triptych.messages.codec import BadMessage, Message, decode, encode
+from triptych.errors import BadAddress, BadMessage, Unavailable
+from triptych.messages.codec import Message, decode, encode
 from triptych.messages.curve import ClusterKeys
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 10_000
-"""How many messages wait for a peer that doesn't read before it counts as unreachable."""
+"""Messages queued for a peer before it counts as unreachable."""
 MAX_OUTBOXES = 256
-"""Peers that a process is connected to at a time: several times as many as a service has processes. Messages carry
-addresses to answer to, so without a limit they could use up this process's descriptors."""
-FRAMES_AT_A_TIME = 1000
-"""Frames that one look at the inbox takes: a peer that sends faster than it is read must not stop the loop."""
-LAST_WORDS = 1000
-"""Milliseconds that messages to a forgotten peer get to leave: it may be there, and about to register anew."""
-HANDSHAKE = 10_000
-"""Milliseconds after which a connection that hasn't proved that it knows the secret is closed."""
-KEEPALIVE = 60
-"""Seconds of silence after which the kernel asks whether a connection's other end still exists."""
+"""Peers that a process is connected to at a time, several times the processes of a service. Messages carry addresses to
+answer to, so without a limit they could exhaust this process's file descriptors."""
+MAX_FRAMES_PER_DRAIN = 1000
+"""Frames that one ``drain`` takes. Bounded, so that a peer that sends faster than it is read can't stall the loop."""
+CLOSE_LINGER_MS = 1000
+"""Milliseconds to deliver pending messages to a disconnected peer, which may be about to register again."""
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""Milliseconds after which a connection that hasn't authenticated is closed."""
+KEEPALIVE_IDLE = 60
+"""Seconds of silence after which the kernel probes whether a connection's peer still exists."""
 POLL_RESOLUTION = 1e-3
-"""Seconds: polling waits in whole milliseconds; what is shorter is slept through."""
-COMPLAIN_EVERY = 10.0
-"""Seconds between log lines about frames that aren't messages: these may come by the thousand."""
+"""Resolution of polling, in seconds; shorter waits sleep."""
+LOG_INTERVAL = 10.0
+"""Seconds between log lines about frames that aren't messages; a peer may send thousands of them."""
 
-NOT_COPIED = 64 * 2**10
-"""Bytes from which on a message is worth what handing it over without a copy costs."""
+ZERO_COPY_BYTES = 64 * 2**10
+"""Message size in bytes from which sending without a copy is faster."""
 
 _POLLIN = int(zmq.POLLIN)
 _ZAP_DOMAIN = "triptych"
-# No names: ZeroMQ would look them up on the thread that all messages go through. And no other transports: a peer that
-# says it listens at inproc:// or ipc:// would have this process write to its own sockets, or to files.
+# No host names: ZeroMQ would resolve them on its only I/O thread. No other transports: an address with inproc:// or
+# ipc:// would make this process write to its own sockets, or to files.
 _ENDPOINT = re.compile(r"tcp://(?:([\d.]{7,15})|\[([\da-fA-F:.]{2,45})\]):([1-9]\d{0,4})", re.ASCII)
 
 
-class BadAddress(TriptychError):
-    """An address that can't be bound or connected to."""
-
-
 def endpoint(host: str, port: str | int) -> Address:
-    """The address of a process that listens on ``port`` of ``host``, an IP address or a name. Raises BadAddress for a
-    name that nobody knows, and for an IP address that stands for all of a machine's."""
+    """Return the address of a process that listens on ``port`` of ``host``, an IP address or a name. Raises BadAddress
+    for a name that can't be resolved, and for the wildcard address."""
     try:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
@@ -74,13 +70,13 @@ class Channel:
     """A process's inbox and outboxes. Used by one thread, except ``wake``."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, secret: bytes | None = None) -> None:
-        """Binds the inbox; port 0 takes any free one. Peers must have the same ``secret``, or none if there is none.
-        Raises BadAddress when the inbox can't be bound."""
+        """Bind the inbox; port 0 takes any free one. All peers must have the same ``secret``, or none. Raises
+        BadAddress if the inbox can't be bound."""
         self._keys = None if secret is None else ClusterKeys.derive(secret)
         self._outboxes: OrderedDict[Address, zmq.Socket[bytes]] = OrderedDict()
         self._to_self: deque[Message] = deque()
         self._num_dropped = 0
-        self._complain_at = 0.0
+        self._log_at = 0.0
         where = endpoint(host, port or "*")
         with contextlib.ExitStack() as undo:
             try:
@@ -95,8 +91,8 @@ class Channel:
                 self._prepare_inbox(ipv6="[" in where)
                 self._inbox.bind(where)
                 self.address = Address(self._inbox.get_string(zmq.LAST_ENDPOINT))
-                if (shortcut := _ipc_endpoint(self.address)) is not None:
-                    self._inbox.bind(shortcut)
+                if (ipc := _ipc_endpoint(self.address)) is not None:
+                    self._inbox.bind(ipc)
             except (OSError, RuntimeError, zmq.ZMQError) as error:
                 raise BadAddress(f"can't listen on {host}:{port}: {error}") from None
             undo.pop_all()
@@ -106,36 +102,36 @@ class Channel:
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
     def send(self, to: Address, message: Message) -> None:
-        """Queues a message; never blocks. Raises Unavailable when the peer has stopped reading or no connection to it
-        can be made now, BadAddress when there never can."""
+        """Queue a message; never blocks. Raises Unavailable if the peer has stopped reading or can't be connected to
+        now, and BadAddress if it never can be."""
         if to == self.address:
             self._to_self.append(message)
             return
         try:
             frame = encode(message)
-            self._outbox(to).send(frame, flags=zmq.NOBLOCK, copy=len(frame) < NOT_COPIED)
+            self._outbox(to).send(frame, flags=zmq.NOBLOCK, copy=len(frame) < ZERO_COPY_BYTES)
         except zmq.Again:
             raise Unavailable("a peer has stopped reading its messages") from None
         except zmq.ZMQError as error:  # no descriptor left, or the channel is closed
             raise Unavailable(f"no connection to a peer: {error}") from None
 
     def receive(self, timeout: float | None) -> list[Message]:
-        """What has arrived; waits up to ``timeout`` seconds (None: for ever) for a message or a ``wake``."""
+        """Return the messages received; waits up to ``timeout`` seconds (None: forever) for one or for ``wake``."""
         if not self._to_self and timeout != 0:
             self._wait(timeout)
         return self.drain()
 
     def drain(self) -> list[Message]:
-        """What has arrived, without waiting, and not all of it if that is a lot."""
+        """Return the messages received, without waiting: at most ``MAX_FRAMES_PER_DRAIN`` from other processes."""
         messages = list(self._to_self)
         self._to_self.clear()
-        for _ in range(FRAMES_AT_A_TIME):
+        for _ in range(MAX_FRAMES_PER_DRAIN):
             if not self._has_frame() or (frame := self._next_frame()) is None:
                 break
             try:
                 messages.append(decode(frame))
             except BadMessage as error:
-                self._complain(frame, error)
+                self._log_dropped(frame, error)
         return messages
 
     @property
@@ -143,21 +139,26 @@ class Channel:
         """Whether there is more to ``drain``."""
         return bool(self._to_self) or self._has_frame()
 
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether connections are encrypted and authenticated with a secret."""
+        return self._keys is not None
+
     def wake(self) -> None:
-        """Ends a ``receive`` that waits. May be called from any thread."""
+        """End a ``receive`` that waits. May be called from any thread."""
         os.eventfd_write(self._wake_fd, 1)
 
     def fileno(self) -> int:
-        """A descriptor for event loops: when it becomes readable, ``drain`` until nothing is ``pending``."""
+        """Return a descriptor for event loops: when it becomes readable, ``drain`` until nothing is ``pending``."""
         return self._inbox_fd
 
-    def forget(self, peer: Address) -> None:
-        """Closes the connection to a peer that is gone. A later message to it makes a new one."""
+    def disconnect(self, peer: Address) -> None:
+        """Close the connection to a peer that is gone. A later message to it opens a new one."""
         if outbox := self._outboxes.pop(peer, None):
-            outbox.close(linger=LAST_WORDS)
+            outbox.close(linger=CLOSE_LINGER_MS)
 
     def close(self, linger: float = 1.0) -> None:
-        """Closes all sockets; messages already sent have ``linger`` seconds to leave."""
+        """Close all sockets; messages already queued have ``linger`` seconds to be delivered."""
         for outbox in self._outboxes.values():
             outbox.close(linger=int(linger * 1000))
         self._outboxes.clear()
@@ -169,27 +170,29 @@ class Channel:
 
     def _prepare_inbox(self, *, ipv6: bool) -> None:
         self._inbox.set(zmq.LINGER, 0)
-        self._inbox.set(zmq.IPV6, int(ipv6))  # with it, an IPv4 address would be named as IPv6 maps it
+        self._inbox.set(zmq.IPV6, int(ipv6))  # otherwise an IPv4 address is reported as IPv4-mapped IPv6
         self._inbox.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)  # larger frames are dropped by the socket itself
-        self._inbox.set(zmq.HANDSHAKE_IVL, HANDSHAKE)
-        # a machine that loses its power doesn't say so; its connections must not stay for ever
+        self._inbox.set(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+        # connections of a machine that loses power are never closed by it
         self._inbox.set(zmq.TCP_KEEPALIVE, 1)
-        self._inbox.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE)
+        self._inbox.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE)
         if self._keys:
             self._inbox.set(zmq.CURVE_SERVER, 1)
             self._inbox.set(zmq.CURVE_SECRETKEY, self._keys.server.secret)
             self._inbox.set(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
-            self._inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its zap_authenticator it would let in everybody
+            self._inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, every peer would be accepted
 
     def _outbox(self, to: Address) -> "zmq.Socket[bytes]":
-        """The connection to a peer; the one that has been idle the longest makes room for it. Raises ZMQError."""
+        """Return the connection to a peer, closing the least recently used one if there are too many.
+
+        Raises ZMQError."""
         if to in self._outboxes:
             self._outboxes.move_to_end(to)
             return self._outboxes[to]
         if not _is_endpoint(to):
             raise BadAddress(f"{to[:100]!r} is not an address of a process")
         if len(self._outboxes) >= MAX_OUTBOXES:
-            self._outboxes.popitem(last=False)[1].close(linger=LAST_WORDS)
+            self._outboxes.popitem(last=False)[1].close(linger=CLOSE_LINGER_MS)
         outbox = self._context.socket(zmq.PUSH)
         try:
             outbox.set(zmq.SNDHWM, OUTBOX_MESSAGES)
@@ -215,7 +218,7 @@ class Channel:
             self._clear_wake()
 
     def _has_frame(self) -> bool:
-        """Cheaper than the exception that says that there is none."""
+        """Return whether a frame is waiting; cheaper than catching the exception."""
         return bool(int(self._inbox.get(zmq.EVENTS)) & _POLLIN)
 
     def _next_frame(self) -> bytes | None:
@@ -224,10 +227,10 @@ class Channel:
         except zmq.Again:
             return None
 
-    def _complain(self, frame: bytes, error: BadMessage) -> None:
+    def _log_dropped(self, frame: bytes, error: BadMessage) -> None:
         self._num_dropped += 1
-        if (now := time.monotonic()) >= self._complain_at:
-            self._complain_at = now + COMPLAIN_EVERY
+        if (now := time.monotonic()) >= self._log_at:
+            self._log_at = now + LOG_INTERVAL
             log.warning("dropped %d frames, the last of %d bytes: %s", self._num_dropped, len(frame), error)
             self._num_dropped = 0
 
@@ -243,8 +246,8 @@ def _is_endpoint(address: str) -> bool:
 
 
 def _ipc_endpoint(address: str) -> str | None:
-    """The Unix socket beside a loopback address, half as slow as TCP. Its name is an abstract one: it leaves no file,
-    ends with the process, and is known in the network namespace that the loopback address is, to no other."""
+    """Return the Unix socket that stands for a loopback address, because it is faster than TCP; None for other
+    addresses. Its name is abstract: it leaves no file, ends with the process, and has the loopback's namespace."""
     if (match := _ENDPOINT.fullmatch(address)) is None or (ip := _ip(match)) is None or not ip.is_loopback:
         return None
     return f"ipc://@triptych-{ip}-{match[3]}"
@@ -257,12 +260,12 @@ def _ip(endpoint: re.Match[str]) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
         return None
 
 
-class _OneKey:
-    """Says who may connect: who has the client key.
+class _SingleKeyCredentials:
+    """Accepts only peers that have the client key.
 
-    A peer that gets as far as being asked about has shown that it knows the inbox's public key, which is derived from
-    the secret too, and never sent. But CURVE doesn't promise that public keys stay secret, and whoever came by this
-    one (in a log, in a core dump) must not be able to send messages with it.
+    CURVE alone accepts any peer that knows the inbox's public key. That key is derived from the secret and never sent,
+    but CURVE doesn't promise that public keys stay secret: one that leaked (in a log, in a core dump) must not be
+    enough to send messages.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -273,8 +276,8 @@ class _OneKey:
 
 
 def _zap_authenticator(context: "zmq.Context[zmq.Socket[bytes]]", keys: ClusterKeys) -> ThreadAuthenticator:
-    """Starts the thread that inboxes ask about whoever connects. It logs nothing above debug about those it refuses."""
+    """Start the thread that authenticates peers for inboxes. It logs rejected peers at debug level only."""
     zap_authenticator = ThreadAuthenticator(context)
-    zap_authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(keys.client.public))
+    zap_authenticator.configure_curve_callback(_ZAP_DOMAIN, _SingleKeyCredentials(keys.client.public))
     zap_authenticator.start()
     return zap_authenticator

@@ -1,10 +1,10 @@
-"""Messages to bytes and back: msgspec Structs in MessagePack, checked against their types. No pickle, ever."""
+"""Encodes and decodes messages: msgspec Structs in MessagePack, checked against their types. Never pickle."""
 
 from collections.abc import Callable
 
 import msgspec
 
-from triptych.errors import TriptychError
+from triptych.errors import BadMessage
 from triptych.messages.rows import RowMessage
 from triptych.messages.work import WorkMessage
 from triptych.types import Address
@@ -12,11 +12,7 @@ from triptych.types import Address
 Message = WorkMessage | RowMessage
 
 Send = Callable[[Address, Message], None]
-"""How the parts that hold no socket send: to whom, what."""
-
-
-class BadMessage(TriptychError):
-    """Bytes that aren't a message."""
+"""Sends a message to an address; passed to components that hold no socket."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -28,8 +24,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """Raises BadMessage, and nothing else, for any bytes that aren't exactly one message."""
+    """Decode one message. Raises BadMessage, and no other exception, for bytes that aren't exactly one message."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadMessage(repr(str(error)[:200])) from None  # it may quote what was sent
+        raise BadMessage(repr(str(error)[:200])) from None  # the text may quote the bytes received

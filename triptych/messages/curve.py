@@ -1,7 +1,7 @@
-"""The keys that processes of one service know each other by, derived from the secret that they share.
+"""CURVE keys by which the processes of a service authenticate each other, derived from the cluster secret.
 
-There is one key pair for every inbox and one for every outbox: who has the secret is trusted with everything, so keys
-for each process would say nothing more.
+All inboxes share one key pair, and all outboxes another. Keys for each process would add nothing, because every holder
+of the secret is fully trusted.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from blake3 import blake3
 from zmq.utils import z85
 
 _SERVER, _CLIENT = "triptych 2026-11 cluster server key", "triptych 2026-11 cluster client key"
-"""What the secret is used for (see BLAKE3's key derivation mode). Processes that differ here can't talk."""
+"""Key derivation contexts of BLAKE3. Processes must agree on them to connect."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,17 @@ class CurveKey:
 
 @dataclass(frozen=True)
 class ClusterKeys:
-    """What an inbox is known by (``server``) and what an outbox is (``client``)."""
+    """The key pairs of a service."""
 
     server: CurveKey
+    """Of every inbox."""
     client: CurveKey
+    """Of every outbox."""
 
     @classmethod
     def derive(cls, secret: bytes) -> "ClusterKeys":
-        """The same keys for the same secret, on every machine. The derivation is fast, so it is the secret that must
-        be too random to guess: whoever records a connection's first packet can try secrets on it."""
+        """Derive the keys from a secret; the result is the same on every machine. The derivation is fast, so the secret
+        itself must be too random to guess: an attacker can test guesses against a recorded handshake."""
         return cls(_derived(secret, _SERVER), _derived(secret, _CLIENT))
 
 

@@ -1,7 +1,7 @@
-"""The one transfer protocol: Offer ▸ Grant ▸ Wrote ▸ Done/Abort.
+"""Messages of the transfer protocol: Offer ▸ Grant ▸ Wrote ▸ Done/Abort.
 
-The consumer *grants* blocks, the producer *writes* rows into them. A grant from row 0 begins a transfer, a later
-grant resumes it, small grants are flow control. ``Abort`` is always answered by ``Done``; ``Done`` never is.
+The consumer *grants* blocks and the producer *writes* rows into them. A grant from row 0 starts a transfer, a later
+grant resumes it, and small grants are flow control. ``Abort`` is always answered by ``Done``; ``Done`` never is.
 """
 
 import enum
@@ -12,72 +12,75 @@ from triptych.types import Address, Count, Positive, TransferId
 
 
 class RowKind(enum.StrEnum):
-    """What a row is: one media token's embedding, with its deepstack features, or one token's keys or values in one
-    layer (``language/kv_rows.py``)."""
+    """What a row holds: one media token's embedding with its deepstack features, or one token's keys or values in one
+    layer (``engine/kv_rows.py``)."""
 
     MEDIA = "media"
     KV = "kv"
 
 
 class RowLayout(Struct, frozen=True):
-    """What both ends must agree on before a row moves. ``width`` counts elements of ``dtype`` in a row; ``model`` is
-    the checkpoint's fingerprint."""
+    """Format of rows, on which both sides must agree before a transfer."""
 
     model: str
+    """The checkpoint's fingerprint."""
     dtype: str
     width: Positive
+    """Elements of ``dtype`` in a row."""
     row_bytes: Positive
     kind: RowKind = RowKind.MEDIA
 
     def difference(self, other: "RowLayout") -> str:
-        """Which fields differ, for people to read; empty when none does."""
+        """Return which fields differ, as text for error messages; empty if none does."""
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__]
         return ", ".join(f"{name} {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs)
 
 
 class RegionHandle(Struct, frozen=True):
-    """Names memory that a fabric can write to. What ``location`` means is the fabric's own business."""
+    """Names registered memory that a fabric can write to."""
 
     fabric: str
     location: str
+    """Opaque outside the fabric."""
     num_bytes: Positive
 
 
 class Extent(Struct, frozen=True):
-    """A contiguous run of rows in a region: ``start`` and ``rows`` count rows, not bytes."""
+    """A contiguous run of rows in a region. ``start`` and ``rows`` are in rows, not bytes."""
 
     start: Count
     rows: Positive
 
 
 class FabricId(Struct, frozen=True):
-    """A fabric that one end has. Both ends can use it when they have it with the same ``domain``: the process or the
-    machine that it is confined to, empty for one that crosses hosts."""
+    """A fabric that one side has. Two sides can use it together if both have it with the same scope."""
 
     fabric: str
-    domain: str
+    scope: str
+    """The process or machine that it is confined to; empty for a fabric between machines."""
 
 
 class Offer(Struct, frozen=True, tag=True):
-    """Producer → consumer: these rows exist or soon will. ``reaches`` are the fabrics that the producer has."""
+    """Producer → consumer: these rows exist or soon will."""
 
     transfer: TransferId
     rows: Positive
     producer: Address
     layout: RowLayout
-    reaches: list[FabricId]
+    fabrics: list[FabricId]
+    """The fabrics that the producer has."""
 
 
 class Grant(Struct, frozen=True, tag=True):
-    """Consumer → producer: write rows from ``first_row`` on into these extents, filling each in turn, and say so in
-    one Wrote. Rows that were written before may be granted again: they have been lost, or garbled on their way.
-    ``checked`` asks for the rows' checksum."""
+    """Consumer → producer: write rows from ``first_row`` on into these extents, filling each in turn, and answer with
+    one Wrote. Rows that were lost or corrupted may be granted again."""
 
     transfer: TransferId
     first_row: Count
     extents: list[Extent]
     region: RegionHandle
     checked: bool
+    """Whether Wrote must carry a checksum of the rows."""
 
     @property
     def rows(self) -> int:
@@ -89,39 +92,41 @@ class Grant(Struct, frozen=True, tag=True):
 
 
 class Wrote(Struct, frozen=True, tag=True):
-    """Producer → consumer: these rows have landed, all of them. ``began`` is when writing them began, in seconds
-    since the epoch; ``checksum`` is the XXH3-64 of their bytes in row order, if the grant asked for it."""
+    """Producer → consumer: all of these rows have landed."""
 
     transfer: TransferId
     first_row: Count
     rows: Positive
     began: float
+    """When the write began, in seconds since the epoch."""
     checksum: int | None
+    """XXH3-64 of the bytes in row order, if the grant asked for it."""
 
 
-class End(enum.StrEnum):
-    """One end of a transfer."""
+class TransferSide(enum.StrEnum):
+    """One of the two sides of a transfer."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
 
 
 class Done(Struct, frozen=True, tag=True):
-    """Either way: end ``by`` is finished with the transfer and touches none of its memory again."""
+    """Either direction: side ``by`` has finished the transfer and will not touch its memory again."""
 
     transfer: TransferId
-    by: End
+    by: TransferSide
 
 
 class Abort(Struct, frozen=True, tag=True):
-    """Either way: the transfer won't complete; answer Done to ``sender`` when you have let go of it. ``let_go`` is
-    False when a producer can't end a write that it began: the consumer's memory isn't safe from it."""
+    """Either direction: the transfer will not complete. The receiver of this message releases it and answers Done."""
 
     transfer: TransferId
-    by: End
+    by: TransferSide
     sender: Address
+    """Where to send Done."""
     reason: str
-    let_go: bool = True
+    released: bool = True
+    """False if a producer can't cancel a write that it started, so that the consumer's memory may still change."""
 
 
 RowMessage = Offer | Grant | Wrote | Done | Abort

@@ -1,4 +1,4 @@
-"""What instances tell of themselves with each heartbeat. Fields that count only grow for as long as a process lives."""
+"""Statistics that instances report with each heartbeat. Counters grow for as long as the process lives."""
 
 from typing import Annotated
 
@@ -16,114 +16,129 @@ class _Counters(Struct):
 
 
 class SenderCounters(_Counters):
-    """What the producer's end of transfers has done so far. ``retries`` counts writes that failed and were tried
-    again."""
+    """Counters of the producer's side of transfers."""
 
     grants: Count = 0
     bytes: Count = 0
     retries: Count = 0
+    """Writes that failed and were retried."""
     completed: Count = 0
     aborted: Count = 0
 
 
 class ReceiverCounters(_Counters):
-    """What the consumer's end has done so far. ``resumes`` counts grants that start beyond row 0, ``waits`` how often a
-    transfer came up in line and found no free block, ``revoked`` how often landed rows were taken back for the head of
-    the line, ``resent`` grants that were repeated because rows arrived garbled, ``fenced`` how often the buffer had to
-    move."""
+    """Counters of the consumer's side of transfers."""
 
     grants: Count = 0
     resumes: Count = 0
+    """Grants that start after row 0."""
     waits: Count = 0
+    """Times that a transfer at the head of the queue found no free block."""
     revoked: Count = 0
+    """Times that landed rows were revoked in favour of the head of the queue."""
     resent: Count = 0
-    fenced: Count = 0
+    """Grants that were repeated because the rows arrived corrupted."""
+    relocated: Count = 0
+    """Times that the buffer was relocated, to be safe from a write that could not be cancelled."""
     rows: Count = 0
     bytes: Count = 0
     completed: Count = 0
 
 
 class ReceivePool(Struct):
-    """The blocks that rows land in, now; ``kind`` is a ``RowKind``."""
+    """Current use of the blocks that rows land in."""
 
     kind: str
+    """A ``RowKind``."""
     blocks: Count
     used: Count
     counters: ReceiverCounters
 
 
-class Pool(Struct, frozen=True):
-    """How much of something that is bounded is in use, and how much is ``kept``, which is there for who asks for it but
-    gives way when room is needed. In pages, blocks or bytes, as the name says."""
+class PoolUsage(Struct, frozen=True):
+    """How much of a bounded pool is in use."""
 
     name: str
+    """Ends in the unit: pages, blocks or bytes."""
     size: Count
     used: Count
-    kept: Count = 0
+    cached: Count = 0
+    """Kept for reuse, and evicted when room is needed."""
 
 
 class Load(Struct, frozen=True):
-    """What an instance has in hand: requests or items it works on, those that wait for their turn, and its pools."""
+    """An instance's load at a glance."""
 
     running: Count = 0
+    """Requests or items that it works on."""
     waiting: Count = 0
-    pools: list[Pool] = []
+    """Requests or items that wait there."""
+    pools: list[PoolUsage] = []
 
 
 class EncodeStats(Struct):
-    """Items that wait for preprocessing or the tower, and that are in the tower, now; those that went through it so
-    far. The row cache: look-ups and finds so far, bytes now and at most."""
+    """Statistics of an encode loop and its encoder cache."""
 
     waiting: Count
+    """Items that wait for preprocessing or the tower."""
     running: Count
+    """Items in the tower."""
     encoded: Count
+    """Items encoded so far."""
     cache_queries: Count
+    """Parts looked up in the encoder cache so far."""
     cache_hits: Count
+    """Parts found there so far."""
     cache_bytes: Count
     cache_max_bytes: Count
 
 
 class LanguageStats(Struct):
-    """Sequences by what they do, those ``waiting`` for their turn, pages, media or KV; and pages of the KV cache, of
-    which somebody holds some and others are only kept for their key, now. ``prefix_queries`` counts the
-    prompt tokens that the prefix cache was asked for so far, ``prefix_hits`` those that it knew."""
+    """Statistics of an engine loop and its KV cache."""
 
     waiting: Count
+    """Requests that wait for a slot, pages, media or KV."""
     prefilling: Count
     decoding: Count
     kv_pages: Count
+    """All pages of the KV cache."""
     kv_pages_used: Count
+    """Pages that requests hold."""
     kv_pages_cached: Count
+    """Pages that no request holds, kept for the prefix cache."""
     prefix_queries: Count
+    """Prompt tokens looked up in the prefix cache so far."""
     prefix_hits: Count
+    """Prompt tokens found there so far."""
     preemptions: Count
     steps: Count
     computed_tokens: Count
 
 
 class InstanceStats(Struct):
-    """Each host of the instance fills in its part. ``busy_seconds`` is how long its compute thread has worked,
-    ``resident_bytes`` what its process has in memory now."""
+    """All statistics of an instance; each stage loop fills in its part."""
 
     encode: EncodeStats | None = None
     language: LanguageStats | None = None
     received: ReceivePool | None = None
     sent: SenderCounters | None = None
     busy_seconds: Seconds = 0.0
+    """How long its compute thread has worked so far."""
     resident_bytes: Count = 0
+    """Memory of its process."""
 
     @property
     def load(self) -> Load:
-        """What of it matters at a glance: what the instance has in hand, and its pools."""
+        """A summary: requests or items running and waiting, and the pools."""
         running = waiting = 0
-        pools: list[Pool] = []
+        pools: list[PoolUsage] = []
         if (encode := self.encode) is not None:
             running, waiting = encode.running, encode.waiting
-            pools.append(Pool("encode_cache_bytes", encode.cache_max_bytes, 0, encode.cache_bytes))
+            pools.append(PoolUsage("encode_cache_bytes", encode.cache_max_bytes, 0, encode.cache_bytes))
         if (language := self.language) is not None:
             running += language.prefilling + language.decoding
             waiting += language.waiting
-            pools.append(Pool("kv_pages", language.kv_pages, language.kv_pages_used, language.kv_pages_cached))
+            pools.append(PoolUsage("kv_pages", language.kv_pages, language.kv_pages_used, language.kv_pages_cached))
         if (received := self.received) is not None:
-            pools.append(Pool(f"{received.kind}_blocks", received.blocks, received.used))
+            pools.append(PoolUsage(f"{received.kind}_blocks", received.blocks, received.used))
         return Load(running, waiting, pools)

@@ -1,4 +1,4 @@
-"""What the frontend and the instances say to each other about requests and about themselves."""
+"""Messages between the frontend, the instances and operators, about requests and about instances."""
 
 import enum
 from typing import Annotated
@@ -17,27 +17,28 @@ Seconds = Annotated[float, Meta(gt=0, le=10**9)]
 
 
 class Register(Struct, frozen=True, tag=True):
-    """Instance → frontend, once its model is loaded. ``layouts`` is how rows look that it makes or takes, now or in
-    another role, one for each kind; ``context_length`` the longest sequence that it can hold, in tokens: 0 without a
-    decoder; ``stats`` what it says of itself with each Heartbeat."""
+    """Instance → frontend: register. Sent once the model is loaded."""
 
     name: str
     role: Role
     address: Address
     layouts: list[RowLayout]
+    """Layouts of the rows that it sends or receives, in any role it may have: one for each kind."""
     pid: int
     context_length: Count
+    """The longest request that it can hold, in tokens; 0 without a decoder."""
     stats: InstanceStats = field(default_factory=InstanceStats)
 
 
 class Registered(Struct, frozen=True, tag=True):
-    """Frontend → instance: registered; the lease runs out after ``expiry`` seconds without a heartbeat."""
+    """Frontend → instance: registered, with a lease."""
 
     expiry: Seconds
+    """The lease expires after this time without a heartbeat."""
 
 
 class RegistrationRefused(Struct, frozen=True, tag=True):
-    """Frontend → instance: the one of that name and process id isn't registered, for this reason; it ends."""
+    """Frontend → instance: the process of that name and id can't register, for this reason, and must exit."""
 
     name: str
     pid: int
@@ -45,56 +46,56 @@ class RegistrationRefused(Struct, frozen=True, tag=True):
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """Instance → frontend: alive, and how it is doing. An instance the frontend doesn't know is asked to register
-    again."""
+    """Instance → frontend: still alive, with statistics. Answered by RegisterAgain if the instance has no lease."""
 
     address: Address
     stats: InstanceStats = field(default_factory=InstanceStats)
 
 
 class RegisterAgain(Struct, frozen=True, tag=True):
-    """Frontend → instance: the lease has run out; register again."""
+    """Frontend → instance: the lease has expired; register again."""
 
 
 class Deregister(Struct, frozen=True, tag=True):
-    """Instance → frontend: going away on purpose."""
+    """Instance → frontend: shutting down."""
 
     address: Address
 
 
 class PeerLost(Struct, frozen=True, tag=True):
-    """Frontend → instances: nothing more will come from this address; release what it held. ``transfers`` are those
-    that it was given to offer: it may have died before it did."""
+    """Frontend → instances: the process at this address is gone; release everything held for it."""
 
     address: Address
     transfers: list[TransferId]
+    """Transfers that it was assigned and may never have offered."""
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """Frontend → instance: end now."""
+    """Frontend → instance: shut down now."""
 
 
 NO_TIMEOUT, MIN_TIMEOUT = 1e9, 0.001
 Timeout = Annotated[float, Meta(gt=0, le=NO_TIMEOUT)]
-"""Seconds that are left. Not a point in time, because clocks of machines differ."""
+"""Seconds left. Not a point in time, because the clocks of machines differ."""
 
 
 def time_left(deadline: float, now: float) -> float:
-    """Seconds until then, as messages say it: a little where it has passed, since whoever ends what is late does so at
-    its next look."""
+    """Return the seconds until a deadline, as messages carry them: at least ``MIN_TIMEOUT``, also if it has passed. The
+    receiver then expires the request at its next check."""
     return min(max(deadline - now, MIN_TIMEOUT), NO_TIMEOUT)
 
 
 class ChangeRole(Struct, frozen=True, tag=True):
-    """Frontend → instance: nothing new comes; once what there is has ended, register again with this role. An
-    instance that isn't idle within ``timeout`` seconds, or can't have the role, answers RoleKept."""
+    """Frontend → instance: finish the work in flight, then register again with this role. An instance that can't have
+    the role answers RoleKept."""
 
     role: Role
     timeout: Seconds
+    """If it is not idle by then, it answers RoleKept."""
 
 
 class RoleKept(Struct, frozen=True, tag=True):
-    """Instance → frontend: it goes on in the role that it has, for this reason."""
+    """Instance → frontend: it keeps its role, for this reason."""
 
     address: Address
     reason: str
@@ -103,56 +104,59 @@ class RoleKept(Struct, frozen=True, tag=True):
 # ── operators: triptych status ⇄ frontend ──────────────────────────────────────────────────────────────────
 
 
-class AskStatus(Struct, frozen=True, tag=True):
-    """Operator → frontend: who is there, doing what?"""
+class GetStatus(Struct, frozen=True, tag=True):
+    """Operator → frontend: report the service's status."""
 
     reply_to: Address
 
 
 class InstanceStatus(Struct, frozen=True):
-    """An instance as the frontend sees it. ``outstanding`` is the cost of the work it has been given and not done
-    yet, as ``router/registry.py`` has it. ``next_role`` is the one it is about to have,
-    ``silent`` how many seconds ago it was heard."""
+    """An instance, as the frontend sees it."""
 
     name: str
     role: Role
     address: Address
     pid: int
     outstanding: float
+    """Cost of the work that it has been assigned and has not done, as in ``router/registry.py``."""
     silent: float
+    """Seconds since its last heartbeat."""
     load: Load
     next_role: Role | None = None
+    """The role that it is changing to, if it is."""
 
 
 class Status(Struct, frozen=True, tag=True):
-    """Frontend → operator. ``requests`` are admitted and not ended."""
+    """Frontend → operator: the service's status."""
 
     ready: bool
     draining: bool
     requests: Count
+    """Requests in flight."""
     instances: list[InstanceStatus]
 
 
 class SetRole(Struct, frozen=True, tag=True):
-    """Operator → frontend: give the instance of that name another role, once what it works on has ended, for which it
-    has ``timeout`` seconds. ``force``: even if the service answers less, or nothing, meanwhile or afterwards."""
+    """Operator → frontend: change the role of the instance of that name, once it has drained."""
 
     reply_to: Address
     instance: str
     role: Role
     timeout: Seconds
+    """Time to drain."""
     force: bool = False
+    """Change it even if the service can then answer fewer requests, or none, meanwhile or afterwards."""
 
 
 class RoleSet(Struct, frozen=True, tag=True):
-    """Frontend → operator: the instance has that role now."""
+    """Frontend → operator: the instance now has that role."""
 
     instance: str
     role: Role
 
 
 class RoleRefused(Struct, frozen=True, tag=True):
-    """Frontend → operator: the instance keeps the role that it has, if it is there at all."""
+    """Frontend → operator: the role was not changed, for this reason."""
 
     instance: str
     role: Role
@@ -163,19 +167,22 @@ class RoleRefused(Struct, frozen=True, tag=True):
 
 
 class GrammarKind(enum.StrEnum):
-    """What a grammar's text is: a JSON schema, nothing (any JSON object), a regular expression, a JSON array of strings
-    of which one is the answer, a grammar in xgrammar's form of EBNF, or a format of xgrammar's structural tags."""
+    """What a grammar's text is."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
+    """Any JSON object; the text is empty."""
     REGEX = "regex"
     CHOICE = "choice"
+    """A JSON array of strings, one of which is the answer."""
     GRAMMAR = "grammar"
+    """A grammar in xgrammar's EBNF."""
     STRUCTURAL_TAG = "structural_tag"
+    """A structural tag format of xgrammar."""
 
 
 class GrammarSpec(Struct, frozen=True):
-    """What form an answer must have."""
+    """A grammar that the answer must match."""
 
     kind: GrammarKind
     text: str
@@ -183,7 +190,8 @@ class GrammarSpec(Struct, frozen=True):
 
 MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""A logit is divided by it or multiplied. Beyond, tokens that were seen are certain or banned, and float32 may end."""
+"""Logits are divided or multiplied by it. Values outside make seen tokens certain or impossible, and may overflow
+float32."""
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 MAX_TOP_K = 2**31 - 1
@@ -191,14 +199,13 @@ Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
 class SamplingParams(Struct, frozen=True):
-    """How tokens are chosen and when generation ends. ``temperature`` 0 is greedy; ``top_k`` 0 is no limit.
-    ``logprobs`` asks for the log probability of each token and of so many of the likeliest (None: for none),
-    ``prompt_logprobs`` for the same of the prompt's tokens;
-    ``logit_bias`` is added to tokens' logits; before ``min_tokens`` tokens nothing ends the answer."""
+    """How tokens are sampled, and when generation ends."""
 
     max_tokens: Positive
     temperature: Annotated[float, Meta(ge=0.0, le=MAX_TEMPERATURE)] = 0.0
+    """0 is greedy."""
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] = 0
+    """0 is no limit."""
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
@@ -223,54 +230,56 @@ class PlacedItem(Struct, frozen=True):
 
 
 class Generate(Struct, frozen=True, tag=True):
-    """Frontend → language instance: prefill this prompt and decode. The answer begins with the tokens ``generated``,
-    which another instance told before it was lost.
-
-    ``positions`` is the little-endian float64 bytes of an array of shape (3, len(tokens)). Requests share what the KV
-    cache knows of their prefixes only with those of the same ``cache_salt``. After ``timeout`` seconds nobody wants the
-    answer any more. ``client`` is who asks: what is done for requests beside the steps is shared out among clients.
-    """
+    """Frontend → language instance: prefill this prompt and decode."""
 
     request: RequestId
     tokens: list[int]
     positions: bytes
+    """Array of shape (3, len(tokens)), float64, little-endian."""
     next_position: Annotated[float, Meta(ge=0, le=2**31)]
     items: list[PlacedItem]
     sampling: SamplingParams
     eos_token_ids: list[int]
     cache_salt: str = ""
+    """Only requests of the same salt share prefixes in the KV cache."""
     generated: list[int] = []
+    """The first tokens of the answer, from an instance that was lost."""
     timeout: Timeout = NO_TIMEOUT
+    """When the request expires."""
     client: str = ""
+    """Work outside of steps, such as compiling grammars, is shared fairly among clients."""
 
 
 class PrefillNeeded(Struct, frozen=True, tag=True):
-    """Decode instance → frontend: have this request prefilled. Sent once there are pages for it, and again after it
-    lost them. ``consumer`` has the KV of the tokens below ``first_token``; ``generated`` are those that the answer has
-    so far, which are to be prefilled after the prompt."""
+    """Decode instance → frontend: have this request prefilled. Sent once it has pages, and again after preemption."""
 
     request: RequestId
     consumer: Address
     transfer: TransferId
     first_token: Count
+    """The consumer has the KV of the tokens before this one."""
     generated: list[int]
+    """Tokens of the answer so far, to be prefilled after the prompt."""
 
 
 class Prefill(Struct, frozen=True, tag=True):
-    """Frontend → prefill instance: compute the KV of a prompt and what was generated after it, offer what
-    ``consumer`` lacks of it, and tell it the next token."""
+    """Frontend → prefill instance: compute the KV of a prompt and the tokens generated after it, offer to the decode
+    instance what it lacks, and send it the next token."""
 
     generate: Generate
     generated: list[int]
     consumer: Address
+    """The decode instance."""
     transfer: TransferId
     first_token: Count
+    """The consumer has the KV of the tokens before this one."""
 
 
 class MissingItem(Struct, frozen=True):
-    """One item whose rows a language instance lacks, and the transfer it expects them by."""
+    """An item whose rows a language instance lacks, and the transfer that should bring them."""
 
     item: Count
+    """Index of the item in the request."""
     transfer: TransferId
 
 
@@ -283,9 +292,10 @@ class EncodeNeeded(Struct, frozen=True, tag=True):
 
 
 class Encode(Struct, frozen=True, tag=True):
-    """Frontend → encode instance: turn these bytes into rows and offer them to ``consumer``, who has no use for them
-    after ``timeout`` seconds. Rows are only shared with requests of the same ``cache_salt``. An encode instance shares
-    its time among clients."""
+    """Frontend → encode instance: encode these bytes and offer the rows to a language instance, the ``consumer``.
+
+    Only requests of the same ``cache_salt`` share rows. The rows are of no use after ``timeout`` seconds. Encode
+    instances share their time fairly among clients."""
 
     transfer: TransferId
     consumer: Address
@@ -298,87 +308,95 @@ class Encode(Struct, frozen=True, tag=True):
 
 
 class Encoded(Struct, frozen=True, tag=True):
-    """Encode instance → frontend: the rows exist. ``cached`` when the tower didn't have to run for them."""
+    """Encode instance → frontend: the rows exist."""
 
     transfer: TransferId
     cached: bool
+    """Whether the rows came from the cache, so that the tower didn't run."""
     intervals: list[Interval]
 
 
 class EncodeFailed(Struct, frozen=True, tag=True):
-    """Encode instance → frontend: this item can't be encoded; ``error`` names a class in triptych.errors."""
+    """Encode instance → frontend: this item can't be encoded."""
 
     transfer: TransferId
     error: str
+    """Name of a class in ``triptych.errors``."""
     message: str
 
 
 class TokenLogprob(Struct, frozen=True):
-    """A token's log probability (natural), and those of the likeliest tokens at its place, likeliest first."""
+    """A token's natural log probability, and those of the most likely tokens at its position, most likely first."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 class PromptLogprobs(Struct, frozen=True):
-    """Log probabilities (natural) of a prompt's tokens from the second one on, each given those before it. Of N tokens,
-    little-endian and row by row: ``tokens`` are int32 [N, 1 + most], the prompt's own first, then the likeliest in its
-    place, likeliest first; ``logprobs`` float32 [N, 1 + most] are theirs; ``ranks`` int32 [N] count the tokens that are
-    at least as likely as the prompt's own."""
+    """Natural log probabilities of a prompt's N tokens after the first, each given the tokens before it. Arrays are
+    little-endian, in row order."""
 
     most: Count
+    """How many of the most likely tokens are listed for each position."""
     tokens: bytes
+    """int32 [N, 1 + most]: the prompt's own token, then the most likely ones, most likely first."""
     logprobs: bytes
+    """float32 [N, 1 + most]: of these tokens."""
     ranks: bytes
+    """int32 [N]: how many tokens are at least as likely as the prompt's own."""
 
 
 class Prefilled(Struct, frozen=True, tag=True):
-    """Prefill instance → decode instance: the token after what the transfer brings, whose last rows are on their way.
-    All else that sampling depends on (seed and place of each draw, penalties, where a grammar stands) follows from the
-    request and its tokens. ``reused`` counts the tokens that the KV cache knew already, ``intervals`` where the time
-    went. ``prompt_logprobs`` are there if they are asked for and this is the answer's first token."""
+    """Prefill instance → decode instance: the token that follows the transferred KV, whose last rows are in flight.
+
+    The rest of the sampling state (seed and counter, penalties, grammar state) follows from the request's tokens."""
 
     transfer: TransferId
     token: Count
     logprob: TokenLogprob | None
     reused: Count
+    """Tokens found in the prefix cache."""
     intervals: list[Interval]
     prompt_logprobs: PromptLogprobs | None = None
+    """With the first token of the answer, if requested."""
 
 
 class Tokens(Struct, frozen=True, tag=True):
-    """Language instance → frontend: new tokens; with the last ones why it ended and where the time went.
-    ``logprobs`` has an entry for each token, or none. ``reused`` counts the prompt's tokens that were in the KV cache
-    already. ``prompt_logprobs``, if asked for, come with the answer's first token, unless the prompt has one alone."""
+    """Language instance → frontend: new tokens of the answer."""
 
     request: RequestId
     tokens: list[int]
     logprobs: list[TokenLogprob] = []
+    """One for each token, or empty."""
     finish_reason: str | None = None
+    """With the last tokens."""
     reused: Count = 0
+    """Prompt tokens found in the prefix cache."""
     intervals: list[Interval] = []
+    """With the last tokens: the timeline of the request."""
     prompt_logprobs: PromptLogprobs | None = None
+    """With the first token, if requested; None for a prompt of one token."""
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """Language instance → frontend: this request ended in an error that names a class in triptych.errors. One that
-    doesn't work on it any more has nothing to say."""
+    """Language instance → frontend: this request failed. Ignored from an instance that no longer works on it."""
 
     request: RequestId
     sender: Address
     error: str
+    """Name of a class in ``triptych.errors``."""
     message: str
 
 
 class Cancel(Struct, frozen=True, tag=True):
-    """Frontend → language instance: nobody waits for this request any more."""
+    """Frontend → language instance: abort this request."""
 
     request: RequestId
 
 
 WorkMessage = (
     Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Deregister | PeerLost
-    | Stop | ChangeRole | RoleKept | AskStatus | Status | SetRole | RoleSet | RoleRefused
+    | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | Encoded | EncodeFailed
     | Tokens | Failed | Cancel
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What a model family provides: the three small files of ``families/<family>/`` satisfy these protocols.
+"""Protocols of the three files that make up a model family, ``models/<family>/{plan,preprocess,encoder}.py``.
 
-``plan`` runs in the frontend (no torch), ``preprocess`` in the encode instance's workers (numpy),
-``tower`` in the encode and language instances (torch; its protocol is in ``models/towers.py``).
+``plan`` runs in the frontend (no torch), ``preprocess`` in an encode instance's workers (numpy) and ``encoder`` in
+encode and language instances (torch). The protocol of the last one, ``ModelAdapter``, is in ``layers/encoder.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,33 +14,32 @@ from numpy.typing import NDArray
 from triptych.types import AudioHeader, FrameSampling, ItemPlan, MediaHeader, PixelBounds, Placement
 
 VISION, AUDIO = "vision", "audio"
-"""A family's towers."""
+"""The names of a family's towers."""
 
 
 class Positions(msgspec.Struct, frozen=True):
-    """Rope positions of a prompt.
-
-    ``prompt`` is float64 of shape (3, number of prompt tokens): temporal, height and width, whole numbers unless a
-    family places frames between them. The k-th generated token has position ``next_position + k`` on all three axes.
-    """
+    """Rope positions of a prompt."""
 
     prompt: NDArray[np.float64]
+    """float64 [3, prompt tokens]: temporal, height and width. Fractional only if a family spaces frames that way."""
     next_position: float
+    """Position of the first generated token on all three axes; each following token adds 1."""
 
 
 class Planner(Protocol):
     """Plans items and prompts of one model. Pure: holds configuration only."""
 
     placeholder_ids: Mapping[str, int]
-    """The placeholder of each modality that is served: stands once per item in the rendered template and once per row
-    in the final prompt."""
+    """Placeholder token of each served modality: once per item in the rendered template, once per embedding in the
+    final prompt."""
     media_token_ids: frozenset[int]
-    """Every token that may only come from the template, never from a user's text."""
+    """Tokens that only the template may produce, never a user's text."""
     context_length: int
+    """Maximum number of tokens of prompt and answer together."""
     max_image_pixels: int
-    """The largest area that an image is resized to; 0 where none are taken."""
+    """Largest area an image is resized to, in pixels; 0 if the model takes no images."""
     audio_in_video: bool
-    """Whether a video's sound can be heard with it."""
+    """Whether the model can take a video's audio track together with its frames."""
 
     def plan(
         self,
@@ -49,39 +48,48 @@ class Planner(Protocol):
         sampling: FrameSampling = ...,
         sound: AudioHeader | None = ...,
     ) -> ItemPlan:
-        """What the item will become, resized within a request's ``bounds``, and of a video the frames that its
-        ``sampling`` takes, with its ``sound`` if that shall be heard. Raises MediaError when the model can't take it,
-        or not so."""
+        """Return what the item becomes under a request's ``bounds`` and, for a video, its frame ``sampling``.
+
+        ``sound`` is the header of the video's audio track if that is to be encoded too. Raises MediaError if the model
+        can't take the item or these options.
+        """
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
-        """What takes the place of an item's placeholder in the rendered template, with one placeholder for each run of
-        rows. ``spelling`` is the text of a token."""
+        """Return the text that replaces an item's placeholder in the rendered template.
+
+        It holds one placeholder for each contiguous run of the item's embeddings. ``spelling`` maps a token id to its
+        text.
+        """
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
-        """How many rows stand at each placeholder of ``placeholder``, in order; together the plan's rows."""
+        """Return the number of embeddings at each placeholder of ``placeholder``, in order; they sum to
+        ``plan.rows``."""
 
     def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
-        """Rope positions of a prompt of ``num_tokens`` tokens whose item ``i`` is at ``placements[i]``."""
+        """Return the rope positions of a prompt of ``num_tokens`` tokens whose item ``i`` is at ``placements[i]``."""
 
 
 class EncoderInput(msgspec.Struct, frozen=True):
-    """One preprocessed part of an item, which ``tower`` encodes by itself: ``patches`` is float32 of shape (patches,
-    patch values); ``grid`` counts them in time, rows and columns. ``name`` is the same for parts that look or sound the
-    same, and no others: 64 hexadecimal digits."""
+    """One preprocessed part of an item, encoded independently of the item's other parts."""
 
     patches: NDArray[np.float32]
+    """float32 [patches, values per patch]; for audio, [feature frames, mel bands]."""
     grid: tuple[int, int, int]
+    """Number of patches in time, rows and columns."""
     name: str
+    """Content digest, 64 hexadecimal digits: equal exactly for parts with equal patches and grid."""
     tower: str = VISION
+    """Name of the tower that encodes the part."""
 
 
 class Preprocessor(Protocol):
-    """Turns an item's bytes into the tower's inputs, exactly as planned."""
+    """Turns an item's bytes into encoder inputs, exactly as planned."""
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """The item's parts, ``plan.num_parts`` of them, in order, each made when it is asked for; their rows are the
-        item's rows. Raises MediaError for bytes that can't be decoded, PlanMismatch when the result isn't what was
-        planned."""
+        """Yield the item's ``plan.num_parts`` parts in order, each computed when it is requested.
+
+        Raises MediaError if the bytes can't be decoded, and PlanMismatch if the result isn't what was planned.
+        """
 
 
 ModelConfig = dict[str, Any]

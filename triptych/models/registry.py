@@ -1,5 +1,5 @@
-"""Which family serves a checkpoint: the one table that names models. Entries are import strings, so that a
-process loads only the files of its own stage."""
+"""Maps a checkpoint's model type to its family: the only table that names models. Entries are import strings, so that
+a process imports only the files of its own stage."""
 
 import importlib
 from dataclasses import dataclass, replace
@@ -11,45 +11,49 @@ from triptych.models.base import ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """``name`` is what people call its models. Then the import strings (``module:attribute``) of its files, and what
-    requests may be made of."""
+    """The code that serves a model type. ``resolve`` loads the import strings, ``module:attribute``."""
 
     name: str
+    """The models' common name, for documentation."""
     planner: str
-    tower: str
+    """Import string of the ``Planner`` class."""
+    adapter: str
+    """Import string of the ``ModelAdapter`` class."""
     preprocessor: str | None = None
+    """Import string of the ``Preprocessor`` class; None for text-only models."""
     modalities: tuple[str, ...] = ("text",)
+    """Modalities a request may contain."""
 
     @property
     def takes_media(self) -> bool:
-        """Whether there is anything to encode."""
+        """Whether requests may contain media, so that the model has an encoder."""
         return len(self.modalities) > 1
 
 
 QWEN2 = Family(
     name="Qwen2, Qwen2.5",
     planner="triptych.models.text.plan:TextPlanner",
-    tower="triptych.models.text.adapter:Qwen2",
+    adapter="triptych.models.text.adapter:Qwen2",
 )
 
 QWEN2_VL = Family(
     name="Qwen2-VL",
     planner="triptych.models.qwen2_vl.plan:Qwen2VLPlanner",
     preprocessor="triptych.models.shared.frames:VideoPreprocessor",
-    tower="triptych.models.qwen2_vl.encoder:Qwen2VL",
+    adapter="triptych.models.qwen2_vl.encoder:Qwen2VL",
     modalities=("text", "image", "video"),
 )
 QWEN2_5_VL = replace(
     QWEN2_VL,
     name="Qwen2.5-VL",
     planner="triptych.models.qwen2_5_vl.plan:Qwen25VLPlanner",
-    tower="triptych.models.qwen2_5_vl.encoder:Qwen25VL",
+    adapter="triptych.models.qwen2_5_vl.encoder:Qwen25VL",
 )
 QWEN3_VL = Family(
     name="Qwen3-VL",
     planner="triptych.models.qwen3_vl.plan:Qwen3VLPlanner",
     preprocessor="triptych.models.qwen3_vl.preprocess:Qwen3VLPreprocessor",
-    tower="triptych.models.qwen3_vl.encoder:Qwen3VL",
+    adapter="triptych.models.qwen3_vl.encoder:Qwen3VL",
     modalities=("text", "image", "video"),
 )
 
@@ -57,25 +61,25 @@ QWEN3_OMNI = Family(
     name="Qwen3-Omni-MoE (thinker)",
     planner="triptych.models.qwen3_omni.plan:Qwen3OmniPlanner",
     preprocessor="triptych.models.qwen3_omni.preprocess:Qwen3OmniPreprocessor",
-    tower="triptych.models.qwen3_omni.encoder:Qwen3Omni",
+    adapter="triptych.models.qwen3_omni.encoder:Qwen3Omni",
     modalities=("text", "image", "video", "audio"),
 )
 
 FAMILIES = {
     "qwen2": QWEN2,
-    "qwen3": replace(QWEN2, name="Qwen3", tower="triptych.models.text.adapter:Qwen3"),
-    "qwen3_moe": replace(QWEN2, name="Qwen3-MoE", tower="triptych.models.text.adapter:Qwen3Moe"),
+    "qwen3": replace(QWEN2, name="Qwen3", adapter="triptych.models.text.adapter:Qwen3"),
+    "qwen3_moe": replace(QWEN2, name="Qwen3-MoE", adapter="triptych.models.text.adapter:Qwen3Moe"),
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
-    "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", tower="triptych.models.qwen3_vl.encoder:Qwen3VLMoe"),
+    "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", adapter="triptych.models.qwen3_vl.encoder:Qwen3VLMoe"),
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
 }
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of a checkpoint's config. Raises CheckpointError for a model type that isn't served."""
+    """Return the family of a checkpoint's config. Raises CheckpointError for an unsupported model type."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         served = ", ".join(sorted(FAMILIES))
@@ -84,6 +88,6 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def resolve(import_string: str) -> Any:
-    """The object that ``module:attribute`` names."""
+    """Import and return the object that ``module:attribute`` names."""
     module, _, attribute = import_string.partition(":")
     return getattr(importlib.import_module(module), attribute)

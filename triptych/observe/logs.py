@@ -1,7 +1,7 @@
-"""What processes log: lines with a time, as text or as one JSON object each, on standard error.
+"""Logging of all processes: lines with a timestamp, as text or JSON, on standard error.
 
-Each process sets this up once, at its start, and hands its children what ``for_child`` makes. ``serve`` passes on the
-output of the instances that it starts, by way of ``relayed``.
+Each process calls ``set_up`` once at its start, and passes ``for_child`` to its child processes. ``serve`` relays the
+output of the instances that it starts with ``relayed``.
 """
 
 import json
@@ -20,21 +20,24 @@ _TIME = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ", re.ASCII)
 
 
 class LogSettings(msgspec.Struct, frozen=True):
-    """How a process logs. ``level`` as Python's logging has it. ``process`` names it in JSON; ``label`` stands before
-    its messages in text, for a process that shares the output of another."""
+    """How a process logs."""
 
     format: str = "text"
+    """``text`` or ``json``."""
     level: int = logging.INFO
+    """As in Python's ``logging``."""
     process: str = "triptych"
+    """Its name in JSON."""
     label: str = ""
+    """Prefix of its messages in text, for a process that shares the output of another."""
 
 
 _current = LogSettings()
 
 
 def set_up(settings: LogSettings) -> None:
-    """From here on this process logs so, also what ends a thread or the process, and what Python warns of. Where a
-    program has given the root logger handlers of its own, they stay the only ones."""
+    """Configure logging for this process, including uncaught exceptions and Python's warnings. If the root logger
+    already has handlers of an embedding program, these stay the only ones."""
     global _current  # noqa: PLW0603 - as logging itself, one per process
     _current = settings
     logging.getLogger("triptych").setLevel(settings.level)
@@ -51,19 +54,19 @@ def set_up(settings: LogSettings) -> None:
 
 
 def rename(process: str) -> None:
-    """From here on this process logs by that name."""
+    """Change the name that this process logs by."""
     set_up(msgspec.structs.replace(_current, process=process))
 
 
 def for_child(name: str, label: str) -> LogSettings:
-    """How a child process of this one logs that writes to the same output: ``name`` is its own within this one's."""
+    """Return the settings for a child process with the same output. ``name`` is appended to this process's."""
     level = logging.getLogger("triptych").getEffectiveLevel()
     return LogSettings(_current.format, level, f"{_current.process}/{name}", label)
 
 
 def relayed(line: str, name: str) -> tuple[str, str]:
-    """A line that the instance ``name`` wrote, as this process writes it, and the message in it. What libraries write
-    past the log gets the time at which it came."""
+    """Return a line written by the instance ``name``, as this process relays it, and the message in it. Lines without
+    a timestamp, such as libraries' direct output, get the current time."""
     if _current.format == "text":
         message = _TIME.sub("", line, 1)
         stamped = line if len(message) < len(line) else f"{_moment(time.time())} {line}"
@@ -74,14 +77,14 @@ def relayed(line: str, name: str) -> tuple[str, str]:
 
 
 def announcement(text: str) -> str:
-    """A line for standard output: the text itself or, in JSON, an object like those of the log."""
+    """Return a line for standard output: the text itself or, in JSON, an object as in the log."""
     if _current.format == "text":
         return text
     return _own("info", text)
 
 
 def fatal(text: str) -> None:
-    """Writes why this process ends."""
+    """Log why this process exits."""
     if _current.format == "text":
         _write(f"triptych: {_current.label}{text}")
     else:
@@ -128,32 +131,32 @@ class _Json(logging.Formatter):
 
 
 def _object(moment: float, **fields: str | int | None) -> str:
-    """Of the fields, those that are there."""
-    said = {name: value for name, value in fields.items() if value is not None}
-    return json.dumps({"time": _moment(moment)} | said)  # in ASCII: a lone surrogate can be said, too
+    """Return a JSON object of the fields that are not None."""
+    present = {name: value for name, value in fields.items() if value is not None}
+    return json.dumps({"time": _moment(moment)} | present)  # in ASCII, which can also encode a lone surrogate
 
 
 def _own(level: str, message: str) -> str:
-    """An object for what this process says beside its loggers."""
+    """Return a JSON object for a message of this process that has no logger."""
     process, pid = _current.process, os.getpid()
     return _object(time.time(), level=level, logger="triptych", process=process, pid=pid, message=message)
 
 
 def _moment(seconds: float) -> str:
-    """RFC 3339, in UTC, with milliseconds."""
+    """Format a time as in RFC 3339, in UTC, with milliseconds."""
     milliseconds = int(seconds * 1000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
     return f"{whole}.{milliseconds % 1000:03d}Z"
 
 
 def _write(line: str) -> None:
-    """In one piece, since other processes write to the same pipe."""
+    """Write a line in one call, since other processes write to the same pipe."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
 def _fields(line: str) -> dict[str, Any] | None:
-    """Of a line that a process of ours wrote in JSON."""
+    """Return the fields of a JSON log line of a Triptych process; None for other lines."""
     try:
         match json.loads(line):
             case {"time": str(), "level": str(), "message": str()} as fields:

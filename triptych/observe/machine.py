@@ -1,4 +1,4 @@
-"""This machine: what it has left, and how its processes end."""
+"""The machine: available memory, cores, and how processes end."""
 
 import contextlib
 import ctypes
@@ -13,35 +13,35 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping: what the kernel estimates for the machine, or the room that is left in
-    this process's control group (a container's limit), if that is less."""
+    """Return the memory that can be allocated without swapping: the kernel's estimate for the machine, or what is left
+    of this process's control group (a container's limit) if that is less."""
     return min(_machine(Path("/proc/meminfo").read_text()), _container(_CGROUP))
 
 
-def stay_on(cores: frozenset[int]) -> None:
-    """Keeps this process, and those that it starts, to these cores; none given: to those it may use already. Raises
-    ConfigError when it may not use one of them."""
+def pin_to_cores(cores: frozenset[int]) -> None:
+    """Pin this process, and its future child processes, to these cores; does nothing if empty. Raises ConfigError if it
+    may not use one of them."""
     check_cores(cores)
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 def check_cores(cores: frozenset[int]) -> None:
-    """Raises ConfigError when this process may not use one of them."""
+    """Raise ConfigError if this process may not use one of these cores."""
     if foreign := sorted(cores - os.sched_getaffinity(0)):
         raise ConfigError(f"--cpus names core {foreign[0]}, which this process may not use")
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel end this process when ``parent``, which started it, dies, however that dies (prctl(2),
+    """Make the kernel kill this process when ``parent``, which started it, ends for any reason (prctl(2),
     PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which started this one, is gone")
 
 
-def ending(code: int) -> str:
-    """How a process ended, from its exit code, which is negative for a signal."""
+def describe_exit(code: int) -> str:
+    """Describe how a process ended, from its exit code, which is negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):
@@ -50,7 +50,7 @@ def ending(code: int) -> str:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory, files that it has mapped included."""
+    """Return this process's resident memory, including mapped files."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -60,7 +60,7 @@ def _machine(meminfo: str) -> int:
 
 
 def _container(group: Path) -> int:
-    """Of cgroup v2, as containers see theirs: at the root. What only caches files makes room for what is needed."""
+    """Return what is left of a cgroup v2 limit; containers see theirs at the root. The page cache counts as free."""
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())

@@ -1,6 +1,6 @@
-"""What the frontend measures, under vLLM's names where they mean the same, for Prometheus.
+"""Prometheus metrics of the frontend, under vLLM's names where they mean the same.
 
-Labels have few values, and none that a client chooses: stages, errors' names, routes, finish reasons.
+Labels have few values, and none that a client chooses: stages, error names, routes, finish reasons.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,20 +22,20 @@ STAGES = {
     "fetch": "frontend", "plan": "frontend", "preprocess": "encode", "encode": "encode", "prefill": "prefill",
     "decode": "decode",
 }  # fmt: skip
-"""Which panel an interval belongs to, where that doesn't depend on what it is about."""
+"""The stage that an interval belongs to, where its name decides that."""
 TIMES = ("queue", "transfer", *STAGES)
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def stage_of(interval: Interval) -> str:
-    """What an item waits for, and is carried by, belongs to its encoding; what the whole request waits for, and its KV,
-    to prefill."""
+    """Return the stage label of an interval. Queueing and transfers of an item belong to encode, those of the whole
+    request to prefill."""
     return STAGES.get(interval.stage, "prefill" if interval.item is None else "encode")
 
 
 class Metrics:
-    """All metrics of a frontend. ``registry`` is what is exposed; the router adds what instances report."""
+    """All metrics of a frontend. ``registry`` holds what is exposed; the router adds the instances' metrics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
@@ -58,81 +58,81 @@ class Metrics:
             )
             for name in TIMES
         }
-        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of requests that were admitted")
-        self._cached_tokens = self._counter("prompt_tokens_cached", "of these, known to a prefix cache")
+        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of admitted requests")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "prompt tokens found in a prefix cache")
         self._generation_tokens = self._counter("generation_tokens", "tokens generated")
-        self._items = self._counter("mm_items", "media items of requests that were admitted")
-        self._success = self._counter("request_success", "choices that ended by themselves", "finished_reason")
-        self._failure = self._counter("request_failure", "choices that failed, by the error's name", "error")
-        self._rejections = self._counter("admission_rejections", "requests that were not admitted", "error")
-        self._reencoded = self._counter("reencode", "items that were needed again, after a preemption or a loss")
+        self._items = self._counter("mm_items", "media items of admitted requests")
+        self._success = self._counter("request_success", "choices that ended without an error", "finished_reason")
+        self._failure = self._counter("request_failure", "choices that failed, by error name", "error")
+        self._rejections = self._counter("admission_rejections", "requests rejected, by error name", "error")
+        self._reencoded = self._counter("reencode", "items encoded again, after a preemption or a lost instance")
         self._recovered = self._counter(
-            "recovered_requests", "times that a request went on with another instance, by the stage lost", "stage"
+            "recovered_requests", "requests continued on another instance, by the stage lost", "stage"
         )
         self._http = self._counter("http_requests", "HTTP requests answered", "handler", "status")
         for reason in FINISH_REASONS[:3]:
             self._success.labels(reason)
 
-    # ── sequences: called by the router ──────────────────────────────────────────────────────────────────────
+    # ── generations: called by the router ────────────────────────────────────────────────────────────────────
 
-    def admitted(self, sequence: GenerationRecord) -> None:
-        if sequence.counted:
-            self._prompt_tokens.inc(sequence.num_prompt)
-            self._items.inc(sequence.num_items)
-            self._prompt_length.observe(sequence.num_prompt)
+    def admitted(self, generation: GenerationRecord) -> None:
+        if generation.counted:
+            self._prompt_tokens.inc(generation.num_prompt)
+            self._items.inc(generation.num_items)
+            self._prompt_length.observe(generation.num_prompt)
 
     def rejected(self, error: Exception) -> None:
         self._rejections.labels(type(error).__name__).inc()
 
-    def took_tokens(self, sequence: GenerationRecord, count: int, now: float) -> None:
-        """New tokens of a sequence have come; notes them in its record, too."""
-        if sequence.counted:
+    def received_tokens(self, generation: GenerationRecord, count: int, now: float) -> None:
+        """Count new tokens of a generation, also in its record."""
+        if generation.counted:
             self._generation_tokens.inc(count)
-            if sequence.first_token:
-                self._inter_token.observe(now - sequence.last_token)
+            if generation.first_token:
+                self._inter_token.observe(now - generation.last_token)
             else:
-                self._time_to_first_token.observe(now - sequence.arrived)
-        sequence.first_token = sequence.first_token or now
-        sequence.last_token = now
-        sequence.num_tokens += count
+                self._time_to_first_token.observe(now - generation.arrived)
+        generation.first_token = generation.first_token or now
+        generation.last_token = now
+        generation.num_tokens += count
 
-    def ended(self, sequence: GenerationRecord, now: float) -> None:
-        """A sequence has its finish reason."""
-        if not sequence.counted:
+    def ended(self, generation: GenerationRecord, now: float) -> None:
+        """Observe a generation that has its finish reason."""
+        if not generation.counted:
             return
-        if sequence.finish_reason == "error":
-            self._failure.labels(sequence.error or "unknown").inc()
+        if generation.finish_reason == "error":
+            self._failure.labels(generation.error or "unknown").inc()
         else:
-            self._success.labels(_known(sequence.finish_reason, FINISH_REASONS)).inc()
-        self._cached_tokens.inc(sequence.num_reused)
-        self._answer_length.observe(sequence.num_tokens)
-        self._observe_times(sequence.intervals)
-        if sequence.finish_reason in ("abort", "error"):
+            self._success.labels(_known(generation.finish_reason, FINISH_REASONS)).inc()
+        self._cached_tokens.inc(generation.num_reused)
+        self._answer_length.observe(generation.num_tokens)
+        self._observe_times(generation.intervals)
+        if generation.finish_reason in ("abort", "error"):
             return
-        self._end_to_end.observe(now - sequence.arrived)
-        if sequence.num_tokens > 1:
-            self._per_token.observe((sequence.last_token - sequence.first_token) / (sequence.num_tokens - 1))
+        self._end_to_end.observe(now - generation.arrived)
+        if generation.num_tokens > 1:
+            self._per_token.observe((generation.last_token - generation.first_token) / (generation.num_tokens - 1))
 
     def reencoded(self) -> None:
-        """An item is encoded once more for the same request."""
+        """Count an item that is encoded again for the same request."""
         self._reencoded.inc()
 
     def recovered(self, stage: str, count: int = 1) -> None:
-        """Requests go on with another instance in place of one that was lost."""
+        """Count requests that continue on another instance."""
         self._recovered.labels(stage).inc(count)
 
     # ── HTTP ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def answered(self, record: RequestRecord) -> None:
-        """An HTTP request is over."""
+        """Observe an HTTP request that is over."""
         self._http.labels(record.handler, str(record.status)).inc()
         self._observe_times(record.intervals)
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """Exposes what ``value`` says whenever it is asked."""
+        """Expose a gauge whose value is read at each scrape."""
         Gauge(PREFIX + name, meaning, registry=self.registry).set_function(value)
 
-    # ── making them ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── helpers ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _observe_times(self, intervals: Iterable[Interval]) -> None:
         for interval in intervals:

@@ -1,5 +1,5 @@
-"""Requests' timelines as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open: each instance a process,
-each request a row in it."""
+"""Exports timelines of requests for Perfetto (ui.perfetto.dev) and chrome://tracing: each instance is a process, each
+request a row in it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,8 +10,8 @@ FRONTEND = "frontend"
 
 
 def trace_events(requests: Iterable[tuple[str, list[Interval]]]) -> dict[str, Any]:
-    """The trace of requests, each an id and its intervals, in the Trace Event Format's JSON Object Format: complete
-    events with times in microseconds, and the names of processes and threads."""
+    """Return a trace of requests, each an id and its intervals, in the Trace Event Format's JSON Object Format:
+    complete events with times in microseconds, and names of processes and threads."""
     events: list[dict[str, Any]] = []
     processes: dict[str, int] = {}
     rows: dict[tuple[int, str], int] = {}

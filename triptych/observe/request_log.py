@@ -1,6 +1,7 @@
-"""One line of JSON for each request that asked the model something: what it was, how it ended, where its time went.
+"""The request log: one line of JSON for each generation request, with its outcome and timeline.
 
-Never what was said: no prompt, no answer, no URL, no header but those with ids. ``triptych trace`` reads these lines.
+It never contains content: no prompt, no answer, no URL, and no headers except those with ids. ``triptych trace`` reads
+these lines.
 """
 
 import sys
@@ -16,10 +17,10 @@ from triptych.observe.timeline import Interval, as_json
 
 
 class RequestLog:
-    """Writes a line per request to a file, which it appends to, or to standard output."""
+    """Appends a line for each request to a file, or writes it to standard output."""
 
     def __init__(self, path: str = "") -> None:
-        """Raises StartError for a file that can't be written to."""
+        """Raises StartError for a file that can't be written."""
         try:
             self._file: TextIO = open(path, "a", encoding="utf-8") if path else sys.stdout  # noqa: SIM115 - closed by close
         except OSError as error:
@@ -37,8 +38,8 @@ class RequestLog:
 
 
 def line_of(record: RequestRecord) -> dict[str, Any]:
-    """The line's fields. Times in ms from the request's arrival, which ``time`` says."""
-    sequences = record.sequences
+    """Return the line's fields. Times are in milliseconds from the request's arrival, which is ``time``."""
+    generations = record.generations
     return {
         "time": datetime.fromtimestamp(record.began, UTC).isoformat(timespec="microseconds"),
         "request_id": record.id,
@@ -46,13 +47,13 @@ def line_of(record: RequestRecord) -> dict[str, Any]:
         "trace_id": record.trace_id,
         "path": record.handler,
         "status": record.status,
-        "error": record.error or next((one.error for one in sequences if one.error), None),
-        "finish_reasons": [one.finish_reason for one in sequences],
-        "prompt_tokens": max((one.num_prompt for one in sequences), default=0),
-        "cached_tokens": max((one.num_reused for one in sequences), default=0),
-        "generation_tokens": sum(one.num_tokens for one in sequences),
-        "mm_items": max((one.num_items for one in sequences), default=0),
-        "ttft_ms": _first_token_ms(record.began, sequences),
+        "error": record.error or next((one.error for one in generations if one.error), None),
+        "finish_reasons": [one.finish_reason for one in generations],
+        "prompt_tokens": max((one.num_prompt for one in generations), default=0),
+        "cached_tokens": max((one.num_reused for one in generations), default=0),
+        "generation_tokens": sum(one.num_tokens for one in generations),
+        "mm_items": max((one.num_items for one in generations), default=0),
+        "ttft_ms": _first_token_ms(record.began, generations),
         "e2e_ms": round((record.ended - record.began) * 1000, 3),
         "timeline": as_json(record.timeline(), record.began),
     }
@@ -76,7 +77,7 @@ _LINES = msgspec.json.Decoder(_Line)
 
 
 def read_line(text: str) -> tuple[str, datetime, list[Interval]] | None:
-    """The id, the arrival and the intervals of the request that a line is about; None for a line of another kind."""
+    """Parse a line: return the request's id, arrival and intervals; None for a line of another kind."""
     try:
         line = _LINES.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -92,6 +93,6 @@ def read_line(text: str) -> tuple[str, datetime, list[Interval]] | None:
     )
 
 
-def _first_token_ms(began: float, sequences: Iterable[GenerationRecord]) -> float | None:
-    first = min((one.first_token for one in sequences if one.first_token), default=None)
+def _first_token_ms(began: float, generations: Iterable[GenerationRecord]) -> float | None:
+    first = min((one.first_token for one in generations if one.first_token), default=None)
     return None if first is None else round((first - began) * 1000, 3)

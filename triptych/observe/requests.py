@@ -1,6 +1,6 @@
-"""What is noted of each HTTP request while it is answered: the one source of metrics, log lines and traces.
+"""Records of HTTP requests, made while they are answered: the only source of metrics, log lines and traces.
 
-The request being answered is found by a context variable, so that who has something to note needn't be handed it."""
+A context variable holds the record of the current request."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -15,26 +15,31 @@ from triptych.observe.timeline import Interval
 
 @dataclass(eq=False)
 class GenerationRecord:
-    """One choice of a request, from its admission to its end. Times in seconds since the epoch, 0 for not yet;
-    ``arrived`` is when its HTTP request came. ``finish_reason`` is None until it ends, "abort" when nobody waited for
-    it any more, and "error" when it failed, with the error's name in ``error``. ``counted``: it belongs to a client's
-    request, not to a probe."""
+    """Record of one choice of a request, from admission to its end. Times are in seconds since the epoch, 0 for not
+    yet."""
 
     num_prompt: int
+    """Prompt tokens."""
     num_items: int
     arrived: float
+    """When the HTTP request arrived."""
     counted: bool
+    """Whether it counts in the metrics: it belongs to a client's request, not to a probe."""
     submitted: float
     first_token: float = 0.0
     last_token: float = 0.0
     num_tokens: int = 0
+    """Tokens generated."""
     num_reused: int = 0
+    """Prompt tokens found in a prefix cache."""
     finish_reason: str | None = None
+    """None until it ends, "abort" if the client was gone, "error" if it failed."""
     error: str | None = None
+    """Name of the error, if it failed."""
     intervals: list[Interval] = field(default_factory=list)
 
     def add(self, intervals: Iterable[Interval], engine: str, item: int | None = None) -> None:
-        """What an instance did, for one item or for the whole sequence. An interval may name another instance."""
+        """Add an instance's intervals, for one item or for the whole request. An interval may name another instance."""
         for one in intervals:
             of = one.item if item is None else item
             self.intervals.append(msgspec.structs.replace(one, engine=one.engine or engine, item=of))
@@ -42,35 +47,38 @@ class GenerationRecord:
 
 @dataclass(eq=False)
 class RequestRecord:
-    """One HTTP request. ``correlation`` is what its client calls the work that it is part of, empty for none;
-    ``client`` is who shares what there is with the others: a digest of the key that came with the request, or its
-    address. ``traceparent`` is the client's header of that name, empty for none; ``handler`` the path's template in the
-    routing table, so that there are few; ``error`` the name of the error that it was answered with; ``status`` 0 when
-    the client was gone before there was one; ``trace_id`` the trace that it was sent as."""
+    """Record of one HTTP request."""
 
     id: str
     method: str
     correlation: str = ""
+    """The client's own id for the work that the request is part of; empty if none."""
     client: str = ""
+    """The unit of fairness: a digest of the API key, or the address."""
     traceparent: str = ""
+    """The client's header of that name; empty if none."""
     began: float = field(default_factory=time.time)
     ended: float = 0.0
     handler: str = "unknown"
+    """The route's path template, so that there are few values."""
     status: int = 0
+    """0 if the client was gone before there was one."""
     trace_id: str | None = None
+    """The trace that it was exported as."""
     error: str | None = None
-    sequences: list[GenerationRecord] = field(default_factory=list)
+    """Name of the error that it was answered with."""
+    generations: list[GenerationRecord] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)
     ending: ExitStack = field(default_factory=ExitStack)
-    """What is called once the request is over, its answer sent."""
+    """Callbacks for when the request is over and its answer sent."""
 
     def timeline(self) -> list[Interval]:
-        """What the frontend did for the request, and what instances did for all of its choices."""
-        return [*self.intervals, *(interval for sequence in self.sequences for interval in sequence.intervals)]
+        """Return the intervals of the frontend, and of the instances for all choices."""
+        return [*self.intervals, *(interval for generation in self.generations for interval in generation.intervals)]
 
     @property
     def generates(self) -> bool:
-        """Whether the model was asked, or would have been if the request had been admitted."""
+        """Whether it is a generation request, admitted or not."""
         return self.method == "POST" and self.handler.startswith("/v1/")
 
 
@@ -78,13 +86,13 @@ CURRENT: ContextVar[RequestRecord | None] = ContextVar("current_request", defaul
 
 
 def note(*intervals: Interval) -> None:
-    """Adds what the frontend did to the timeline of the request being answered, if there is one."""
+    """Add the frontend's intervals to the current request's timeline, if there is one."""
     if (record := CURRENT.get()) is not None:
         record.intervals += intervals
 
 
 def at_end(release: Callable[[], object]) -> None:
-    """Has something called when the request being answered is over; at once if there is none."""
+    """Call ``release`` when the current request is over; at once if there is none."""
     if (record := CURRENT.get()) is not None:
         record.ending.callback(release)
     else:
@@ -92,21 +100,21 @@ def at_end(release: Callable[[], object]) -> None:
 
 
 def current_client() -> str:
-    """Whose request is being answered; empty for nobody's."""
+    """Return the current request's client; empty if there is no request."""
     record = CURRENT.get()
     return record.client if record else ""
 
 
 def seconds_spent() -> float:
-    """How long ago the request being answered came: on its body, its media and its plan; 0 for nobody's."""
+    """Return the seconds since the current request arrived; 0 if there is none."""
     record = CURRENT.get()
     return time.time() - record.began if record else 0.0
 
 
 def begin_generation(num_prompt: int, num_items: int) -> GenerationRecord:
-    """A new choice of the request being answered, or of none."""
+    """Create the record of a new choice of the current request, or of none."""
     now, record = time.time(), CURRENT.get()
-    sequence = GenerationRecord(num_prompt, num_items, record.began if record else now, record is not None, now)
+    generation = GenerationRecord(num_prompt, num_items, record.began if record else now, record is not None, now)
     if record is not None:
-        record.sequences.append(sequence)
-    return sequence
+        record.generations.append(generation)
+    return generation

@@ -1,4 +1,4 @@
-"""Where a request's time went, stage by stage."""
+"""Timelines: the intervals in which stages worked on a request."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,20 +7,21 @@ import msgspec
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """When a stage worked on a request: fetch, plan, queue (waiting, wherever that is), preprocess, encode, transfer,
-    prefill or decode. ``start`` and ``end`` in seconds since the epoch;
-    ``item`` is the item's place in the request, or None when the stage works on all of it; ``engine`` the name of the
-    instance that did it, empty for the frontend."""
+    """A span of time in which a stage worked on a request."""
 
     stage: str
+    """fetch, plan, queue (waiting anywhere), preprocess, encode, transfer, prefill or decode."""
     start: float
+    """In seconds since the epoch, like ``end``."""
     end: float
     item: int | None = None
+    """Index of the item in the request; None if the stage worked on the whole request."""
     engine: str = ""
+    """Name of the instance; empty for the frontend."""
 
 
 def as_json(intervals: Iterable[Interval], origin: float | None = None) -> list[dict[str, Any]]:
-    """The intervals in order of their start, in milliseconds from ``origin``, or from the first."""
+    """Return the intervals in order of their start, in milliseconds from ``origin``, or from the first."""
     ordered = sorted(intervals, key=lambda interval: (interval.start, interval.end))
     if origin is None:
         origin = ordered[0].start if ordered else 0.0

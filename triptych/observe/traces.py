@@ -1,7 +1,7 @@
-"""Requests as OpenTelemetry traces: one each, with a span for what every process did, when that process says it did.
+"""Exports requests as OpenTelemetry traces: one trace each, with a span for every interval of its timeline.
 
-The client's W3C ``traceparent`` is continued. Spans are sent in the background; when the collector doesn't keep up or
-isn't there, they are dropped, and no request waits for it. Needs the extra ``otel``.
+The client's W3C ``traceparent`` is continued. Spans are sent in the background, and dropped if the collector is slow or
+unreachable, so that no request waits for it. Needs the extra ``otel``.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ from triptych.observe.perfetto import FRONTEND
 from triptych.observe.requests import RequestRecord
 
 SEND_TIMEOUT = 5
-"""Seconds that one batch of spans may take; the end of the service waits for the last one."""
+"""Timeout in seconds of one batch of spans; shutdown waits for the last one."""
 MAX_ENGINES = 256
-"""Instances that come and go under new names end up as one, so that this doesn't grow for ever."""
+"""Tracers kept. Instances with further names share one, so that new names can't grow the table without limit."""
 
 
 class Traces:
-    """Sends the spans of requests that asked the model something to an OTLP collector over HTTP."""
+    """Sends the spans of generation requests to an OTLP collector over HTTP."""
 
     def __init__(self, endpoint: str) -> None:
         """``endpoint`` is the URL that spans are posted to, such as http://collector:4318/v1/traces."""
@@ -57,11 +57,11 @@ class Traces:
         root.end(_nanoseconds(record.ended))
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Send the remaining spans."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
     def _tracer(self, engine: str) -> Tracer:
-        """Each process is a service instance of its own."""
+        """Return the tracer of a process; each is a service instance of its own."""
         if engine not in self._tracers and len(self._tracers) >= MAX_ENGINES:
             engine = "others"
         if engine not in self._tracers:
@@ -73,20 +73,20 @@ class Traces:
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """Under the names that vLLM gives them."""
-    sequences = record.sequences
+    """Return the span's attributes, under vLLM's names."""
+    generations = record.generations
     times: dict[str, float] = {}
     for interval in record.timeline():
         if interval.item is None:
             times[interval.stage] = times.get(interval.stage, 0.0) + interval.end - interval.start
-    first = min((one.first_token for one in sequences if one.first_token), default=None)
+    first = min((one.first_token for one in generations if one.first_token), default=None)
     return {
         "gen_ai.request.id": record.id,
         **({"triptych.correlation_id": record.correlation} if record.correlation else {}),
         "http.response.status_code": record.status,
-        "gen_ai.usage.num_sequences": len(sequences),
-        "gen_ai.usage.prompt_tokens": max((one.num_prompt for one in sequences), default=0),
-        "gen_ai.usage.completion_tokens": sum(one.num_tokens for one in sequences),
+        "gen_ai.usage.num_sequences": len(generations),
+        "gen_ai.usage.prompt_tokens": max((one.num_prompt for one in generations), default=0),
+        "gen_ai.usage.completion_tokens": sum(one.num_tokens for one in generations),
         "gen_ai.latency.e2e": record.ended - record.began,
         "gen_ai.latency.time_in_queue": times.get("queue", 0.0),
         "gen_ai.latency.time_in_model_prefill": times.get("prefill", 0.0),

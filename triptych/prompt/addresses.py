@@ -1,7 +1,7 @@
-"""Which network addresses media may be fetched from: those of the public internet, and ranges that an operator names.
+"""Network addresses that media may be fetched from: the public internet, and ranges that the operator allows.
 
-Python's ``is_global`` grew over its releases, so the ranges stand here; they are IANA's registries of special-purpose
-addresses (RFC 6890 and its successors).
+Python's ``is_global`` differs between releases, so the ranges are listed here, from IANA's registries of
+special-purpose addresses (RFC 6890 and its successors).
 """
 
 import ipaddress
@@ -31,22 +31,22 @@ _INNER_V4 = [
     )
 ]
 _PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
-"""All that is handed out for the internet. Outside: loopback, link-local, unique local, multicast, IPv4-mapped,
+"""All addresses assigned to the public internet. Outside: loopback, link-local, unique local, multicast, IPv4-mapped,
 IPv4-compatible and NAT64 addresses."""
 _INNER_V6 = [
     ipaddress.IPv6Network(text)
     for text in (
-        "2001::/23",  # protocols' own, Teredo (2001::/32) among them, which holds an IPv4 address
+        "2001::/23",  # protocol assignments, including Teredo (2001::/32), which embeds an IPv4 address
         "2001:db8::/32",
-        "2002::/16",  # 6to4, which holds an IPv4 address
+        "2002::/16",  # 6to4, which embeds an IPv4 address
         "3fff::/20",
     )
 ]
 
 
 def may_fetch_from(address: Address, allowed: Sequence[Network] = ()) -> bool:
-    """Whether an address is the public internet's, or in a range of ``allowed``. One that holds another address
-    (IPv4-mapped, 6to4, NAT64) is neither, unless its own range is named."""
+    """Return whether an address is on the public internet or in an ``allowed`` range. One that embeds another address
+    (IPv4-mapped, 6to4, NAT64) is rejected unless its own range is allowed."""
     if any(address in network for network in allowed):
         return True
     if isinstance(address, ipaddress.IPv4Address):

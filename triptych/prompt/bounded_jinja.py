@@ -1,7 +1,7 @@
-"""Jinja's immutable sandbox, with bounds on the time a template takes and on what it makes.
+"""Jinja's immutable sandbox, with bounds on a template's time and output.
 
-Templates come with checkpoints, but what they are run over comes from clients: a loop over messages within a loop over
-messages, harmless in every conversation that was tried, may take minutes for the one that was made for it.
+Templates come with checkpoints, but their input comes from clients: nested loops over messages, harmless in ordinary
+conversations, can take minutes for one that was crafted for it.
 """
 
 import threading
@@ -14,13 +14,13 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 5.0
-"""Of the thread's own time, so that a busy machine doesn't count."""
+"""Limit on rendering, in the thread's CPU time, so that a busy machine doesn't count."""
 MAX_TEXT = 64 * 2**20
-"""Characters of a rendered prompt, or of any text that is multiplied."""
+"""Limit in characters on a rendered prompt, and on any text that is multiplied."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Looks at the clock whenever a template calls something, reads an attribute or an item, or puts out text."""
+    """Checks the time whenever a template calls something, reads an attribute or an item, or outputs text."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -31,7 +31,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def bounded(self) -> Iterator[None]:
-        """Around rendering: inside, it raises TemplateRuntimeError when time is up, or more is made than may be."""
+        """Bound the rendering inside: it raises TemplateRuntimeError when a limit is exceeded."""
         self._now.end = time.thread_time() + SECONDS
         try:
             yield

@@ -1,4 +1,4 @@
-"""How much one request may ask of decoders and towers, judged by headers and plans: before any pixel is decoded."""
+"""Limits on one request's media, checked against headers and plans before any pixel is decoded."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from triptych.types import AudioHeader, ImageHeader, ItemPlan, MediaHeader, Vide
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """What a video file may have, however few of its frames are seen: ``gigapixels`` (10^9) are those of all its
-    frames, which may all have to be decoded."""
+    """Limits on a video file, however few of its frames are sampled."""
 
     seconds: float = 3600.0
     gigapixels: float = 100.0
+    """10^9 pixels, of all frames together, since all may have to be decoded."""
 
     def check(self, header: VideoHeader) -> None:
         """Raises MediaTooLarge."""
@@ -28,17 +28,18 @@ class VideoLimits:
 
 @dataclass(frozen=True)
 class AudioLimits:
-    """What an audio file may have: ``gigasamples`` (10^9) are those of all its channels, which are all decoded."""
+    """Limits on an audio file."""
 
     seconds: float = 3600.0
     gigasamples: float = 1.0
+    """10^9 samples, of all channels together, since all are decoded."""
 
     def check(self, header: AudioHeader) -> None:
         """Raises MediaTooLarge."""
         if header.seconds > self.seconds:
             raise MediaTooLarge(f"the audio takes {header.seconds:.1f} s; at most {self.seconds:g} are taken")
-        if header.track:
-            return  # how many samples it has is found out, and bounded, when it is decoded
+        if header.in_video:
+            return  # its number of samples is checked when it is decoded
         gigasamples = header.samples * header.channels / 1e9
         if gigasamples > self.gigasamples:
             raise MediaTooLarge(
@@ -49,18 +50,20 @@ class AudioLimits:
 
 @dataclass(frozen=True)
 class MediaCaps:
-    """``pixels`` are those of an image as it is stored, ``total_pixels`` those of all images of a request; ``tokens``
-    are those that an item becomes."""
+    """Limits on the media of one request."""
 
     pixels: int = 50_000_000
+    """Of one image, as stored."""
     total_pixels: int = 500_000_000
+    """Of all images of a request."""
     tokens: int = 16_384
+    """Of one item."""
     video: VideoLimits = VideoLimits()
     audio: AudioLimits = AudioLimits()
 
 
 class MediaBudget:
-    """What the items of one request add up to."""
+    """Adds up the media of one request, and checks it against the limits."""
 
     def __init__(self, caps: MediaCaps) -> None:
         self._caps = caps

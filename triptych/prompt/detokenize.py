@@ -1,14 +1,14 @@
-"""Tokens to text while they come: whole characters only, and nothing that may belong to a stop string.
+"""Incremental detokenization: whole characters only, and no text that may become part of a stop string.
 
-``tokenizers.decoders.DecodeStream`` isn't used: it has no way to flush the bytes it holds back at the end of a
-stream, so that its text differs from the full decode's.
+``tokenizers.decoders.DecodeStream`` isn't used, because it can't flush the bytes that it holds back at the end of a
+stream, so its text differs from that of a full decode.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
 from triptych.errors import InvalidRequest
-from triptych.prompt.held_back import beginning_length
+from triptych.prompt.partial_match import partial_match_length
 from triptych.prompt.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -18,12 +18,12 @@ _MAX_WINDOW = 16
 
 
 class Detokenizer:
-    """One sequence's text. What ``push`` and ``finish`` return, joined, equals the decoded tokens up to the first stop
-    string, however the tokens were split into pushes. Exact for byte-level tokenizers.
+    """Detokenizes one answer. The results of ``push`` and ``finish``, joined, are the decoded tokens up to the first
+    stop string, however the tokens were split into pushes. Exact for byte-level tokenizers.
 
     The first stop string is the one that is complete first; of two complete at once, the longer one. ``stopped`` is
-    true once one was found; it isn't part of the text. A stop string counts only if its end is text behind the first
-    ``min_tokens`` tokens, as in vLLM. Raises InvalidRequest for an empty stop string.
+    True once one was found; it isn't part of the text. As in vLLM, a stop string counts only if it ends after the first
+    ``min_tokens`` tokens. Raises InvalidRequest for an empty stop string.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Detokenizer:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._unsearched = min_tokens
-        """How many of the next tokens can't complete a stop string."""
+        """Number of next tokens that can't complete a stop string."""
         # Text of the window is that of context and window less that of the context: decoders that treat the first
         # token of a text differently must not see the window as one.
         self._context: list[int] = []
@@ -45,7 +45,7 @@ class Detokenizer:
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that is now certain. Empty once stopped."""
+        """Add tokens and return the text that is now certain; empty once stopped."""
         text = ""
         for token_id in token_ids:
             new = self._decode_next(token_id)
@@ -54,7 +54,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What was held back. Bytes of a character that never was completed become U+FFFD."""
+        """Return the text that was held back. Bytes of an incomplete character become U+FFFD."""
         text = self._release(self._window_text()[self._emitted :], search=not self._unsearched)
         self._window.clear()
         self._emitted = 0
@@ -86,16 +86,16 @@ class Detokenizer:
         return self._decode(self._context + self._window)[self._context_length :]
 
     def _begin_window(self, cut: int) -> None:
-        """Makes the window's first ``cut`` tokens the context of the others."""
+        """Make the window's first ``cut`` tokens the context of the others."""
         self._context = self._window[:cut]
         self._context_length = len(self._decode(self._context))
         self._window = self._window[cut:]
         self._emitted = 0
 
     def _cut_window(self, text: str) -> None:
-        """Drops tokens whose text can't change any more, where two texts side by side equal the joint one.
+        """Drop tokens whose text can't change any more: cut where both sides' texts, joined, equal the window's.
 
-        A character that goes across the cut would be two or more replacements, one for its bytes on either side.
+        A character across the cut would become two or more replacements, so such a cut is never taken.
         """
         for cut in range(len(self._window) - 1, 0, -1):
             head = self._decode(self._context + self._window[:cut])[self._context_length :]
@@ -107,20 +107,20 @@ class Detokenizer:
                 return
 
     def _release(self, text: str, *, search: bool) -> str:
-        """Adds text to what is held and returns what can't be part of a stop string."""
+        """Add text to what is held back, and return what can't be part of a stop string."""
         if self.stopped:
             return ""
         old = len(self._held)
         text = self._held + text
         ends = []
         if search:
-            # one that ends within what is held was complete before it counted
+            # one that ends within the held text was complete before ``min_tokens``
             starts = [(stop, text.find(stop, max(0, old - len(stop) + 1))) for stop in self._stop]
             ends = [(start + len(stop), start) for stop, start in starts if start >= 0]
         if ends:
             self.stopped = True
             self._held = ""
             return text[: min(ends)[1]]
-        length = beginning_length(text, self._stop)
+        length = partial_match_length(text, self._stop)
         self._held = text[len(text) - length :]
         return text[: len(text) - length]

@@ -1,4 +1,4 @@
-"""Which hosts and ports media may be fetched from, as ``--allowed-media-domains`` names them."""
+"""Hosts and ports that media may be fetched from, as set by ``--allowed-media-domains``."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ _SCHEME_PORTS = {"http": 80, "https": 443}
 
 
 class AllowedHosts:
-    """Exact host names. One without a port stands for the ports of http and https, one with a port for that port."""
+    """A set of exact host names. An entry without a port allows the default ports of http and https."""
 
     def __init__(self, entries: Iterable[str]) -> None:
         """``entries`` are ``HOST`` or ``HOST:PORT``, an IPv6 address in brackets. Raises ConfigError for others."""
@@ -36,10 +36,10 @@ class AllowedHosts:
 
 
 def host_of(url: httpx.URL) -> str:
-    """The host as it is compared and looked up: ASCII, lower case, without the root's dot."""
+    """Return the host as it is compared and resolved: ASCII, lower case, without a trailing dot."""
     return url.raw_host.decode("ascii").lower().removesuffix(".")
 
 
 def port_of(url: httpx.URL) -> int:
-    """The URL's port, or that of its scheme, ``http`` or ``https``."""
+    """Return the URL's port, or the default of its scheme, ``http`` or ``https``."""
     return url.port if url.port is not None else _SCHEME_PORTS[url.scheme]

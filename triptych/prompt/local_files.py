@@ -1,4 +1,4 @@
-"""Reads media files under one folder, for ``file:`` URLs, without a moment in which the file could become another."""
+"""Reads media files under one folder, for ``file:`` URLs, safely against files being replaced meanwhile."""
 
 import os
 import stat
@@ -8,28 +8,29 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from triptych.errors import ConfigError, InvalidRequest, MediaNotAllowed, MediaNotFetched, MediaTooLarge
 
-_CANNOT_READ = "the file is not there, or isn't one that may be read"
+_CANNOT_READ = "the file does not exist, or may not be read"
 
 
 class MediaFolder:
-    """What is under ``folder``, symbolic links resolved, at the time of reading."""
+    """The files under one folder; symbolic links are resolved when a file is read."""
 
     def __init__(self, folder: str) -> None:
-        """Raises ConfigError when it isn't a folder."""
+        """Raises ConfigError if it isn't a folder."""
         self._root = Path(os.path.realpath(folder))
         if not self._root.is_dir() or self._root == Path("/"):
             raise ConfigError(f"--allowed-local-media-path {folder} is not a folder below /")
 
     def read(self, url: str, max_bytes: int) -> bytes:
-        """The file that a ``file:`` URL names. Raises InvalidRequest for a URL that names none, MediaNotAllowed for one
-        that names a path elsewhere, MediaNotFetched for what isn't a regular file within the folder, and
-        MediaTooLarge."""
+        """Return the bytes of the file that a ``file:`` URL names.
+
+        Raises InvalidRequest for a malformed URL, MediaNotAllowed for a path outside the folder, MediaNotFetched if it
+        isn't a regular file within the folder, and MediaTooLarge."""
         path = os.path.normpath(_path(url))
         if not Path(path).is_relative_to(self._root):
             raise MediaNotAllowed("the file is not under the folder that files may be read from")
         with ExitStack() as closing:
             try:
-                # O_PATH names the file for good without opening it: opening a pipe or device may wait, or do things
+                # O_PATH pins the file without opening it: opening a pipe or a device may block or have side effects
                 found = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 closing.callback(os.close, found)
                 real = Path(os.readlink(f"/proc/self/fd/{found}"))

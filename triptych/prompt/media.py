@@ -1,4 +1,4 @@
-"""Gets the bytes that a media URL stands for: inline data always, the web and local files where they are allowed."""
+"""Gets the bytes of media URLs: inline data always, the web and local files where the operator allows them."""
 
 import asyncio
 import binascii
@@ -11,23 +11,24 @@ from triptych.errors import InvalidRequest, MediaNotAllowed, MediaTooLarge
 from triptych.prompt.local_files import MediaFolder
 from triptych.prompt.web import WebFetcher
 
-PIECE = 2**18
-"""Characters of base64 decoded at a time: other threads, the event loop's above all, run in between."""
-SMALL = 2**16
-"""Characters of base64 that are decoded at once: faster than handing them to a thread."""
-AT_A_TIME = 8
-"""Items that one request fetches at a time."""
+BASE64_CHUNK = 2**18
+"""Characters of base64 decoded at a time, so that other threads, above all the event loop's, run in between."""
+INLINE_DECODE_MAX = 2**16
+"""Characters of base64 up to which decoding on the event loop is faster than handing it to a thread."""
+MAX_CONCURRENT_FETCHES = 8
+"""Items that one request fetches concurrently."""
 
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """``max_bytes`` of one image, decoded from base64, ``max_video_bytes`` of one video, ``max_audio_bytes`` of one
-    audio clip; ``max_total_bytes`` of all items of one request."""
+    """Limits on the bytes of media, after decoding base64."""
 
     max_bytes: int = 32 * 2**20
+    """Of one image."""
     max_video_bytes: int = 64 * 2**20
     max_audio_bytes: int = 64 * 2**20
     max_total_bytes: int = 256 * 2**20
+    """Of all items of one request."""
 
     def of(self, modality: str) -> int:
         return {"video": self.max_video_bytes, "audio": self.max_audio_bytes}.get(modality, self.max_bytes)
@@ -35,17 +36,18 @@ class MediaLimits:
 
 @dataclass(frozen=True)
 class MediaSource:
-    """Where media may come from. One for all requests; ``folder`` is None where no files may be read."""
+    """Where media may come from; shared by all requests."""
 
     web: WebFetcher
     folder: MediaFolder | None = None
+    """None if no local files may be read."""
     limits: MediaLimits = MediaLimits()
 
     def for_request(
         self, inline: Mapping[str, memoryview] | None = None, hold: Callable[[int], object] = lambda _: None
     ) -> "RequestMedia":
-        """``inline`` are texts that stand for ``data:`` URLs and base64, for those that were taken out of the body.
-        ``hold`` is told of the bytes of each item, of inline media before they are decoded, and may raise."""
+        """``inline`` maps placeholders to the ``data:`` URLs and base64 texts that were extracted from the body.
+        ``hold`` is called with each item's bytes, for inline media before they are decoded; it may raise."""
         return RequestMedia(self, inline or {}, hold)
 
 
@@ -57,7 +59,7 @@ class RequestMedia:
         self._hold = hold
         self._inline = inline
         self._unused = set(inline)
-        self._slots = asyncio.Semaphore(AT_A_TIME)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_FETCHES)
         self._total = 0
 
     @property
@@ -65,28 +67,28 @@ class RequestMedia:
         return self._source.limits
 
     async def get(self, url: str, modality: str = "image") -> bytes:
-        """The bytes behind a ``data:``, ``http:``, ``https:`` or ``file:`` URL.
+        """Return the bytes behind a ``data:``, ``http:``, ``https:`` or ``file:`` URL.
 
-        Raises InvalidRequest for a URL that makes no sense, MediaNotAllowed, MediaNotFetched, and MediaTooLarge for
-        more bytes than an item, or all items of a request, may have.
+        Raises InvalidRequest for a malformed URL, MediaNotAllowed, MediaNotFetched, and MediaTooLarge if the item, or
+        all items of the request together, exceed a limit.
         """
-        lifted = self._lifted(url)
-        if lifted is None and url[:5].lower() == "data:":
-            lifted = memoryview(url.encode("utf-8", "surrogatepass"))
-        if (inline := lifted) is None:
-            return await self._counted(lambda: self._fetch(url, self.limits.of(modality)))
-        return await self._counted(lambda: decode_data_url(inline, self.limits.of(modality)), _decoded_size(inline))
+        extracted = self._extracted(url)
+        if extracted is None and url[:5].lower() == "data:":
+            extracted = memoryview(url.encode("utf-8", "surrogatepass"))
+        if (inline := extracted) is None:
+            return await self._held(lambda: self._fetch(url, self.limits.of(modality)))
+        return await self._held(lambda: decode_data_url(inline, self.limits.of(modality)), _decoded_size(inline))
 
     async def decode(self, text: str, modality: str) -> bytes:
-        """The bytes of base64 text, or of what was taken out of the body for it. Raises InvalidRequest for text that is
-        none, and MediaTooLarge as ``get``."""
-        lifted = self._lifted(text)
-        payload = memoryview(text.encode("utf-8", "surrogatepass")) if lifted is None else lifted
+        """Return the bytes of base64 text, or of the text that its placeholder stands for. Raises InvalidRequest for
+        invalid base64, and MediaTooLarge as ``get`` does."""
+        extracted = self._extracted(text)
+        payload = memoryview(text.encode("utf-8", "surrogatepass")) if extracted is None else extracted
         max_bytes = self.limits.of(modality)
-        return await self._counted(lambda: _decode(_decode_base64, payload, max_bytes), _decoded_size(payload))
+        return await self._held(lambda: _decode(_decode_base64, payload, max_bytes), _decoded_size(payload))
 
-    async def _counted(self, read: Callable[[], Awaitable[bytes]], expected: int = 0) -> bytes:
-        """``expected`` bytes are held before they are there, so that what can't be held isn't decoded."""
+    async def _held(self, read: Callable[[], Awaitable[bytes]], expected: int = 0) -> bytes:
+        """Hold ``expected`` bytes before reading, so that an item exceeding the memory budget isn't decoded."""
         async with self._slots:
             self._hold(expected)
             data = await read()
@@ -97,12 +99,12 @@ class RequestMedia:
         return data
 
     def check_all_used(self) -> None:
-        """To be called when all media have been got. Raises InvalidRequest for inline media that nothing asked for:
-        they were taken out of a place where no media can be, which now has another text."""
+        """Call after all media were read. Raises InvalidRequest for unused inline media: they were extracted from a
+        field that can't hold media, and whose text is now a placeholder."""
         if self._unused:
             raise InvalidRequest("the body has inline media in a place where no media can be")
 
-    def _lifted(self, name: str) -> memoryview | None:
+    def _extracted(self, name: str) -> memoryview | None:
         self._unused.discard(name)
         return self._inline.get(name)
 
@@ -118,11 +120,11 @@ class RequestMedia:
 
 
 async def decode_data_url(url: memoryview, max_bytes: int) -> bytes:
-    """The bytes of ``data:[type][;parameter]…[;base64],payload``, RFC 2397. Base64 is strict: no spaces, full padding.
+    """Decode ``data:[type][;parameter]…[;base64],payload`` (RFC 2397). Base64 is strict: no spaces, full padding.
 
     Raises InvalidRequest for a malformed URL and MediaTooLarge for a payload of more than ``max_bytes``.
     """
-    comma = bytes(url[:SMALL]).find(b",")
+    comma = bytes(url[:INLINE_DECODE_MAX]).find(b",")
     if comma < 0:
         raise InvalidRequest("the data: URL has no comma before its payload")
     header, payload = bytes(url[len(b"data:") : comma]), url[comma + 1 :]
@@ -131,7 +133,7 @@ async def decode_data_url(url: memoryview, max_bytes: int) -> bytes:
 
 
 def _decoded_size(text: memoryview) -> int:
-    """Bytes that base64 text stands for, about."""
+    """Return the approximate number of bytes that base64 text decodes to."""
     return len(text) * 3 // 4
 
 
@@ -139,7 +141,7 @@ async def _decode(decode: Callable[[memoryview, int], bytes], payload: memoryvie
     # Percent-encoding takes three characters per byte, base64 four per three bytes: a first bound without decoding.
     if len(payload) > 4 * max_bytes:
         raise _too_large(max_bytes)
-    if len(payload) <= SMALL:
+    if len(payload) <= INLINE_DECODE_MAX:
         return decode(payload, max_bytes)
     return await asyncio.to_thread(decode, payload, max_bytes)
 
@@ -148,8 +150,8 @@ T = TypeVar("T")
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of work that is done side by side. When some of it fails, the rest is given up and the first error
-    raised: ``asyncio.gather`` would let it run on."""
+    """Await coroutines concurrently and return their results. If one fails, cancel the others and raise its error;
+    ``asyncio.gather`` alone would let them run on."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -182,10 +184,10 @@ def _strict_base64(payload: memoryview, max_bytes: int) -> bytes:
     if len(payload) % 4:
         raise binascii.Error("its length is not a multiple of 4")
     data = bytearray()
-    for start in range(0, len(payload), PIECE):
+    for start in range(0, len(payload), BASE64_CHUNK):
         if len(data) != start // 4 * 3:
             raise binascii.Error("Excess data after padding")
-        data += binascii.a2b_base64(payload[start : start + PIECE], strict_mode=True)
+        data += binascii.a2b_base64(payload[start : start + BASE64_CHUNK], strict_mode=True)
         if len(data) > max_bytes:
             raise _too_large(max_bytes)
     return bytes(data)

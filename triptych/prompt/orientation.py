@@ -1,7 +1,7 @@
-"""Orientation of a picture as its metadata states it: values 1 to 8 of the EXIF tag, 1 being upright.
+"""Orientation of an image from its metadata: values 1 to 8 of the EXIF tag; 1 is upright.
 
-Mirrors what Pillow's ``Image.getexif`` finds, quirks included, because the decoded picture is turned by Pillow and
-its size must be the one that was planned. Metadata that Pillow can't read at all counts as upright.
+Mirrors Pillow's ``Image.getexif``, quirks included, because Pillow rotates the decoded image, whose size must be the
+planned one. Metadata that Pillow can't read counts as upright.
 """
 
 import re
@@ -29,7 +29,7 @@ _INTEGER_CODES = {3: "H", 4: "L", 6: "b", 8: "h", 9: "l", 13: "L", 16: "Q"}
 
 
 def swaps_sides(exif: bytes | None, xmp: bytes | None) -> bool:
-    """Whether the picture is displayed with width and height exchanged. XMP counts where EXIF says nothing."""
+    """Return whether the image is displayed with width and height swapped. XMP counts if EXIF has no orientation."""
     orientation = exif_orientation(exif) if exif is not None else None
     if orientation is None and xmp:
         orientation = xmp_orientation(xmp)
@@ -37,13 +37,13 @@ def swaps_sides(exif: bytes | None, xmp: bytes | None) -> bool:
 
 
 def xmp_orientation(xmp: bytes) -> int | None:
-    """The ``tiff:Orientation`` of an XMP packet; None where there is none."""
+    """Return the ``tiff:Orientation`` of an XMP packet; None if there is none."""
     match = _XMP_ORIENTATION.search(xmp)
     return int(match[1]) if match else None
 
 
 def exif_orientation(exif: bytes) -> int | None:
-    """The orientation tag of an EXIF block, with or without its ``Exif\\0\\0`` prefix; None where there is none."""
+    """Return the orientation tag of an EXIF block, with or without its ``Exif\\0\\0`` prefix; None if there is none."""
     tiff = exif.removeprefix(b"Exif\x00\x00").removeprefix(b"Exif\x00\x00")
     if not tiff:
         return None
@@ -57,7 +57,7 @@ def exif_orientation(exif: bytes) -> int | None:
 
 
 def _directory_orientation(tiff: bytes, directory: int, order: str) -> int | None:
-    """Walks the directory as Pillow does: a value outside the block ends it, too large a value is skipped."""
+    """Read the directory as Pillow does: a value outside the block ends it, too large a one is skipped."""
     (entries,) = struct.unpack_from(order + "H", tiff, directory)
     first = directory + 2
     last = min(first + entries * _ENTRY_BYTES, len(tiff) - _ENTRY_BYTES + 1)

@@ -1,8 +1,8 @@
-"""Reads a picture's format and displayed size from its header bytes.
+"""Reads an image's format and displayed size from its header bytes.
 
-Runs in the frontend on untrusted bytes, before anything is decoded, so it parses the few fields it needs by itself:
-every loop advances and is bounded, and it raises nothing but MediaError. Where Pillow accepts the file, the size equals
-that of ``ImageOps.exif_transpose(Image.open(...))``, because the decoded picture is checked against it.
+Runs in the frontend on untrusted bytes, before anything is decoded, so it parses only the few fields that it needs.
+Every loop advances and is bounded, and only MediaError is raised. If Pillow accepts the file, the size equals that of
+``ImageOps.exif_transpose(Image.open(...))``, because the decoded image is checked against it.
 """
 
 import re
@@ -47,10 +47,10 @@ _RIFF_CHUNK = struct.Struct("<4sL")
 
 
 def probe_image(data: bytes) -> ImageHeader:
-    """Format and displayed size of a JPEG, PNG, WebP, GIF or BMP file, in microseconds, without copying it.
+    """Return the format and displayed size of a JPEG, PNG, WebP, GIF or BMP file, without copying it.
 
-    Raises UnsupportedMedia for anything else, TruncatedMedia for a header that ends early and BadMediaSize for a zero
-    or negative side; never another exception, whatever the bytes.
+    Raises UnsupportedMedia for anything else, TruncatedMedia for a header that ends early, and BadMediaSize for a zero
+    or negative side. No bytes raise any other exception.
     """
     try:
         name, width, height = _probe(data)
@@ -82,7 +82,7 @@ def _displayed(width: int, height: int, exif: bytes | None, xmp: bytes | None) -
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(marker, start, end) of each segment's payload before the first scan. Pads and junk between them are skipped."""
+    """Yield (marker, start, end) of each segment's payload before the first scan, skipping padding and junk."""
     position = 2
     for _ in range(_MAX_CHUNKS):
         match = _JPEG_MARKER.search(data, position, position + _MAX_JPEG_JUNK)
@@ -117,7 +117,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
             height, width = struct.unpack_from(">HH", data, start + 1)
             size = width, height
         elif marker == 0xE1 and data.startswith(b"Exif\x00\x00", start, end):
-            # EXIF longer than a segment goes on in the next, after the same prefix.
+            # EXIF longer than a segment continues in the next one, after the same prefix.
             exif.append(data[start + 6 : end])
         elif marker == 0xE1 and data.startswith(_JPEG_XMP_PREFIX, start, end):
             xmp = data[start + len(_JPEG_XMP_PREFIX) : end]
@@ -127,7 +127,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """(type, start, end) of each chunk after the first, until the end of the file or of what Pillow reads."""
+    """Yield (type, start, end) of each chunk after the first, until the end of the file or of what Pillow reads."""
     position, animated, pixels_seen = 33, False, False
     for _ in range(_MAX_CHUNKS):
         if position + _U32_TEXT.size > len(data):
@@ -151,7 +151,7 @@ def _png_size(data: bytes) -> tuple[int, int]:
     if len(data) < 33:
         raise TruncatedMedia("the PNG image ends within its header")
     exif: bytes | None = None
-    # Only the last text of each keyword counts, and only it is decompressed.
+    # Only the last text of each keyword counts; the others aren't decompressed.
     profile: tuple[bytes, bytes] | None = None
     xmp: tuple[bytes, bytes] | None = None
     for kind, start, end in _png_chunks(data):
@@ -170,7 +170,7 @@ def _png_size(data: bytes) -> tuple[int, int]:
 
 
 def _png_text(kind: bytes, chunk: bytes) -> bytes:
-    """The text of a tEXt, zTXt or iTXt chunk; empty where it can't be read."""
+    """Return the text of a tEXt, zTXt or iTXt chunk; empty if it can't be read."""
     text = chunk.partition(b"\x00")[2]
     compressed = kind == b"zTXt" or text[:1] not in (b"\x00", b"")
     if kind == b"zTXt":
@@ -189,7 +189,7 @@ def _png_text(kind: bytes, chunk: bytes) -> bytes:
 
 
 def _raw_profile(text: bytes) -> bytes:
-    """ImageMagick's way to keep EXIF in a text chunk: a blank line, a name, a length, then lines of hexadecimal."""
+    """Decode EXIF in a text chunk, as ImageMagick writes it: a blank line, a name, a length, then hexadecimal."""
     try:
         return bytes.fromhex(b"".join(text.split(b"\n")[3:]).decode("ascii"))
     except ValueError:
@@ -245,7 +245,7 @@ def _webp_chunks(data: bytes, riff_end: int) -> Iterator[tuple[bytes, int, int]]
 
 
 def _gif_size(data: bytes) -> tuple[int, int]:
-    """The logical screen, enlarged where the first frame reaches beyond it, as Pillow does."""
+    """Return the size of the logical screen, enlarged if the first frame exceeds it, as in Pillow."""
     width, height, flags = struct.unpack_from("<HHB2x", data, 6)
     position = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
     in_extension = False

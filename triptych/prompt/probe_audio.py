@@ -1,22 +1,22 @@
 """Reads an audio file's length, sample rate and channels from its header, without decoding anything.
 
-Runs in the frontend on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
-MediaError. What a file says that isn't so is found out when it is decoded.
+Runs in the frontend on untrusted bytes, so it parses only the few fields that it needs, and raises only MediaError.
+False information in a header is detected when the file is decoded.
 """
 
 import struct
 
 from triptych.errors import BadMediaSize, TruncatedMedia
 from triptych.media.sound_bounds import check_sound
-from triptych.prompt.containers.sound import probe_flac, probe_mp3, probe_ogg, probe_wav
+from triptych.prompt.containers.audio import probe_flac, probe_mp3, probe_ogg, probe_wav
 from triptych.types import AudioHeader
 
 
 def probe_audio(data: bytes) -> AudioHeader:
-    """The header of a WAV, FLAC, MP3 or Ogg (Vorbis, Opus) file.
+    """Return the header of a WAV, FLAC, MP3 or Ogg (Vorbis, Opus) file.
 
-    Raises UnsupportedMedia for anything else and for sample rates and numbers of channels out of bounds, TruncatedMedia
-    for a header that ends early and BadMediaSize for audio without samples; never another exception.
+    Raises UnsupportedMedia for anything else and for sample rates and channel counts out of bounds, TruncatedMedia for
+    a header that ends early, and BadMediaSize for audio without samples; never another exception.
     """
     try:
         header = _probe(data)
@@ -41,7 +41,7 @@ def _probe(data: bytes) -> AudioHeader:
 
 
 def _behind_id3(data: bytes) -> int:
-    """Where an ID3v2 tag ends, whose size has seven bits in each byte; 0 without one."""
+    """Return where an ID3v2 tag ends, 0 if there is none. Its size has seven bits in each byte."""
     if data[:3] != b"ID3":
         return 0
     size = 0

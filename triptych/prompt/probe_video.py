@@ -1,8 +1,8 @@
-"""Reads a video's size, number of frames and frame rate, and its sound's length, from its container, without decoding
+"""Reads a video's size, frame count and frame rate, and its audio track's length, from its container, without decoding
 anything.
 
-Runs in the frontend on untrusted bytes, so it parses the few fields it needs by itself and raises nothing but
-MediaError. What a file says that isn't so is found out when it is decoded.
+Runs in the frontend on untrusted bytes, so it parses only the few fields that it needs, and raises only MediaError.
+False information in a header is detected when the file is decoded.
 """
 
 import math
@@ -11,8 +11,8 @@ import struct
 from triptych.errors import BadMediaSize, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.prompt.containers.gif import probe_gif
-from triptych.prompt.containers.mp4 import probe_mp4, probe_mp4_sound
-from triptych.prompt.containers.webm import probe_webm, probe_webm_sound
+from triptych.prompt.containers.mp4 import probe_mp4, probe_mp4_audio_track
+from triptych.prompt.containers.webm import probe_webm, probe_webm_audio_track
 from triptych.prompt.probe import probe_image
 from triptych.types import AudioHeader, VideoHeader
 
@@ -23,10 +23,10 @@ _MP4_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"
 
 
 def probe_video(data: bytes) -> VideoHeader:
-    """The header of an MP4 (QuickTime), WebM (Matroska) or animated GIF file, or of packed frames.
+    """Return the header of an MP4 (QuickTime), WebM (Matroska) or animated GIF file, or of packed frames.
 
-    Raises UnsupportedMedia for anything else, TruncatedMedia for a header that ends early and BadMediaSize for sides of
-    no pixels; never another exception, whatever the bytes.
+    Raises UnsupportedMedia for anything else, TruncatedMedia for a header that ends early, and BadMediaSize for sides
+    without pixels. No bytes raise any other exception.
     """
     try:
         header = _probe(data)
@@ -39,16 +39,16 @@ def probe_video(data: bytes) -> VideoHeader:
     return header
 
 
-def probe_sound(data: bytes) -> AudioHeader:
-    """The header of a video file's first audio track.
+def probe_audio_track(data: bytes) -> AudioHeader:
+    """Return the header of a video file's first audio track.
 
-    Raises UnsupportedMedia where there is none, and else as ``probe_video`` does.
+    Raises UnsupportedMedia if there is none, and otherwise as ``probe_video`` does.
     """
     try:
         if data[4:8] in _MP4_BOXES:
-            return probe_mp4_sound(data)
+            return probe_mp4_audio_track(data)
         if data.startswith(_EBML_MAGIC):
-            return probe_webm_sound(data)
+            return probe_webm_audio_track(data)
     except (struct.error, IndexError):
         raise TruncatedMedia("the video ends within its header") from None
     raise UnsupportedMedia("the video has no audio track: GIFs and lists of frames have none")
@@ -75,4 +75,4 @@ def _probe_frames(packed: frames.PackedFrames) -> VideoHeader:
     if len(sizes) > 1:
         raise BadMediaSize("a video's frames must all have the same size")
     [(width, height)] = sizes
-    return VideoHeader(frames.FORMAT, width, height, len(packed.frames), packed.rate, chosen=True)
+    return VideoHeader(frames.FORMAT, width, height, len(packed.frames), packed.rate, presampled=True)

@@ -1,4 +1,4 @@
-"""Messages to a planned prompt: tokens with placeholders expanded, positions, and the items that fill them."""
+"""Builds planned prompts from messages: tokens with placeholders expanded, positions, and media items."""
 
 import itertools
 import re
@@ -26,58 +26,62 @@ from triptych.models.registry import family_of, resolve
 from triptych.prompt.caps import MediaBudget, MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
-from triptych.prompt.probe_video import probe_sound, probe_video
+from triptych.prompt.probe_video import probe_audio_track, probe_video
 from triptych.prompt.reasoning import Reasoning, reasoning_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemPlan, MediaHeader, Placement, Span
 
 Message = Mapping[str, Any]
-"""``role`` and ``content``: a string, None, or parts ``{"type": "text", "text": str}`` and
-``{"type": "image", "data": bytes}``, or ``"video"`` or ``"audio"``; with ``bounds`` (PixelBounds) and, of a video,
-``sampling`` (FrameSampling) if the model's own don't hold, ``heard`` if its sound shall be, and with ``field``, the
-part's field that its bytes came from, unless that is its URL. Further keys go to the template as they are."""
+"""A message: ``role``, and ``content``, which is a string, None, or a list of parts. Further keys go to the template.
+
+A text part is ``{"type": "text", "text": str}``. A media part has the type ``image``, ``video`` or ``audio``, and
+``data`` (bytes). It may have ``bounds`` (PixelBounds), and a video ``sampling`` (FrameSampling) and ``use_audio``.
+``field`` is the part's field that the bytes came from, unless it is the URL."""
 
 PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video, "audio": probe_audio}
-"""What reads the header of each modality's files."""
+"""Reads a file's header, for each modality."""
 
 PLURALS = {"image": "images", "video": "videos", "audio": "audio clips"}
 
 
 @dataclass(frozen=True)
 class PlannedItem:
-    """One media item of a prompt. ``key`` names its embedding: 64 hexadecimal digits; ``param`` is the request's field
-    it came from, for errors that are only found later."""
+    """One media item of a prompt."""
 
     key: str
+    """Names its embedding: 64 hexadecimal digits."""
     data: bytes
     plan: ItemPlan
     placement: Placement
     param: str
+    """The request's field that it came from, for errors found later."""
 
 
 @dataclass(frozen=True)
 class PlannedPrompt:
-    """``tokens`` holds ``plan.rows`` placeholders for each item, at its placement; ``positions`` covers all tokens;
-    ``reasoning`` says whether the answer begins with thoughts."""
+    """A prompt, ready to be prefilled."""
 
     tokens: list[int]
+    """With ``plan.rows`` placeholders for each item, at its placement."""
     positions: Positions
+    """Of all tokens."""
     items: tuple[PlannedItem, ...] = ()
     reasoning: Reasoning = Reasoning.NONE
+    """Whether the answer begins with reasoning."""
 
 
 def media_param(message: int, part: int, field: str) -> str:
-    """How errors name an item: the request's field that its bytes came from."""
+    """Return the field that errors name for an item: the one that its bytes came from."""
     return f"messages[{message}].content[{part}].{field}"
 
 
 class PromptBuilder:
     """Builds prompts for the model of a checkpoint folder.
 
-    ``context_length`` is the longest prompt in tokens: the model's, or the given one where that is shorter. ``caps``
-    bound the media of a request. ``modalities`` are those that the model takes and its template has a place for;
-    ``audio_in_video`` says whether a video's sound can be heard with it.
+    ``context_length`` is the longest prompt in tokens: the model's own, or the given one if that is shorter. ``caps``
+    limit the media of a request. ``modalities`` are those that both the model and its template support;
+    ``audio_in_video`` says whether a video's audio track can be used.
     Raises CheckpointError for a folder that can't be served.
     """
 
@@ -109,15 +113,15 @@ class PromptBuilder:
         continue_final_message: bool = False,
         **template_variables: Any,
     ) -> PlannedPrompt:
-        """Plans one request, in well under two milliseconds for a short one; reads media headers, decodes nothing.
+        """Plan one request. Reads media headers and decodes nothing.
 
-        ``context_length`` is what there is room for now, if that is less than the builder's own.
-        ``add_generation_prompt`` ends the prompt with what begins an answer, ``continue_final_message`` with the last
-        message's text instead. ``template_variables`` go to the template, such as ``tools``.
+        ``context_length`` is the instances' current limit, if it is below the builder's own. ``add_generation_prompt``
+        ends the prompt with the start of an answer, ``continue_final_message`` with the last message's text instead.
+        ``template_variables`` go to the template, such as ``tools``.
 
-        Raises InvalidRequest for text with the model's media tokens and for what the template refuses, MediaError for
-        an item that can't be used (both name the field), PromptTooLong, and InternalError when the template places an
-        item twice.
+        Raises InvalidRequest for text with the model's media tokens and for messages that the template rejects,
+        MediaError for an item that can't be used (both name the field), PromptTooLong, and InternalError if the
+        template places an item twice.
         """
         self._refuse_media_tokens(messages, "messages")
         for name, value in template_variables.items():
@@ -148,7 +152,7 @@ class PromptBuilder:
                 PlannedItem(self._key(data, plan), data, plan, placement, param)
                 for (data, plan, param), placement in zip(media, placements, strict=True)
             ),
-            reasoning=reasoning_at_end(text) if self.template.thinks else Reasoning.NONE,
+            reasoning=reasoning_at_end(text) if self.template.supports_reasoning else Reasoning.NONE,
         )
 
     def build_text(
@@ -160,8 +164,8 @@ class PromptBuilder:
         param: str = "prompt",
         add_special_tokens: bool = True,
     ) -> PlannedPrompt:
-        """Plans a prompt without a template: a text, or tokens as they are. Raises InvalidRequest for the model's media
-        tokens and for a prompt without tokens, and PromptTooLong; both name ``param``."""
+        """Plan a prompt without a template, from text or tokens. Raises InvalidRequest for the model's media tokens and
+        for an empty prompt, and PromptTooLong; both name ``param``."""
         longest = min(self.context_length, context_length or self.context_length)
         if isinstance(prompt, str):
             self._refuse_media_tokens(prompt, param)
@@ -176,8 +180,8 @@ class PromptBuilder:
         return PlannedPrompt(tokens=tokens, positions=self.planner.positions(len(tokens), [], []))
 
     def _encode(self, text: str, longest: int, param: str, add_special_tokens: bool = False) -> list[int]:
-        # megabytes of text would take seconds to tokenize, only to be refused then
-        _check_length(self.tokenizer.fewest_tokens(text), longest, param, "at least ")
+        # megabytes of text would take seconds to tokenize, only to be rejected then
+        _check_length(self.tokenizer.min_num_tokens(text), longest, param, "at least ")
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _spelling(self, token_id: int) -> str:
@@ -187,16 +191,16 @@ class PromptBuilder:
         return token
 
     def _places(self, modality: str, placeholder: str) -> bool:
-        """Whether the template has a place for media of a kind; one that can't say gets the benefit of the doubt."""
+        """Return whether the template places media of a modality; True if that can't be determined."""
         try:
             return placeholder in self.template.render([{"role": "user", "content": [{"type": modality}]}])
         except InvalidRequest:
             return True
 
     def _refuse_media_tokens(self, value: Any, path: str) -> None:
-        """Media tokens may come from the template only: from a client they would claim rows that don't exist.
+        """Reject media tokens from the client, which would claim rows that don't exist. Only the template may add them.
 
-        Templates put texts side by side, so a token that is split between texts counts too.
+        Templates join texts, so a token that is split between two texts counts too.
         """
         longest = max(map(len, self._media_tokens), default=0)
         before = ""
@@ -237,21 +241,21 @@ class PromptBuilder:
             raise UnsupportedMedia(f"the model takes no {PLURALS[modality]}")
         header = PROBES[modality](part["data"])
         counted.add_header(header)
-        sound = probe_sound(part["data"]) if part.get("heard") else None
-        if sound is not None:
-            counted.add_header(sound)
+        audio_track = probe_audio_track(part["data"]) if part.get("use_audio") else None
+        if audio_track is not None:
+            counted.add_header(audio_track)
         view = part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING)
-        plan = self.planner.plan(header, *view, sound)
+        plan = self.planner.plan(header, *view, audio_track)
         counted.add_plan(plan)
         return plan
 
     def _with_placeholders(self, text: str, plans: Sequence[ItemPlan]) -> str:
-        """The rendered template with what stands for each item in the place of its placeholder. Raises InvalidRequest
-        when the template leaves items out, and InternalError when it places them otherwise."""
+        """Replace each item's placeholder in the rendered template by its planned text. Raises InvalidRequest if the
+        template omits items, and InternalError if it places them otherwise."""
         places = list(self._placeholder.finditer(text))
         placed = [self._modalities[place[0]] for place in places]
         if len(placed) < len(plans):
-            # some have room for media in some messages only: those of users, say
+            # some templates place media only in certain messages, such as those of users
             raise InvalidRequest(
                 f"the model's chat template has a place for {len(placed)} of {len(plans)} items", "messages"
             )
@@ -265,7 +269,7 @@ class PromptBuilder:
         return "".join(pieces) + text[copied:]
 
     def _expand(self, rendered: Sequence[int], runs: Sequence[int]) -> tuple[list[int], list[Span]]:
-        """Each placeholder becomes as many as its run has rows."""
+        """Repeat each placeholder once for each row of its run; return the tokens and the runs' spans."""
         placeholders = frozenset(self.planner.placeholder_ids.values())
         tokens: list[int] = []
         spans: list[Span] = []
@@ -278,8 +282,8 @@ class PromptBuilder:
         return tokens, spans
 
     def _key(self, data: bytes, plan: ItemPlan) -> str:
-        """Hexadecimal 256-bit BLAKE3 digest of the model's fingerprint, the plan (MessagePack) and the item's bytes,
-        each behind its length."""
+        """Return the 256-bit BLAKE3 digest, in hexadecimal, of the model's fingerprint, the plan (MessagePack) and the
+        item's bytes, each preceded by its length."""
         digest = blake3()
         for field in (self.fingerprint.encode(), msgspec.msgpack.encode(plan), data):
             update_with_length(digest, field)
@@ -287,7 +291,7 @@ class PromptBuilder:
 
 
 def _placements(spans: Sequence[Span], counts: Sequence[int]) -> list[Placement]:
-    """The spans of each item, which has so many of them."""
+    """Group the spans by item; ``counts`` are the numbers of spans of each."""
     rest = iter(spans)
     return [Placement(tuple(itertools.islice(rest, count))) for count in counts]
 
@@ -298,9 +302,8 @@ def _check_length(num_tokens: int, longest: int, param: str, qualifier: str = ""
 
 
 def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str, str, bool]]:
-    """(path, text, is_alone) of every string within, in order, keys included. ``is_alone`` marks those that templates
-    don't put beside other texts: keys, and the values of ``type`` and ``role``.
-    """
+    """Yield (path, text, is_alone) of every string within, in order, keys included. ``is_alone`` marks those that
+    templates don't join with other texts: keys, and the values of ``type`` and ``role``."""
     if isinstance(value, str):
         yield path, value, is_alone
     elif isinstance(value, Mapping):
@@ -313,7 +316,7 @@ def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str,
 
 
 def _as_text(message: Message) -> dict[str, Any]:
-    """The message as templates of text models know it: parts joined to one text, a line each."""
+    """Return the message as templates of text models expect it: its parts joined to one text, a line each."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -321,7 +324,7 @@ def _as_text(message: Message) -> dict[str, Any]:
 
 
 def _without_data(message: Message) -> dict[str, Any]:
-    """The message as the template sees it: media by their type alone."""
+    """Return the message as the template gets it: media parts reduced to their type."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

@@ -1,60 +1,62 @@
-"""Splits what a model thinks from what it says: thoughts come first, between tags."""
+"""Separates a model's reasoning from its answer. Reasoning comes first, between tags."""
 
 import enum
 
-from triptych.prompt.held_back import beginning_length
+from triptych.prompt.partial_match import partial_match_length
 
-THINK, END_OF_THOUGHT = "<think>", "</think>"
-"""What models that think put around their thoughts (Qwen, DeepSeek and others)."""
+THINK, END_THINK = "<think>", "</think>"
+"""Tags around reasoning, as Qwen, DeepSeek and others write them."""
 
 
 class Reasoning(enum.Enum):
-    """What a prompt leaves to the answer: no thoughts, thoughts if it begins with their tag, or thoughts whose tag is
-    the prompt's end."""
+    """Whether an answer begins with reasoning."""
 
     NONE = enum.auto()
     POSSIBLE = enum.auto()
+    """If it begins with the opening tag."""
     OPEN = enum.auto()
+    """Yes: the prompt ends with the opening tag."""
 
 
 def reasoning_at_end(prompt: str) -> Reasoning:
-    """For the prompts of a model that thinks: templates open a thought, or close an empty one to prevent any."""
+    """Return what a reasoning model's prompt implies: templates may end with the opening tag, or with empty reasoning
+    to prevent any."""
     end = prompt.rstrip()
     if end.endswith(THINK):
         return Reasoning.OPEN
-    return Reasoning.NONE if end.endswith(END_OF_THOUGHT) else Reasoning.POSSIBLE
+    return Reasoning.NONE if end.endswith(END_THINK) else Reasoning.POSSIBLE
 
 
 class ReasoningParser:
-    """One answer's text, in pieces. What ``push`` and ``finish`` return, joined, is the same however the text was split
-    into pieces: (thoughts, the rest), without the tags and the white space around them."""
+    """Splits one streamed answer into (reasoning, content), without the tags and the white space around them. Joined,
+    the results of ``push`` and ``finish`` are the same however the text was split into pieces."""
 
     def __init__(self, reasoning: Reasoning) -> None:
-        self.thinking = reasoning is Reasoning.OPEN
+        self.in_reasoning = reasoning is Reasoning.OPEN
         self._may_begin = reasoning is Reasoning.POSSIBLE
-        self._after_tag = self.thinking
+        self._after_tag = self.in_reasoning
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """What is now certain. ``thinking`` says whether the thought goes on."""
+        """Add text and return what is now certain. ``in_reasoning`` says whether the reasoning continues."""
         text = self._held + text
         self._held = ""
         if self._may_begin:
             start = text.lstrip()
-            if THINK.startswith(start):  # too little to tell, or all of the tag
+            if THINK.startswith(start):  # undecided yet, or the whole tag
                 self._held = text
                 if start != THINK:
                     return "", ""
             self._may_begin = False
-            self.thinking = self._after_tag = start.startswith(THINK)
-            if self.thinking:
+            self.in_reasoning = self._after_tag = start.startswith(THINK)
+            if self.in_reasoning:
                 text, self._held = start.removeprefix(THINK), ""
-        return self._split(text) if self.thinking else self._rest(text)
+        return self._split(text) if self.in_reasoning else self._rest(text)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
-        if self.thinking:
+        if self.in_reasoning:
             return held.rstrip(), ""
         return "", held if self._may_begin else ""
 
@@ -64,11 +66,11 @@ class ReasoningParser:
             if not text:
                 return "", ""
             self._after_tag = False
-        reasoning, tag, rest = text.partition(END_OF_THOUGHT)
+        reasoning, tag, rest = text.partition(END_THINK)
         if tag:
-            self.thinking, self._after_tag = False, True
+            self.in_reasoning, self._after_tag = False, True
             return reasoning.rstrip(), self._rest(rest)[1]
-        certain = text[: len(text) - beginning_length(text, (END_OF_THOUGHT,))].rstrip()
+        certain = text[: len(text) - partial_match_length(text, (END_THINK,))].rstrip()
         self._held = text[len(certain) :]
         return certain, ""
 

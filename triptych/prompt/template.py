@@ -1,4 +1,4 @@
-"""Renders a conversation with a checkpoint's own chat template, in Jinja's sandbox, as transformers would."""
+"""Renders conversations with a checkpoint's chat template, in Jinja's sandbox, as transformers does."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _TEMPLATE_FILE = "chat_template.jinja"
 _LEGACY_TEMPLATE_FILE = "chat_template.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
-# What a template does wrong on messages of an unexpected shape, besides Jinja's own errors.
+# What templates raise on messages of an unexpected shape, besides Jinja's own errors.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
@@ -41,12 +41,12 @@ class ChatTemplate:
             read = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{folder}: the chat template doesn't parse: {error}") from error
-        self.takes_tools = "tools" in read
-        self.thinks = THINK in source
-        """Whether the template knows of thoughts between tags."""
+        self.supports_tools = "tools" in read
+        self.supports_reasoning = THINK in source
+        """Whether the template handles reasoning between tags."""
         own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables, *environment.globals}
         self.variables = frozenset(read - own)
-        """What it reads beyond the conversation itself, such as ``enable_thinking``: requests may set that."""
+        """Variables that it reads besides the conversation, such as ``enable_thinking``; requests may set them."""
 
     def render(
         self,
@@ -55,10 +55,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **extra: Any,
     ) -> str:
-        """The prompt's text, with ``continue_final_message`` up to the end of the last message's text, which is then
-        for the model to go on with. ``extra`` are further variables of the template, such as ``tools``.
+        """Return the prompt's text. With ``continue_final_message`` it ends with the last message's text, which the
+        model then continues. ``extra`` are further variables of the template, such as ``tools``.
 
-        Raises InvalidRequest for messages that the template refuses or can't handle.
+        Raises InvalidRequest for messages that the template rejects or can't handle.
         """
         text = self._render(messages, add_generation_prompt and not continue_final_message, extra)
         return _until_end_of(_last_text(messages), text) if continue_final_message else text
@@ -84,7 +84,8 @@ def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _until_end_of(last: str, text: str) -> str:
-    """Templates may strip a message's text; then the white space at its end is lost, as in transformers."""
+    """Cut the prompt after the last message's text. If the template strips that text, its trailing white space is lost,
+    as in transformers."""
     for wanted in (last, last.rstrip(), last.strip()):
         if (start := text.rfind(wanted)) >= 0:
             return text[: start + len(wanted)]
@@ -92,7 +93,7 @@ def _until_end_of(last: str, text: str) -> str:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks assistant text for training; for serving, its body is all there is."""
+    """``{% generation %}`` marks assistant text for training; when serving, only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
 
@@ -118,7 +119,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which models weren't trained on."""
+    """Replace Jinja's filter, which escapes for HTML; models weren't trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -151,14 +152,14 @@ def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str:
 
 
 def _default_template(value: Any) -> str | None:
-    """The template that ``chat_template`` holds: a string, or in a list of named ones that called ``default``."""
+    """Return the template in ``chat_template``: a string, or the one named ``default`` in a list."""
     if isinstance(value, list):
         value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}.get("default")
     return value if isinstance(value, str) else None
 
 
 def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Name → text of the tokens that the tokenizer's config names, such as ``eos_token``."""
+    """Return the text of each token that the tokenizer's config names, such as ``eos_token``."""
     extra = tokenizer_config.get("extra_special_tokens")
     named = {**tokenizer_config, **extra} if isinstance(extra, dict) else tokenizer_config
     tokens = {}

@@ -1,4 +1,4 @@
-"""Text to tokens, with a checkpoint's ``tokenizer.json``."""
+"""Tokenization with a checkpoint's ``tokenizer.json``."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from triptych.errors import CheckpointError
 
 _SHRINKING = (normalizers.NFC, normalizers.Lowercase)
 _MANY = 4096
-"""Tokens that take about half a millisecond to decode."""
+"""Tokens from which decoding would hold the interpreter's lock too long."""
 _MAX_SHRINKING = 4
 """These normalizers leave no less than a quarter of a text's bytes: a character has four at most, and composition makes
 one of 3.5 times its bytes at most (Unicode 16)."""
@@ -43,25 +43,25 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that have text, added ones included. The model's table may have more rows."""
+        """Number of tokens that have text, added ones included. The model's embedding table may be larger."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Special tokens written out in ``text`` become those tokens; ``add_special_tokens`` adds what the
-        tokenizer puts around a text, such as its token for the beginning."""
-        # alone ``encode`` keeps the interpreter's lock, and with it every other thread, for as long as it takes
+        """Tokenize text. Special tokens written out in it become those tokens. ``add_special_tokens`` adds what the
+        tokenizer puts around a text, such as a beginning-of-text token."""
+        # ``encode`` would hold the interpreter's lock, and so block all other threads
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
-    def fewest_tokens(self, text: str) -> int:
-        """A bound from below on what ``encode`` makes of ``text``, in no time. 0 where nothing is certain."""
+    def min_num_tokens(self, text: str) -> int:
+        """Return a lower bound on the number of tokens of ``text``, without tokenizing it; 0 if there is no bound."""
         return len(text.encode()) // self._max_bytes_per_token if self._max_bytes_per_token else 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Bytes that aren't UTF-8 become U+FFFD; ids without text are skipped."""
+        """Decode tokens to text. Bytes that aren't UTF-8 become U+FFFD; ids without text are skipped."""
         if len(token_ids) > _MANY:
-            # alone ``decode`` keeps the interpreter's lock, as ``encode`` does
+            # ``decode`` would hold the interpreter's lock, as ``encode`` does
             return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
@@ -73,22 +73,22 @@ class Tokenizer:
         return bytes(self._bytes[letter] for letter in spelled)
 
     def token_of(self, token_id: int) -> str | None:
-        """How the vocabulary spells a token: a special token's literal text; None for an id without one."""
+        """Return a token as the vocabulary spells it: a special token's literal text; None for an unknown id."""
         token: str | None = self._tokenizer.id_to_token(token_id)
         return token
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable ones as themselves, the others as the characters from 256 on,
-    in order (as GPT-2 did first)."""
+    """Return the characters by which byte-level vocabularies spell bytes: printable ones as themselves, the others as
+    the characters from 256 on, in order (as in GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of text that one token stands for. None unless every byte is sure to become (part of) a token:
-    other kinds of tokenizers drop spaces, or make one unknown token of any number of characters."""
+    """Return the most bytes of text that one token stands for. None unless every byte becomes (part of) a token: other
+    kinds of tokenizers drop spaces, or replace any number of characters by one unknown token."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder().values()
     keeps_every_byte = (
@@ -106,7 +106,7 @@ def _max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
 
 
 def _only_splits(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> bool:
-    """Whether it is byte-level and leaves nothing out."""
+    """Return whether it is byte-level and drops nothing."""
     if pre_tokenizer is None:
         return False
     state = json.loads(pre_tokenizer.__getstate__())

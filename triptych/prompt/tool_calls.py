@@ -1,4 +1,4 @@
-"""Finds tool calls in what a model says, in the format of Hermes and Qwen::
+"""Parses tool calls in a model's output, in the format of Hermes and Qwen::
 
 <tool_call>
 {"name": "weather", "arguments": {"city": "Rome"}}
@@ -10,34 +10,35 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from triptych.prompt.held_back import beginning_length
+from triptych.prompt.partial_match import partial_match_length
 
-CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
 _MAX_HEADER = 4096
-"""Characters within which a call's name and the beginning of its arguments are looked for while it comes."""
+"""Characters within which a call's name and the start of its arguments must appear for it to be streamed."""
 _MAX_CALL = 65_536
-"""Characters of a call whose arguments couldn't be told as they came."""
+"""Limit in characters on a call that can't be streamed and is parsed as a whole."""
 _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """Text that is no call."""
+    """Text outside of tool calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """A call begins; the ``index``-th of its answer, from 0 on."""
+    """Start of a tool call."""
 
     index: int
+    """The call's index in the answer, from 0."""
     name: str
 
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """More of a call's arguments: JSON, as the model wrote it."""
+    """Next piece of a call's arguments: JSON, as the model wrote it."""
 
     index: int
     text: str
@@ -47,8 +48,9 @@ Event = TextDelta | ToolCallStart | ToolCallArguments
 
 
 class ToolCallParser:
-    """One answer's text, in pieces. Arguments are told as they come. What isn't a call of one of ``names`` is text,
-    tags included. White space beside a call is no text. Joined, the events are the same however the text was split."""
+    """Parses one streamed answer into events. Arguments are streamed as they arrive. Anything but a call of one of
+    ``names`` is text, tags included; white space around a call is dropped. Joined, the events are the same however the
+    text was split into pieces."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -60,10 +62,10 @@ class ToolCallParser:
         self._in_call = False
         self._arguments: _ObjectEnd | None = None
         self.complete = 0
-        """How many calls have come to their end."""
+        """Number of complete calls."""
 
     def push(self, text: str) -> list[Event]:
-        """What is now certain."""
+        """Add text and return the events that are now certain."""
         self._held += text
         events: list[Event] = []
         while (found := self._next()) is not None:
@@ -71,7 +73,7 @@ class ToolCallParser:
         return events
 
     def finish(self) -> list[Event]:
-        """What was held back: nothing more comes."""
+        """Return the events of the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         if self._arguments is not None:
             self.complete += self._arguments.found
@@ -90,7 +92,7 @@ class ToolCallParser:
     def _in_text(self) -> list[Event] | None:
         text = self._held.lstrip() if self._after_call else self._held
         before, tag, after = text.partition(CALL)
-        certain = before if tag else before[: len(before) - beginning_length(before, (CALL,))]
+        certain = before if tag else before[: len(before) - partial_match_length(before, (CALL,))]
         said = certain.rstrip()
         if tag:
             self._held, self._in_call, self._space = after, True, certain[len(said) :]
@@ -108,7 +110,7 @@ class ToolCallParser:
                 self._held = self._held[match.end() :]
                 self._arguments = _ObjectEnd()
                 return [ToolCallStart(self._begin(), name)]
-        call, tag, _ = self._held[:_MAX_CALL].partition(END_OF_CALL)
+        call, tag, _ = self._held[:_MAX_CALL].partition(END_CALL)
         if not tag and len(self._held) < _MAX_CALL:
             return None
         self._in_call = False
@@ -117,24 +119,24 @@ class ToolCallParser:
         self._held = self._held[len(call) + len(tag) :]
         events = self._whole(call)
         self._after_call = bool(events)
-        return events or [TextDelta(self._space + CALL + call + END_OF_CALL)]
+        return events or [TextDelta(self._space + CALL + call + END_CALL)]
 
     def _in_arguments(self, end: "_ObjectEnd") -> list[Event] | None:
-        """Their text up to the brace that ends them; what follows, up to the tag, says nothing."""
+        """Read arguments up to their closing brace. Anything between that and the closing tag is ignored."""
         if not end.found:
             length = end.push(self._held)
             told, self._held = self._held[:length], self._held[length:]
             return [ToolCallArguments(self._calls - 1, told)] if told else None
-        _, tag, after = self._held.partition(END_OF_CALL)
+        _, tag, after = self._held.partition(END_CALL)
         if not tag:
-            self._held = self._held[max(0, len(self._held) - len(END_OF_CALL)) :]
+            self._held = self._held[max(0, len(self._held) - len(END_CALL)) :]
             return None
         self._held, self._in_call, self._arguments, self._after_call = after, False, None, True
         self.complete += 1
         return []
 
     def _whole(self, text: str) -> list[Event]:
-        """The events of a call that is there as a whole, whatever the order of its fields; none if it isn't one."""
+        """Return the events of a complete call, with its fields in any order; none if it isn't a valid call."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError):
@@ -153,7 +155,7 @@ class ToolCallParser:
 
 
 class _ObjectEnd:
-    """Finds the brace that ends a JSON object, in pieces."""
+    """Finds the closing brace of a JSON object in streamed text."""
 
     def __init__(self) -> None:
         self.found = False
@@ -162,7 +164,7 @@ class _ObjectEnd:
         self._escaped = False
 
     def push(self, text: str) -> int:
-        """How many characters belong to the object: all of them, unless it ends here."""
+        """Return how many characters belong to the object: all of them, unless it ends here."""
         for place, letter in enumerate(text):
             if self._escaped:
                 self._escaped = False

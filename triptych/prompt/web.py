@@ -1,8 +1,8 @@
-"""Fetches media from the web, and from nowhere else: the one place that opens connections a client asked for.
+"""Fetches media from the web: the only place that opens connections to addresses from clients.
 
-A URL is parsed once, and what was parsed is what is fetched. Its host must be allowed by name; the name is looked up
-once, every address it has must be one that may be fetched from, and the connection is made to such an address, so that
-no second answer of a name server counts. A redirect is a new URL, judged in the same way.
+A URL is parsed once, and fetched as parsed. Its host must be allowed by name. The name is resolved once, and all its
+addresses must be allowed. The connection goes to one of them, so that a second DNS answer has no effect. A redirect is
+checked like a new URL.
 """
 
 import asyncio
@@ -24,26 +24,28 @@ from triptych.prompt.hosts import AllowedHosts, host_of, port_of
 
 MAX_URL = 8192
 MAX_LOOKUPS = 4
-"""Names looked up at a time: the system's resolver may take long, and can't be stopped."""
+"""Concurrent DNS look-ups. Bounded, because the system's resolver can be slow and can't be cancelled."""
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""The addresses of a host, as text."""
+"""Resolves a host and port to IP addresses, as text."""
 
 
 @dataclass(frozen=True)
 class WebLimits:
-    """``seconds`` for one item, from the first look-up to the last byte; ``idle_seconds`` for each step of it.
-    ``concurrency`` is how many items are fetched at a time; more wait."""
+    """Limits on fetching."""
 
     seconds: float = 10.0
+    """For one item, from the first look-up to the last byte."""
     idle_seconds: float = 5.0
+    """For each step: connecting, each read, each write."""
     redirects: int = 3
     concurrency: int = 32
+    """Items fetched at a time; more wait."""
 
 
 class WebFetcher:
-    """Belongs to the event loop that it is first used on."""
+    """Fetches from allowed hosts. Used by one event loop, the first that it is used on."""
 
     def __init__(
         self,
@@ -54,23 +56,26 @@ class WebFetcher:
         resolve: Resolve | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        """``networks`` are ranges outside the public internet that may be fetched from. ``resolve`` and
-        ``ssl_context`` replace the system's."""
+        """``networks`` are allowed ranges outside the public internet. ``resolve`` and ``ssl_context`` replace the
+        system's."""
         self._allowed = allowed
         self._limits = limits or WebLimits()
         self._slots = asyncio.Semaphore(self._limits.concurrency)
+        self.num_fetches = 0
+        """Fetches that are running."""
         self._lookups = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="lookup")
         self._pool: httpcore.AsyncConnectionPool | None = None
         self._backend = _CheckedBackend(resolve or self._look_up, networks)
         self._ssl_context = ssl_context
 
     async def fetch(self, url: str, max_bytes: int) -> bytearray:
-        """The bytes behind an ``http:`` or ``https:`` URL. Raises InvalidRequest for a URL that can't be parsed,
-        MediaNotAllowed for one that mustn't be fetched, MediaNotFetched for one that couldn't be, and MediaTooLarge."""
+        """Return the bytes behind an ``http:`` or ``https:`` URL. Raises InvalidRequest for a malformed URL,
+        MediaNotAllowed for one that is not allowed, MediaNotFetched if fetching fails, and MediaTooLarge."""
         if not self._allowed:
             raise MediaNotAllowed("this service doesn't fetch media from the web; send a data: URL")
         parsed = _parsed(url)
         async with self._slots:
+            self.num_fetches += 1
             try:
                 async with asyncio.timeout(self._limits.seconds):
                     return await self._follow(parsed, max_bytes)
@@ -78,6 +83,8 @@ class WebFetcher:
                 raise MediaNotFetched(f"not fetched within {self._limits.seconds:g} s") from None
             except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
                 raise MediaNotFetched(f"fetching failed: {type(error).__name__}") from None
+            finally:
+                self.num_fetches -= 1
 
     async def aclose(self) -> None:
         self._lookups.shutdown(wait=False, cancel_futures=True)
@@ -104,14 +111,14 @@ class WebFetcher:
             raise MediaNotAllowed(f"port {port_of(url)} of {host_of(url)[:253]!r} is not allowed")
 
     async def _get(self, url: httpx.URL, max_bytes: int) -> bytearray | httpx.URL:
-        """One request: the body, or where it is redirected to."""
+        """Make one request; return the body, or the URL that it redirects to."""
         request = httpcore.Request(
             "GET",
             httpcore.URL(scheme=url.scheme, host=host_of(url), port=port_of(url), target=url.raw_path),
             headers=[
                 (b"host", url.netloc),
                 (b"accept", b"image/*, video/*, audio/*"),
-                # as it is: what is inflated on the way could be of any size
+                # no compression: a small body could inflate to any size
                 (b"accept-encoding", b"identity"),
                 (b"user-agent", b"triptych"),
             ],
@@ -137,12 +144,12 @@ class WebFetcher:
             return data
 
     def _connections(self) -> httpcore.AsyncConnectionPool:
-        """Made when it is first needed: reading the system's certificates takes tens of milliseconds."""
+        """Return the connection pool, created on first use because reading the system's certificates is slow."""
         if self._pool is None:
             self._pool = httpcore.AsyncConnectionPool(
                 ssl_context=self._ssl_context or ssl.create_default_context(),
                 max_connections=self._limits.concurrency,
-                # a new connection for each item: no name is judged by what it once meant
+                # a new connection for each item, so that each is checked against current DNS answers
                 max_keepalive_connections=0,
                 network_backend=self._backend,
             )
@@ -155,8 +162,7 @@ class WebFetcher:
 
 
 class _CheckedBackend(httpcore.AsyncNetworkBackend):
-    """Connects to addresses that have been looked at. What httpcore does above it (TLS, the server's name in it and in
-    the request) still goes by the host's name."""
+    """Connects only to checked addresses. TLS and the request, in httpcore above it, still use the host's name."""
 
     def __init__(self, resolve: Resolve, networks: Sequence[Network]) -> None:
         self._resolve = resolve
@@ -186,7 +192,7 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         await asyncio.sleep(seconds)
 
     def _checked(self, host: str, found: Sequence[str]) -> list[Address]:
-        """All or none: a name with an inner address beside an outer one is somebody's attempt."""
+        """Return the addresses if all are allowed. A name with both public and private addresses is an attack."""
         try:
             addresses = [ipaddress.ip_address(text) for text in found]
         except ValueError:
@@ -199,7 +205,7 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
 
 
 def _parsed(url: str, what: str = "the URL") -> httpx.URL:
-    """Raises InvalidRequest for what isn't one, or what other parsers take for another one."""
+    """Parse a URL. Raises InvalidRequest if it is malformed, or if other parsers may read it differently."""
     if len(url) > MAX_URL:
         raise InvalidRequest(f"{what} has more than {MAX_URL} characters")
     if "\\" in url or any(character.isspace() for character in url):
@@ -210,12 +216,13 @@ def _parsed(url: str, what: str = "the URL") -> httpx.URL:
     except (httpx.InvalidURL, UnicodeError, ValueError):
         raise InvalidRequest(f"{what} can't be parsed") from None
     if port is not None and not 0 < port < 2**16:
-        raise InvalidRequest(f"{what} has a port that there isn't")
+        raise InvalidRequest(f"{what} has a port out of range")
     return parsed
 
 
 def _redirected(url: httpx.URL, location: str) -> httpx.URL:
-    """Raises InvalidRequest and MediaNotAllowed for an address that can't be, or mustn't be, gone to."""
+    """Return the URL that a redirect leads to. Raises InvalidRequest if it is malformed, and MediaNotAllowed for a
+    change from https to another scheme."""
     what = "the address it is redirected to"
     try:
         target = _parsed(str(url.join(_parsed(location, what))), what)

@@ -1,6 +1,6 @@
-"""Which requests are let in, and whose turn it is among those that wait. Holds no device and no socket.
+"""Admission control, and the queue of admitted requests. Holds no device and no socket.
 
-Instances are given what they can work on at a time and a little more, so that the order of the rest is still to choose.
+Each instance is given only a few more requests than it can run, so the rest can still be reordered here.
 """
 
 import math
@@ -12,85 +12,102 @@ from typing import Protocol, TypeVar
 
 from triptych.config import AdmissionConfig, EngineConfig
 from triptych.errors import Overloaded, RateLimited
-from triptych.fair_queue import FairQueue, Ticket
+from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.work import Generate
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.forecast import Forecast
-from triptych.router.placement import Loaded, least_outstanding
+from triptych.router.placement import WorkTarget, least_outstanding
 from triptych.types import Address, RequestId
 
-AHEAD = 4
-"""Of every so many sequences that an instance works on, one more waits there: its next step needn't wait for us."""
+REQUESTS_PER_EXTRA = 4
+"""An instance gets one extra request per this many running ones, so that its next step need not wait for the router."""
 MAX_RETRY_AFTER = 60
-WAITS, BEGINS = "waits", "begins"
-"""The kinds of requests: an instance may have to wait before it can begin with one that has media or a grammar."""
-FIRST = -(2**62)
-"""The priority of probes, before all others. What they ask is whether the stages work, not how long the line is: no
-forecast stands in their way, and none is made of them."""
+"""Longest Retry-After, in seconds."""
+MAY_STALL, READY = "may stall", "ready"
+"""Kinds of queued requests: those that an instance may not be able to start at once, and those that it can."""
+PROBE_PRIORITY = -(2**62)
+"""Priority of readiness probes, ahead of every client. A probe checks the stages, not the queue, so the forecast
+neither rejects it nor learns from it."""
 
 
 @dataclass(frozen=True, eq=False)
 class QueuedRequest:
-    """A request that no instance has been given yet. ``cost`` as the forecast has it, ``items_cost`` as plans have
-    it; ``expected`` is how many seconds its answer was to take from when it was ``submitted``, 0 if nobody knew."""
+    """An admitted request that has not been dispatched to an instance yet."""
 
     prompt: PlannedPrompt
     generate: Generate
     client: str
     priority: int
     submitted: float
+    """When it was admitted, by the router's clock, in seconds."""
     deadline: float
+    """When it must be answered, by the same clock."""
     expected: float
+    """Forecast seconds from ``submitted`` to the complete answer; 0 if there was no forecast."""
     cost: float
+    """Forecast cost, in prompt tokens."""
     items_cost: float
+    """Cost of encoding its items, as their plans state it."""
 
     @property
-    def may_wait(self) -> bool:
-        """Whether an instance may have to wait before it can begin: for media, or until the grammar is compiled."""
+    def may_stall(self) -> bool:
+        """Whether an instance may be unable to start it at once: it has media, or a grammar to compile."""
         return bool(self.prompt.items) or self.generate.sampling.grammar is not None
 
 
-class Running(Protocol):
-    """A request that instances work on."""
+class RunningRequest(Protocol):
+    """A request that has been dispatched to an instance and has not ended."""
 
-    waiting: QueuedRequest
-    """As it was before."""
+    queued: QueuedRequest
+    """The request as it was queued."""
 
     @property
-    def generator(self) -> "Generator":
+    def instance(self) -> "DecodeInstance":
         """The language instance that answers it."""
 
     @property
-    def may_wait(self) -> bool:
-        """Whether its instance may still wait before it can begin: no token has come."""
+    def may_stall(self) -> bool:
+        """Whether its instance may still be unable to start it; False from the first token on."""
 
 
-class Generator(Loaded, Protocol):
-    """A language instance."""
+class DecodeInstance(WorkTarget, Protocol):
+    """A language instance that decodes."""
 
     address: Address
 
 
-G = TypeVar("G", bound=Generator)
+Instance = TypeVar("Instance", bound=DecodeInstance)
+
+
+@dataclass(frozen=True)
+class AdmissionState:
+    """Snapshot of an ``Admission``, for tests and debugging."""
+
+    queue: QueueState
+    computing: frozenset[RequestId]
+    """Requests whose language instances have everything they need to compute."""
+    num_tickets: int
+    num_preparing: int
+    """Requests whose prompts are being prepared."""
 
 
 class Admission:
-    """The requests that wait, and what is known of how fast they are worked off."""
+    """Admits requests against limits and deadlines, and queues them until an instance has room."""
 
     def __init__(self, config: AdmissionConfig, engine: EngineConfig) -> None:
-        """``engine`` is how this service's instances are set up; those with other settings are given work as if they
-        had these."""
+        """``engine`` holds the settings of this service's instances. Instances with other settings get as many requests
+        as if they had these."""
         self.forecast = Forecast()
-        self._max_given = engine.max_num_seqs + max(2, engine.max_num_seqs // AHEAD)
+        self._max_dispatched = engine.max_num_seqs + max(2, engine.max_num_seqs // REQUESTS_PER_EXTRA)
         self._config = config
-        self._line: FairQueue[QueuedRequest] = FairQueue()
+        self._queue: FairQueue[QueuedRequest] = FairQueue()
         self._tickets: dict[RequestId, Ticket[QueuedRequest]] = {}
         self._preparing: Counter[str] = Counter()
-        self._working: set[RequestId] = set()
+        self._computing: set[RequestId] = set()
 
     @contextmanager
     def preparing(self, client: str) -> Iterator[None]:
-        """A client's request has a place here while its prompt is made."""
+        """Count a client's request as in flight while its prompt is prepared."""
         self._preparing[client] += 1
         try:
             yield
@@ -99,47 +116,49 @@ class Admission:
             if not self._preparing[client]:
                 del self._preparing[client]
 
-    def check_room(self, client: str, running: Collection[Running], now: float) -> None:
-        """Raises RateLimited for a client that has as much here as it may, and Overloaded when the house is full."""
-        here = len(running) + len(self._line) + self._preparing.total()
+    def check_capacity(self, client: str, running: Collection[RunningRequest], now: float) -> None:
+        """Raise RateLimited if the client is at its limit, and Overloaded if the service is at its limit."""
+        here = len(running) + len(self._queue) + self._preparing.total()
         if here >= self._config.max_queue:
             raise Overloaded(f"{here} requests are waiting or running, the most allowed", self._retry_after(0.0, now))
         if limit := self._config.max_queue_per_client:
-            own = sum(entry.waiting.client == client for entry in running)
-            own += sum(ticket.client == client for ticket in self._line) + self._preparing[client]
+            own = sum(entry.queued.client == client for entry in running)
+            own += sum(ticket.client == client for ticket in self._queue) + self._preparing[client]
             if own >= limit:
                 raise RateLimited(f"{own} of your requests are waiting or running, the most allowed")
 
     def check(
         self,
         client: str,
-        running: Collection[Running],
+        running: Collection[RunningRequest],
         *,
         has_media: bool,
         now: float,
         cost: float | None = None,
         items_cost: float = 0.0,
-        encoding: float = 0.0,
+        encode_backlog: float = 0.0,
         priority: int = 0,
         timeout: float | None = None,
     ) -> float:
-        """How many seconds the answer will take, 0 while nobody knows. Raises what ``check_room`` does, and Overloaded
-        when it may well not come within ``timeout`` seconds, unless nothing is ahead of it. ``cost`` and ``items_cost``
-        are the request's, if they are known already; ``encoding`` is the cost of what encode instances have in hand.
+        """Return the forecast seconds until the request is answered, 0 while too little is known.
 
-        Requests that wait for their media aren't ahead of anybody: encode instances work on them, or nobody does. Nor
-        are those with media in line ahead of a text, which has places of its own (``next``)."""
-        self.check_room(client, running, now)
-        if priority == FIRST:
+        Raises what ``check_capacity`` raises, and Overloaded if the answer is not expected within ``timeout`` seconds
+        and other requests are ahead. ``cost`` is None before the prompt is planned. ``encode_backlog`` is the cost of
+        the items in flight at encode instances.
+
+        Dispatched requests that still wait for media do not count as ahead: they occupy encode instances only. Queued
+        requests with media are not ahead of a text request, which has slots of its own (``next_dispatch``)."""
+        self.check_capacity(client, running, now)
+        if priority == PROBE_PRIORITY:
             return 0.0
         cost = self.forecast.mean_cost if cost is None else cost
-        working = sum(one.waiting.cost for one in running if one.waiting.generate.request in self._working)
-        ahead = self._line.ahead(client, cost, priority, None if has_media else BEGINS) + working / 2
-        encode_ahead = encoding + self._items_ahead(client, items_cost) if has_media else 0.0
+        working = sum(one.queued.cost for one in running if one.queued.generate.request in self._computing)
+        ahead = self._queue.cost_ahead(client, cost, priority, None if has_media else READY) + working / 2
+        encode_ahead = encode_backlog + self._items_ahead(client, items_cost) if has_media else 0.0
         wait, work = self.forecast.seconds(ahead, cost, encode_ahead, now)
-        seconds = wait * self.forecast.margin.times(now) + work
+        seconds = wait * self.forecast.margin.factor(now) + work
         limit_seconds = self._config.request_timeout if timeout is None else timeout
-        is_idle = not running and not self._line
+        is_idle = not running and not self._queue
         if wait and not is_idle and seconds > limit_seconds:
             raise Overloaded(
                 f"the answer would take about {seconds:.0f} s, more than the {limit_seconds:g} s it may take",
@@ -147,94 +166,105 @@ class Admission:
             )
         return wait + work
 
-    def add(self, waiting: QueuedRequest) -> None:
-        """Puts a request in line. One that may have to wait at an instance is apart from its client's other ones."""
-        kind = WAITS if waiting.may_wait else BEGINS
-        self._tickets[waiting.generate.request] = self._line.add(
-            waiting, waiting.client, waiting.cost, waiting.priority, kind
+    def add(self, request: QueuedRequest) -> None:
+        """Queue a request. One that may stall is queued apart from its client's others, so that it blocks none."""
+        kind = MAY_STALL if request.may_stall else READY
+        self._tickets[request.generate.request] = self._queue.add(
+            request, request.client, request.cost, request.priority, kind
         )
 
-    def next(self, running: Collection[Running], generators: Collection[G]) -> tuple[QueuedRequest, G] | None:
-        """Whose turn it is, and the instance among ``generators`` that gets the request; None when nobody may start.
-        Those that may have to wait there, and haven't begun, do so for all that is known here. Waiting takes nothing
-        from others: they have as many places at each instance as the other requests, and don't count among these."""
-        waiting = Counter(entry.generator.address for entry in running if entry.may_wait)
-        others = Counter(entry.generator.address for entry in running if not entry.may_wait)
-        now = [one for one in generators if others[one.address] < self._max_given]
-        later = [one for one in now if waiting[one.address] < self._max_given]
-        ticket = self._line.pop(lambda work: bool(later if work.may_wait else now))
+    def next_dispatch(
+        self, running: Collection[RunningRequest], instances: Collection[Instance]
+    ) -> tuple[QueuedRequest, Instance] | None:
+        """Dequeue the next request that an instance has room for, and choose that instance; None if there is none.
+
+        Requests that may stall and have no token yet are counted apart: a stalled request computes nothing, so each
+        instance has as many slots for these as for the others."""
+        stalling = Counter(entry.instance.address for entry in running if entry.may_stall)
+        others = Counter(entry.instance.address for entry in running if not entry.may_stall)
+        for_ready = [one for one in instances if others[one.address] < self._max_dispatched]
+        for_stalling = [one for one in for_ready if stalling[one.address] < self._max_dispatched]
+        ticket = self._queue.pop(lambda work: bool(for_stalling if work.may_stall else for_ready))
         if ticket is None:
             return None
-        generator = least_outstanding(later if ticket.work.may_wait else now)
-        assert generator is not None
+        instance = least_outstanding(for_stalling if ticket.work.may_stall else for_ready)
+        assert instance is not None
         del self._tickets[ticket.work.generate.request]
-        return ticket.work, generator
+        return ticket.work, instance
 
-    def not_started(self, waiting: QueuedRequest) -> None:
-        """The request that was next couldn't be given to an instance: its client has had nothing."""
-        self._line.charge(waiting.client, -waiting.cost)
+    def dispatch_failed(self, request: QueuedRequest) -> None:
+        """Refund the client of a dequeued request that could not be sent to an instance."""
+        self._queue.charge(request.client, -request.cost)
 
     def remove(self, request: RequestId) -> QueuedRequest | None:
-        """Takes a request out of the line; None when it isn't there."""
+        """Dequeue a request and return it; None if it is not queued."""
         if (ticket := self._tickets.pop(request, None)) is None:
             return None
-        self._line.remove(ticket)
+        self._queue.remove(ticket)
         return ticket.work
 
-    def works(self, waiting: QueuedRequest, now: float, *, on: bool = True) -> None:
-        """Language instances have all that they need for a request that they were given; or, ``on`` False, they wait
-        for its media, or it is over. Any number of times."""
-        (self._working.add if on else self._working.discard)(waiting.generate.request)
-        self.forecast.rate.look(now, busy=bool(self._working))
+    def set_computing(self, request: QueuedRequest, now: float, *, computing: bool = True) -> None:
+        """Note whether language instances can compute a dispatched request. They cannot while it waits for media, or
+        after it has ended. Idempotent."""
+        (self._computing.add if computing else self._computing.discard)(request.generate.request)
+        self.forecast.rate.set_busy(now, busy=bool(self._computing))
 
-    def generated(self, waiting: QueuedRequest, num_tokens: int, now: float, *, first: bool) -> None:
-        """So many tokens have come, the ``first`` of the answer among them or not."""
-        num_prompt = len(waiting.prompt.tokens) if first else 0
-        self.forecast.rate.done(self.forecast.cost_of(num_prompt, num_tokens), now)
+    def generated(self, request: QueuedRequest, num_tokens: int, now: float, *, first: bool) -> None:
+        """Count generated tokens as work done; with the ``first`` ones, the prompt as well."""
+        num_prompt = len(request.prompt.tokens) if first else 0
+        self.forecast.rate.add(self.forecast.cost_of(num_prompt, num_tokens), now)
 
     def ended(
-        self, waiting: QueuedRequest, num_generated: int, seconds: float | None, now: float, *, whole: bool
+        self, request: QueuedRequest, num_generated: int, seconds: float | None, now: float, *, whole: bool
     ) -> None:
-        """A request is over on which language instances worked for so many seconds, None if they didn't say;
-        ``whole``: it was answered to its end."""
-        num_prompt = len(waiting.prompt.tokens)
+        """Record the end of a dispatched request, and settle its client's account.
+
+        ``seconds`` is how long language instances computed for it, None if they did not report it. ``whole`` is True
+        if it was answered completely."""
+        num_prompt = len(request.prompt.tokens)
         cost = self.forecast.cost_of(num_prompt, num_generated) if num_generated else 0.0
-        if whole and waiting.priority != FIRST:
+        if whole and request.priority != PROBE_PRIORITY:
             self.forecast.ended(num_prompt, num_generated, seconds, now)
-        self._took(waiting, now, whole=whole)
-        self.works(waiting, now, on=False)
-        self._line.charge(waiting.client, cost - waiting.cost)
+        self._record_duration(request, now, whole=whole)
+        self.set_computing(request, now, computing=False)
+        self._queue.charge(request.client, cost - request.cost)
 
     def expire(self, now: float) -> list[QueuedRequest]:
-        """Takes those out of the line whose time has run out there."""
-        overdue = [ticket.work for ticket in self._line if ticket.work.deadline < now]
-        for waiting in overdue:
-            self.remove(waiting.generate.request)
-            self._took(waiting, now, whole=False)
+        """Dequeue the requests whose deadline has passed, and return them."""
+        overdue = [ticket.work for ticket in self._queue if ticket.work.deadline < now]
+        for request in overdue:
+            self.remove(request.generate.request)
+            self._record_duration(request, now, whole=False)
         return overdue
 
-    def all(self) -> list[QueuedRequest]:
-        return [ticket.work for ticket in self._line]
+    def queued(self) -> list[QueuedRequest]:
+        return [ticket.work for ticket in self._queue]
+
+    def debug_state(self) -> AdmissionState:
+        return AdmissionState(
+            self._queue.debug_state(), frozenset(self._computing), len(self._tickets), self._preparing.total()
+        )
 
     def __len__(self) -> int:
-        return len(self._line)
+        """Number of queued requests."""
+        return len(self._queue)
 
     def _items_ahead(self, client: str, cost: float) -> float:
-        """Of the media of those in line, what will be encoded before a new request's: as ``FairQueue.ahead``."""
+        """Cost of the queued requests' items that will be encoded before a new one's, as ``FairQueue.cost_ahead``."""
         by_client: Counter[str] = Counter()
-        for ticket in self._line:
+        for ticket in self._queue:
             by_client[ticket.client] += ticket.work.items_cost  # type: ignore[assignment]
         own = by_client.pop(client, 0.0)
         return own + sum(min(waiting, own + cost) for waiting in by_client.values())
 
-    def _took(self, waiting: QueuedRequest, now: float, *, whole: bool) -> None:
-        """How long a request took, or, of one that nobody waited for to its end, how long at least."""
-        seconds = now - waiting.submitted
-        if waiting.expected and (whole or seconds > waiting.expected):
-            self.forecast.margin.add(waiting.expected, seconds, now)
+    def _record_duration(self, request: QueuedRequest, now: float, *, whole: bool) -> None:
+        """Report how long a request took. An unfinished one counts only if it already took longer than forecast."""
+        seconds = now - request.submitted
+        if request.expected and (whole or seconds > request.expected):
+            self.forecast.margin.add(request.expected, seconds, now)
 
     def _retry_after(self, seconds: float, now: float) -> int:
-        """When there may be room, in whole seconds."""
+        """Whole seconds after which there may be room."""
         rate = self.forecast.rate.per_second(now)
         one_more = self.forecast.mean_cost / rate if rate else 0.0
         return min(MAX_RETRY_AFTER, max(1, math.ceil(max(seconds, one_more))))

@@ -1,14 +1,13 @@
-"""The media items of all requests on their way through encode instances: in line, and in hand. Holds no socket.
+"""Queues media items and dispatches them to encode instances. Holds no socket.
 
-Instances are given a few batches at a time, so that the order of the rest is still to choose: whose turn it is, is the
-fair queue's to say.
+Each instance is given only a few batches at a time, so that the rest stays in the fair queue and can be reordered.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from triptych.fair_queue import FairQueue, Ticket
+from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.codec import Message
 from triptych.messages.work import Encode, time_left
 from triptych.prompt.prompt import PlannedItem
@@ -18,201 +17,231 @@ from triptych.router.registry import InstanceLease
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 
 ENCODE_BATCHES_AHEAD = 4
-"""Batches of patches that an encode instance has at a time: one in the tower, the others being preprocessed."""
+"""Batches of patches in flight at an encode instance: one in the tower, the others being preprocessed."""
 
 LONG_ITEMS = 4
-"""Besides these, so many items that it encodes by turns with all else: each keeps a decoder open while it waits."""
+"""Time-sliced items in flight at an encode instance, besides these. Bounded, because each keeps a decoder open."""
 
 LONG_ITEMS_PER_CLIENT = LONG_ITEMS - 1
-"""So many of them may be one client's: another's first one needn't wait until one has ended."""
+"""Of these, the most that may belong to one client, so that another client's item finds a slot."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodeTask:
-    """An item, the ``index``-th of ``client``'s request, whose rows ``consumer`` lacks; by the ``deadline``, on the
-    router's clock, they are of no use any more."""
+    """An item whose embedding a language instance needs."""
 
     request: RequestId
     index: int
+    """The item's index in its request."""
     item: PlannedItem
     transfer: TransferId
     consumer: Address
+    """The language instance."""
     deadline: float
+    """When the embedding is of no use any more, by the router's clock, in seconds."""
     client: str
     cache_salt: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class InFlightEncode:
-    """One item in the hands of ``encoder``, on its way to a language instance. ``patches`` is the room that it takes:
-    none if it is ``long``, and encoded by turns."""
+    """An item that has been dispatched to an encode instance."""
 
-    wanted: EncodeTask
-    encoder: InstanceLease
+    task: EncodeTask
+    instance: InstanceLease
+    """The encode instance."""
     long: bool
+    """Whether it is encoded in time slices, alternating with other items."""
     patches: int
+    """Patches counted against the instance's capacity; 0 if ``long``."""
 
     @property
     def cost(self) -> int:
-        return cost_of(self.wanted.item.plan)
+        return cost_of(self.task.item.plan)
 
 
 @dataclass
-class _Items:
-    """Of one request: by item's index those in line, by transfer those in hand."""
+class _RequestItems:
+    """The items of one request."""
 
-    in_line: dict[int, Ticket[EncodeTask]] = field(default_factory=dict)
-    in_hand: dict[TransferId, InFlightEncode] = field(default_factory=dict)
+    queued: dict[int, Ticket[EncodeTask]] = field(default_factory=dict)
+    """By the item's index."""
+    in_flight: dict[TransferId, InFlightEncode] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EncodeDispatcherState:
+    """Snapshot of an ``EncodeDispatcher``, for tests and debugging."""
+
+    requests: frozenset[RequestId]
+    """Requests with items here."""
+    in_flight: dict[TransferId, InFlightEncode]
+    """Items dispatched for requests that go on."""
+    unfinished: frozenset[InFlightEncode]
+    """Those of them whose encode instance still has work to do."""
+    pending: frozenset[RequestId]
+    """Requests with items that are not encoded yet."""
+    queue: QueueState
 
 
 def cost_of(plan: ItemPlan) -> int:
-    """A plan's cost as a whole number: sums of them are exact."""
+    """Return a plan's cost as a whole number, so that sums and differences are exact."""
     return max(1, round(plan.cost))
 
 
 class EncodeDispatcher:
-    """Which items wait, and who encodes the others."""
+    """Queues items by client and assigns them to encode instances with capacity."""
 
     def __init__(
         self,
         *,
-        encoders: Callable[[], Collection[InstanceLease]],
+        encode_instances: Callable[[], Collection[InstanceLease]],
         batch_patches: int,
-        tell: Callable[[Address, Message], None],
+        send: Callable[[Address, Message], None],
         rate: Rate,
         clock: Callable[[], float],
     ) -> None:
-        """``encoders`` says which encode instances there are; each is given more while it has less than
-        ``ENCODE_BATCHES_AHEAD`` batches of ``batch_patches`` in hand, and fewer than ``LONG_ITEMS`` items that take
-        turns. Any other item counts as one batch at most. ``rate`` learns how fast they are, in cost per second."""
-        self._encoders = encoders
+        """``encode_instances`` returns the current encode instances. Each gets items while it has fewer than
+        ``ENCODE_BATCHES_AHEAD`` batches of ``batch_patches`` in flight, and fewer than ``LONG_ITEMS`` time-sliced
+        items. Any other item counts as at most one batch. ``rate`` is updated with the work done, in cost per second.
+        """
+        self._encode_instances = encode_instances
         self._batch_patches = batch_patches
         self._max_patches = ENCODE_BATCHES_AHEAD * batch_patches
-        self._tell = tell
+        self._send = send
         self._rate = rate
         self._clock = clock
-        self._line: FairQueue[EncodeTask] = FairQueue()
-        self._requests: dict[RequestId, _Items] = {}
-        self._in_hand: dict[TransferId, InFlightEncode] = {}
+        self._queue: FairQueue[EncodeTask] = FairQueue()
+        self._requests: dict[RequestId, _RequestItems] = {}
+        self._in_flight: dict[TransferId, InFlightEncode] = {}
         self._unfinished: set[InFlightEncode] = set()
 
-    def want(self, wanted: EncodeTask, priority: int) -> bool:
-        """Puts an item in line. Whether it is there or in hand already, for a transfer that this one replaces: after a
-        preemption an item is needed anew. Call ``start`` afterwards."""
-        items = self._requests.setdefault(wanted.request, _Items())
-        anew = self._drop(items, wanted.index)
-        plan = wanted.item.plan
-        kind = "long" if plan.takes_turns(self._batch_patches) else "short"
-        items.in_line[wanted.index] = self._line.add(wanted, wanted.client, cost_of(plan), priority, kind)
-        return anew
+    def enqueue(self, task: EncodeTask, priority: int) -> bool:
+        """Queue an item; call ``dispatch`` afterwards. Return whether it replaces an earlier transfer of the same item,
+        as after a preemption."""
+        items = self._requests.setdefault(task.request, _RequestItems())
+        replaced = self._release_item(items, task.index)
+        plan = task.item.plan
+        kind = "long" if plan.is_time_sliced(self._batch_patches) else "short"
+        items.queued[task.index] = self._queue.add(task, task.client, cost_of(plan), priority, kind)
+        return replaced
 
-    def start(self) -> None:
-        """Gives items to encode instances that have room: whose turn it is goes to the one with the least to do."""
-        while ticket := self._line.pop(lambda wanted: bool(self._with_room(wanted))):
-            encoder = least_outstanding(self._with_room(ticket.work))
-            assert encoder is not None
-            self._give(ticket.work, encoder)
+    def dispatch(self) -> None:
+        """Dispatch queued items to encode instances with capacity, each to the least loaded one."""
+        while ticket := self._queue.pop(lambda task: bool(self._with_capacity(task))):
+            instance = least_outstanding(self._with_capacity(ticket.work))
+            assert instance is not None
+            self._dispatch_to(ticket.work, instance)
 
-    def _with_room(self, wanted: EncodeTask) -> list[InstanceLease]:
-        """The encode instances that may be given an item."""
-        if not wanted.item.plan.takes_turns(self._batch_patches):
-            return [one for one in self._encoders() if one.patches < self._max_patches]
-        long = [encoding for encoding in self._unfinished if encoding.long]
-        by_encoder = Counter(encoding.encoder.address for encoding in long)
-        own = Counter(encoding.encoder.address for encoding in long if encoding.wanted.client == wanted.client)
+    def _with_capacity(self, task: EncodeTask) -> list[InstanceLease]:
+        """Return the encode instances that have capacity for an item."""
+        if not task.item.plan.is_time_sliced(self._batch_patches):
+            return [one for one in self._encode_instances() if one.patches < self._max_patches]
+        long = [encode for encode in self._unfinished if encode.long]
+        by_instance = Counter(encode.instance.address for encode in long)
+        own = Counter(encode.instance.address for encode in long if encode.task.client == task.client)
         return [
             one
-            for one in self._encoders()
-            if by_encoder[one.address] < LONG_ITEMS and own[one.address] < LONG_ITEMS_PER_CLIENT
+            for one in self._encode_instances()
+            if by_instance[one.address] < LONG_ITEMS and own[one.address] < LONG_ITEMS_PER_CLIENT
         ]
 
-    def _give(self, wanted: EncodeTask, encoder: InstanceLease) -> None:
-        item, plan = wanted.item, wanted.item.plan
-        long = plan.takes_turns(self._batch_patches)
+    def _dispatch_to(self, task: EncodeTask, instance: InstanceLease) -> None:
+        item, plan = task.item, task.item.plan
+        long = plan.is_time_sliced(self._batch_patches)
         patches = 0 if long else min(plan.patches, self._batch_patches)
-        items, encoding = self._requests[wanted.request], InFlightEncode(wanted, encoder, long, patches)
-        del items.in_line[wanted.index]
-        items.in_hand[wanted.transfer] = self._in_hand[wanted.transfer] = encoding
-        self._unfinished.add(encoding)
-        encoder.give(encoding.cost)
-        encoder.patches += patches
+        items, encode = self._requests[task.request], InFlightEncode(task, instance, long, patches)
+        del items.queued[task.index]
+        items.in_flight[task.transfer] = self._in_flight[task.transfer] = encode
+        self._unfinished.add(encode)
+        instance.assign(encode.cost)
+        instance.patches += patches
         now = self._clock()
-        self._rate.look(now, busy=True)
-        timeout = time_left(wanted.deadline, now)
-        salt, client = wanted.cache_salt, wanted.client
-        encode = Encode(wanted.transfer, wanted.consumer, item.key, plan, item.data, timeout, salt, client)
-        self._tell(encoder.address, encode)
+        self._rate.set_busy(now, busy=True)
+        timeout = time_left(task.deadline, now)
+        salt, client = task.cache_salt, task.client
+        message = Encode(task.transfer, task.consumer, item.key, plan, item.data, timeout, salt, client)
+        self._send(instance.address, message)
 
-    def ahead(self, cost: float) -> float:
-        """How much of what encode instances have in hand is done before new items of that cost: of what is encoded by
-        turns with them no more than they are themselves."""
+    def cost_ahead(self, cost: float) -> float:
+        """Return the cost in flight that is done before a new item of this cost. A time-sliced item delays it by at
+        most its own cost."""
         return sum(min(one.cost, cost) if one.long else one.cost for one in self._unfinished)
 
-    def waits(self, request: RequestId) -> bool:
-        """Whether an item of the request isn't encoded yet."""
+    def is_pending(self, request: RequestId) -> bool:
+        """Return whether any item of the request is not encoded yet."""
         items = self._requests.get(request)
         return items is not None and bool(
-            items.in_line or any(one in self._unfinished for one in items.in_hand.values())
+            items.queued or any(one in self._unfinished for one in items.in_flight.values())
         )
 
     def get(self, transfer: TransferId) -> InFlightEncode | None:
-        """The item that was given to an encode instance for that transfer, and whose request goes on."""
-        return self._in_hand.get(transfer)
+        """Return the item that was dispatched for that transfer; None if there is none or its request has ended."""
+        return self._in_flight.get(transfer)
 
-    def encoded(self, encoding: InFlightEncode, *, cached: bool) -> None:
-        """The instance has done its part; ``cached`` when that was little."""
-        if cached and encoding in self._unfinished:
-            self._line.charge(encoding.wanted.client, -encoding.cost)
-        self._settle(encoding, 0.0 if cached else encoding.cost)
-        self.start()
+    def finish(self, encode: InFlightEncode, *, cached: bool) -> None:
+        """Record that an item is encoded. A ``cached`` one is refunded to its client."""
+        if cached and encode in self._unfinished:
+            self._queue.charge(encode.task.client, -encode.cost)
+        self._free_capacity(encode, 0.0 if cached else encode.cost)
+        self.dispatch()
 
-    def forget(self, request: RequestId) -> None:
-        """The request has ended, or its prompt is somebody else's to compute: its items are off the books. Call
-        ``start`` afterwards."""
+    def release(self, request: RequestId) -> None:
+        """Release a request's items, because it has ended or another instance computes its prompt. Call ``dispatch``
+        afterwards."""
         if items := self._requests.pop(request, None):
-            for index in [*items.in_line, *(encoding.wanted.index for encoding in items.in_hand.values())]:
-                self._drop(items, index)
+            for index in [*items.queued, *(encode.task.index for encode in items.in_flight.values())]:
+                self._release_item(items, index)
 
     def consumer_lost(self, consumer: Address) -> None:
-        """Nobody is there any more to whom rows could be offered that haven't been asked of an instance yet."""
-        for ticket in self._line:
+        """Drop the queued items of a language instance that is gone."""
+        for ticket in self._queue:
             if ticket.work.consumer == consumer:
-                self._line.remove(ticket)
-                del self._requests[ticket.work.request].in_line[ticket.work.index]
+                self._queue.remove(ticket)
+                del self._requests[ticket.work.request].queued[ticket.work.index]
 
-    def offered_by(self, encoder: InstanceLease) -> list[TransferId]:
-        """What that instance was given to offer."""
-        return [transfer for transfer, encoding in self._in_hand.items() if encoding.encoder is encoder]
+    def transfers_of(self, instance: InstanceLease) -> list[TransferId]:
+        """Return the transfers that an encode instance was assigned to offer."""
+        return [transfer for transfer, encode in self._in_flight.items() if encode.instance is instance]
 
-    def unfinished_at(self, encoder: InstanceLease) -> list[RequestId]:
-        """The requests with items that it has in hand, each once."""
-        in_hand = [one for one in self._in_hand.values() if one.encoder is encoder and one in self._unfinished]
-        return list(dict.fromkeys(one.wanted.request for one in in_hand))
+    def unfinished_requests(self, instance: InstanceLease) -> list[RequestId]:
+        """Return the requests with unfinished items at an encode instance, each once."""
+        in_flight = [one for one in self._in_flight.values() if one.instance is instance and one in self._unfinished]
+        return list(dict.fromkeys(one.task.request for one in in_flight))
 
-    def in_line(self) -> list[RequestId]:
-        """The requests with items in line, each once."""
-        return list(dict.fromkeys(ticket.work.request for ticket in self._line))
+    def queued_requests(self) -> list[RequestId]:
+        """Return the requests with queued items, each once."""
+        return list(dict.fromkeys(ticket.work.request for ticket in self._queue))
+
+    def debug_state(self) -> EncodeDispatcherState:
+        return EncodeDispatcherState(
+            requests=frozenset(self._requests),
+            in_flight=dict(self._in_flight),
+            unfinished=frozenset(self._unfinished),
+            pending=frozenset(filter(self.is_pending, self._requests)),
+            queue=self._queue.debug_state(),
+        )
 
     def __len__(self) -> int:
-        """Items in line."""
-        return len(self._line)
+        """Number of queued items."""
+        return len(self._queue)
 
-    def _drop(self, items: _Items, index: int) -> bool:
-        """Takes an item off the books, wherever it is; False when it is nowhere."""
-        earlier = [transfer for transfer, encoding in items.in_hand.items() if encoding.wanted.index == index]
+    def _release_item(self, items: _RequestItems, index: int) -> bool:
+        """Release an item, queued or in flight; return False if it is neither."""
+        earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.index == index]
         for transfer in earlier:
-            self._settle(items.in_hand.pop(transfer), 0.0)
-            del self._in_hand[transfer]
-        if ticket := items.in_line.pop(index, None):
-            self._line.remove(ticket)
+            self._free_capacity(items.in_flight.pop(transfer), 0.0)
+            del self._in_flight[transfer]
+        if ticket := items.queued.pop(index, None):
+            self._queue.remove(ticket)
         return bool(earlier or ticket)
 
-    def _settle(self, encoding: InFlightEncode, done: float) -> None:
-        """An encode instance has nothing more to do for an item; so much of its cost was really work."""
-        if encoding in self._unfinished:
-            self._unfinished.remove(encoding)
-            encoding.encoder.outstanding -= encoding.cost
-            encoding.encoder.patches -= encoding.patches
+    def _free_capacity(self, encode: InFlightEncode, done: float) -> None:
+        """Free the capacity that an item takes at its encode instance. ``done`` is the cost that was actually work."""
+        if encode in self._unfinished:
+            self._unfinished.remove(encode)
+            encode.instance.outstanding -= encode.cost
+            encode.instance.patches -= encode.patches
             now = self._clock()
-            self._rate.done(done, now)
-            self._rate.look(now, busy=bool(self._unfinished))
+            self._rate.add(done, now)
+            self._rate.set_busy(now, busy=bool(self._unfinished))

@@ -1,33 +1,33 @@
-"""How long a request would take now: from how fast work was done lately. Holds no device and no socket; times are the
-client's clock, in seconds.
+"""Forecasts how long a request will take, from recent throughput. Holds no device and no socket.
 
-All that is measured is forgotten with time, whether more is measured or not: what was learned once can't keep requests
-out for ever.
+Callers pass the time, in seconds. All measurements decay with time, even when no new ones are made, so that an old
+measurement can't keep requests out for ever.
 """
 
 import math
 from dataclasses import dataclass, field
 
 DECODE_WEIGHT = 8.0
-"""What a generated token costs beside one of the prompt. On CPUs, alone, about ten times as much (README, figures:
-32 ms beside 3 ms); less where many are decoded together."""
-MEMORY = 30.0
-"""Seconds of work that the measured rates look back on. A rate that learned nothing for that long isn't known."""
-FORGET = 600.0
-"""Seconds after which what ended requests have told counts e times less: an idle hour leaves nothing of it."""
-LAST = 16
-"""About so many requests, the last to end, say what the next ones will be like."""
-ENOUGH = 8
-"""Requests that must have ended before anybody is turned away for what was measured."""
+"""Cost of a generated token, relative to a prompt token. Decoding is bound by memory bandwidth: on a CPU a request
+alone pays about that factor, and less where many are decoded in one batch."""
+RATE_WINDOW = 30.0
+"""Seconds of work that rates are averaged over. A rate without a sample for that long counts as unknown."""
+DECAY_SECONDS = 600.0
+"""Time constant, in seconds, with which samples of ended requests decay."""
+MEAN_WINDOW = 16
+"""Number of recent requests that means are taken over, about."""
+MIN_SAMPLES = 8
+"""Requests that must have ended before any is rejected because of a forecast."""
 DEVIATIONS = 2.0
-MOST_TIMES = 2.0
-"""A margin is at most that: one client's requests, however odd, don't keep everybody else out."""
+"""Mean deviations that are added to the mean for the margin."""
+MAX_MARGIN = 2.0
+"""Largest margin, so that one client's unusual requests don't keep every other client out."""
 
 
 @dataclass
 class Rate:
-    """Work per second while there is any, forgetting what is long ago. Work is counted as it is done: a rate that
-    learned of it only when a request ends would fall to nothing while long ones are under way."""
+    """Work per busy second, as a moving average. Work is counted as it is done: counted at the end of requests, the
+    rate would fall to zero while long ones run."""
 
     _work: float = 0.0
     _seconds: float = 0.0
@@ -35,103 +35,107 @@ class Rate:
     _since: float = 0.0
     _last_done: float = -math.inf
 
-    def look(self, now: float, *, busy: bool) -> None:
-        """From now on something is under way, or nothing is. Call whenever that may have changed."""
+    def set_busy(self, now: float, *, busy: bool) -> None:
+        """Note whether any work is in flight from now on. Call whenever that may have changed."""
         if self._busy:
             passed = max(0.0, now - self._since)
-            keep = max(0.0, 1 - passed / MEMORY)
+            keep = max(0.0, 1 - passed / RATE_WINDOW)
             self._work, self._seconds = self._work * keep, self._seconds * keep + passed
         self._since, self._busy = now, busy
 
-    def done(self, cost: float, now: float) -> None:
-        """So much work was done since the last call."""
-        self.look(now, busy=self._busy)
+    def add(self, cost: float, now: float) -> None:
+        """Add work done since the last call."""
+        self.set_busy(now, busy=self._busy)
         self._work += cost
         if cost:
             self._last_done = now
 
+    @property
+    def busy(self) -> bool:
+        """Whether any work is in flight."""
+        return self._busy
+
     def per_second(self, now: float) -> float:
-        """0 while nothing is known."""
-        known = self._seconds and now - self._last_done <= MEMORY
+        """Return the rate, 0 while it is unknown."""
+        known = self._seconds and now - self._last_done <= RATE_WINDOW
         return self._work / self._seconds if known else 0.0
 
 
 @dataclass
-class Fading:
-    """How much of what ended requests have told still counts."""
+class Decay:
+    """Exponential decay of samples with time."""
 
     _at: float = -math.inf
 
-    def keep(self, now: float) -> float:
-        """The share that is left of what counted at the last call, 0 to 1."""
+    def factor(self, now: float) -> float:
+        """Return the weight, 0 to 1, that is left of what counted at the last call."""
         passed, self._at = max(0.0, now - self._at), max(now, self._at)
-        return math.exp(-passed / FORGET)
+        return math.exp(-passed / DECAY_SECONDS)
 
 
 @dataclass
 class Mean:
-    """A mean that forgets: each new value counts a sixteenth, the first ones more, and so do those after a pause.
-    ``count`` is how many values it is made of."""
+    """Moving average in which each new value has a fixed weight, or more while there are few, as after a pause."""
 
     value: float = 0.0
     count: float = 0.0
-    _fading: Fading = field(default_factory=Fading)
+    """Effective number of values in it."""
+    _decay: Decay = field(default_factory=Decay)
 
     def add(self, value: float, now: float) -> None:
-        self.fade(now)
-        self.count = min(self.count, LAST - 1.0) + 1
+        self.decay(now)
+        self.count = min(self.count, MEAN_WINDOW - 1.0) + 1
         self.value += (value - self.value) / self.count
 
-    def fade(self, now: float) -> None:
-        self.count *= self._fading.keep(now)
+    def decay(self, now: float) -> None:
+        self.count *= self._decay.factor(now)
 
 
 @dataclass
 class Pace:
-    """Seconds that requests took for their cost: the sum of the ones by the sum of the other. A mean of ratios would
-    be what the cheapest say, which take longer than their work, and would be multiplied by what the dearest cost."""
+    """Seconds of computing per cost, as a ratio of sums. A mean of ratios would be dominated by cheap requests, which
+    have the most overhead per cost, and would overestimate expensive ones."""
 
     _seconds: float = 0.0
     _cost: float = 0.0
-    _fading: Fading = field(default_factory=Fading)
+    _decay: Decay = field(default_factory=Decay)
 
     def add(self, seconds: float, cost: float, now: float) -> None:
-        keep = self._fading.keep(now) * (1 - 1 / LAST)
+        keep = self._decay.factor(now) * (1 - 1 / MEAN_WINDOW)
         self._seconds, self._cost = self._seconds * keep + seconds, self._cost * keep + cost
 
     @property
     def seconds_per_cost(self) -> float:
-        """0 while nothing is known."""
+        """0 while it is unknown."""
         return self._seconds / self._cost if self._cost else 0.0
 
 
 @dataclass
 class Margin:
-    """How many times as long as forecast requests took lately: mean, and mean deviation from it, as timers of
-    retransmission keep them (RFC 6298)."""
+    """Ratio of actual to forecast duration: its mean and mean deviation, as in retransmission timers (RFC 6298)."""
 
     _mean: Mean = field(default_factory=Mean)
     _deviation: Mean = field(default_factory=Mean)
 
     def add(self, expected: float, seconds: float, now: float) -> None:
-        """A request took so many seconds, or more, where so many were expected."""
-        times = min(2 * MOST_TIMES, seconds / expected)  # one that hung says little of the others
-        self._mean.fade(now)
+        """Add a request that took ``seconds`` or more, where ``expected`` were forecast."""
+        times = min(2 * MAX_MARGIN, seconds / expected)  # clipped: one that hung says little about the others
+        self._mean.decay(now)
         if self._mean.count:
             self._deviation.add(abs(times - self._mean.value), now)
         self._mean.add(times, now)
 
-    def times(self, now: float) -> float:
-        """How many times as long as forecast a wait may well take."""
-        self._mean.fade(now)
-        if self._mean.count < ENOUGH:
+    def factor(self, now: float) -> float:
+        """Return the factor by which a wait may exceed its forecast, from 1 to ``MAX_MARGIN``."""
+        self._mean.decay(now)
+        if self._mean.count < MIN_SAMPLES:
             return 1.0
-        return min(MOST_TIMES, max(1.0, self._mean.value + DEVIATIONS * self._deviation.value))
+        return min(MAX_MARGIN, max(1.0, self._mean.value + DEVIATIONS * self._deviation.value))
 
 
 @dataclass
 class Forecast:
-    """What requests cost, how fast they are worked off, and how wrong that was."""
+    """Estimates what requests cost and how long they take, and corrects itself by how long they took."""
 
     rate: Rate = field(default_factory=Rate)
     encode_rate: Rate = field(default_factory=Rate)
@@ -141,23 +145,29 @@ class Forecast:
     _mean_cost: Mean = field(default_factory=Mean)
 
     def cost(self, num_prompt: int, max_tokens: int) -> float:
-        """What a request will cost, in tokens of a prompt. How long answers become is learnt: few go as far as they
-        may."""
+        """Return a request's expected cost, in prompt tokens. Assumes an answer of the recent mean length, since few
+        use all of ``max_tokens``."""
         expected = self._generated.value if self._generated.count else 0.0
         return self.cost_of(num_prompt, min(max_tokens, expected))
 
     @staticmethod
     def cost_of(num_prompt: int, num_generated: float) -> float:
+        """Return the cost of a known number of tokens, in prompt tokens."""
         return num_prompt + DECODE_WEIGHT * num_generated
 
     @property
     def mean_cost(self) -> float:
-        """Of a request of which nothing is known yet."""
+        """Expected cost of a request of unknown length."""
         return self._mean_cost.value
 
+    @property
+    def seconds_per_cost(self) -> float:
+        """Seconds that instances compute per cost; 0 while it is unknown."""
+        return self._pace.seconds_per_cost
+
     def ended(self, num_prompt: int, num_generated: int, seconds: float | None, now: float) -> None:
-        """A request was answered; instances worked on it for so many seconds, without those that it waited there; None
-        if they didn't say."""
+        """Add a request that was answered. ``seconds`` is how long instances computed for it, waiting excluded; None if
+        they did not report it."""
         cost = self.cost_of(num_prompt, num_generated)
         self._generated.add(num_generated, now)
         self._mean_cost.add(cost, now)
@@ -165,11 +175,11 @@ class Forecast:
             self._pace.add(seconds, cost, now)
 
     def seconds(self, ahead: float, cost: float, encode_ahead: float, now: float) -> tuple[float, float]:
-        """How long a request of that cost will wait for the work before it, and how long it will take then; 0 and 0
-        while too little is known."""
-        self._mean_cost.fade(now)
-        if self._mean_cost.count < ENOUGH or not (rate := self.rate.per_second(now)):
+        """Return the seconds that a request of this cost will wait for the work ahead of it, and the seconds that it
+        will take then; 0 and 0 while too little is known."""
+        self._mean_cost.decay(now)
+        if self._mean_cost.count < MIN_SAMPLES or not (rate := self.rate.per_second(now)):
             return 0.0, 0.0
         encode_rate = self.encode_rate.per_second(now)
-        waiting = max(ahead / rate, encode_ahead / encode_rate if encode_rate else 0.0)
-        return waiting, cost * self._pace.seconds_per_cost
+        wait = max(ahead / rate, encode_ahead / encode_rate if encode_rate else 0.0)
+        return wait, cost * self._pace.seconds_per_cost

@@ -1,4 +1,4 @@
-"""What instances report with their heartbeats, as Prometheus collects it: read from the leases when it is asked for."""
+"""Prometheus metrics of the instances, from the statistics in their heartbeats."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,18 +11,21 @@ from triptych.observe.metrics import PREFIX
 from triptych.router.registry import InstanceLease, Registry
 
 Value = tuple[str, float]
-"""The value of the series' own label, where it has one, and the sample."""
+"""The value of the series' own label, empty if it has none, and the sample."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over all instances. ``label`` is what it has besides the instance's name and role."""
+    """One metric of all instances."""
 
     name: str
+    """Without the prefix."""
     meaning: str
     counts: bool
+    """Whether it is a counter; otherwise it is a gauge."""
     values: Callable[[InstanceLease], Iterable[Value]]
     label: str = ""
+    """Its label besides the instance's name and role; empty if it has none."""
 
 
 def _encode(of: Callable[[EncodeStats], float]) -> Callable[[InstanceLease], Iterable[Value]]:
@@ -63,45 +66,59 @@ def _waiting(lease: InstanceLease) -> Iterator[Value]:
 
 
 SERIES = [
-    Series("num_requests_running", "requests (items, for encode) that a stage works on", False, _running, "stage"),
-    Series("num_requests_waiting", "requests (items, for encode) that wait for a stage", False, _waiting, "stage"),
+    Series("num_requests_running", "requests (items, for encode) running in a stage", False, _running, "stage"),
+    Series("num_requests_waiting", "requests (items, for encode) waiting for a stage", False, _waiting, "stage"),
     Series(
-        "kv_cache_usage_perc", "share of the KV cache's pages that are held, 0 to 1", False,
+        "kv_cache_usage_perc", "share of the KV cache's pages in use, 0 to 1", False,
         _language(lambda language: language.kv_pages_used / max(1, language.kv_pages)),
     ),
     Series("kv_cache_pages", "pages of the KV cache", False, _language(lambda language: language.kv_pages)),
-    Series("prefix_cache_queries", "prompt tokens looked up", True, _language(lambda one: one.prefix_queries)),
-    Series("prefix_cache_hits", "prompt tokens found", True, _language(lambda one: one.prefix_hits)),
-    Series("num_preemptions", "sequences that lost their pages", True, _language(lambda one: one.preemptions)),
-    Series("engine_steps", "forward passes", True, _language(lambda one: one.steps)),
-    Series("engine_computed_tokens", "tokens computed in them", True, _language(lambda one: one.computed_tokens)),
-    Series("mm_cache_queries", "parts of media looked up", True, _encode(lambda one: one.cache_queries)),
-    Series("mm_cache_hits", "parts of media found", True, _encode(lambda one: one.cache_hits)),
-    Series("mm_cache_bytes", "embedding rows remembered, in bytes", False, _encode(lambda one: one.cache_bytes)),
-    Series("mm_items_encoded", "media items that went through the tower", True, _encode(lambda one: one.encoded)),
     Series(
-        "receive_pool_usage_perc", "share of the receive pool's blocks that are taken, 0 to 1", False,
+        "prefix_cache_queries", "prompt tokens looked up in the prefix cache", True,
+        _language(lambda one: one.prefix_queries),
+    ),
+    Series(
+        "prefix_cache_hits", "prompt tokens found in the prefix cache", True, _language(lambda one: one.prefix_hits)
+    ),
+    Series("num_preemptions", "requests preempted", True, _language(lambda one: one.preemptions)),
+    Series("engine_steps", "forward passes", True, _language(lambda one: one.steps)),
+    Series(
+        "engine_computed_tokens", "tokens computed in forward passes", True,
+        _language(lambda one: one.computed_tokens),
+    ),
+    Series("mm_cache_queries", "parts looked up in the encoder cache", True, _encode(lambda one: one.cache_queries)),
+    Series("mm_cache_hits", "parts found in the encoder cache", True, _encode(lambda one: one.cache_hits)),
+    Series("mm_cache_bytes", "embeddings in the encoder cache, in bytes", False, _encode(lambda one: one.cache_bytes)),
+    Series("mm_items_encoded", "media items encoded by the tower", True, _encode(lambda one: one.encoded)),
+    Series(
+        "receive_pool_usage_perc", "share of the receive pool's blocks in use, 0 to 1", False,
         _received(lambda pool: pool.used / max(1, pool.blocks)), "kind",
     ),
-    Series("transfer_received_bytes", "bytes landed", True, _received(lambda pool: pool.counters.bytes), "kind"),
-    Series("transfer_received", "transfers completed", True, _received(lambda pool: pool.counters.completed), "kind"),
-    Series("transfer_resent", "grants of garbled rows", True, _received(lambda pool: pool.counters.resent), "kind"),
-    Series("transfer_revoked", "rows taken back", True, _received(lambda pool: pool.counters.revoked), "kind"),
-    Series("transfer_fenced", "moves of the pool", True, _received(lambda pool: pool.counters.fenced), "kind"),
-    Series("transfer_waits", "waits for a block", True, _received(lambda pool: pool.counters.waits), "kind"),
-    Series("transfer_sent_bytes", "bytes written to others", True, _sent(lambda sent: sent.bytes)),
-    Series("transfer_sent", "transfers that were sent whole", True, _sent(lambda sent: sent.completed)),
-    Series("transfer_retries", "writes that failed and were repeated", True, _sent(lambda sent: sent.retries)),
-    Series("transfer_aborted", "transfers that the sender gave up", True, _sent(lambda sent: sent.aborted)),
-    Series("engine_busy_seconds", "time spent on computing and loading", True, _of_all(lambda one: one.busy_seconds)),
+    Series("transfer_received_bytes", "bytes received", True, _received(lambda pool: pool.counters.bytes), "kind"),
+    Series("transfer_received", "transfers received", True, _received(lambda pool: pool.counters.completed), "kind"),
+    Series(
+        "transfer_resent", "grants repeated after a checksum error", True,
+        _received(lambda pool: pool.counters.resent), "kind",
+    ),
+    Series("transfer_revoked", "landed rows revoked", True, _received(lambda pool: pool.counters.revoked), "kind"),
+    Series(
+        "transfer_relocated", "relocations of the receive pool", True, _received(lambda pool: pool.counters.relocated),
+        "kind",
+    ),
+    Series("transfer_waits", "waits for a free block", True, _received(lambda pool: pool.counters.waits), "kind"),
+    Series("transfer_sent_bytes", "bytes sent", True, _sent(lambda sent: sent.bytes)),
+    Series("transfer_sent", "transfers sent completely", True, _sent(lambda sent: sent.completed)),
+    Series("transfer_retries", "failed writes that were retried", True, _sent(lambda sent: sent.retries)),
+    Series("transfer_aborted", "transfers aborted by the sender", True, _sent(lambda sent: sent.aborted)),
+    Series("engine_busy_seconds", "time spent computing and loading", True, _of_all(lambda one: one.busy_seconds)),
     Series("engine_resident_bytes", "memory of rank 0's process", False, _of_all(lambda one: one.resident_bytes)),
-    Series("engine_outstanding", "cost of the work given and not done: tokens, or the tower's multiplications", False,
+    Series("engine_outstanding", "cost of work assigned and not done: tokens, or multiplications in the tower", False,
            lambda lease: [("", lease.outstanding)]),
 ]  # fmt: skip
 
 
 class InstanceCollector(Collector):
-    """The samples of all instances that hold a lease; names of instances are their operator's choice."""
+    """Collects the samples of all registered instances."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

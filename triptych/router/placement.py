@@ -1,20 +1,22 @@
-"""Which instance gets a piece of work: pure functions."""
+"""Placement policies, as pure functions: which instance gets a piece of work."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 
-class Loaded(Protocol):
-    """Anything that has work outstanding, and has been given some so and so often."""
+class WorkTarget(Protocol):
+    """An instance that work can be assigned to."""
 
     outstanding: int
-    num_given: int
+    """Cost of the work that it has been assigned and has not done."""
+    num_assigned: int
+    """Pieces of work that it has been assigned so far."""
 
 
-L = TypeVar("L", bound=Loaded)
+L = TypeVar("L", bound=WorkTarget)
 
 
 def least_outstanding(instances: Sequence[L]) -> L | None:
-    """The instance with the least cost outstanding, of several the one that was given work least often; None when there
-    is none. Costs are exact (they come from plans), so this balances true work, not numbers of requests."""
-    return min(instances, key=lambda instance: (instance.outstanding, instance.num_given), default=None)
+    """Return the instance with the least outstanding cost, None if there are no instances. A tie goes to the one that
+    was assigned work least often. Costs come from plans, so this balances work rather than request counts."""
+    return min(instances, key=lambda instance: (instance.outstanding, instance.num_assigned), default=None)

@@ -12,32 +12,37 @@ from triptych.types import Address
 
 @dataclass(eq=False)
 class InstanceLease:
-    """An instance as the router sees it. ``outstanding`` is the cost of the work it has been given and not yet done:
-    patch-multiplications for an encode instance, tokens for a language instance; ``patches`` are those of the items
-    among it; ``num_given`` is how many pieces of work that were so far. ``next_role`` is what it will be once it has
-    done what it has been given; until then it is given nothing that begins. ``stats`` are what it said of itself
-    last."""
+    """A registered instance, as the router sees it."""
 
     name: str
     role: Role
     address: Address
     pid: int
     layouts: list[RowLayout]
+    """The layouts of the rows that it sends or receives, one for each kind."""
     context_length: int
+    """The longest request that it can hold, in tokens; 0 without a decoder."""
     last_seen: float
+    """When it last registered or sent a heartbeat."""
     outstanding: int = 0
+    """Cost of the work that it has been assigned and has not done: multiplications in the tower for an encode instance,
+    tokens for a language instance."""
     patches: int = 0
-    num_given: int = 0
+    """Patches of the media items among that work."""
+    num_assigned: int = 0
+    """Pieces of work that it has been assigned so far."""
     stats: InstanceStats = field(default_factory=InstanceStats)
+    """From its last heartbeat."""
     next_role: Role | None = None
+    """The role it will have once it has drained; until then it gets no new work. None if it keeps its role."""
 
-    def give(self, cost: int) -> None:
-        """It has been given a piece of work of that cost: a whole number, so that nothing is left when all is done."""
+    def assign(self, cost: int) -> None:
+        """Account for a piece of work. ``cost`` is a whole number, so that exactly nothing is left when all is done."""
         self.outstanding += cost
-        self.num_given += 1
+        self.num_assigned += 1
 
     def status(self, now: float) -> InstanceStatus:
-        """As operators see it."""
+        """Return what operators see of it."""
         return InstanceStatus(
             name=self.name,
             role=self.role,
@@ -52,14 +57,14 @@ class InstanceLease:
 
 @dataclass
 class Registry:
-    """All instances whose lease holds. Times are the client's clock, in seconds."""
+    """All instances that hold a lease. Callers pass the time, in seconds."""
 
     expiry: float
+    """Seconds without a heartbeat after which a lease is lost."""
     _leases: dict[Address, InstanceLease] = field(default_factory=dict)
 
     def add(self, message: Register, now: float) -> InstanceLease:
-        """A new lease. A process that holds one already (it may be asked to register twice) keeps it, and what it
-        was given with it."""
+        """Add a lease and return it. A process that registers again while it holds one keeps it, with its work."""
         held = self._leases.get(message.address)
         if held is not None and is_same(held, message):
             held.last_seen = now
@@ -73,13 +78,13 @@ class Registry:
             context_length=message.context_length,
             last_seen=now,
             stats=message.stats,
-            num_given=max((lease.num_given for lease in self if lease.role is message.role), default=0),
+            num_assigned=max((lease.num_assigned for lease in self if lease.role is message.role), default=0),
         )
         self._leases[lease.address] = lease
         return lease
 
     def refresh(self, message: Heartbeat, now: float) -> bool:
-        """Takes note of a heartbeat. False when no such instance is registered."""
+        """Record a heartbeat. Return False if no such instance is registered."""
         if lease := self._leases.get(message.address):
             lease.last_seen, lease.stats = now, message.stats
         return lease is not None
@@ -88,13 +93,13 @@ class Registry:
         return self._leases.pop(address, None)
 
     def refresh_all(self, now: float) -> None:
-        """Everybody counts as seen now."""
+        """Count every instance as seen now."""
         for lease in self:
             lease.last_seen = now
 
-    def misfit(self, layout: RowLayout) -> str:
-        """How rows of that layout differ from those, of the same kind, of an instance that is here, and whose; empty
-        when they don't."""
+    def incompatibility(self, layout: RowLayout) -> str:
+        """Return how a layout differs from a registered instance's of the same kind, with its name; empty if it
+        doesn't."""
         for lease in self:
             for other in lease.layouts:
                 if other.kind is layout.kind and (difference := layout.difference(other)):
@@ -102,30 +107,30 @@ class Registry:
         return ""
 
     def expired(self, now: float) -> list[InstanceLease]:
-        """Those that have been silent for longer than the expiry."""
+        """Return the leases without a heartbeat for longer than ``expiry``."""
         return [lease for lease in self._leases.values() if now - lease.last_seen > self.expiry]
 
     def get(self, address: Address) -> InstanceLease | None:
         return self._leases.get(address)
 
     def named(self, name: str) -> list[InstanceLease]:
-        """Those of that name: nobody keeps operators from giving it to several."""
+        """Return the instances of that name. Operators may give it to several."""
         return [lease for lease in self if lease.name == name]
 
-    def encoders(self, *, begun: bool = False) -> list[InstanceLease]:
-        """Those that items are given to. ``begun``: items of requests that have begun, which may need them anew."""
+    def encode_instances(self, *, begun: bool = False) -> list[InstanceLease]:
+        """Return the instances that items are dispatched to. ``begun`` is True for items of requests in flight."""
         return _taking_work([lease for lease in self if lease.role.encodes], begun=begun)
 
-    def generators(self) -> list[InstanceLease]:
-        """Those that requests are given to."""
+    def decode_instances(self) -> list[InstanceLease]:
+        """Return the language instances that requests are dispatched to: those that decode."""
         return _taking_work([lease for lease in self if lease.role.decodes], begun=False)
 
-    def prefillers(self, *, begun: bool = False) -> list[InstanceLease]:
-        """Those that prefill for others. ``begun`` as for encoders."""
+    def prefill_instances(self, *, begun: bool = False) -> list[InstanceLease]:
+        """Return the instances that prefill for others. ``begun`` is True for requests in flight."""
         return _taking_work([lease for lease in self if lease.role.sends_kv], begun=begun)
 
     def context_length(self) -> int | None:
-        """The longest sequence, in tokens, that every instance with a decoder can hold; None while there is none."""
+        """Return the longest request, in tokens, that every language instance can hold; None if there is none."""
         return min((lease.context_length for lease in self if lease.role.has_decoder), default=None)
 
     def __iter__(self) -> Iterator[InstanceLease]:
@@ -136,12 +141,12 @@ class Registry:
 
 
 def is_same(lease: InstanceLease, message: Register) -> bool:
-    """Whether a registration at a lease's address is that instance's, in the role that it has."""
+    """Return whether a registration at a lease's address is from the same process, in the same role."""
     return (lease.name, lease.pid, lease.role) == (message.name, message.pid, message.role)
 
 
 def _taking_work(leases: list[InstanceLease], *, begun: bool) -> list[InstanceLease]:
-    """Those that stay as they are; for requests that have begun, if there is none, those that drain: rather they drain
-    for longer than that a request is lost."""
+    """Return the instances that aren't draining. For requests in flight, falls back to draining ones: a longer drain is
+    better than a lost request."""
     staying = [lease for lease in leases if lease.next_role is None]
     return staying or leases if begun else staying

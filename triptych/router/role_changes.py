@@ -1,4 +1,4 @@
-"""Instances that change their role while they run: who may, who is about to, and who wants to know."""
+"""Role changes of running instances, requested by operators: checked, sent, and answered once they are done."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -12,17 +12,19 @@ from triptych.types import Address
 log = logging.getLogger(__name__)
 
 
-def harm(others: Sequence[Role], now: Role, then: Role) -> str:
-    """What a service of an instance and these others loses when the instance's role changes; empty for nothing. It has
-    neither role for as long as it drains."""
-    lacks = [lack for lack in _lacking(others) if lack not in _lacking([*others, now])]
-    if lacks:
-        return f"nobody else {' or '.join(lacks)}, so requests would be refused until it has changed"
-    return next((lost for lost in _left_alone([*others, then]) if lost not in _left_alone([*others, now])), "")
+def role_change_impact(others: Sequence[Role], current: Role, target: Role) -> str:
+    """Return what a service of one instance and these others loses if the instance changes its role; empty if nothing.
+    While it drains, the instance has neither role."""
+    before = _missing_stages([*others, current])
+    missing = [stage for stage in _missing_stages(others) if stage not in before]
+    if missing:
+        return f"no other instance {' or '.join(missing)}, so requests would be rejected until it has changed"
+    unpaired = _unpaired_roles([*others, current])
+    return next((reason for reason in _unpaired_roles([*others, target]) if reason not in unpaired), "")
 
 
-def _lacking(roles: Iterable[Role]) -> list[str]:
-    """What nobody does for a request from outside."""
+def _missing_stages(roles: Iterable[Role]) -> list[str]:
+    """Return what none of these roles does for a request, as verbs."""
     roles = list(roles)
     prefills = any(role.prefills and role.decodes for role in roles) or any(role.sends_kv for role in roles)
     done = {
@@ -30,83 +32,83 @@ def _lacking(roles: Iterable[Role]) -> list[str]:
         "prefills": prefills,
         "decodes": any(role.decodes for role in roles),
     }
-    return [verb for verb, somebody in done.items() if not somebody]
+    return [verb for verb, is_done in done.items() if not is_done]
 
 
-def _left_alone(roles: Iterable[Role]) -> list[str]:
-    """Those that would have nothing to do."""
+def _unpaired_roles(roles: Iterable[Role]) -> list[str]:
+    """Return why some of these roles would have no work, one sentence for each."""
     roles = list(roles)
     sends, takes = any(role.sends_kv for role in roles), any(role.takes_kv for role in roles)
-    alone = []
+    unpaired = []
     if takes and not sends:
-        alone.append("afterwards nobody would prefill for instances that only decode")
+        unpaired.append("afterwards no instance would prefill for instances that only decode")
     if sends and not takes:
-        alone.append("afterwards instances that only prefill would have nobody to prefill for")
-    return alone
+        unpaired.append("afterwards instances that only prefill would have no instance to prefill for")
+    return unpaired
 
 
 class RoleChanges:
-    """The changes under way, each of which an operator waits for."""
+    """Role changes in progress, each with an operator waiting for the answer."""
 
     def __init__(
         self,
         registry: Registry,
         *,
-        tell: Callable[[Address, Message], None],
-        answer: Callable[[Address, Message], None],
+        send: Callable[[Address, Message], None],
+        reply: Callable[[Address, Message], None],
     ) -> None:
-        """``tell`` is for instances, ``answer`` for operators."""
+        """``send`` is for instances, ``answer`` for operators."""
         self._registry = registry
-        self._tell = tell
-        self._answer = answer
-        self._asked: dict[Address, SetRole] = {}
+        self._send = send
+        self._reply = reply
+        self._pending: dict[Address, SetRole] = {}
 
-    def ask(self, message: SetRole) -> None:
-        """Tells an instance to change, or its operator why not."""
+    def request_change(self, message: SetRole) -> None:
+        """Send an instance its new role, or the operator the reason why not."""
         named = self._registry.named(message.instance)
         if reason := self._refusal(message, named):
             self._refuse(message, reason)
             return
         (lease,) = named
         if lease.role is message.role:
-            self._answer(message.reply_to, RoleSet(lease.name, lease.role))
+            self._reply(message.reply_to, RoleSet(lease.name, lease.role))
             return
-        log.info("%s is to become %s", lease.name, message.role)
+        log.info("%s is changing its role to %s", lease.name, message.role)
         lease.next_role = message.role
-        self._asked[lease.address] = message
-        self._tell(lease.address, ChangeRole(message.role, message.timeout))
+        self._pending[lease.address] = message
+        self._send(lease.address, ChangeRole(message.role, message.timeout))
 
     def registered(self, message: Register) -> None:
-        """An instance that was there in another role is there in this one."""
-        asked = self._asked.get(message.address)
-        if asked is not None and (asked.instance, asked.role) == (message.name, message.role):
-            del self._asked[message.address]
-            self._answer(asked.reply_to, RoleSet(asked.instance, asked.role))
+        """An instance has registered again, perhaps with the role that was requested."""
+        pending = self._pending.get(message.address)
+        if pending is not None and (pending.instance, pending.role) == (message.name, message.role):
+            del self._pending[message.address]
+            self._reply(pending.reply_to, RoleSet(pending.instance, pending.role))
 
     def kept(self, message: RoleKept) -> None:
-        """An instance goes on as it is."""
+        """An instance keeps its role."""
         if lease := self._registry.get(message.address):
             lease.next_role = None
-        if asked := self._asked.pop(message.address, None):
-            self._refuse(asked, message.reason)
+        if pending := self._pending.pop(message.address, None):
+            self._refuse(pending, message.reason)
 
     def lost(self, lease: InstanceLease, why: str) -> None:
-        """An instance is gone, whatever it was about to become."""
-        if asked := self._asked.pop(lease.address, None):
-            self._refuse(asked, f"it {why}")
+        """An instance is gone."""
+        if pending := self._pending.pop(lease.address, None):
+            self._refuse(pending, f"it {why}")
 
     def _refusal(self, message: SetRole, named: list[InstanceLease]) -> str:
         if len(named) != 1:
             return f"{len(named) or 'no'} instance{'s' * (len(named) > 1)} of that name"
         (lease,) = named
         if lease.next_role is not None:
-            return f"it is about to become {lease.next_role} already"
+            return f"it is already changing to {lease.next_role}"
         if lease.role is message.role or message.force:
             return ""
         others = [other.role for other in self._registry if other is not lease and other.next_role is None]
-        found = harm(others, lease.role, message.role)
-        return f"{found}; force it if that is meant" if found else ""
+        impact = role_change_impact(others, lease.role, message.role)
+        return f"{impact}; use --force to change it anyway" if impact else ""
 
     def _refuse(self, message: SetRole, reason: str) -> None:
-        log.info("%s does not become %s: %s", message.instance, message.role, reason)
-        self._answer(message.reply_to, RoleRefused(message.instance, message.role, reason))
+        log.info("%s keeps its role instead of %s: %s", message.instance, message.role, reason)
+        self._reply(message.reply_to, RoleRefused(message.instance, message.role, reason))

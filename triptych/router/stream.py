@@ -1,4 +1,4 @@
-"""What a request's client reads its tokens from."""
+"""Token streams: from the router to the API handler of a request."""
 
 import asyncio
 import logging
@@ -13,72 +13,74 @@ from triptych.types import RequestId
 log = logging.getLogger(__name__)
 
 MAX_JOINED = 16
-"""Reports that count as one: what is made of them holds the loop, and with log probabilities it is much."""
+"""Most reports that are merged into one. Bounded, because formatting them holds the event loop, and log probabilities
+make them large."""
 
-Read = Callable[[Tokens], Tokens]
-"""Is given each report when it comes, and returns what of it belongs to the answer, with a finish reason if that is
-complete."""
+TokenReader = Callable[[Tokens], Tokens]
+"""Called with each report as it arrives; returns the part that belongs to the answer, with a finish reason once the
+answer is complete."""
 
 
 class TokenStream:
-    """The tokens of one request as they come. Ends after the tokens that carry a finish reason."""
+    """Asynchronous stream of one request's tokens. Ends after the tokens that carry a finish reason."""
 
-    def __init__(self, request: RequestId, record: GenerationRecord, read: Read | None = None) -> None:
+    def __init__(self, request: RequestId, record: GenerationRecord, read: TokenReader | None = None) -> None:
         self.request = request
         self.record = record
         self._read = read
-        self._untaken: list[Tokens] = []
+        self._unread: list[Tokens] = []
         self._error: TriptychError | None = None
         self._closed = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def intervals(self) -> list[Interval]:
-        """Where the request's time went, as far as its instances have said."""
+        """The request's timeline, as far as its instances have reported it."""
         return self.record.intervals
 
     def read(self, report: Tokens) -> Tokens:
-        """For the router: what of a report belongs to the answer. Raises InternalError when that can't be told."""
+        """For the router: return the part of a report that belongs to the answer. Raises InternalError if the reader
+        fails."""
         try:
             return self._read(report) if self._read else report
-        except Exception:  # whatever it is, it is this request's alone
+        except Exception:  # any error must end this request alone
             log.exception("couldn't read the tokens of request %s", self.request)
             raise InternalError("the answer could not be read") from None
 
     def put(self, event: Tokens | TriptychError) -> None:
-        """For the router. After a finish reason or an error nothing more comes."""
+        """For the router: add a report or an error. Nothing may follow a finish reason or an error."""
         if isinstance(event, TriptychError):
             self._error = event
         else:
-            self._untaken.append(event)
-        self._news.set()
+            self._unread.append(event)
+        self._changed.set()
 
     @property
-    def num_untaken(self) -> int:
-        """Tokens that have come and that nobody has taken."""
-        return sum(len(report.tokens) for report in self._untaken)
+    def num_unread(self) -> int:
+        """Tokens that have arrived and have not been read."""
+        return sum(len(report.tokens) for report in self._unread)
 
     def close(self) -> None:
-        """Whoever iterates gets nothing more."""
+        """End the iteration."""
         self._closed = True
-        self._news.set()
+        self._changed.set()
 
     async def __aiter__(self) -> AsyncIterator[Tokens]:
-        """What came since the last look counts as one report, so that a reader who is slow is told less often, not
-        later and later; of more than MAX_JOINED reports the rest follows once others had their turn. Raises
-        RequestError or ServiceError when the request failed."""
+        """Yield reports, merging up to ``MAX_JOINED`` that arrived since the last one: a slow reader gets fewer reports
+        rather than late ones. Yields to the event loop before the rest. Raises RequestError or ServiceError if the
+        request failed."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             if self._closed:
                 return
-            while self._untaken:
-                tokens = _joined(self._untaken[:MAX_JOINED])
-                del self._untaken[:MAX_JOINED]
+            while self._unread:
+                tokens = _joined(self._unread[:MAX_JOINED])
+                del self._unread[:MAX_JOINED]
                 yield tokens
                 if tokens.finish_reason is not None or self._closed:
                     return
-                if self._untaken:
+                if self._unread:
                     await asyncio.sleep(0)
             if self._error is not None:
                 raise self._error

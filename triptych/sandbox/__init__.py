@@ -1,1 +1,1 @@
-"""Processes that do what hostile input might break, with limits on memory and time, and can be killed."""
+"""Sandboxed processes for untrusted input: limited in memory and time, killable, and trusted with nothing."""

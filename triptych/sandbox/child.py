@@ -1,4 +1,4 @@
-"""What runs in a sandboxed worker: answers one question after another until its parent is gone."""
+"""Entry point of a sandboxed worker: answers requests one by one until its parent is gone."""
 
 import contextlib
 import importlib
@@ -16,36 +16,49 @@ import msgspec
 
 from triptych.errors import RequestError, ServiceError
 from triptych.observe import logs
-from triptych.sandbox.protocol import Ask, Bulk, End, Failure, Limits, Result, WorkerSpec, receive, send
+from triptych.sandbox.protocol import (
+    Bulk,
+    EndOfResults,
+    Limits,
+    Result,
+    TaskFailed,
+    WorkerRequest,
+    WorkerSpec,
+    receive,
+    send,
+)
 
 log = logging.getLogger(__name__)
 
-Piece = bytes | memoryview
-Handler = Callable[[bytes, bytes], Iterator[tuple[bytes, Sequence[Piece]]]]
-"""Takes a request and its bulk; yields results: about, and bulk in pieces. May raise RequestError and ServiceError."""
+BytesLike = bytes | memoryview
+Results = Iterator[tuple[bytes, Sequence[BytesLike]]]
+Handler = Callable[[bytes, bytes], Results]
+"""Takes a request and its bulk; yields results as payload and bulk, the latter in pieces. May raise RequestError and
+ServiceError."""
 
-GRACE = 5.0
-"""Seconds after which a worker that its parent should have killed ends by itself: the parent may be gone."""
+GRACE_SECONDS = 5.0
+"""How long after its time limit a worker ends by itself. Usually its parent kills it first, unless that is gone."""
 MAX_MESSAGE_TEXT = 500
 
 
 def main(spec: WorkerSpec, connection: socket.socket) -> None:
+    """Serve requests until the parent is gone."""
     handler: Handler = load(spec.factory)(spec.argument)
     limit(spec.limits)
-    send(connection, End())
-    items: dict[int, Iterator[tuple[bytes, Sequence[Piece]]]] = {}
+    send(connection, EndOfResults())
+    items: dict[int, Results] = {}
     while True:
         data, bulk = receive(connection)
         if not data:
             return
-        ask = msgspec.msgpack.decode(data, type=Ask)
-        signal.setitimer(signal.ITIMER_REAL, spec.limits.seconds + GRACE)
-        for closed in ask.closed:
+        request = msgspec.msgpack.decode(data, type=WorkerRequest)
+        signal.setitimer(signal.ITIMER_REAL, spec.limits.seconds + GRACE_SECONDS)
+        for closed in request.closed:
             items.pop(closed, None)
         try:
-            if ask.request is not None:
-                items[ask.item] = handler(ask.request, content(bulk))
-            _answer(connection, items, ask.item)
+            if request.request is not None:
+                items[request.item] = handler(request.request, content(bulk))
+            _answer(connection, items, request.item)
         finally:
             if bulk is not None:
                 bulk.close()
@@ -53,22 +66,22 @@ def main(spec: WorkerSpec, connection: socket.socket) -> None:
 
 
 def load(factory: str) -> Callable[[str], Any]:
-    """The function of that import string."""
+    """Import the function that an import string names."""
     module, _, name = factory.partition(":")
     function: Callable[[str], Any] = getattr(importlib.import_module(module), name)
     return function
 
 
-def _answer(connection: socket.socket, items: dict[int, Iterator[tuple[bytes, Sequence[Piece]]]], item: int) -> None:
-    answer: Result | End | Failure
+def _answer(connection: socket.socket, items: dict[int, Results], item: int) -> None:
+    answer: Result | EndOfResults | TaskFailed
     output = None
     try:
-        about, pieces = next(items[item])
+        payload, pieces = next(items[item])
         output = Bulk.of(*pieces)
-        answer = Result(about, sum(memoryview(piece).nbytes for piece in pieces))
+        answer = Result(payload, sum(memoryview(piece).nbytes for piece in pieces))
     except StopIteration:
-        answer = End()
-    except Exception as error:  # noqa: BLE001 - each becomes its item's answer
+        answer = EndOfResults()
+    except Exception as error:  # noqa: BLE001 - each becomes the answer for its item
         answer = failure_of(error)
     if not isinstance(answer, Result):
         items.pop(item, None)
@@ -79,17 +92,18 @@ def _answer(connection: socket.socket, items: dict[int, Iterator[tuple[bytes, Se
             output.close()
 
 
-def failure_of(error: Exception) -> Failure:
-    """What an item that raised this is answered with."""
+def failure_of(error: Exception) -> TaskFailed:
+    """Return the answer for an item that raised ``error``. Unexpected errors are logged and their text withheld."""
     if isinstance(error, RequestError | ServiceError):
-        return Failure(type(error).__name__, str(error)[:MAX_MESSAGE_TEXT])
+        return TaskFailed(type(error).__name__, str(error)[:MAX_MESSAGE_TEXT])
     if isinstance(error, MemoryError):
-        return Failure("", "more memory is needed than there may be")
-    log.error("a sandboxed worker tripped over an item", exc_info=error)
-    return Failure("InternalError", "it failed")
+        return TaskFailed("", "it needs more memory than allowed")
+    log.error("unexpected error in a sandboxed worker", exc_info=error)
+    return TaskFailed("InternalError", "it failed")
 
 
 def content(bulk: Bulk | None) -> bytes:
+    """Return a copy of a bulk's bytes; empty for None."""
     if bulk is None:
         return b""
     with contextlib.closing(mmap.mmap(bulk.file, 0, access=mmap.ACCESS_READ)) as pages:
@@ -97,7 +111,7 @@ def content(bulk: Bulk | None) -> bytes:
 
 
 def limit(limits: Limits) -> None:
-    """From here on: no more memory, files or output than a request may need, and no core dump of it."""
+    """Limit this process's memory, open files and output from now on, and disable core dumps."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _set(resource.RLIMIT_AS, used + limits.memory_bytes)
     _set(resource.RLIMIT_FSIZE, limits.output_bytes)
@@ -106,7 +120,7 @@ def limit(limits: Limits) -> None:
 
 
 def _set(kind: int, value: int) -> None:
-    """As far as whoever started this allows."""
+    """Lower a limit, to at most the hard limit that was inherited."""
     _, hard = resource.getrlimit(kind)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
@@ -114,7 +128,7 @@ def _set(kind: int, value: int) -> None:
 
 if __name__ == "__main__":
     logs.set_up(msgspec.json.decode(sys.argv[3], type=logs.LogSettings))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error of the write
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         main(
             msgspec.json.decode(sys.argv[1], type=WorkerSpec),

@@ -1,7 +1,7 @@
-"""What a process and its sandboxed workers say to each other: small messages over a socket pair, bulk in memory files.
+"""Protocol between a process and its sandboxed workers: small messages over a socket pair, bulk data in memory files.
 
-A worker is trusted with nothing: what it says is MessagePack of the types below, and what it hands over is sealed, so
-that it can neither change nor shrink, before anybody looks at it.
+Workers are not trusted. Their messages must decode as the MessagePack types below. Their memory files are sealed before
+they are read, so a worker can neither change nor shrink them.
 """
 
 import fcntl
@@ -13,100 +13,108 @@ from dataclasses import dataclass
 import msgspec
 
 MAX_MESSAGE = 65_536
-"""Bytes: what is longer belongs in the bulk."""
+"""Maximum size of a message in bytes. Larger data goes into the bulk."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """``memory_bytes`` is address space beyond what the worker has once it is ready; ``output_bytes`` bounds each
-    result; ``seconds`` bound the time to each."""
+    """Resource limits of a sandboxed process."""
 
     memory_bytes: int = 2 * 2**30
+    """Address space beyond what the process uses once it is ready."""
     output_bytes: int = 2**30
+    """Maximum size of one result's bulk."""
     seconds: float = 30.0
+    """Maximum time for one result."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker runs: ``factory`` is the import string of a function that takes ``argument`` and returns a
-    ``Handler``."""
+    """What a worker runs."""
 
     factory: str
+    """Import string of a function that takes ``argument`` and returns a ``Handler``."""
     argument: str
     limits: Limits
 
 
 class ForkSpec(msgspec.Struct, frozen=True):
-    """What a fork server's processes run: ``factory`` is the import string of a function that takes ``argument``, loads
-    what all of them need, and returns a function that makes a ``Respond`` in each. Their priority is lower by
-    ``niceness``. Of ``limits``, seconds don't count: each question brings its own."""
+    """What the processes of a fork server run."""
 
     factory: str
+    """Import string of a function that takes ``argument``, loads what all processes share, and returns a
+    ``ResponderFactory``, which is called once in each process."""
     argument: str
     limits: Limits
+    """Without ``seconds``, which each request carries itself."""
     niceness: int
+    """Added to the processes' nice value."""
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Parent → fork server: a process of that number, which answers on the socket that comes with this."""
+    """Parent → fork server: fork a process, which answers on the attached socket."""
 
     number: int
+    """Number of the new process."""
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Parent → fork server: end the process of that number, if there is one."""
+    """Parent → fork server: kill a process, if it still exists."""
 
     number: int
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Fork server → parent: the process has ended, with an exit code that is negative for a signal."""
+class ProcessExited(msgspec.Struct, frozen=True, tag=True):
+    """Fork server → parent: a process has exited."""
 
     number: int
     code: int
+    """Exit code, negative for a signal."""
 
 
-class Question(msgspec.Struct, frozen=True):
-    """Parent → forked process: answered by one Result or Failure. Its bulk comes in a memory file. The kernel ends the
-    process by SIGPROF when the answer takes more than so many seconds of processor time."""
+class ProcessRequest(msgspec.Struct, frozen=True):
+    """Parent → forked process: a request, with its bulk in a memory file. Answered by one Result or TaskFailed."""
 
     request: bytes
     seconds: float
+    """Processor time for the answer. Beyond it the kernel kills the process with SIGPROF."""
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """Parent → worker: the next result for ``item``. One that is new comes with ``request``, and its bulk in a memory
-    file; ``closed`` are items of which no more results are wanted."""
+class WorkerRequest(msgspec.Struct, frozen=True):
+    """Parent → worker: asks for the next result of an item."""
 
     item: int
     request: bytes | None
+    """Given for a new item, whose bulk comes in a memory file. None for an item that has started."""
     closed: list[int]
+    """Items of which no more results are wanted."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):
-    """Worker → parent: the next result, its bulk in a memory file of ``num_bytes``."""
+    """Worker → parent: the next result, with its bulk in a memory file."""
 
-    about: bytes
+    payload: bytes
     num_bytes: int
+    """Size of the bulk."""
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
-    """Worker → parent: there are no more results, or, before any item, the worker is ready."""
+class EndOfResults(msgspec.Struct, frozen=True, tag=True):
+    """Worker → parent: the item has no more results. Also sent once at the start, when the worker is ready."""
 
 
-class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Worker → parent: the item failed with an error that names a class in triptych.errors, or exceeded a limit, if it
-    names none."""
+class TaskFailed(msgspec.Struct, frozen=True, tag=True):
+    """Worker → parent: the item failed."""
 
     error: str
+    """Name of a class in triptych.errors; empty if the item exceeded a limit."""
     message: str
 
 
-Answer = Result | End | Failure
-Message = Fork | Kill | Ended | Question | Ask | Answer
+Answer = Result | EndOfResults | TaskFailed
+Message = Fork | Kill | ProcessExited | ProcessRequest | WorkerRequest | Answer
 
 
-class BrokenProtocol(Exception):
-    """The other side said something that it can't."""
+class ProtocolError(Exception):
+    """The other side violated the protocol."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +137,18 @@ class Bulk:
         return cls(file)
 
     def sealed(self, max_bytes: int) -> mmap.mmap | None:
-        """The content, in a private mapping of this process; None for none. Nobody can change it any more, or make it
-        shorter, which would end who reads it. Raises BrokenProtocol for more than ``max_bytes``, and for what can't be
-        sealed."""
+        """Seal the file and map it privately; None if it is empty.
+
+        Sealing stops the sender from changing the content, or from shrinking the file, which would crash the reader.
+        Raises ProtocolError for a file larger than ``max_bytes`` and for one that can't be sealed.
+        """
         try:
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, SEALS)
         except OSError:
-            raise BrokenProtocol("a memory file that can still be written to") from None
+            raise ProtocolError("a memory file can still be written to") from None
         size = os.fstat(self.file).st_size
         if size > max_bytes:
-            raise BrokenProtocol(f"a memory file of {size} bytes")
+            raise ProtocolError(f"a memory file has {size} bytes; at most {max_bytes} are allowed")
         return mmap.mmap(self.file, size, flags=mmap.MAP_PRIVATE) if size else None
 
     def close(self) -> None:
@@ -146,20 +156,20 @@ class Bulk:
 
 
 def send(connection: socket.socket, message: Message, bulk: Bulk | None = None) -> None:
-    """Raises OSError when the other side is gone, and ValueError for a message that is too long."""
+    """Send a message. Raises OSError when the other side is gone, and ValueError for a message that is too long."""
     send_file(connection, message, bulk.file if bulk else None)
 
 
 def send_file(connection: socket.socket, message: Message, file: int | None) -> None:
-    """The same with any open file."""
+    """Send a message with any open file attached. Raises as ``send`` does."""
     data = msgspec.msgpack.encode(message)
     if len(data) > MAX_MESSAGE:
-        raise ValueError(f"a message of {len(data)} bytes")
+        raise ValueError(f"a message has {len(data)} bytes; at most {MAX_MESSAGE} are allowed")
     socket.send_fds(connection, [data], [] if file is None else [file])
 
 
 def receive(connection: socket.socket) -> tuple[bytes, Bulk | None]:
-    """One message, still to be decoded; empty when the other side is gone."""
+    """Receive one message, not yet decoded; empty when the other side is gone."""
     data, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 4)
     for surplus in files[1:]:
         os.close(surplus)

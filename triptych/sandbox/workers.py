@@ -1,4 +1,4 @@
-"""Sandboxed workers as their parent sees them: questions in, results out, and errors for whatever goes wrong."""
+"""Pool of sandboxed worker processes: requests in, results out; crashes and exceeded limits become errors."""
 
 import itertools
 import logging
@@ -11,134 +11,152 @@ import msgspec
 from triptych.errors import InternalError, RequestError, StartError, from_wire
 from triptych.sandbox.protocol import (
     Answer,
-    Ask,
-    BrokenProtocol,
     Bulk,
-    End,
-    Failure,
+    EndOfResults,
+    ProtocolError,
+    TaskFailed,
+    WorkerRequest,
     WorkerSpec,
     receive,
     send,
 )
-from triptych.sandbox.starting import start
+from triptych.sandbox.spawn import spawn
 
 log = logging.getLogger(__name__)
 
+_Result = tuple[bytes, mmap.mmap | None]
+"""Payload and sealed bulk."""
+
 START_SECONDS = 60.0
-"""For a worker to import what it needs."""
+"""Time for a worker to import its modules."""
 ATTEMPTS = 2
-"""An item whose worker died is tried once more: somebody else may have killed it."""
+"""How often an item is tried whose worker dies. The first death may have had another cause."""
 
 
-class _Died(Exception):
-    """The worker ended while it worked on this."""
+class _WorkerDied(Exception):
+    """The worker died while it worked on this item."""
 
 
-class _Lost(Exception):
-    """The worker ended while it worked on something else."""
+class _ItemLost(Exception):
+    """The worker was restarted because of another item, and no longer has this one."""
 
 
-class _TooSlow(Exception):
-    pass
+class _TimedOut(Exception):
+    """The worker exceeded its time limit on this item."""
 
 
-class Workers:
-    """So many processes that run the same thing. May be used from any thread; each result is waited for."""
+class WorkerPool:
+    """A fixed number of processes that run the same handler. Thread-safe; calls block until a result is there."""
 
     def __init__(self, spec: WorkerSpec, number: int, failed: type[RequestError]) -> None:
-        """Starts them and doesn't wait. ``failed`` is what an item becomes that crashes a worker, or needs more time or
-        memory than it may."""
+        """Start ``number`` processes without waiting for them. ``failed`` is raised for an item that crashes its worker
+        or exceeds its time or memory."""
         self.spec = spec
         self._failed = failed
         self._workers = [_Worker(spec, failed) for _ in range(number)]
         self._items = itertools.count()
 
     def wait_until_ready(self) -> None:
-        """Raises StartError when they can't run what they shall."""
+        """Wait until all workers are ready. Raises StartError when one can't start."""
         for worker in self._workers:
             worker.wait_until_ready()
 
-    def results(self, request: bytes, bulk: bytes = b"") -> Iterator[tuple[bytes, mmap.mmap | None]]:
-        """The results for one request as they are asked for, each with its bulk, which nobody else can change.
+    def results(self, request: bytes, bulk: bytes = b"") -> Iterator[_Result]:
+        """Yield the results of one request as payload and sealed bulk. Each is computed when it is asked for.
 
-        Raises what the worker raised, and ``failed`` when it takes too long, needs too much memory or dies. Giving up
-        the iterator gives up the request.
+        Raises what the handler raised, and ``failed`` when a worker takes too long, needs too much memory or dies.
+        Closing the iterator cancels the request.
         """
         worker = min(self._workers, key=lambda one: len(one.items))
         item = next(self._items)
-        given = failed = skipped = 0
-        asked: bytes | None = request
+        yielded = deaths = received = 0
+        pending: bytes | None = request
         worker.items.add(item)
         try:
             while True:
                 try:
-                    answer = worker.ask(item, asked, bulk if asked is not None else None)
-                except _Lost:
-                    asked, skipped = request, 0
+                    result = worker.next_result(item, pending, bulk if pending is not None else None)
+                except _ItemLost:
+                    pending, received = request, 0
                     continue
-                except _Died:
-                    failed += 1
-                    if failed == ATTEMPTS:
-                        raise self._failed("it crashed what was to work on it") from None
-                    asked, skipped = request, 0
+                except _WorkerDied:
+                    deaths += 1
+                    if deaths == ATTEMPTS:
+                        raise self._failed("it crashed the worker that processed it") from None
+                    pending, received = request, 0
                     continue
-                except _TooSlow:
+                except _TimedOut:
                     raise self._failed(f"it takes longer than {self.spec.limits.seconds:g} s") from None
-                asked = None
-                if answer is None:
+                pending = None
+                if result is None:
                     return
-                skipped += 1
-                if skipped > given:
-                    given += 1
-                    yield answer
+                received += 1
+                if received > yielded:  # a retried item repeats earlier results
+                    yielded += 1
+                    yield result
         finally:
             worker.items.discard(item)
             worker.closed.append(item)
+
+    def debug_state(self) -> list[tuple[int, int]]:
+        """For tests: each worker's number of items in progress, and of items that its process holds."""
+        return [worker.debug_state() for worker in self._workers]
 
     @property
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
-        """Ends them at once; who waits for a result gets an error."""
+        """Kill all workers. Pending calls raise InternalError."""
         for worker in self._workers:
             worker.close()
 
 
 class _Worker:
-    """One process at a time, started anew when it has ended. ``items`` are being asked for, ``closed`` no more."""
+    """One process, restarted after it has died."""
 
     def __init__(self, spec: WorkerSpec, failed: type[RequestError]) -> None:
         self._spec = spec
         self._failed = failed
         self.items: set[int] = set()
+        """Items in progress."""
         self.closed: list[int] = []
+        """Items that are over, but the process doesn't know it yet."""
         self._lock = threading.Lock()
         self._known: set[int] = set()
+        """Items that the process holds."""
         self._ready = self._closing = False
         self._start()
+
+    def debug_state(self) -> tuple[int, int]:
+        return len(self.items), len(self._known)
 
     def wait_until_ready(self) -> None:
         with self._lock:
             self._wait_until_ready()
 
-    def ask(self, item: int, request: bytes | None, bulk: bytes | None) -> tuple[bytes, mmap.mmap | None] | None:
-        """The item's next result, None for no more. ``request`` comes with the first question, and again after _Lost
-        and _Died. Raises _Died and _TooSlow, the worker being gone, and what the item's handler raised."""
+    def next_result(
+        self, item: int, request: bytes | None, bulk: bytes | None
+    ) -> tuple[bytes, mmap.mmap | None] | None:
+        """Return the item's next result; None if there are no more.
+
+        ``request`` must be given with the first call, and again after _ItemLost and _WorkerDied. Raises _WorkerDied and
+        _TimedOut, after which the process is gone, and what the handler raised.
+        """
         with self._lock:
             if self._closing:
-                raise InternalError("the service is ending")
+                raise InternalError("the service is shutting down")
             if request is None and item not in self._known:
-                raise _Lost
+                raise _ItemLost
             try:
                 self._wait_until_ready()
             except StartError as error:
                 log.error("%s", error)
-                raise InternalError("a worker is missing") from None
+                raise InternalError("a worker could not be started") from None
             self._known.add(item)
             closed, self.closed = self.closed, []
             self._known.difference_update(closed)
-            return self._exchange(Ask(item, request, closed), bulk)
+            return self._exchange(WorkerRequest(item, request, closed), bulk)
 
     def close(self) -> None:
         self._closing = True
@@ -146,29 +164,29 @@ class _Worker:
         with self._lock:
             self._end()
 
-    def _exchange(self, ask: Ask, bulk: bytes | None) -> tuple[bytes, mmap.mmap | None] | None:
+    def _exchange(self, request: WorkerRequest, bulk: bytes | None) -> _Result | None:
         sent = received = None
         try:
             sent = Bulk.of(bulk) if bulk else None
-            send(self._connection, ask, sent)
+            send(self._connection, request, sent)
             answer, received = self._receive(self._spec.limits.seconds)
-            if isinstance(answer, Failure):
+            if isinstance(answer, TaskFailed):
                 raise from_wire(answer.error, answer.message) if answer.error else self._failed(answer.message)
-            if isinstance(answer, End):
+            if isinstance(answer, EndOfResults):
                 return None
             content = received.sealed(self._spec.limits.output_bytes) if received else None
             if answer.num_bytes != (len(content) if content is not None else 0):
-                raise BrokenProtocol("another size than it said")
-            return answer.about, content
+                raise ProtocolError("a bulk has another size than announced")
+            return answer.payload, content
         except TimeoutError:
             self._end()
-            raise _TooSlow from None
-        except (OSError, EOFError, BrokenProtocol, msgspec.MsgspecError) as error:
+            raise _TimedOut from None
+        except (OSError, EOFError, ProtocolError, msgspec.MsgspecError) as error:
             self._end()
             if self._closing:
-                raise InternalError("the service is ending") from None
-            log.warning("a worker died of one item: %s", error or type(error).__name__)
-            raise _Died from None
+                raise InternalError("the service is shutting down") from None
+            log.warning("a worker died while processing an item: %s", error or type(error).__name__)
+            raise _WorkerDied from None
         finally:
             for file in (sent, received):
                 if file is not None:
@@ -187,7 +205,7 @@ class _Worker:
             raise
 
     def _wait_until_ready(self) -> None:
-        """Starts a new process where the last one has ended."""
+        """Wait for the process, which is restarted if it has died."""
         if self.process.poll() is not None:
             self._end()
             self._start()
@@ -201,7 +219,7 @@ class _Worker:
         self._ready = True
 
     def _start(self) -> None:
-        self.process, self._connection = start("triptych.sandbox.child", self._spec, "worker")
+        self.process, self._connection = spawn("triptych.sandbox.child", self._spec, "worker")
         self._ready = False
         self._known.clear()
 

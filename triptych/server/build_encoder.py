@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from triptych.config import EncodeConfig
-from triptych.encode.cache import EncoderCache, Rows
+from triptych.encode.cache import EmbeddingRows, EncoderCache
 from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.workers import PreprocessWorkers
 from triptych.errors import StartError
 from triptych.layers.encoder import Encoder
-from triptych.layers.pinned import to_host
+from triptych.layers.pinned import to_cpu
 from triptych.models.base import EncoderInput
 from triptych.sandbox.protocol import Limits
 from triptych.server.instance import Instance
@@ -27,10 +27,10 @@ class EncoderRunner:
         self._encoder = encoder
         self._dtype = dtype
 
-    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Rows]:
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
         """Return the embeddings of each input, uint8 of shape (rows, row_bytes)."""
         with torch.inference_mode():
-            return [_as_bytes(rows) for rows in to_host([r.to(self._dtype) for r in self._encoder.encode(inputs)])]
+            return [_as_bytes(rows) for rows in to_cpu([r.to(self._dtype) for r in self._encoder.encode(inputs)])]
 
 
 def encode_loop_factory(
@@ -65,7 +65,7 @@ def _preprocess_workers(model: ModelBundle, encode: EncodeConfig, num_threads: i
     return workers
 
 
-def _as_bytes(rows: torch.Tensor) -> Rows:
+def _as_bytes(rows: torch.Tensor) -> EmbeddingRows:
     """Return a copy: a view would keep the whole batch in memory for as long as the cache keeps one item."""
-    as_bytes: Rows = rows.contiguous().view(torch.uint8).numpy()
+    as_bytes: EmbeddingRows = rows.contiguous().view(torch.uint8).numpy()
     return np.array(as_bytes)

@@ -6,11 +6,11 @@ import torch
 
 from triptych.config import EngineConfig
 from triptych.engine.gpu_runner import GpuRunner
-from triptych.engine.grammar.service import Grammars
+from triptych.engine.grammar.service import GrammarService
 from triptych.engine.group import CacheSize, agree_on_size, gather_memory, make_forward
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_size import KVSize, gib, kv_size
-from triptych.engine.loop import Engine
+from triptych.engine.loop import EngineCore
 from triptych.engine.runner import Forward, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.layers.attention.base import KVTensors
@@ -55,7 +55,7 @@ def build_engine(
         agreed = agree_on_size(group, CacheSize(size.num_pages + 1, size.context_length))
         cache = model.make_cache(group, agreed.num_pages, ranks.cache)
         forward = make_forward(decoder, cache.own, engine, size.context_length)
-    grammars = Grammars(model.checkpoint.folder, decoder.config.vocab_size, instance.channel.wake)
+    grammars = GrammarService(model.checkpoint.folder, decoder.config.vocab_size, instance.channel.wake)
     instance.at_end(grammars.close)
     scheduler = Scheduler(
         PagePool(size.num_pages, engine.page_size),
@@ -65,13 +65,13 @@ def build_engine(
     )
     broadcasting = ranks.broadcasting(forward, group, model.weights.activations)
     return EngineComponents(
-        engine=Engine(
+        engine=EngineCore(
             scheduler=scheduler,
             runner=_runner(broadcasting, cache.own, engine.page_size, device),
             compute=instance.compute,
             grammars=grammars,
             context_length=size.context_length,
-            vocabulary=decoder.config.vocab_size,
+            vocab_size=decoder.config.vocab_size,
         ),
         cache=cache.whole,
         embedding_dtype=model.weights.activations,

@@ -10,12 +10,12 @@ from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.kv_rows import LAYER_ROWS, CacheRows
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.kv_source import KVSource
-from triptych.engine.loop import Engine, EngineLoop
+from triptych.engine.loop import EngineCore, EngineLoop
 from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.split_loops import DecodeLoop, PrefillLoop
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
-from triptych.messages.rows import End, RowKind, RowLayout
+from triptych.messages.rows import RowKind, RowLayout, TransferSide
 from triptych.server.instance import Instance, RoleLoops
 from triptych.server.sender_loop import SenderLoop
 from triptych.stage_loop import StageLoop
@@ -31,7 +31,7 @@ from triptych.transfer.sender import Sender
 class EngineComponents:
     """What prefill and decode need. It outlives changes of role: weights, KV cache and prefix cache stay."""
 
-    engine: Engine
+    engine: EngineCore
     cache: KVTensors
     embedding_dtype: torch.dtype
     embedding_width: int
@@ -73,14 +73,14 @@ class Components:
         what allocating and registering memory raise; then nothing is left behind."""
         self.check_role(role)
         engine_loop = self._engine_loop(role, self.engine) if role.has_decoder and self.engine else None
-        loops: list[tuple[StageLoop, End | None]] = []
+        loops: list[tuple[StageLoop, TransferSide | None]] = []
         if role.encodes and self.make_encode_loop:
             loops.append((self.make_encode_loop(), None))
         if role.encodes or role.sends_kv:
             # before the engine's loop: when everything is aborted, the transfers end first, without a second message
-            loops.append((SenderLoop(self.sender), End.CONSUMER))
+            loops.append((SenderLoop(self.sender), TransferSide.CONSUMER))
         if engine_loop:
-            loops.append((engine_loop, End.PRODUCER))
+            loops.append((engine_loop, TransferSide.PRODUCER))
         return RoleLoops(loops, layouts(self.embedding_layout, self.kv_layout, has_decoder=self.engine is not None))
 
     def _engine_loop(self, role: Role, parts: EngineComponents) -> EngineLoop:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,13 @@ import uvicorn
 
 from triptych.api.app import create_app
 from triptych.api.http import BoundedHttp
-from triptych.api.named_media import NamedMedia
-from triptych.api.security import secured
+from triptych.api.security import add_security
 from triptych.api.service import GenerationDefaults, Service
+from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, MediaConfig, ServeConfig
-from triptych.errors import InstanceLost, StartError, TriptychError
-from triptych.messages.channel import BadAddress, Channel
+from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
+from triptych.messages.channel import Channel
 from triptych.messages.work import Deregister, Stop
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
@@ -41,12 +42,24 @@ LAST_ANSWERS = 1
 """Seconds that answers get to reach their clients once their requests have ended with the service."""
 
 
-class _Server(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     """uvicorn without signal handlers: signals are the command's business."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@dataclass(frozen=True)
+class FrontendState:
+    """Snapshot of a ``Frontend``, for tests and debugging."""
+
+    num_responses: int
+    """Responses that the HTTP server has yet to complete."""
+    num_fetches: int
+    """Media files that are being fetched from the web."""
+    listener: socket.socket
+    """The live socket that accepts HTTP connections."""
 
 
 class Frontend:
@@ -72,7 +85,7 @@ class Frontend:
             raise StartError(str(error)) from None
         self.router = Router(
             send=self.channel.send,
-            forget=self.channel.forget,
+            disconnect=self.channel.disconnect,
             fingerprint=builder.fingerprint,
             admission=config.frontend.admission,
             lease=config.lease,
@@ -88,14 +101,14 @@ class Frontend:
             prompt_builder=builder,
             tokenizer=builder.tokenizer,
             media=self._media,
-            named_media=NamedMedia(config.frontend.media.mm_uuid_cache_mb * 2**20),
+            uuid_cache=UuidMediaCache(config.frontend.media.mm_uuid_cache_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
             frontend=config.frontend,
             # traces first: they give a request its trace id
             observers=tuple(observer for observer in (self._traces, self._log) if observer),
         )
         settings = uvicorn.Config(
-            secured(create_app(self.service), config.frontend),
+            add_security(create_app(self.service), config.frontend),
             ssl_certfile=config.frontend.tls.ssl_certfile or None,
             ssl_keyfile=config.frontend.tls.ssl_keyfile or None,
             http=BoundedHttp,
@@ -106,7 +119,7 @@ class Frontend:
             lifespan="off",
             timeout_graceful_shutdown=LAST_ANSWERS,
         )
-        self._server = _Server(settings)
+        self._server = _HttpServer(settings)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -120,6 +133,9 @@ class Frontend:
     def control(self) -> str:
         """``HOST:PORT`` where instances join."""
         return self.channel.address.removeprefix("tcp://")
+
+    def debug_state(self) -> FrontendState:
+        return FrontendState(len(self._server.server_state.tasks), self._media.web.num_fetches, self._socket)
 
     async def __aenter__(self) -> "Frontend":
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)
@@ -143,7 +159,7 @@ class Frontend:
         # those that the server gave up on still have to let go of their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
-        self.service.planning.close()
+        self.service.executor.close()
         self._socket.close()
         self.channel.close()
         if self._traces:

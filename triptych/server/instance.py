@@ -17,7 +17,7 @@ from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.rows import Abort, Done, End, RowLayout
+from triptych.messages.rows import Abort, Done, RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     ChangeRole,
@@ -51,7 +51,7 @@ cause isn't one request, and an instance that fails at everything looks idle and
 class RoleLoops(NamedTuple):
     """The stage loops of a role."""
 
-    loops: list[tuple[StageLoop, End | None]]
+    loops: list[tuple[StageLoop, TransferSide | None]]
     """Each loop with its peer in transfers, as ``Instance.add_loop`` takes them."""
     layouts: list[RowLayout]
     """Layouts of the rows that the instance produces or consumes."""
@@ -101,7 +101,7 @@ class Instance:
         self._lease = lease
         self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
-        self._handlers: dict[tuple[type[Any], End | None], Callable[[Any], object]] = {
+        self._handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
             (Registered, None): self._on_registered,
             (RegistrationRefused, None): self._on_refused,
             (RegisterAgain, None): lambda _: self._on_register_again(),
@@ -109,7 +109,7 @@ class Instance:
             (Stop, None): lambda _: self.stop(),
             (ChangeRole, None): self._on_change_role,
         }
-        self._loop_handlers: dict[tuple[type[Any], End | None], Callable[[Any], object]] = {}
+        self._loop_handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {}
         self._pending_role: _PendingRole | None = None
         self.registered = False
         self._stopping = False
@@ -119,7 +119,7 @@ class Instance:
         self._register_deadline = self._remind_at = 0.0
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
-    def add_loop(self, loop: StageLoop, peer: End | None = None) -> None:
+    def add_loop(self, loop: StageLoop, peer: TransferSide | None = None) -> None:
         """Add a stage loop. ``peer`` is the end of transfers that it exchanges messages with, if any: an instance may
         have a producer and a consumer, and ``Done`` and ``Abort`` go to the loop whose peer sent them."""
         self.loops.append(loop)
@@ -351,4 +351,4 @@ class Instance:
     def _on_peer_lost(self, message: PeerLost) -> None:
         for loop in self.loops:
             loop.peer_lost(message)
-        self.channel.forget(message.address)
+        self.channel.disconnect(message.address)

@@ -7,9 +7,9 @@ import torch
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import InstanceSpec
-from triptych.errors import StartError
+from triptych.errors import BadAddress, StartError
 from triptych.heap import gc_frozen, keep_freed_memory, share_heap
-from triptych.messages.channel import BadAddress, Channel, endpoint
+from triptych.messages.channel import Channel, endpoint
 from triptych.server.build import build_instance
 from triptych.server.model_bundle import ModelBundle
 

@@ -25,7 +25,7 @@ class ModelBundle:
         self.family = family_of(self.config)
         processors = load_preprocessor_config(checkpoint.folder), load_video_config(checkpoint.folder)
         self.planner: Planner = resolve(self.family.planner)(self.config, *processors)
-        self.adapter: ModelAdapter = resolve(self.family.tower)(self.config)
+        self.adapter: ModelAdapter = resolve(self.family.adapter)(self.config)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
         self.kv_dtype = kv_dtype(engine, self.device, self.weights)
@@ -35,7 +35,7 @@ class ModelBundle:
     def num_bytes(self, role: Role) -> int:
         """Return what a role loads of the checkpoint, in bytes."""
         stages = self.adapter.weight_bytes_by_stage(self.checkpoint.tensors)
-        return stages["tower"] * role.encodes + stages["decoder"] * role.has_decoder
+        return stages["encoder"] * role.encodes + stages["decoder"] * role.has_decoder
 
     def load_encoder(self) -> Encoder:
         return self.adapter.load_encoder(self.checkpoint, self.weights, self.device)

@@ -13,7 +13,7 @@ from triptych.engine.group import agree_on_size, gather_memory, make_forward
 from triptych.engine.step_broadcast import receive_step
 from triptych.errors import StartError
 from triptych.heap import keep_freed_memory, share_heap
-from triptych.layers.parallel import NO_TIMEOUT, ProcessGroup, arrived, rank_device, rendezvous
+from triptych.layers.parallel import NO_TIMEOUT, ProcessGroup, rank_device, ready_key, rendezvous
 from triptych.observe import logs
 from triptych.observe.machine import end_with_parent
 from triptych.server.model_bundle import ModelBundle
@@ -26,8 +26,8 @@ def run_rank(spec: RankSpec) -> None:
     model = ModelBundle(Checkpoint(spec.model), spec.engine)
     device = rank_device(model.device, spec.rank)
     store = rendezvous(spec.rendezvous, spec.num_ranks)
-    store.set(arrived(spec.rank), "")
-    store.wait([arrived(0)], NO_TIMEOUT)
+    store.set(ready_key(spec.rank), "")
+    store.wait([ready_key(0)], NO_TIMEOUT)
     group = ProcessGroup(store, spec.rank, spec.num_ranks, device)
     decoder = model.load_decoder(group)
     # the same collective operations as those of rank 0, in server/build_engine.py

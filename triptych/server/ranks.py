@@ -24,9 +24,9 @@ from triptych.engine.step_broadcast import send_step
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import AfterLayer, ForwardBatch
-from triptych.layers.parallel import SINGLE_RANK, Group, ProcessGroup, arrived, rendezvous
+from triptych.layers.parallel import SINGLE_RANK, Group, ProcessGroup, ready_key, rendezvous
 from triptych.observe.logs import LogSettings, for_child
-from triptych.observe.machine import ending
+from triptych.observe.machine import describe_exit
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +138,8 @@ class ChildRanks:
             threading.Thread(target=self._watch, args=(rank, process), name=f"watch-rank-{rank}", daemon=True).start()
 
     def connect(self, device: torch.device) -> Group:
-        self._store.set(arrived(0), "")
-        while not self._store.check([arrived(rank) for rank in range(1, self._size)]):
+        self._store.set(ready_key(0), "")
+        while not self._store.check([ready_key(rank) for rank in range(1, self._size)]):
             self._noticed.wait(CHECK_INTERVAL)
             if self._failure is not None:
                 raise self._failure
@@ -179,7 +179,7 @@ class ChildRanks:
         code = process.wait()
         if not self._closing:
             who = f"tensor-parallel rank {rank} of {self._size} (process {process.pid})"
-            self._fail(StartError(f"{who} {ending(code)}"))
+            self._fail(StartError(f"{who} {describe_exit(code)}"))
 
     def _fail(self, failure: StartError) -> None:
         """Report the first failure; later ones follow from it. Threads that wait for a failure continue after the

@@ -17,37 +17,37 @@ class SenderLoop:
     context_length = 0
 
     def __init__(self, sender: Sender) -> None:
-        self._sender = sender
+        self.sender = sender
 
     @property
     def handlers(self) -> Handlers:
-        return {Grant: self._sender.on_grant, Done: self._sender.on_done, Abort: self._sender.on_abort}
+        return {Grant: self.sender.on_grant, Done: self.sender.on_done, Abort: self.sender.on_abort}
 
     def advance(self) -> None:
-        self._sender.poll()
-        self._sender.check_deadlines()
+        self.sender.poll()
+        self.sender.check_deadlines()
 
     @property
     def next_advance(self) -> float:
-        return self._sender.next_poll
+        return self.sender.next_poll
 
     def peer_lost(self, lost: PeerLost) -> None:
-        self._sender.consumer_lost(lost.address)
+        self.sender.consumer_lost(lost.address)
 
     def on_lease_lost(self) -> None:
         """Drop all transfers. Nothing may be written any more, because consumers, once they learn that this instance is
         gone, may grant the same blocks to others."""
-        self._sender.forget_all()
+        self.sender.drop_all()
 
     def check_idle(self) -> None:
         """There is nothing to check: the sender holds rows only while a transfer is in flight."""
 
     @property
     def idle(self) -> bool:
-        return self._sender.idle
+        return self.sender.idle
 
     def add_stats(self, stats: InstanceStats) -> None:
-        stats.sent = self._sender.counters
+        stats.sent = self.sender.counters
 
     def close(self) -> None:
-        log.info("sent: %s", self._sender.counters)
+        log.info("sent: %s", self.sender.counters)

@@ -1,4 +1,4 @@
-"""The receive pool's accounting: blocks are handed out as extents, and every block is accounted for."""
+"""Block accounting of a receive pool: blocks are allocated in contiguous runs, and every block is accounted for."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class BlockRun(NamedTuple):
 
 
 class BlockPool:
-    """Hands out ``num_blocks`` blocks in contiguous runs: best fit, several runs under fragmentation."""
+    """Allocator of ``num_blocks`` blocks in contiguous runs: best fit, and several runs when fragmented."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -32,10 +32,13 @@ class BlockPool:
         return sum(run.length for run in self._free_runs)
 
     def take(self, count: int) -> list[BlockRun]:
-        """``count`` blocks in as few runs as best fit finds: the smallest free run that holds what is still
-        wanted, else the largest there is. Raises BlockError when fewer are free."""
+        """Allocate ``count`` blocks in few runs, sorted by start.
+
+        Takes the smallest free run that holds all remaining blocks, or the largest free run if none does, until done.
+        Raises BlockError when fewer blocks are free.
+        """
         if not 1 <= count <= self.num_free:
-            raise BlockError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} are free")
+            raise BlockError(f"{count} blocks requested, {self.num_free} of {self.num_blocks} are free")
         runs = []
         while count:
             run = self._take_run(count)
@@ -44,15 +47,15 @@ class BlockPool:
         return sorted(runs)
 
     def free(self, runs: Iterable[BlockRun]) -> None:
-        """Gives blocks back; a run may be part of one that was taken. Raises BlockError, and frees nothing of the
-        run, when any of its blocks is foreign or already free."""
+        """Free blocks; a run may be part of an allocated one. Raises BlockError for a run with blocks that are free
+        already or outside the pool, and frees none of that run."""
         for run in runs:
             self._check_taken(run)
             self._taken[run.start : run.end] = bytes(run.length)
             self._free_runs = _coalesced(sorted([*self._free_runs, run]))
 
     def taken_runs(self) -> Iterator[BlockRun]:
-        """The blocks that aren't free, as runs from the first to the last."""
+        """Yield the allocated blocks as maximal runs, in order."""
         start = 0
         for free in [*self._free_runs, BlockRun(self.num_blocks, 0)]:
             if free.start > start:
@@ -60,9 +63,9 @@ class BlockPool:
             start = free.end
 
     def check_all_free(self) -> None:
-        """Raises BlockError naming how many blocks leaked, if any did."""
+        """Raise BlockError with the number of leaked blocks, if there are any."""
         if leaked := sum(self._taken):
-            raise BlockError(f"{leaked} of {self.num_blocks} blocks were never given back")
+            raise BlockError(f"{leaked} of {self.num_blocks} blocks were never freed")
 
     def _take_run(self, count: int) -> BlockRun:
         fitting = [run for run in self._free_runs if run.length >= count]
@@ -77,7 +80,7 @@ class BlockPool:
 
     def _check_taken(self, run: BlockRun) -> None:
         if run.length < 1 or run.start < 0 or run.end > self.num_blocks:
-            raise BlockError(f"blocks {run.start}..{run.end - 1} are not of this pool of {self.num_blocks}")
+            raise BlockError(f"blocks {run.start}..{run.end - 1} are outside this pool of {self.num_blocks}")
         if not all(self._taken[run.start : run.end]):
             raise BlockError(f"some of blocks {run.start}..{run.end - 1} are free already")
 

@@ -1,4 +1,4 @@
-"""The receive buffer: memory cut into blocks of rows, which peers write to over any of several fabrics."""
+"""Receive buffer: memory divided into blocks of rows, which peers write to over several fabrics."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from triptych.transfer.memory import Allocate, Bytes, Memory
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows ``[first_row, first_row + rows)`` of a transfer and the blocks they were granted."""
+    """Rows ``[first_row, first_row + rows)`` of a transfer and the blocks that hold them."""
 
     first_row: int
     rows: int
@@ -23,11 +23,12 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class _Home:
-    """Memory that the buffer lives in or has lived in, and how each fabric names it."""
+class _Backing:
+    """Memory that holds, or has held, the buffer's rows."""
 
     memory: Memory
     handles: dict[str, RegionHandle]
+    """The memory's region by fabric name."""
 
 
 class RowBuffer:
@@ -36,14 +37,14 @@ class RowBuffer:
     def __init__(
         self, layout: RowLayout, num_blocks: int, block_rows: int, fabrics: Sequence[Fabric], allocate: Allocate
     ) -> None:
-        """``fabrics`` in the order in which they are preferred; ``allocate`` makes memory that each can register."""
+        """``fabrics`` are in order of preference; ``allocate`` returns memory that each of them can register."""
         self.layout = layout
         self.block_rows = block_rows
         self.pool = BlockPool(num_blocks)
         self._fabrics = fabrics
         self._allocate = allocate
-        self._left: list[_Home] = []
-        self._home = self._new_home()
+        self._old_backings: list[_Backing] = []
+        self._backing = self._new_backing()
 
     @property
     def num_blocks(self) -> int:
@@ -51,43 +52,50 @@ class RowBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Twice for a moment when a producer is lost: see ``renew``."""
+        """Size of the memory. Twice that is in use while the buffer relocates."""
         return self.num_blocks * self._block_bytes
 
-    def reachable(self, reaches: Iterable[FabricId]) -> Fabric | None:
-        """The best of this buffer's fabrics that a producer with these has too."""
-        theirs = {(reach.fabric, reach.domain) for reach in reaches}
-        return next((fabric for fabric in self._fabrics if (fabric.name, fabric.domain) in theirs), None)
+    @property
+    def num_old_backings(self) -> int:
+        """How many memories the buffer has left and not released yet."""
+        return len(self._old_backings)
+
+    def common_fabric(self, offered: Iterable[FabricId]) -> Fabric | None:
+        """Return the most preferred fabric that a producer with the ``offered`` fabrics can reach; None if none."""
+        theirs = {(fabric.fabric, fabric.scope) for fabric in offered}
+        return next((fabric for fabric in self._fabrics if (fabric.name, fabric.scope) in theirs), None)
 
     def handle(self, fabric: Fabric) -> RegionHandle:
-        """What a producer writes to over that fabric."""
-        return self._home.handles[fabric.name]
+        """Return the region that a producer writes to over ``fabric``."""
+        return self._backing.handles[fabric.name]
 
     def blocks_of(self, rows: int) -> int:
-        """How many blocks hold so many rows."""
+        """Return how many blocks are needed for ``rows`` rows."""
         return -(-rows // self.block_rows)
 
-    def renew(self) -> None:
-        """Moves to new memory, rows and all, so that a write which nobody can stop any more harms nobody. What is
-        being written to the old memory is lost. Raises what allocating and registering raise; then nothing moves."""
-        home = self._new_home()
+    def relocate(self) -> None:
+        """Move all rows to new memory, so that a write that can't be stopped doesn't overwrite rows of others.
+
+        Writes in flight go to the old memory and are lost. Raises the errors of allocation and registration, and then
+        the buffer stays where it is.
+        """
+        new = self._new_backing()
         for run in self.pool.taken_runs():
             low, high = run.start * self._block_bytes, run.end * self._block_bytes
-            home.memory.bytes[low:high] = self._home.memory.bytes[low:high]
-        self._left.append(self._home)
-        self._home = home
+            new.memory.bytes[low:high] = self._backing.memory.bytes[low:high]
+        self._old_backings.append(self._backing)
+        self._backing = new
 
-    def forget_left(self, wanted: Collection[RegionHandle]) -> None:
-        """Lets go of the memory that the buffer has left, but for the regions ``wanted``: somebody who was granted
-        them has yet to find out."""
-        for home in [home for home in self._left if not set(home.handles.values()) & set(wanted)]:
-            self._left.remove(home)
-            self._leave(home)
+    def release_old_backings(self, in_use: Collection[RegionHandle] = ()) -> None:
+        """Release the memory that the buffer has left, except the regions ``in_use``, which peers may still open."""
+        for backing in [old for old in self._old_backings if not set(old.handles.values()) & set(in_use)]:
+            self._old_backings.remove(backing)
+            self._release(backing)
 
     def close(self) -> None:
-        """Takes the memory back from peers."""
-        self.forget_left([])
-        self._leave(self._home)
+        """Deregister and release all memory."""
+        self.release_old_backings()
+        self._release(self._backing)
 
     @property
     def _block_bytes(self) -> int:
@@ -95,28 +103,28 @@ class RowBuffer:
 
     @property
     def _rows(self) -> Bytes:
-        return self._home.memory.bytes.reshape(-1, self.layout.row_bytes)
+        return self._backing.memory.bytes.reshape(-1, self.layout.row_bytes)
 
-    def _new_home(self) -> "_Home":
+    def _new_backing(self) -> _Backing:
         memory = self._allocate(self.num_bytes)
-        home = _Home(memory, {})
+        backing = _Backing(memory, {})
         try:
             for fabric in self._fabrics:
-                home.handles[fabric.name] = fabric.register(memory)
+                backing.handles[fabric.name] = fabric.register(memory)
         except BaseException:
-            self._leave(home)
+            self._release(backing)
             raise
-        return home
+        return backing
 
-    def _leave(self, home: "_Home") -> None:
+    def _release(self, backing: _Backing) -> None:
         for fabric in self._fabrics:
-            if handle := home.handles.get(fabric.name):
+            if handle := backing.handles.get(fabric.name):
                 fabric.deregister(handle)
-        home.memory.close()
+        backing.memory.close()
 
     def take(self, first_row: int, rows: int) -> list[Segment]:
-        """Blocks for as many of the rows from ``first_row`` on as fit in what is free, at least one block's worth.
-        Raises BlockError when nothing is free."""
+        """Allocate blocks for rows from ``first_row`` on: all ``rows`` of them, or those that fit in the free blocks.
+        Raises BlockError when no block is free."""
         blocks = max(1, min(self.blocks_of(rows), self.pool.num_free))
         segments = []
         for run in self.pool.take(blocks):
@@ -127,11 +135,11 @@ class RowBuffer:
         return segments
 
     def extents(self, segments: Iterable[Segment]) -> list[Extent]:
-        """The same segments as a producer addresses them."""
+        """Return the segments as a producer addresses them."""
         return [Extent(segment.run.start * self.block_rows, segment.rows) for segment in segments]
 
     def read(self, segments: Iterable[Segment], first_row: int, rows: int) -> Iterator[Bytes]:
-        """Views, uint8 of shape (n, row_bytes), that together are ``rows`` rows from ``first_row`` on."""
+        """Yield views, uint8 of shape (n, row_bytes), of ``rows`` rows from ``first_row`` on."""
         end_row = first_row + rows
         for segment in segments:
             low, high = max(first_row, segment.first_row), min(end_row, segment.end_row)
@@ -140,7 +148,7 @@ class RowBuffer:
                 yield self._rows[base + low : base + high]
 
     def free_below(self, segment: Segment, row: int) -> Segment | None:
-        """Frees the blocks all of whose rows are below ``row``; what is left of the segment, or None."""
+        """Free the blocks whose rows are all below ``row``. Returns the rest of the segment, or None."""
         if row >= segment.end_row:
             self.pool.free([segment.run])
             return None

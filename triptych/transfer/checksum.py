@@ -1,4 +1,5 @@
-"""The checksum of rows on their way: XXH3-64, which is faster than memory is (docs/decisions/0009-transfer.md)."""
+"""Checksum of transferred rows: XXH3-64, which is fast enough not to limit a transfer
+(docs/decisions/0009-transfer.md)."""
 
 from collections.abc import Iterable
 
@@ -8,7 +9,8 @@ from triptych.transfer.memory import Bytes
 
 
 def checksum(parts: Iterable[Bytes]) -> int:
-    """Of the parts' bytes, one after the other, wherever one part ends and the next begins. Each is contiguous."""
+    """Return the checksum of the parts' concatenation. Where it is cut into parts doesn't matter; each is
+    contiguous."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part.reshape(-1).data)

@@ -1,14 +1,16 @@
-"""The consumer's end of the protocol: grants blocks, sees rows land, hands them on, takes the blocks back.
+"""The consumer's end of the protocol: grants blocks, receives rows, serves reads and frees the blocks.
 
-Grants go out in line order: by place (first come first served, then prompt order), or, without places, as they are
-offered. The head of the line, the first transfer that isn't wholly granted, always gets a block: one is kept back for
-one whose place is known before it is offered, and if rows that landed for a later transfer hold the last ones, those
-rows are given up and granted again later (the producer keeps them until Done). Not so the rows of a transfer that
-``keep`` was called for: they are consumed without waiting for anybody. So any pool, even of one block, finishes
-transfers of any length, whatever order they are offered in.
+Transfers queue for blocks in order of their position (first come first served, then prompt order), or, without one, in
+order of their offers. The head of the queue, the first transfer that isn't completely granted, always gets a block:
 
-Rows that arrive garbled are granted again. A producer that is lost while it may still be writing can't be stopped (it
-may be a process that stands still in the middle of a copy), so the buffer moves away from under it.
+- One block is reserved for a transfer whose position is known before it is offered.
+- If rows that landed for a later transfer hold the last blocks, these blocks are revoked and granted again later; the
+  producer keeps the rows until Done. Pinned transfers are exempt, because they are consumed without waiting for others.
+
+So a pool of any size, even of one block, completes transfers of any length in any order of offers.
+
+Corrupt rows are granted again. A lost producer may still be writing, for instance a process that was stopped in the
+middle of a copy. It can't be stopped from here, so the buffer relocates to other memory.
 """
 
 import itertools
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 
 from triptych.errors import TransferError, TriptychError
 from triptych.messages.codec import Send
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RegionHandle, Wrote
+from triptych.messages.rows import Abort, Done, Grant, Offer, RegionHandle, TransferSide, Wrote
 from triptych.messages.stats import ReceiverCounters
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.checksum import checksum
@@ -31,34 +33,39 @@ from triptych.types import Address, TransferId
 
 log = logging.getLogger(__name__)
 
-Place = tuple[int, ...]
+QueuePosition = tuple[int, ...]
+"""Position in the queue for blocks: lower goes first."""
 
-PARTS = 4
-"""A transfer that is larger than what is free resumes in parts of at least what it may hold divided by this."""
+MAX_RESUMES_PER_CAP = 4
+"""A transfer that holds rows gets further grants of at least its cap divided by this, because few large grants cost
+less than many small ones."""
 MAX_RESENDS = 3
-"""How often rows that arrive garbled are granted again before the transfer fails."""
+"""How often corrupt rows are granted again before the transfer fails."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A transfer that won't complete; ``error`` names a class in triptych.errors. The client closes it."""
+class TransferFailure:
+    """A transfer that won't complete. Whoever expected it must close it."""
 
     transfer: TransferId
     error: str
+    """Name of a class in triptych.errors."""
     reason: str
 
 
 @dataclass
-class _Flight:
-    """One grant: the rows it covers and where they go. ``writing`` until the producer says that it isn't any more,
-    ``landed`` once the rows are here, and right."""
+class _OutstandingGrant:
+    """A grant whose rows haven't all been taken over."""
 
     first_row: int
     segments: list[Segment]
     region: RegionHandle
     checked: bool
+    """Whether the producer sends a checksum."""
     writing: bool = True
+    """Whether the producer may be writing."""
     landed: bool = False
+    """Whether the rows are here and intact."""
     resends: int = 0
 
     @property
@@ -71,29 +78,38 @@ class _Flight:
 
 
 @dataclass
-class _Incoming:
-    """One transfer. Rows below ``consumed`` are gone, below ``landed`` are here, below ``granted`` may arrive. It isn't
-    in line while its ``place`` is empty. ``segments`` hold what is granted and not consumed; ``flights`` are the grants
-    that haven't all landed; each has up to ``grant_blocks``."""
+class _IncomingTransfer:
+    """One transfer as the consumer sees it."""
 
     transfer: TransferId
     rows: int
-    place: Place
+    position: QueuePosition
+    """Empty until the transfer queues."""
     progress: Progress
     grant_blocks: int
+    """Maximum size of one grant in blocks."""
     producer: Address | None = None
+    """None before the offer, and once the producer can't write any more."""
     fabric: Fabric | None = None
     consumed: int = 0
+    """Rows below this have been consumed."""
     landed: int = 0
+    """Rows below this have landed."""
     granted: int = 0
+    """Rows below this have been granted."""
     segments: list[Segment] = field(default_factory=list)
-    flights: list[_Flight] = field(default_factory=list)
+    """Where the rows are that are granted and not consumed."""
+    grants: list[_OutstandingGrant] = field(default_factory=list)
+    """In row order."""
     waiting: bool = False
-    kept: bool = False
+    """Whether it is counted as waiting for blocks."""
+    pinned: bool = False
     failed: bool = False
+    """Whether a TransferFailure has been reported."""
 
     @property
     def closing(self) -> bool:
+        """Whether it is closed and only waits until the producer has stopped writing."""
         return self.progress.state is TransferState.FAILED
 
     @property
@@ -102,7 +118,7 @@ class _Incoming:
 
 
 class Receiver:
-    """All incoming transfers of one instance, over one buffer. Used by one thread."""
+    """All incoming transfers of an instance, over one buffer. Not thread-safe."""
 
     def __init__(
         self,
@@ -115,8 +131,8 @@ class Receiver:
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``grant_rows`` cuts grants to about that size, 0 to none: rows land grant by grant. ``check_always`` asks for
-        checksums over every fabric, not only over those that cross hosts."""
+        """``grant_rows`` limits the size of one grant, and so the number of rows that land at once; 0 means no limit.
+        ``check_always`` requests checksums over every fabric, not only over those that cross hosts."""
         self.buffer = buffer
         self.counters = ReceiverCounters()
         self._address = address
@@ -126,57 +142,69 @@ class Receiver:
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
         self._cap = GrantCap(buffer.num_blocks)
-        self._transfers: dict[TransferId, _Incoming] = {}
-        self._failures: list[Failure] = []
+        self._transfers: dict[TransferId, _IncomingTransfer] = {}
+        self._failures: list[TransferFailure] = []
         self._offers = itertools.count()
 
     def expect(
         self,
         transfer: TransferId,
         rows: int,
-        place: Place = (),
+        position: QueuePosition = (),
         first_row: int = 0,
         part_rows: int = 0,
         *,
         timeout: float = 0.0,
     ) -> None:
-        """Makes room in the line at ``place`` (lower goes first) for a transfer that will be offered; without one it
-        stands where its offer comes. Rows below ``first_row`` aren't wanted: they count as consumed. Where rows are
-        made ``part_rows`` at a time, grants are cut to about that size. While it waits for input it may stand still
-        for ``timeout`` seconds, if that is more than the deadlines say: for as long as its request may."""
+        """Register a transfer that a producer will offer.
+
+        It queues at ``position``; without one, behind all that were offered before. Rows below ``first_row`` aren't
+        needed and count as consumed. If rows are produced ``part_rows`` at a time, grants are limited to about that
+        size. ``timeout``, the request's own in seconds, extends the deadlines if it is longer.
+        """
         grant_blocks = max(1, part_rows // self.buffer.block_rows) if part_rows else self._grant_blocks
-        incoming = _Incoming(transfer, rows, place, Progress(transfer, self._clock(), timeout), grant_blocks)
+        incoming = _IncomingTransfer(transfer, rows, position, Progress(transfer, self._clock(), timeout), grant_blocks)
         incoming.consumed = incoming.landed = incoming.granted = first_row
         self._transfers[transfer] = incoming
-        self._cap.learn(self.buffer.blocks_of(rows - first_row))
+        self._cap.record(self.buffer.blocks_of(rows - first_row))
 
     def landed(self, transfer: TransferId) -> int:
-        """How many rows, from the first on, have landed; rows already consumed count."""
+        """Return how many rows, from row 0 on, have landed; consumed rows count."""
         return self._transfers[transfer].landed
+
+    @property
+    def transfers(self) -> Collection[TransferId]:
+        """Live view of all transfers that are expected, in progress or closing."""
+        return self._transfers.keys()
+
+    def debug_state(self) -> dict[TransferId, list[Segment]]:
+        """For tests: the segments that each transfer holds."""
+        return {transfer: list(incoming.segments) for transfer, incoming in self._transfers.items()}
 
     def state(self, transfer: TransferId) -> TransferState:
         return self._transfers[transfer].progress.state
 
     def is_offered(self, transfer: TransferId) -> bool:
-        """Whether a producer has said that it will write the rows."""
+        """Whether a producer has offered the transfer."""
         return self._transfers[transfer].producer is not None
 
-    def keep(self, transfer: TransferId) -> None:
-        """What has landed isn't given up for others any more: it will be consumed without waiting for any of them."""
-        self._transfers[transfer].kept = True
+    def pin(self, transfer: TransferId) -> None:
+        """Exempt the transfer's blocks from being revoked. Its rows must be consumed without waiting for others."""
+        self._transfers[transfer].pinned = True
 
     def read(self, transfer: TransferId, first_row: int, rows: int) -> list[Bytes]:
-        """Views, uint8 of shape (n, row_bytes), of rows that have landed; valid until they are consumed."""
+        """Return views, uint8 of shape (n, row_bytes), of landed rows, valid until these are consumed. Raises
+        TransferError for rows that haven't landed or were consumed."""
         incoming = self._transfers[transfer]
         if not incoming.consumed <= first_row <= first_row + rows <= incoming.landed:
             raise TransferError(
-                f"rows {first_row}..{first_row + rows} are not here: {incoming.consumed}..{incoming.landed} are"
+                f"rows {first_row}..{first_row + rows} can't be read: {incoming.consumed}..{incoming.landed} are here"
             )
         return list(self.buffer.read(incoming.segments, first_row, rows))
 
     def consume(self, transfer: TransferId, up_to: int) -> None:
-        """Rows below ``up_to`` won't be read again: their blocks are free, and are granted on at the next ``grant``.
-        With the last row the transfer is done and forgotten."""
+        """Free the blocks of rows below ``up_to``, which must have landed. The next ``grant`` can reuse them. Consuming
+        the last row completes the transfer. Raises TransferError for rows that haven't landed."""
         incoming = self._transfers[transfer]
         if not incoming.consumed <= up_to <= incoming.landed:
             raise TransferError(
@@ -191,106 +219,111 @@ class Receiver:
             self._finish(incoming)
 
     def close(self, transfer: TransferId, reason: str) -> None:
-        """Gives up a transfer, whatever its state. Blocks that a producer may still be writing to are kept until it
-        says that it has let go."""
+        """Cancel a transfer in any state. Blocks that its producer may be writing to stay allocated until the producer
+        answers."""
         incoming = self._transfers.get(transfer)
         if incoming is None or incoming.closing:
             return
         incoming.progress.enter(TransferState.FAILED, self._clock())
         producer = incoming.producer
-        if not self._exposed(incoming):
+        if not self._may_be_written(incoming):
             self._drop(incoming)
         if producer is not None:
-            self._send(producer, Abort(transfer, End.CONSUMER, self._address, reason))
+            self._send(producer, Abort(transfer, TransferSide.CONSUMER, self._address, reason))
 
     def producer_lost(self, producer: Address, offering: Collection[TransferId] = ()) -> None:
-        """Nothing more will come from this producer, which was going to offer the transfers ``offering`` if it hadn't
-        yet. Those still wanted have failed."""
+        """Fail the transfers of a producer that is gone, including those in ``offering``, which it had yet to offer."""
         lost = [
             incoming
             for incoming in self._transfers.values()
             if incoming.producer == producer or (incoming.producer is None and incoming.transfer in offering)
         ]
-        self._part_all(lost, "InstanceLost", "the instance that sent the rows is gone")
+        self._detach_all(lost, "InstanceLost", "the instance that sent the rows is gone")
 
-    def take_failures(self) -> list[Failure]:
-        """The transfers that have failed since the last call; each must be closed."""
+    def take_failures(self) -> list[TransferFailure]:
+        """Return the failures since the last call. The transfer of each must be closed."""
         failures, self._failures = self._failures, []
         return failures
 
     def check_deadlines(self) -> None:
-        """Fails what has stood still for too long. Call a few times a second."""
+        """Fail transfers that have made no progress within their deadlines. Call a few times a second."""
         now = self._clock()
         overdue = [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]
-        safe = self._fence(overdue)
+        safe = self._relocate_if_exposed(overdue)
         for incoming in overdue:
-            incoming.progress.touch(now)  # once is enough; for blocks that nothing is safe to take, until next time
+            incoming.progress.touch(
+                now
+            )  # reported once; if the buffer couldn't relocate, blocks stay until the next deadline
             if incoming.closing and safe:
                 self._drop(incoming)
             elif not incoming.closing:
-                self._fail(
-                    incoming, "DeadlineExceeded", f"a transfer stood still while {incoming.progress.state.value}"
-                )
+                state = incoming.progress.state.value
+                self._fail(incoming, "DeadlineExceeded", f"a transfer made no progress while {state}")
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_offer(self, offer: Offer) -> None:
-        """Takes note of who has the rows. The transfer fails when the two ends don't fit together."""
+        """Record the producer of a transfer. The transfer fails if the two ends are incompatible."""
         incoming = self._transfers.get(offer.transfer)
         if incoming is None or incoming.closing or incoming.failed:
-            self._send(offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "not wanted any more"))
+            self._send(
+                offer.producer, Abort(offer.transfer, TransferSide.CONSUMER, self._address, "no longer expected")
+            )
             return
         if incoming.producer is not None:
             log.error("transfer %s: offered twice", offer.transfer)
             if incoming.producer != offer.producer:
-                self._send(offer.producer, Abort(offer.transfer, End.CONSUMER, self._address, "another has offered it"))
+                self._send(
+                    offer.producer,
+                    Abort(offer.transfer, TransferSide.CONSUMER, self._address, "offered by another producer"),
+                )
             return
         incoming.producer = offer.producer
-        if not incoming.place:
-            incoming.place = (next(self._offers),)
-        incoming.fabric = self.buffer.reachable(offer.reaches)
+        if not incoming.position:
+            incoming.position = (next(self._offers),)
+        incoming.fabric = self.buffer.common_fabric(offer.fabrics)
         incoming.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
         if mismatch := self._mismatch(offer, incoming):
-            self._fail(incoming, "InternalError", f"the two ends of a transfer don't fit: {mismatch}")
+            self._fail(incoming, "InternalError", f"the two ends of a transfer are incompatible: {mismatch}")
 
     def on_wrote(self, wrote: Wrote) -> None:
-        """Rows have landed, exactly those of one grant; anything else is not believed. Garbled ones are granted
+        """Take over the rows of one grant. Rows that match no outstanding grant are ignored; corrupt rows are granted
         again."""
         incoming = self._transfers.get(wrote.transfer)
-        flight = _flight(incoming, wrote)
-        if incoming is None or flight is None:
-            log.warning("transfer %s: rows %d+%d are not expected", wrote.transfer, wrote.first_row, wrote.rows)
+        grant = _answered_grant(incoming, wrote)
+        if incoming is None or grant is None:
+            log.warning("transfer %s: rows %d+%d were not granted", wrote.transfer, wrote.first_row, wrote.rows)
             return
         incoming.progress.touch(self._clock())
         if incoming.closing:
-            flight.writing = False  # but Done is still to come
+            grant.writing = False  # Done still follows
             return
         assert incoming.fabric is not None
-        moved = flight.region != self.buffer.handle(incoming.fabric)
-        if moved or (flight.checked and wrote.checksum != self._checksum(flight)):
-            self._resend(incoming, flight, garbled=not moved)
+        relocated = grant.region != self.buffer.handle(incoming.fabric)
+        if relocated or (grant.checked and wrote.checksum != self._checksum(grant)):
+            self._grant_again(incoming, grant, corrupt=not relocated)
             return
-        flight.writing, flight.landed = False, True
-        while incoming.flights and incoming.flights[0].landed:
-            incoming.landed = incoming.flights.pop(0).end_row
+        grant.writing, grant.landed = False, True
+        while incoming.grants and incoming.grants[0].landed:
+            incoming.landed = incoming.grants.pop(0).end_row
         self.counters.rows += wrote.rows
         self.counters.bytes += wrote.rows * self.buffer.layout.row_bytes
 
     def on_abort(self, abort: Abort) -> None:
-        """The producer gives up. The buffer moves if it couldn't let go."""
-        self._send(abort.sender, Done(abort.transfer, End.CONSUMER))
+        """Fail a transfer that its producer has aborted. The buffer relocates if the producer may still be writing."""
+        self._send(abort.sender, Done(abort.transfer, TransferSide.CONSUMER))
         incoming = self._transfers.get(abort.transfer)
         if incoming is None or incoming.producer not in (None, abort.sender):
             return
-        reason = f"the instance that sends the rows gave up: {abort.reason}"
-        if abort.let_go:
-            # no error here: it has been told that the request is cancelled, or has logged what is wrong
-            self._part(incoming, "InternalError", reason, logging.INFO)
+        reason = f"the instance that sends the rows aborted: {abort.reason}"
+        if abort.released:
+            # not logged as an error: the request was cancelled, or the producer has logged the error
+            self._detach(incoming, "InternalError", reason, logging.INFO)
         else:
-            self._part_all([incoming], "InternalError", reason)
+            self._detach_all([incoming], "InternalError", reason)
 
     def on_done(self, done: Done) -> None:
-        """The producer has let go of a transfer that was aborted."""
+        """Drop a closed transfer, which its producer has released."""
         incoming = self._transfers.get(done.transfer)
         if incoming is not None and incoming.closing:
             self._drop(incoming)
@@ -298,180 +331,184 @@ class Receiver:
     # ── grants ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def grant(self) -> None:
-        """Hands free blocks to the line. Call after messages and after consuming."""
-        self.buffer.forget_left({flight.region for t in self._transfers.values() for flight in t.flights})
-        wanting = (t for t in self._transfers.values() if t.place and not t.closing and t.granted < t.rows)
-        line = sorted(wanting, key=lambda t: t.place)
-        if line and line[0].producer is not None and not line[0].segments and not self.buffer.pool.num_free:
-            self._revoke_for(line[0])
-        kept_back = 0
-        cap = self._cap.blocks() if len(line) > 1 else self.buffer.num_blocks
-        for incoming in line:
+        """Grant free blocks to the queue. Call after messages and after consuming."""
+        self.buffer.release_old_backings({grant.region for t in self._transfers.values() for grant in t.grants})
+        incomplete = (t for t in self._transfers.values() if t.position and not t.closing and t.granted < t.rows)
+        queue = sorted(incomplete, key=lambda t: t.position)
+        if queue and queue[0].producer is not None and not queue[0].segments and not self.buffer.pool.num_free:
+            self._revoke_for(queue[0])
+        reserved = 0
+        cap = self._cap.blocks() if len(queue) > 1 else self.buffer.num_blocks
+        for incoming in queue:
             if incoming.producer is None or incoming.fabric is None:
-                kept_back = 1  # for the first that isn't offered yet: prefill can't pass it
+                reserved = 1  # for the first that isn't offered yet: prefill can't proceed beyond it
                 continue
-            available = self.buffer.pool.num_free - kept_back
+            available = self.buffer.pool.num_free - reserved
             if available <= 0:
-                self._note_waiting(incoming)
+                self._count_wait(incoming)
                 return
             allowed = min(available, cap - incoming.held_blocks)
-            if incoming.segments and allowed < min(self._blocks_wanted(incoming), cap // PARTS):
-                # its own rows free more soon, and a few large grants cost less than many small ones
+            if incoming.segments and allowed < min(self._blocks_wanted(incoming), cap // MAX_RESUMES_PER_CAP):
+                # consuming its own rows will free more blocks
                 if allowed == available:
-                    self._note_waiting(incoming)
+                    self._count_wait(incoming)
                     return
                 continue
             if allowed > 0:
                 self._grant(incoming, incoming.fabric, allowed)
 
-    def _blocks_wanted(self, incoming: _Incoming) -> int:
+    def _blocks_wanted(self, incoming: _IncomingTransfer) -> int:
         return self.buffer.blocks_of(incoming.rows - incoming.granted)
 
-    def _note_waiting(self, incoming: _Incoming) -> None:
+    def _count_wait(self, incoming: _IncomingTransfer) -> None:
         self.counters.waits += not incoming.waiting
         incoming.waiting = True
 
-    def _grant(self, incoming: _Incoming, fabric: Fabric, blocks: int) -> None:
-        """Grants that many blocks, or as many as there are rows for, in parts."""
+    def _grant(self, incoming: _IncomingTransfer, fabric: Fabric, blocks: int) -> None:
+        """Grant up to ``blocks`` blocks, in grants of at most ``grant_blocks`` each."""
         self.counters.resumes += incoming.granted > 0
         blocks = min(blocks, self._blocks_wanted(incoming))
         while blocks > 0:
-            part = min(blocks, incoming.grant_blocks)
-            self._grant_part(incoming, fabric, part)
-            blocks -= part
+            size = min(blocks, incoming.grant_blocks)
+            self._grant_once(incoming, fabric, size)
+            blocks -= size
 
-    def _grant_part(self, incoming: _Incoming, fabric: Fabric, blocks: int) -> None:
+    def _grant_once(self, incoming: _IncomingTransfer, fabric: Fabric, blocks: int) -> None:
         wanted = min(incoming.rows - incoming.granted, blocks * self.buffer.block_rows)
         segments = self.buffer.take(incoming.granted, wanted)
         self.counters.grants += 1
         checked = fabric.checksums or self._check_always
-        flight = _Flight(incoming.granted, segments, self.buffer.handle(fabric), checked)
+        grant = _OutstandingGrant(incoming.granted, segments, self.buffer.handle(fabric), checked)
         incoming.waiting = False
-        incoming.flights.append(flight)
-        incoming.segments += segments  # before sending, which may raise: the blocks must have an owner
-        incoming.granted = flight.end_row
+        incoming.grants.append(grant)
+        incoming.segments += segments  # before sending, which may raise, so that the blocks have an owner
+        incoming.granted = grant.end_row
         incoming.progress.enter(TransferState.TRANSFERRING, self._clock())
-        self._send_grant(incoming, flight)
+        self._send_grant(incoming, grant)
 
-    def _send_grant(self, incoming: _Incoming, flight: _Flight) -> None:
+    def _send_grant(self, incoming: _IncomingTransfer, grant: _OutstandingGrant) -> None:
         assert incoming.producer is not None
-        extents = self.buffer.extents(flight.segments)
-        grant = Grant(incoming.transfer, flight.first_row, extents, flight.region, flight.checked)
-        self._send(incoming.producer, grant)
+        extents = self.buffer.extents(grant.segments)
+        message = Grant(incoming.transfer, grant.first_row, extents, grant.region, grant.checked)
+        self._send(incoming.producer, message)
 
-    def _resend(self, incoming: _Incoming, flight: _Flight, *, garbled: bool) -> None:
-        """Grants the same rows again: they are wrong, or went to memory that the buffer has left."""
+    def _grant_again(self, incoming: _IncomingTransfer, grant: _OutstandingGrant, *, corrupt: bool) -> None:
+        """Grant the same rows again: they are corrupt, or were written to memory that the buffer has left."""
         assert incoming.fabric is not None
-        if garbled:
-            flight.resends += 1
+        if corrupt:
+            grant.resends += 1
             self.counters.resent += 1
-            log.warning("transfer %s: rows %d+%d are garbled", incoming.transfer, flight.first_row, flight.rows)
-            if flight.resends > MAX_RESENDS:
-                flight.writing = False
-                self._fail(incoming, "InternalError", "rows arrived garbled time and again")
+            log.warning("transfer %s: rows %d+%d are corrupt", incoming.transfer, grant.first_row, grant.rows)
+            if grant.resends > MAX_RESENDS:
+                grant.writing = False
+                self._fail(incoming, "InternalError", "rows arrived corrupt too many times")
                 return
-        flight.region = self.buffer.handle(incoming.fabric)
-        self._send_grant(incoming, flight)
+        grant.region = self.buffer.handle(incoming.fabric)
+        self._send_grant(incoming, grant)
 
-    def _revoke_for(self, head: _Incoming) -> None:
-        """Takes back the rows that landed for the last in line, so that the head can move. Rows in flight can't be
-        taken back; they land soon, and the next call sees them."""
+    def _revoke_for(self, head: _IncomingTransfer) -> None:
+        """Revoke the blocks of the last transfer in the queue, so that the head can proceed. Blocks that are being
+        written to can't be revoked; their rows land soon, and then the next call can."""
         holders = [
-            t for t in self._transfers.values() if t.segments and not t.flights and not t.kept and t.place > head.place
+            t
+            for t in self._transfers.values()
+            if t.segments and not t.grants and not t.pinned and t.position > head.position
         ]
         if not holders:
             return
-        last = max(holders, key=lambda t: t.place)
+        last = max(holders, key=lambda t: t.position)
         self.buffer.pool.free(segment.run for segment in last.segments)
         last.segments.clear()
         last.landed = last.granted = last.consumed
         last.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
         self.counters.revoked += 1
 
-    def _checksum(self, flight: _Flight) -> int:
-        return checksum(self.buffer.read(flight.segments, flight.first_row, flight.rows))
+    def _checksum(self, grant: _OutstandingGrant) -> int:
+        return checksum(self.buffer.read(grant.segments, grant.first_row, grant.rows))
 
-    # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── end of a transfer ────────────────────────────────────────────────────────────────────────────────────
 
-    def _mismatch(self, offer: Offer, incoming: _Incoming) -> str:
-        """Why an offer can't be taken; empty when it can."""
+    def _mismatch(self, offer: Offer, incoming: _IncomingTransfer) -> str:
+        """Return why an offer can't be accepted; empty if it can."""
         if offer.rows != incoming.rows:
             return f"{incoming.rows} rows planned here, {offer.rows} offered"
         if difference := self.buffer.layout.difference(offer.layout):
             return difference
         if incoming.fabric is None:
-            return f"no fabric in common; theirs: {', '.join(reach.fabric for reach in offer.reaches) or 'none'}"
+            return f"no fabric in common; theirs: {', '.join(one.fabric for one in offer.fabrics) or 'none'}"
         return ""
 
-    def _fail(self, incoming: _Incoming, error: str, reason: str, level: int = logging.ERROR) -> None:
+    def _fail(self, incoming: _IncomingTransfer, error: str, reason: str, level: int = logging.ERROR) -> None:
         log.log(level, "transfer %s: %s", incoming.transfer, reason)
         incoming.failed = True
-        self._failures.append(Failure(incoming.transfer, error, reason))
+        self._failures.append(TransferFailure(incoming.transfer, error, reason))
 
-    def _part_all(self, incomings: Collection[_Incoming], error: str, reason: str) -> None:
-        """Their producers may still be writing, and nobody can stop them. Where the buffer can't move, the transfers
-        fail all the same, but their blocks are kept until it can."""
-        safe = self._fence(incomings)
+    def _detach_all(self, incomings: Collection[_IncomingTransfer], error: str, reason: str) -> None:
+        """Fail transfers whose producers may be writing and can't be stopped. Their blocks stay allocated until the
+        buffer can relocate."""
+        safe = self._relocate_if_exposed(incomings)
         for incoming in incomings:
             if safe:
-                self._part(incoming, error, reason)
+                self._detach(incoming, error, reason)
             elif not incoming.closing:
                 self._fail(incoming, error, reason)
 
-    def _part(self, incoming: _Incoming, error: str, reason: str, level: int = logging.ERROR) -> None:
-        """The producer has nothing to do with this transfer any more."""
+    def _detach(self, incoming: _IncomingTransfer, error: str, reason: str, level: int = logging.ERROR) -> None:
+        """Fail or drop a transfer whose producer is gone or has released it."""
         incoming.producer = None
-        for flight in incoming.flights:
-            flight.writing = False
+        for grant in incoming.grants:
+            grant.writing = False
         if incoming.closing:
             self._drop(incoming)
         else:
             self._fail(incoming, error, reason, level)
 
-    def _exposed(self, incoming: _Incoming) -> bool:
-        """Whether its producer may be writing to the memory that the buffer is in now."""
+    def _may_be_written(self, incoming: _IncomingTransfer) -> bool:
+        """Whether the producer may be writing to the buffer's current memory."""
         if incoming.fabric is None:
             return False
         region = self.buffer.handle(incoming.fabric)
-        return any(flight.writing and flight.region == region for flight in incoming.flights)
+        return any(grant.writing and grant.region == region for grant in incoming.grants)
 
-    def _fence(self, incomings: Collection[_Incoming]) -> bool:
-        """Moves the buffer away from under what these transfers' producers may be writing and can't be stopped from.
-        Live producers' writes under way go to the old memory too; when they say that they are done, they are granted
-        the same rows again. False when there is nothing to move to."""
-        if any(self._exposed(incoming) for incoming in incomings):
+    def _relocate_if_exposed(self, incomings: Collection[_IncomingTransfer]) -> bool:
+        """Relocate the buffer if a producer of these transfers may be writing to it. Returns whether that is ruled out
+        now: False if there is no memory to relocate to.
+
+        Writes of live producers go to the old memory too. When they report them, the same rows are granted again.
+        """
+        if any(self._may_be_written(incoming) for incoming in incomings):
             try:
-                self.buffer.renew()
+                self.buffer.relocate()
             except (OSError, MemoryError, TriptychError) as error:
-                log.error("the receive buffer can't move: %s", error)
+                log.error("the receive buffer can't relocate: %s", error)
                 return False
-            self.counters.fenced += 1
+            self.counters.relocated += 1
         return True
 
-    def _finish(self, incoming: _Incoming) -> None:
+    def _finish(self, incoming: _IncomingTransfer) -> None:
         incoming.progress.enter(TransferState.SUCCESS, self._clock())
         del self._transfers[incoming.transfer]
         self.counters.completed += 1
         if incoming.producer is not None:
-            self._send(incoming.producer, Done(incoming.transfer, End.CONSUMER))
+            self._send(incoming.producer, Done(incoming.transfer, TransferSide.CONSUMER))
 
-    def _drop(self, incoming: _Incoming) -> None:
+    def _drop(self, incoming: _IncomingTransfer) -> None:
         self.buffer.pool.free(segment.run for segment in incoming.segments)
         del self._transfers[incoming.transfer]
 
     @property
     def idle(self) -> bool:
-        """No transfer expected, under way or closing."""
+        """Whether no transfer is expected, in progress or closing."""
         return not self._transfers
 
     def check_idle(self) -> None:
-        """When idle, every block must be back. Raises BlockError when one isn't."""
+        """Raise BlockError if the receiver is idle and a block isn't free."""
         if self.idle:
             self.buffer.pool.check_all_free()
 
 
-def _flight(incoming: _Incoming | None, wrote: Wrote) -> _Flight | None:
-    """The grant that a Wrote answers."""
-    flights = incoming.flights if incoming else []
-    answered = (f for f in flights if f.writing and (f.first_row, f.rows) == (wrote.first_row, wrote.rows))
+def _answered_grant(incoming: _IncomingTransfer | None, wrote: Wrote) -> _OutstandingGrant | None:
+    """Return the outstanding grant that a Wrote answers."""
+    grants = incoming.grants if incoming else []
+    answered = (g for g in grants if g.writing and (g.first_row, g.rows) == (wrote.first_row, wrote.rows))
     return next(answered, None)

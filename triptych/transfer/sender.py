@@ -1,20 +1,20 @@
-"""The producer's end of the protocol: offers rows, writes them where it is granted, keeps them until Done.
+"""The producer's end of the protocol: offers rows, writes them into granted blocks, keeps them until Done.
 
-A write may still be under way when its transfer ends. Then the rows stay as they are, and the consumer isn't told that
-this end has let go, until the write is over; if it doesn't end at all, the consumer is told that instead.
+A write may still be in progress when its transfer ends. Then the rows are kept, and the final message to the consumer
+is held back, until the write has ended. If the write doesn't end in time, the final message reports that instead.
 """
 
 import bisect
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from triptych.errors import TransferError
 from triptych.messages.codec import Message, Send
-from triptych.messages.rows import Abort, Done, End, FabricId, Grant, Offer, RegionHandle, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, FabricId, Grant, Offer, RegionHandle, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import SenderCounters
 from triptych.transfer.checksum import checksum
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
@@ -25,26 +25,27 @@ from triptych.types import Address, TransferId
 log = logging.getLogger(__name__)
 
 OnEnd = Callable[[bool], object]
-"""Is told whether the consumer has all that it wanted."""
+"""Called with whether the consumer has received all rows it needed."""
 
 MAX_ATTEMPTS = 3
-"""How often one grant is written before a write that fails ends the transfer."""
+"""How often the write of one grant is tried before the transfer fails."""
 POLL_INTERVAL = 100e-6
-"""Seconds between two looks at writes under way. Without a pause they are slower, not faster, where the fabric's own
-threads need the cores: measured on two, a 32 MiB write by 5 % over NIXL and 20 % over Mooncake."""
+"""Seconds between two polls of writes in progress. Polling without a pause slows writes down on few cores, because the
+fabric's own threads need them."""
 
 
 @dataclass(eq=False)
-class _Writing:
-    """A grant to write once none of its rows is ``missing`` any more; ``write`` is None before that, and between two
-    attempts."""
+class _PendingWrite:
+    """A grant that is to be written, or is being written."""
 
     grant: Grant
     missing: int
+    """How many of its rows don't exist yet; writing starts at 0."""
     copies: list[Copy] = field(default_factory=list)
     began: float = 0.0
     deadline: float = 0.0
     write: Write | None = None
+    """None before writing starts and between two attempts."""
     checksum: int | None = None
     attempts: int = 0
 
@@ -58,11 +59,12 @@ class _Writing:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
-    """Rows that exist: uint8 of shape (rows, row_bytes)."""
+class _ProvidedRows:
+    """Consecutive rows that exist."""
 
     first_row: int
     rows: Bytes
+    """uint8 of shape (rows, row_bytes)."""
 
     @property
     def end_row(self) -> int:
@@ -70,10 +72,8 @@ class _Piece:
 
 
 @dataclass
-class _Outgoing:
-    """One transfer. ``pieces`` are the rows that exist, and ``waiting`` are the grants that miss some, both in the
-    order of their rows. ``farewell`` is what the consumer is told once nothing is being written any more, and
-    then ``on_end`` is called."""
+class _OutgoingTransfer:
+    """One transfer as the producer sees it."""
 
     transfer: TransferId
     consumer: Address
@@ -81,11 +81,15 @@ class _Outgoing:
     layout: RowLayout
     on_end: OnEnd
     progress: Progress
-    pieces: list[_Piece] = field(default_factory=list)
+    provided: list[_ProvidedRows] = field(default_factory=list)
+    """Rows that exist, in row order."""
     num_provided: int = 0
-    waiting: list[_Writing] = field(default_factory=list)
-    writings: list[_Writing] = field(default_factory=list)
-    farewell: Message | None = None
+    waiting: list[_PendingWrite] = field(default_factory=list)
+    """Grants some of whose rows don't exist yet, in row order."""
+    writes: list[_PendingWrite] = field(default_factory=list)
+    """Grants that are being written."""
+    final_message: Message | None = None
+    """Sent to the consumer once nothing is being written any more."""
 
     @property
     def over(self) -> bool:
@@ -93,7 +97,7 @@ class _Outgoing:
 
 
 class Sender:
-    """All outgoing transfers of one instance, of rows of any layout. Used by one thread."""
+    """All outgoing transfers of an instance, of rows of any layout. Not thread-safe."""
 
     def __init__(
         self,
@@ -110,10 +114,10 @@ class Sender:
         self._send = send
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
-        self._transfers: dict[TransferId, _Outgoing] = {}
-        self._ending: list[_Outgoing] = []  # over, but for a write under way
-        self._regions: dict[Address, RegionHandle] = {}
-        self._left: set[RegionHandle] = set()
+        self._transfers: dict[TransferId, _OutgoingTransfer] = {}
+        self._ending: list[_OutgoingTransfer] = []  # over, except for a write in progress
+        self._regions: dict[Address, RegionHandle] = {}  # the current one of each consumer
+        self._old_regions: set[RegionHandle] = set()  # to be released once nothing is written to them
 
     def offer(
         self,
@@ -125,113 +129,125 @@ class Sender:
         *,
         timeout: float = 0.0,
     ) -> None:
-        """Says that ``rows`` rows will exist; the consumer may grant before they do. ``on_end`` is called once, when
-        the transfer is over, however it ended, and its rows aren't read any more. It may stand still for
-        ``timeout`` seconds, if that is more than the deadlines say. Raises TransferError for one that is under way."""
+        """Offer ``rows`` rows to a consumer, which may grant blocks before the rows exist.
+
+        ``on_end`` is called once, when the transfer is over and its rows aren't read any more. ``timeout``, the
+        request's own in seconds, extends the deadlines if it is longer. Raises TransferError for a transfer that is in
+        progress.
+        """
         if transfer in self:
             raise TransferError(f"transfer {transfer} is under way already")
-        self._transfers[transfer] = _Outgoing(
+        self._transfers[transfer] = _OutgoingTransfer(
             transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock(), timeout)
         )
-        reaches = [FabricId(fabric.name, fabric.domain) for fabric in self._fabrics.values()]
+        reaches = [FabricId(fabric.name, fabric.scope) for fabric in self._fabrics.values()]
         self._send(consumer, Offer(transfer, rows, self._address, layout, reaches))
 
     def provide(self, transfer: TransferId, rows: Bytes, first_row: int = 0) -> None:
-        """Rows that exist now, all of the transfer's or a piece of them, in any order but none twice: contiguous uint8
-        of shape (n, row_bytes), untouched until the transfer ends. A grant is written as soon as all of its rows are
-        there. A transfer that has ended meanwhile is passed over. Raises TransferError for rows that don't fit the
-        offer."""
+        """Provide rows of a transfer: contiguous uint8 of shape (n, row_bytes), unchanged until the transfer ends.
+
+        Rows may come in several calls and in any order, but each only once. A grant is written as soon as all of its
+        rows exist. Does nothing for a transfer that has ended. Raises TransferError for rows that contradict the offer.
+        """
         if (outgoing := self._transfers.get(transfer)) is None:
             return
-        piece = _Piece(first_row, rows)
-        too_many = max(piece.end_row, outgoing.num_provided + len(rows)) > outgoing.rows
+        provided = _ProvidedRows(first_row, rows)
+        too_many = max(provided.end_row, outgoing.num_provided + len(rows)) > outgoing.rows
         if too_many or rows.shape[1:] != (outgoing.layout.row_bytes,):
             raise TransferError(
-                f"rows of shape {rows.shape} from {first_row} on, offered ({outgoing.rows}, "
+                f"rows of shape {rows.shape} from {first_row} on don't fit the offer of ({outgoing.rows}, "
                 f"{outgoing.layout.row_bytes})"
             )
-        bisect.insort(outgoing.pieces, piece, key=_first_row)
+        bisect.insort(outgoing.provided, provided, key=_first_row)
         outgoing.num_provided += len(rows)
         outgoing.progress.touch(self._clock())
-        for writing in _within(outgoing.waiting, first_row, piece.end_row):
-            writing.missing -= _overlap(piece, writing)
-            self._begin_if_ready(outgoing, writing)
+        for pending in _within(outgoing.waiting, first_row, provided.end_row):
+            pending.missing -= _overlap(provided, pending)
+            self._begin_if_ready(outgoing, pending)
 
     def abort(self, transfer: TransferId, reason: str) -> None:
-        """The rows will never exist, or are no longer wanted."""
+        """Cancel a transfer: its rows will never exist, or are no longer needed."""
         if outgoing := self._transfers.get(transfer):
             self.counters.aborted += 1
-            self._end(outgoing, TransferState.FAILED, Abort(transfer, End.PRODUCER, self._address, reason))
+            self._end(outgoing, TransferState.FAILED, Abort(transfer, TransferSide.PRODUCER, self._address, reason))
 
     def consumer_lost(self, consumer: Address) -> None:
-        """Ends all transfers to a consumer that is gone."""
+        """End all transfers to a consumer that is gone."""
         for outgoing in [outgoing for outgoing in self._transfers.values() if outgoing.consumer == consumer]:
             self._end(outgoing, TransferState.FAILED)
         self._retire(self._regions.pop(consumer, None))
 
-    def forget_all(self) -> None:
-        """Ends every transfer without a word: the consumers count on nothing from here."""
+    def drop_all(self) -> None:
+        """End all transfers without a message: their consumers expect nothing from this instance any more."""
         for outgoing in list(self._transfers.values()):
             self._end(outgoing, TransferState.FAILED)
         for consumer in list(self._regions):
             self._retire(self._regions.pop(consumer))
 
+    @property
+    def transfers(self) -> Collection[TransferId]:
+        """Live view of the transfers in progress."""
+        return self._transfers.keys()
+
+    def debug_state(self) -> tuple[set[RegionHandle], set[RegionHandle]]:
+        """For tests: the current regions of consumers, and the old ones that are still open."""
+        return set(self._regions.values()), set(self._old_regions)
+
     def state(self, transfer: TransferId) -> TransferState:
         return self._transfers[transfer].progress.state
 
     def __contains__(self, transfer: TransferId) -> bool:
-        """Whether it is under way, or has ended but is still being written."""
+        """Whether the transfer is in progress, or has ended but is still being written."""
         return transfer in self._transfers or any(ending.transfer == transfer for ending in self._ending)
 
     @property
     def idle(self) -> bool:
-        """No transfer under way, and nothing being written."""
+        """Whether no transfer is in progress, and nothing is being written."""
         return not self._transfers and not self._ending
 
     @property
     def next_poll(self) -> float:
-        """Seconds after which ``poll`` wants to be called even if nothing happens; infinite while nothing is being
-        written."""
-        busy = self._ending or any(outgoing.writings for outgoing in self._transfers.values())
+        """Seconds until ``poll`` must be called; infinite while nothing is being written."""
+        busy = self._ending or any(outgoing.writes for outgoing in self._transfers.values())
         return POLL_INTERVAL if busy else float("inf")
 
     def poll(self) -> None:
-        """Moves on what can move."""
-        for outgoing in [outgoing for outgoing in self._transfers.values() if outgoing.writings]:
-            for writing in list(outgoing.writings):
-                self._advance(outgoing, writing)
+        """Advance all writes in progress."""
+        for outgoing in [outgoing for outgoing in self._transfers.values() if outgoing.writes]:
+            for pending in list(outgoing.writes):
+                self._advance(outgoing, pending)
         for outgoing in list(self._ending):
-            self._let_go(outgoing)
+            self._finish_if_written(outgoing)
 
     def check_deadlines(self) -> None:
-        """Ends what has stood still for too long. Call a few times a second."""
+        """Abort transfers that have made no progress within their deadlines. Call a few times a second."""
         now = self._clock()
         for outgoing in [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]:
-            self.abort(outgoing.transfer, f"it stood still while {outgoing.progress.state.value}")
+            self.abort(outgoing.transfer, f"it made no progress while {outgoing.progress.state.value}")
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_grant(self, grant: Grant) -> None:
-        """Permission to write. One that doesn't make sense ends its transfer and nothing else."""
+        """Write the granted rows as soon as they exist. An invalid grant aborts its transfer and no other."""
         if (outgoing := self._transfers.get(grant.transfer)) is None:
             return
-        taken = [*_within(outgoing.waiting, grant.first_row, grant.end_row), *outgoing.writings]
-        overlaps = any(_overlap(writing, grant) for writing in taken)
+        pending = [*_within(outgoing.waiting, grant.first_row, grant.end_row), *outgoing.writes]
+        overlaps = any(_overlap(other, grant) for other in pending)
         if not grant.rows or grant.end_row > outgoing.rows or overlaps or grant.region.fabric not in self._fabrics:
-            log.error("transfer %s: refused a grant of rows %d+%d", grant.transfer, grant.first_row, grant.rows)
-            self.abort(grant.transfer, "a grant that doesn't fit the offer")
+            log.error("transfer %s: invalid grant of rows %d+%d", grant.transfer, grant.first_row, grant.rows)
+            self.abort(grant.transfer, "a grant contradicts the offer")
             return
         self.counters.grants += 1
         self._note_region(outgoing.consumer, grant.region)
         if outgoing.progress.state is TransferState.BOOTSTRAPPING:
             outgoing.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
-        there = sum(_overlap(piece, grant) for piece in _within(outgoing.pieces, grant.first_row, grant.end_row))
-        writing = _Writing(grant, grant.rows - there)
-        bisect.insort(outgoing.waiting, writing, key=_first_row)
-        self._begin_if_ready(outgoing, writing)
+        existing = _within(outgoing.provided, grant.first_row, grant.end_row)
+        write = _PendingWrite(grant, grant.rows - sum(_overlap(provided, grant) for provided in existing))
+        bisect.insort(outgoing.waiting, write, key=_first_row)
+        self._begin_if_ready(outgoing, write)
 
     def on_done(self, done: Done) -> None:
-        """The consumer has all it wanted."""
+        """Complete a transfer: the consumer has received all rows it needed."""
         if (outgoing := self._transfers.get(done.transfer)) is None:
             return
         if outgoing.progress.state is not TransferState.TRANSFERRING:
@@ -242,126 +258,128 @@ class Sender:
         self._end(outgoing, TransferState.SUCCESS)
 
     def on_abort(self, abort: Abort) -> None:
-        """The consumer gives up."""
-        farewell = Done(abort.transfer, End.PRODUCER)
+        """End a transfer that its consumer has aborted, and answer Done once nothing of it is being written."""
+        done = Done(abort.transfer, TransferSide.PRODUCER)
         if outgoing := self._transfers.get(abort.transfer):
             self.counters.aborted += 1
-            self._end(outgoing, TransferState.FAILED, farewell)
+            self._end(outgoing, TransferState.FAILED, done)
         elif ending := next((o for o in self._ending if o.transfer == abort.transfer), None):
-            ending.farewell = farewell
+            ending.final_message = done
         else:
-            self._send(abort.sender, farewell)
+            self._send(abort.sender, done)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _begin_if_ready(self, outgoing: _Outgoing, writing: _Writing) -> None:
-        if outgoing.over or writing.missing > 0:
+    def _begin_if_ready(self, outgoing: _OutgoingTransfer, pending: _PendingWrite) -> None:
+        if outgoing.over or pending.missing > 0:
             return
-        outgoing.waiting.remove(writing)
+        outgoing.waiting.remove(pending)
         if outgoing.progress.state is TransferState.WAITING_FOR_INPUT:
             outgoing.progress.enter(TransferState.TRANSFERRING, self._clock())
-        grant = writing.grant
-        pieces = _within(outgoing.pieces, grant.first_row, grant.end_row)
-        writing.copies = _copies(grant, pieces, outgoing.layout.row_bytes)
-        writing.began = time.time()
-        outgoing.writings.append(writing)
-        self._advance(outgoing, writing)
+        grant = pending.grant
+        provided = _within(outgoing.provided, grant.first_row, grant.end_row)
+        pending.copies = _copies(grant, provided, outgoing.layout.row_bytes)
+        pending.began = time.time()
+        outgoing.writes.append(pending)
+        self._advance(outgoing, pending)
 
-    def _advance(self, outgoing: _Outgoing, writing: _Writing) -> None:
-        """Begins to write, or looks whether that is done; then the rows are announced."""
+    def _advance(self, outgoing: _OutgoingTransfer, pending: _PendingWrite) -> None:
+        """Start or poll a write; once it is done, report the rows to the consumer."""
         if outgoing.over:
             return
         try:
-            if self._written(outgoing, writing):
-                outgoing.writings.remove(writing)
-                self._announce(outgoing, writing)
-                self._release_left()
+            if self._written(outgoing, pending):
+                outgoing.writes.remove(pending)
+                self._report(outgoing, pending)
+                self._release_old_regions()
         except TransferError as error:
             log.error("transfer %s: %s", outgoing.transfer, error)
             self.abort(outgoing.transfer, str(error))
 
-    def _written(self, outgoing: _Outgoing, writing: _Writing) -> bool:
-        """Raises TransferError when it can't be."""
-        if writing.attempts and not writing.write and any(other.write for other in outgoing.writings):
-            return False  # a fabric opens what it has lost anew once nothing is being written there any more
+    def _written(self, outgoing: _OutgoingTransfer, pending: _PendingWrite) -> bool:
+        """Start or poll a write and return whether it is done. Raises TransferError when it has finally failed."""
+        if pending.attempts and not pending.write and any(other.write for other in outgoing.writes):
+            return False  # a fabric reopens a lost region only once nothing is being written to it
         try:
-            if writing.write is None:
-                self._begin(writing)
-            assert writing.write is not None
-            if writing.write.done():
+            if pending.write is None:
+                self._begin(pending)
+            assert pending.write is not None
+            if pending.write.done():
                 return True
         except TransferError:
-            writing.write = None
-            writing.attempts += 1
-            if writing.attempts >= MAX_ATTEMPTS:
+            pending.write = None
+            pending.attempts += 1
+            if pending.attempts >= MAX_ATTEMPTS:
                 raise
             self.counters.retries += 1
             return False
-        if self._clock() > writing.deadline:
+        if self._clock() > pending.deadline:
             raise TransferError(f"a write took longer than {self._deadlines.write:g} s")
         return False
 
-    def _begin(self, writing: _Writing) -> None:
-        grant = writing.grant
-        writing.deadline = self._clock() + self._deadlines.write
-        writing.write = self._fabrics[grant.region.fabric].write(grant.region, writing.copies)
-        if grant.checked and writing.checksum is None:
-            writing.checksum = checksum([copy.source for copy in writing.copies])  # while the bytes are on their way
+    def _begin(self, pending: _PendingWrite) -> None:
+        grant = pending.grant
+        pending.deadline = self._clock() + self._deadlines.write
+        pending.write = self._fabrics[grant.region.fabric].write(grant.region, pending.copies)
+        if grant.checked and pending.checksum is None:
+            pending.checksum = checksum([copy.source for copy in pending.copies])  # while the bytes are being written
 
-    def _announce(self, outgoing: _Outgoing, writing: _Writing) -> None:
-        grant = writing.grant
+    def _report(self, outgoing: _OutgoingTransfer, pending: _PendingWrite) -> None:
+        grant = pending.grant
         self.counters.bytes += grant.rows * outgoing.layout.row_bytes
         outgoing.progress.touch(self._clock())
-        wrote = Wrote(outgoing.transfer, grant.first_row, grant.rows, writing.began, writing.checksum)
+        wrote = Wrote(outgoing.transfer, grant.first_row, grant.rows, pending.began, pending.checksum)
         self._send(outgoing.consumer, wrote)
 
-    # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── end of a transfer ────────────────────────────────────────────────────────────────────────────────────
 
-    def _end(self, outgoing: _Outgoing, state: TransferState, farewell: Message | None = None) -> None:
-        """The transfer is over; what is still being written is given up."""
+    def _end(self, outgoing: _OutgoingTransfer, state: TransferState, final_message: Message | None = None) -> None:
+        """End a transfer and cancel its writes."""
         del self._transfers[outgoing.transfer]
         outgoing.progress.enter(state, self._clock())
-        outgoing.farewell = farewell
+        outgoing.final_message = final_message
         outgoing.waiting.clear()
         deadline = self._clock() + self._deadlines.write
-        for writing in outgoing.writings:
-            writing.deadline = deadline
-            if writing.write:
-                writing.write.cancel()
+        for pending in outgoing.writes:
+            pending.deadline = deadline
+            if pending.write:
+                pending.write.cancel()
         self._ending.append(outgoing)
-        self._let_go(outgoing)
+        self._finish_if_written(outgoing)
 
-    def _let_go(self, outgoing: _Outgoing) -> None:
-        """Forgets an ended transfer once nothing of it is being written."""
-        now = self._clock()  # one for all: they are given up together
-        outgoing.writings = [writing for writing in outgoing.writings if self._still_writing(outgoing, writing, now)]
-        if outgoing.writings:
+    def _finish_if_written(self, outgoing: _OutgoingTransfer) -> None:
+        """Drop an ended transfer, and send its final message, once nothing of it is being written."""
+        now = self._clock()
+        outgoing.writes = [pending for pending in outgoing.writes if self._still_writing(outgoing, pending, now)]
+        if outgoing.writes:
             return
         self._ending.remove(outgoing)
-        outgoing.pieces.clear()
-        self._release_left()
-        if outgoing.farewell is not None:
-            self._send(outgoing.consumer, outgoing.farewell)
+        outgoing.provided.clear()
+        self._release_old_regions()
+        if outgoing.final_message is not None:
+            self._send(outgoing.consumer, outgoing.final_message)
         outgoing.on_end(outgoing.progress.state is TransferState.SUCCESS)
 
-    def _still_writing(self, outgoing: _Outgoing, writing: _Writing, now: float) -> bool:
+    def _still_writing(self, outgoing: _OutgoingTransfer, pending: _PendingWrite, now: float) -> bool:
         try:
-            if writing.write is None or writing.write.done():
+            if pending.write is None or pending.write.done():
                 return False
         except TransferError:
             return False
-        if now < writing.deadline:
+        if now < pending.deadline:
             return True
-        log.error("transfer %s: a write that was given up hasn't ended", outgoing.transfer)
-        if outgoing.farewell is not None:
-            reason = f"a write hasn't ended within {self._deadlines.write:g} s of being called off"
-            outgoing.farewell = Abort(outgoing.transfer, End.PRODUCER, self._address, reason, let_go=False)
+        log.error("transfer %s: a cancelled write hasn't ended", outgoing.transfer)
+        if outgoing.final_message is not None:
+            reason = f"a write hasn't ended within {self._deadlines.write:g} s of being cancelled"
+            outgoing.final_message = Abort(
+                outgoing.transfer, TransferSide.PRODUCER, self._address, reason, released=False
+            )
         return False
 
     # ── regions ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _note_region(self, consumer: Address, region: RegionHandle) -> None:
-        """A consumer has one region at a time: one that it has left is let go of."""
+        """Note a consumer's region. It has one at a time: another one replaces it."""
         if (known := self._regions.get(consumer)) != region:
             log.info("rows for %s go over %s", consumer.removeprefix("tcp://"), region.fabric)
             self._retire(known)
@@ -369,23 +387,23 @@ class Sender:
 
     def _retire(self, region: RegionHandle | None) -> None:
         if region is not None:
-            self._left.add(region)
-            self._release_left()
+            self._old_regions.add(region)
+            self._release_old_regions()
 
-    def _release_left(self) -> None:
-        """Lets go of the regions that consumers have left and that nothing is being written to any more."""
-        if not self._left:
+    def _release_old_regions(self) -> None:
+        """Release the regions that consumers have left and that nothing is, or will be, written to."""
+        if not self._old_regions:
             return
         transfers = [*self._transfers.values(), *self._ending]
-        written_to = {writing.grant.region for outgoing in transfers for writing in outgoing.writings}
-        written_to |= {writing.grant.region for outgoing in transfers for writing in outgoing.waiting}
-        for region in self._left - written_to:
-            self._left.remove(region)
+        written_to = {write.grant.region for outgoing in transfers for write in outgoing.writes}
+        written_to |= {write.grant.region for outgoing in transfers for write in outgoing.waiting}
+        for region in self._old_regions - written_to:
+            self._old_regions.remove(region)
             self._fabrics[region.fabric].release(region)
 
 
-class _Rows(Protocol):
-    """Some rows of a transfer."""
+class _RowRange(Protocol):
+    """Consecutive rows of a transfer."""
 
     @property
     def first_row(self) -> int: ...
@@ -394,29 +412,29 @@ class _Rows(Protocol):
     def end_row(self) -> int: ...
 
 
-R = TypeVar("R", bound=_Rows)
+R = TypeVar("R", bound=_RowRange)
 
 
-def _first_row(rows: _Rows) -> int:
+def _first_row(rows: _RowRange) -> int:
     return rows.first_row
 
 
-def _overlap(one: _Rows, other: _Rows) -> int:
+def _overlap(one: _RowRange, other: _RowRange) -> int:
     return max(0, min(one.end_row, other.end_row) - max(one.first_row, other.first_row))
 
 
 def _within(ordered: list[R], first_row: int, end_row: int) -> list[R]:
-    """Those that have rows between these; they are in the order of their rows and don't overlap."""
+    """Return the ranges that overlap [first_row, end_row). ``ordered`` is in row order, without overlaps."""
     start = max(0, bisect.bisect_right(ordered, first_row, key=_first_row) - 1)
     end = bisect.bisect_left(ordered, end_row, lo=start, key=_first_row)
     return [one for one in ordered[start:end] if one.end_row > first_row]
 
 
-def _copies(grant: Grant, pieces: list[_Piece], row_bytes: int) -> list[Copy]:
-    """What of these pieces the grant asks for, in order, cut at its extents."""
+def _copies(grant: Grant, provided: list[_ProvidedRows], row_bytes: int) -> list[Copy]:
+    """Return the copies that write a grant's rows to its extents."""
     starts = list(itertools.accumulate((extent.rows for extent in grant.extents), initial=grant.first_row))
     copies = []
-    for piece in pieces:
+    for piece in provided:
         row, end_row = max(piece.first_row, grant.first_row), min(piece.end_row, grant.end_row)
         while row < end_row:
             index = bisect.bisect_right(starts, row) - 1

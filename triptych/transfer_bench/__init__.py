@@ -1,1 +1,1 @@
-"""What ``triptych bench`` measures. It is part of the package, so that the command works wherever that is installed."""
+"""Measurements of ``triptych bench``. Part of the package, so that the command works in every installation."""

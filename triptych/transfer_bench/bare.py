@@ -1,7 +1,9 @@
-"""The least that a write over NIXL or Mooncake costs: two processes that use the library's own API and nothing of
-Triptych's protocol. Memory is registered, the peer known and the request made before the clock runs. The writer asks
-whether it is done either without pause, or as often as Triptych's own loop does: on few cores the former takes one of
-them from the library's threads, and which costs less depends on library and size."""
+"""Lower bound on the cost of a write over NIXL or Mooncake: two processes that use only the library's own API.
+
+Before the clock starts, memory is registered, the peer is known and the request is created. The writer polls for
+completion either without pause or at the interval of Triptych's sender. On few cores, polling without pause takes a
+core from the library's threads; which way is faster depends on library and size.
+"""
 
 import multiprocessing
 import os
@@ -21,12 +23,12 @@ HOST = "127.0.0.1"
 START_TIMEOUT = 60.0
 
 Write = Callable[[float], None]
-"""Writes once, asking every so many seconds whether it is done."""
+"""Writes once and polls for completion, pausing that many seconds between polls."""
 
 
 class _Nixl:
-    """With the progress threads that the fabric has, too: the Python wrapper's own never sleep, which on a machine of
-    few cores takes them from the writer."""
+    """Uses the same progress threads as the fabric. Those of NIXL's Python wrapper never sleep, which on few cores
+    takes a core from the writer."""
 
     def __init__(self) -> None:
         from triptych.transfer.fabrics import nixl
@@ -44,7 +46,7 @@ class _Nixl:
         self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, ranges), [])
         return self._agent.getLocalMD(), memory.ctypes.data
 
-    def writing(self, peer: tuple[Any, int], source: Bytes) -> Write:
+    def prepare(self, peer: tuple[Any, int], source: Bytes) -> Write:
         self.register(source)
         metadata, start = peer
         name = self._agent.loadRemoteMD(metadata).decode()
@@ -77,7 +79,7 @@ class _Mooncake:
             raise StartError("Mooncake can't register memory")
         return f"{HOST}:{self._engine.get_rpc_port()}", memory.ctypes.data
 
-    def writing(self, peer: tuple[Any, int], source: Bytes) -> Write:
+    def prepare(self, peer: tuple[Any, int], source: Bytes) -> Write:
         name, start = peer  # a source needs no registration over TCP
 
         def write(pause: float) -> None:
@@ -85,7 +87,7 @@ class _Mooncake:
             while (status := self._engine.transfer_check_status(batch)) == 0:
                 _wait(pause)
             if status != 1:
-                raise StartError("Mooncake's own loop failed")
+                raise StartError("a write with Mooncake's own API failed")
 
         return write
 
@@ -98,18 +100,18 @@ def has_bare_loop(fabric: str) -> bool:
 
 
 def _own(fabric: str, num_bytes: int, pipe: Connection) -> None:
-    """The process that is written to."""
+    """Main function of the process that owns the memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    library, memory = _LIBRARIES[fabric](), SharedMemory(num_bytes)  # as the receive buffer is
+    library, memory = _LIBRARIES[fabric](), SharedMemory(num_bytes)  # like the receive buffer
     pipe.send(library.register(memory.bytes))
     _until_closed(pipe)
 
 
 def _write(fabric: str, num_bytes: int, peer: tuple[Any, int], pipe: Connection) -> None:
-    """The process that writes: once for each pause that it is sent."""
+    """Main function of the writing process: one write for each pause that it receives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     library, source = _LIBRARIES[fabric](), np.ones(num_bytes, dtype=np.uint8)
-    write = library.writing(peer, source)
+    write = library.prepare(peer, source)
     pipe.send(None)
     while (pause := _next(pipe)) is not None:
         began = time.monotonic()
@@ -136,10 +138,10 @@ def _next(pipe: Connection) -> float | None:
 
 
 class BarePair:
-    """Both processes, for one size."""
+    """The two processes, for one size."""
 
     def __init__(self, fabric: str, num_bytes: int) -> None:
-        """Starts them. Raises StartError when they can't."""
+        """Start both. Raises StartError when one can't start."""
         self._context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -157,7 +159,7 @@ class BarePair:
         self.close()
 
     def write(self, pause: float) -> float:
-        """Seconds that one write takes when its end is asked for every ``pause`` seconds; 0: all the time."""
+        """Return the seconds that one write takes with ``pause`` seconds between polls."""
         self._pipes[-1].send(pause)
         return float(self._answer(self._pipes[-1]))
 
@@ -186,4 +188,4 @@ class BarePair:
                 return pipe.recv()
         except EOFError:
             pass
-        raise StartError("a process of the bare loop has ended, or stands still")
+        raise StartError("a process of the bare loop has exited or doesn't respond")

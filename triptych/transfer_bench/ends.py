@@ -1,7 +1,7 @@
 """The two ends of a measured transfer: processes with a real instance's loop, channel, sender and receiver.
 
-What they lack of an instance is the model: the producer's rows exist from the start, and the consumer computes nothing
-with those that land. A third process, which sleeps while anything is measured, tells both what to do over pipes.
+They lack only the model: the producer's rows exist from the start, and the consumer computes nothing with the rows that
+land. A third process controls both over pipes, and sleeps during measurements.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ from triptych.config import LeaseConfig, TransferConfig
 from triptych.errors import StartError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.rows import Abort, Done, End, Grant, Offer, RowLayout, Wrote
+from triptych.messages.rows import Abort, Done, Grant, Offer, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import PeerLost, Register, Registered
 from triptych.server.instance import Instance
@@ -36,12 +36,12 @@ from triptych.transfer.sender import Sender
 from triptych.types import Address, TransferId
 
 HOST = "127.0.0.1"
-PLACE = (0,)
+POSITION = (0,)
 PING = TransferId("ping")
 START_TIMEOUT = 60.0
 ANSWER_TIMEOUT = 60.0
 LEASE = LeaseConfig(heartbeat=60.0, lease_expiry=600.0)
-"""No heartbeat falls into a measurement."""
+"""Such that no heartbeat falls into a measurement."""
 
 
 @dataclass(frozen=True)
@@ -65,35 +65,36 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """The consumer's buffer: ``num_blocks`` free blocks of ``block_rows`` rows, no two of them neighbours when they are
-    ``scattered``."""
+class PoolSpec:
+    """The consumer's buffer: ``num_blocks`` free blocks of ``block_rows`` rows."""
 
     num_blocks: int
     block_rows: int
     scattered: bool = False
+    """Whether no two free blocks are neighbours."""
 
 
 @dataclass(frozen=True)
-class Consuming:
-    """What becomes of rows that have landed. ``step`` 0: they are let go of as soon as they are known to be here, all
-    at once and unread. Otherwise so many are copied out at a time, as a prefill step does."""
+class ConsumeMode:
+    """How the consumer treats landed rows."""
 
     step: int = 0
+    """Rows that are copied out at a time, as in a prefill step. With 0, all landed rows are freed at once, unread."""
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """One transfer as the consumer saw it; times in seconds of the monotonic clock."""
+class ConsumerTiming:
+    """One transfer as the consumer saw it. Times are seconds of the monotonic clock."""
 
     landed: float
     consumed: float
     sent: int
+    """Number of messages sent."""
     resumes: int
 
 
 @dataclass(frozen=True)
-class Left:
+class ProducerTiming:
     """One transfer as the producer saw it."""
 
     offered: float
@@ -104,36 +105,39 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Open:
-    """Prepare for payloads like this one; forget what was there before."""
+class Configure:
+    """Prepare for payloads like this one, and drop what was prepared before."""
 
     payload: Payload
-    pool: Pool
+    pool: PoolSpec
 
 
 @dataclass(frozen=True)
-class Expect:
-    """``checked``: whether each write is checked end to end; None leaves it to the fabric."""
+class ExpectTransfer:
+    """Expect a transfer (to the consumer)."""
 
     transfer: TransferId
-    consuming: Consuming
+    consuming: ConsumeMode
     checked: bool | None
+    """Whether each write is checked end to end; None leaves it to the fabric."""
 
 
 @dataclass(frozen=True)
-class Start:
+class StartTransfer:
+    """Offer and provide the payload (to the producer)."""
+
     transfer: TransferId
     consumer: Address
 
 
 @dataclass(frozen=True)
-class Copy:
-    """Copy the payload once, from touched memory to touched memory of one process; the answer is how long it took."""
+class MeasureMemcpy:
+    """Copy the payload once within the process, between touched memory. Answered with the seconds that it took."""
 
 
 @dataclass(frozen=True)
-class Ping:
-    """Send the consumer a message that it only answers; the answer is how long one way took, in seconds."""
+class MeasurePing:
+    """Send the consumer a message that it only answers. Answered with the seconds of one way."""
 
     consumer: Address
 
@@ -141,8 +145,8 @@ class Ping:
 # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _End:
-    """A host that does what it is told over a pipe, besides what messages and time ask of it."""
+class _BenchLoop:
+    """Stage loop that also executes commands from a pipe."""
 
     context_length = 0
     idle = True
@@ -165,9 +169,9 @@ class _End:
                 self._commands.append(self.pipe.recv())
                 self.instance.channel.wake()
         except (EOFError, OSError):
-            self.instance.stop()  # nobody is there to be measured for
+            self.instance.stop()  # the controlling process is gone
 
-    def obey(self) -> None:
+    def execute_commands(self) -> None:
         while self._commands:
             self.on_command(self._commands.popleft())
 
@@ -175,31 +179,31 @@ class _End:
         raise NotImplementedError
 
     def peer_lost(self, lost: PeerLost) -> None:
-        """The frontend of this bench loses nobody."""
+        """Do nothing: the bench's frontend reports no lost peers."""
 
     def on_lease_lost(self) -> None:
-        """And its leases are longer than its measurements."""
+        """Do nothing: leases are longer than measurements."""
 
     def check_idle(self) -> None:
-        """That nothing leaks is for tests to find."""
+        """Do nothing: tests check for leaks."""
 
     def add_stats(self, stats: InstanceStats) -> None:
-        """Nobody asks."""
+        """Do nothing: no statistics are needed."""
 
     def close(self) -> None:
-        """Ends with the process."""
+        """Do nothing: everything ends with the process."""
 
 
-class ProducerEnd(_End):
-    """Offers rows that exist."""
+class ProducerLoop(_BenchLoop):
+    """The producer: offers rows that exist."""
 
     def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
         super().__init__(instance, fabrics, pipe)
-        self._open(Payload(1, 1))
+        self._configure(Payload(1, 1))
 
-    def _open(self, payload: Payload) -> None:
+    def _configure(self, payload: Payload) -> None:
         self._payload = payload
-        self._source = self._reference = _touched(0)  # lets go of the last payload's before the next is made
+        self._source = self._reference = _touched(0)  # frees the last payload's memory before allocating
         self._source, self._reference = _touched(payload.num_bytes), _touched(payload.num_bytes)
         fabrics = {fabric.name: fabric for fabric in self.fabrics}
         self._sender = Sender(fabrics, self.instance.channel.address, self.send)
@@ -218,24 +222,24 @@ class ProducerEnd(_End):
         return self._sender.next_poll
 
     def advance(self) -> None:
-        self.obey()
+        self.execute_commands()
         self._sender.poll()
 
     def on_command(self, command: Any) -> None:
         match command:
-            case Open():
-                self._open(command.payload)
+            case Configure():
+                self._configure(command.payload)
                 self.pipe.send(None)
-            case Copy():
+            case MeasureMemcpy():
                 began = time.monotonic()
                 self._reference[:] = self._source
                 self.pipe.send(time.monotonic() - began)
-            case Ping():
+            case MeasurePing():
                 self._pinged = time.monotonic()
-                # nobody knows the transfer, so nothing happens but the Done that every Abort is answered with
+                # the transfer is unknown, so the only effect is the Done that answers every Abort
                 address = self.instance.channel.address
-                self.send(command.consumer, Abort(PING, End.PRODUCER, address, "a ping"))
-            case Start():
+                self.send(command.consumer, Abort(PING, TransferSide.PRODUCER, address, "ping"))
+            case StartTransfer():
                 self.sent = 0
                 self._offered = time.monotonic()
                 self._sender.offer(command.transfer, command.consumer, self._payload.rows, self._payload.layout)
@@ -251,23 +255,23 @@ class ProducerEnd(_End):
             self.pipe.send((time.monotonic() - self._pinged) / 2)
             return
         self._sender.on_done(message)
-        self.pipe.send(Left(self._offered, self.sent))
+        self.pipe.send(ProducerTiming(self._offered, self.sent))
 
     def _on_abort(self, message: Abort) -> None:
         self._sender.on_abort(message)
-        self.pipe.send(StartError(f"the consumer gave up: {message.reason}"))
+        self.pipe.send(StartError(f"the consumer aborted: {message.reason}"))
 
 
-class ConsumerEnd(_End):
-    """Grants blocks, takes note of when rows have landed, lets go of them."""
+class ConsumerLoop(_BenchLoop):
+    """The consumer: grants blocks, records when rows have landed, and consumes them."""
 
     def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
         super().__init__(instance, fabrics, pipe)
         self._buffer: RowBuffer | None = None
         self._by_default = {fabric.name: fabric.checksums for fabric in fabrics}
-        self._open(Open(Payload(1, 1), Pool(1, 1)))
+        self._configure(Configure(Payload(1, 1), PoolSpec(1, 1)))
 
-    def _open(self, command: Open) -> None:
+    def _configure(self, command: Configure) -> None:
         if self._buffer is not None:
             self._buffer.close()
         pool = command.pool
@@ -275,12 +279,12 @@ class ConsumerEnd(_End):
         self._buffer = RowBuffer(command.payload.layout, num_blocks, pool.block_rows, self.fabrics, SharedMemory)
         if pool.scattered:
             for _ in range(pool.num_blocks):
-                (kept,) = self._buffer.pool.take(2)
-                self._buffer.pool.free([kept._replace(length=1)])
+                (pair,) = self._buffer.pool.take(2)
+                self._buffer.pool.free([pair._replace(length=1)])
         self._payload = command.payload
         self._receiver = Receiver(self._buffer, self.instance.channel.address, self.send)
         self._transfer: TransferId | None = None
-        self._consuming = Consuming()
+        self._consuming = ConsumeMode()
         self._consumed = 0
         self._landed = 0.0
         self._resumes_before = 0
@@ -299,7 +303,7 @@ class ConsumerEnd(_End):
         return 0.0 if self._readable() else float("inf")
 
     def advance(self) -> None:
-        self.obey()
+        self.execute_commands()
         self._consume()
         self._receiver.grant()
         for failure in self._receiver.take_failures():
@@ -309,16 +313,16 @@ class ConsumerEnd(_End):
 
     def on_command(self, command: Any) -> None:
         match command:
-            case Open():
-                self._open(command)
+            case Configure():
+                self._configure(command)
                 self.pipe.send(None)
-            case Expect():
+            case ExpectTransfer():
                 self.sent = 0
                 for fabric in self.fabrics:
                     chosen = self._by_default[fabric.name] if command.checked is None else command.checked
                     fabric.checksums = chosen
                 self._resumes_before = self._receiver.counters.resumes
-                self._receiver.expect(command.transfer, self._payload.rows, PLACE)
+                self._receiver.expect(command.transfer, self._payload.rows, POSITION)
                 self._transfer, self._consuming, self._consumed = command.transfer, command.consuming, 0
                 self.pipe.send(None)
 
@@ -340,30 +344,30 @@ class ConsumerEnd(_End):
         return 0 if self._transfer is None else self._receiver.landed(self._transfer) - self._consumed
 
     def _consume(self) -> None:
-        """All that has landed, or one step of it: between two steps the loop looks for messages."""
+        """Consume all landed rows, or one step of them. Between steps the loop handles messages."""
         readable = self._readable()
         if self._transfer is None or not readable:
             return
         rows = min(self._consuming.step, readable) or readable
         if self._consuming.step:
             views = self._receiver.read(self._transfer, self._consumed, rows)
-            np.concatenate(views)  # as the language host takes a step's rows
+            np.concatenate(views)  # as the engine loop reads a step's rows
         self._consumed += rows
         self._receiver.consume(self._transfer, self._consumed)
         if self._consumed == self._payload.rows:
             self._transfer = None
             resumes = self._receiver.counters.resumes - self._resumes_before
-            self.pipe.send(Arrived(self._landed, time.monotonic(), self.sent, resumes))
+            self.pipe.send(ConsumerTiming(self._landed, time.monotonic(), self.sent, resumes))
 
 
 def _touched(num_bytes: int) -> Bytes:
-    """Memory whose pages are all there."""
+    """Allocate memory whose pages are all mapped."""
     return np.full(num_bytes, 7, dtype=np.uint8)
 
 
 def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
-    """What runs in either process. Errors at start go up the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the bench, and its pipes with it
+    """Main function of both processes. Errors at start are sent through the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the bench, which closes the pipes
     channel = Channel()
     try:
         instance = Instance(
@@ -378,9 +382,9 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
         for item in fabrics:
             instance.at_end(item.close)
         if role.encodes:
-            instance.add_loop(ProducerEnd(instance, fabrics, pipe), peer=End.CONSUMER)
+            instance.add_loop(ProducerLoop(instance, fabrics, pipe), peer=TransferSide.CONSUMER)
         else:
-            instance.add_loop(ConsumerEnd(instance, fabrics, pipe), peer=End.PRODUCER)
+            instance.add_loop(ConsumerLoop(instance, fabrics, pipe), peer=TransferSide.PRODUCER)
         instance.run()
     except StartError as error:
         pipe.send(error)
@@ -389,20 +393,22 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One transfer. Seconds from the offer until all rows had landed, and until they were consumed."""
+class TransferTiming:
+    """One transfer. Times are seconds since the offer."""
 
     landed: float
+    """Until all rows had landed."""
     consumed: float
+    """Until all rows were consumed."""
     messages: int
     resumes: int
 
 
 class Pair:
-    """Both processes, over one fabric."""
+    """The two processes, over one fabric."""
 
     def __init__(self, fabric: str) -> None:
-        """Starts them. Raises StartError when the fabric can't be opened."""
+        """Start both. Raises StartError when the fabric can't be opened."""
         self._channel = Channel()
         self._number = 0
         context = multiprocessing.get_context("spawn")
@@ -418,7 +424,7 @@ class Pair:
                     process.start()
                 theirs.close()
                 self._processes.append(process)
-            self._addresses = self._welcome()
+            self._addresses = self._register_both()
         except BaseException:
             self.close()
             raise
@@ -429,40 +435,40 @@ class Pair:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open(self, payload: Payload, pool: Pool) -> None:
-        """Gets both ends ready for transfers of this payload into this pool."""
+    def configure(self, payload: Payload, pool: PoolSpec) -> None:
+        """Prepare both ends for transfers of this payload into this pool."""
         for role in (Role.PD, Role.E):
-            self._pipes[role].send(Open(payload, pool))
+            self._pipes[role].send(Configure(payload, pool))
             self._answer(role)
 
     def memcpy(self) -> float:
-        """Seconds that one copy of the payload takes, in the producer's process."""
-        self._pipes[Role.E].send(Copy())
+        """Return the seconds that one copy of the payload takes, in the producer's process."""
+        self._pipes[Role.E].send(MeasureMemcpy())
         return float(self._answer(Role.E))
 
     def ping(self) -> float:
-        """Seconds that one message takes from one end to the other, with nothing to be done about it."""
-        self._pipes[Role.E].send(Ping(self._addresses[Role.PD]))
+        """Return the seconds that one message takes from one end to the other."""
+        self._pipes[Role.E].send(MeasurePing(self._addresses[Role.PD]))
         return float(self._answer(Role.E))
 
-    def transfer(self, consuming: Consuming | None = None, checked: bool | None = None) -> Timed:
-        """One transfer of the payload, checked end to end or not; None: as the fabric would have it."""
+    def transfer(self, consuming: ConsumeMode | None = None, checked: bool | None = None) -> TransferTiming:
+        """Transfer the payload once. ``checked`` is whether it is checked end to end; None leaves it to the fabric."""
         self._number += 1
         transfer = TransferId(f"bench/{self._number}")
-        self._pipes[Role.PD].send(Expect(transfer, consuming or Consuming(), checked))
+        self._pipes[Role.PD].send(ExpectTransfer(transfer, consuming or ConsumeMode(), checked))
         self._answer(Role.PD)
-        self._pipes[Role.E].send(Start(transfer, self._addresses[Role.PD]))
-        left: Left = self._answer(Role.E)
-        arrived: Arrived = self._answer(Role.PD)
-        return Timed(
-            arrived.landed - left.offered,
-            arrived.consumed - left.offered,
-            arrived.sent + left.sent,
-            arrived.resumes,
+        self._pipes[Role.E].send(StartTransfer(transfer, self._addresses[Role.PD]))
+        producer: ProducerTiming = self._answer(Role.E)
+        consumer: ConsumerTiming = self._answer(Role.PD)
+        return TransferTiming(
+            consumer.landed - producer.offered,
+            consumer.consumed - producer.offered,
+            consumer.sent + producer.sent,
+            consumer.resumes,
         )
 
     def close(self) -> None:
-        """Both processes end: what they listen to does."""
+        """End both processes by closing their pipes."""
         for pipe in self._pipes.values():
             pipe.close()
         for process in self._processes:
@@ -476,16 +482,16 @@ class Pair:
         pipe = self._pipes[role]
         try:
             if not pipe.poll(ANSWER_TIMEOUT):
-                raise StartError("a process of the bench stands still")
+                raise StartError("a process of the bench doesn't respond")
             answer = pipe.recv()
         except EOFError:
-            raise StartError("a process of the bench has ended") from None
+            raise StartError("a process of the bench has exited") from None
         if isinstance(answer, StartError):
             raise answer
         return answer
 
-    def _welcome(self) -> dict[Role, Address]:
-        """Plays the frontend until both have joined."""
+    def _register_both(self) -> dict[Role, Address]:
+        """Act as the frontend until both have registered."""
         addresses: dict[Role, Address] = {}
         deadline = time.monotonic() + START_TIMEOUT
         while len(addresses) < len(self._pipes):

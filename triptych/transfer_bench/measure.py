@@ -1,7 +1,7 @@
-"""What moving rows costs: over each fabric, between two processes, beside one memcpy of the same bytes.
+"""Cost of transfers over each fabric, between two processes, compared with one memcpy of the same bytes.
 
-Every figure is a median, and what it is compared with is measured in turns with it (A B A B), so that a machine that
-slows down slows both. Nothing is measured before a few transfers have warmed it up, except ``first``.
+Every figure is a median. It alternates with what it is compared with (A B A B), so that changes in the machine's speed
+affect both. Except for ``first``, warm-up transfers precede every measurement.
 """
 
 import os
@@ -17,42 +17,50 @@ from triptych.errors import StartError
 from triptych.observe.machine import available_bytes
 from triptych.transfer.sender import POLL_INTERVAL
 from triptych.transfer_bench.bare import BarePair, has_bare_loop
-from triptych.transfer_bench.ends import Consuming, Pair, Payload, Pool, Timed
+from triptych.transfer_bench.ends import ConsumeMode, Pair, Payload, PoolSpec, TransferTiming
 
 FABRICS = ("shm", "nixl", "mooncake")
 WIDTHS = (4096, 4 * 4096)
-"""Of one layer's rows, and of those that carry three deeper layers' as well, in elements."""
+"""Row widths in elements: of plain embeddings, and of embeddings with the features of three deepstack layers."""
 BLOCK_ROWS = 64
 STEP_ROWS = 512
-"""Tokens in a prefill step, unless the flags say otherwise."""
+"""Tokens in a prefill step by default."""
 WARM_UP = 3
 COPIES = 3
-"""How many copies of a payload the two processes hold: source, region, and the target of the memcpy beside them."""
+"""Copies of a payload that the two processes hold: source, region and the memcpy's target."""
 BARE_COPIES = 2
-PAUSES = {"without pause": 0.0, "every 0.1 ms": POLL_INTERVAL}
-"""How often the bare loops ask whether a write is done; the way that is faster counts."""
-SPARE = 1.25
-"""Memory that must be available for each byte that the bench takes."""
+POLL_PAUSES = {"without pause": 0.0, "every 0.1 ms": POLL_INTERVAL}
+"""Pauses between polls of the bare loops, in seconds. The faster way counts."""
+MEMORY_HEADROOM = 1.25
+"""Memory that must be available per byte that a measurement needs."""
 
-Say = Callable[[str], None]
+ShowLine = Callable[[str], None]
+"""Shows a line of progress."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured, how often. ``seconds`` is how long the measured transfers of one size may take together."""
+class BenchPlan:
+    """What is measured, and how often."""
 
     tokens: Sequence[int]
+    """Sizes of transfers."""
     widths: Sequence[int]
     resumed: Sequence[int]
+    """Sizes of transfers through a pool of ``pool_tokens``."""
     pool_tokens: int
     scattered: Sequence[int]
+    """Sizes of transfers into scattered blocks."""
     small: int
+    """Repetitions of the smallest transfers."""
     repeats: tuple[int, int]
+    """Minimum and maximum repetitions of a transfer."""
     rounds: int
+    """Rounds of alternating measurements."""
     seconds: float
+    """Time limit of the measured transfers of one size together."""
 
 
-FULL = Plan(
+FULL = BenchPlan(
     tokens=(1024, 4096, 8192, 16384, 32768),
     widths=WIDTHS,
     resumed=(10240, 20480, 32768),
@@ -63,7 +71,7 @@ FULL = Plan(
     rounds=5,
     seconds=3.0,
 )
-QUICK = Plan(
+QUICK = BenchPlan(
     tokens=(1024, 4096),
     widths=WIDTHS[:1],
     resumed=(2560,),
@@ -76,29 +84,29 @@ QUICK = Plan(
 )
 
 
-def measure(fabrics: Sequence[str], plan: Plan, say: Say) -> dict[str, Any]:
-    """Everything, for each of the fabrics. With none named: for each that is installed. Raises StartError when one that
-    is named can't start."""
+def measure(fabrics: Sequence[str], plan: BenchPlan, show: ShowLine) -> dict[str, Any]:
+    """Measure everything over the named fabrics, or over all installed ones if none is named. Raises StartError when a
+    named fabric can't start."""
     results = {}
     for fabric in fabrics or FABRICS:
         try:
             with Pair(fabric) as pair:
-                say(f"{fabric}: measuring")
+                show(f"{fabric}: measuring")
                 results[fabric] = {
-                    "sizes": list(_sizes(fabric, pair, plan, say)),
+                    "sizes": list(_sizes(fabric, pair, plan, show)),
                     "small": _small(pair, plan),
-                    "resumes": list(_resumes(pair, plan, say)),
-                    "scattered": list(_scattered(pair, plan, say)),
+                    "resumes": list(_resumes(pair, plan, show)),
+                    "scattered": list(_scattered(pair, plan, show)),
                 }
         except StartError as error:
             if fabrics:
                 raise
-            say(f"{fabric}: left out: {error}")
+            show(f"{fabric}: skipped: {error}")
     return {"machine": machine(), "fabrics": results}
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Describe the machine."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": _processor(),
@@ -116,26 +124,26 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _fits(payload: Payload, copies: int, say: Say) -> bool:
-    needed, available = int(payload.num_bytes * copies * SPARE), available_bytes()
+def _fits(payload: Payload, copies: int, show: ShowLine) -> bool:
+    needed, available = int(payload.num_bytes * copies * MEMORY_HEADROOM), available_bytes()
     if needed > available:
-        say(
-            f"skipped {payload.rows} tokens of width {payload.width}: they take {needed / 2**30:.1f} GiB, "
+        show(
+            f"skipped {payload.rows} tokens of width {payload.width}: they need {needed / 2**30:.1f} GiB, "
             f"{available / 2**30:.1f} GiB are available"
         )
     return needed <= available
 
 
-def _sizes(fabric: str, pair: Pair, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
+def _sizes(fabric: str, pair: Pair, plan: BenchPlan, show: ShowLine) -> Iterator[dict[str, Any]]:
     for width in plan.widths:
         for tokens in plan.tokens:
             payload = Payload(tokens, width)
-            if _fits(payload, COPIES + BARE_COPIES * has_bare_loop(fabric), say):
+            if _fits(payload, COPIES + BARE_COPIES * has_bare_loop(fabric), show):
                 yield _size(fabric, pair, plan, payload)
 
 
-def _size(fabric: str, pair: Pair, plan: Plan, payload: Payload) -> dict[str, Any]:
-    pair.open(payload, _whole(payload))
+def _size(fabric: str, pair: Pair, plan: BenchPlan, payload: Payload) -> dict[str, Any]:
+    pair.configure(payload, _whole(payload))
     first = pair.transfer(checked=False)
     with ExitStack() as stack:
         bare = stack.enter_context(BarePair(fabric, payload.num_bytes)) if has_bare_loop(fabric) else None
@@ -144,16 +152,16 @@ def _size(fabric: str, pair: Pair, plan: Plan, payload: Payload) -> dict[str, An
             pair.transfer(checked=False)
             warm = pair.transfer(checked=True)
             if bare is not None:
-                for pause in PAUSES.values():
+                for pause in POLL_PAUSES.values():
                     bare.write(pause)
         transfers, checked, memcpys = [], [], []
-        bares: dict[str, list[float]] = {way: [] for way in PAUSES} if bare is not None else {}
+        bares: dict[str, list[float]] = {way: [] for way in POLL_PAUSES} if bare is not None else {}
         for _ in range(_repeats(plan, warm.consumed)):
             memcpys.append(pair.memcpy())
             transfers.append(pair.transfer(checked=False))
             if bare is not None:
                 for way, seconds in bares.items():
-                    seconds.append(bare.write(PAUSES[way]))
+                    seconds.append(bare.write(POLL_PAUSES[way]))
             checked.append(pair.transfer(checked=True).landed)
     landed = [timed.landed for timed in transfers]
     took = statistics.median(landed)
@@ -189,12 +197,12 @@ def _beside_bare(bares: dict[str, list[float]], took: float, checked: float) -> 
     }
 
 
-def _small(pair: Pair, plan: Plan) -> list[dict[str, Any]]:
-    """What a transfer costs besides its bytes."""
+def _small(pair: Pair, plan: BenchPlan) -> list[dict[str, Any]]:
+    """Measure the fixed cost of a transfer."""
     found = []
     for rows in (1, BLOCK_ROWS):
         payload = Payload(rows, WIDTHS[0])
-        pair.open(payload, Pool(1, BLOCK_ROWS))
+        pair.configure(payload, PoolSpec(1, BLOCK_ROWS))
         for _ in range(WARM_UP):
             pair.transfer()
         transfers, pings = [], []
@@ -217,15 +225,15 @@ def _small(pair: Pair, plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def _resumes(pair: Pair, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
-    """Through a pool that holds a part of the rows, against one that holds them all."""
-    pools = {"limited": Pool(plan.pool_tokens // BLOCK_ROWS, BLOCK_ROWS)}
+def _resumes(pair: Pair, plan: BenchPlan, show: ShowLine) -> Iterator[dict[str, Any]]:
+    """Compare a pool that holds only some of the rows with one that holds all."""
+    pools = {"limited": PoolSpec(plan.pool_tokens // BLOCK_ROWS, BLOCK_ROWS)}
     for tokens in plan.resumed:
         payload = Payload(tokens, WIDTHS[0])
-        if not _fits(payload, COPIES, say):
+        if not _fits(payload, COPIES, show):
             continue
         pools["unlimited"] = _whole(payload)
-        for how, consuming in {"let go": Consuming(), "copied": Consuming(STEP_ROWS)}.items():
+        for how, consuming in {"freed": ConsumeMode(), "copied": ConsumeMode(STEP_ROWS)}.items():
             measured = _in_turns(pair, plan, {name: (payload, pool, consuming) for name, pool in pools.items()})
             took = {name: [timed.consumed for timed in found] for name, found in measured.items()}
             yield {
@@ -241,18 +249,18 @@ def _resumes(pair: Pair, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
             }
 
 
-def _scattered(pair: Pair, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
-    """Into blocks no two of which are neighbours, against one run of blocks."""
+def _scattered(pair: Pair, plan: BenchPlan, show: ShowLine) -> Iterator[dict[str, Any]]:
+    """Compare scattered blocks with one run of blocks."""
     for tokens in plan.scattered:
         payload = Payload(tokens, WIDTHS[0])
-        if not _fits(payload, COPIES + 1, say):
+        if not _fits(payload, COPIES + 1, show):
             continue
         whole = _whole(payload)
-        apart = Pool(whole.num_blocks, whole.block_rows, scattered=True)
+        apart = PoolSpec(whole.num_blocks, whole.block_rows, scattered=True)
         measured = _in_turns(
             pair,
             plan,
-            {name: (payload, pool, Consuming()) for name, pool in {"run": whole, "apart": apart}.items()},
+            {name: (payload, pool, ConsumeMode()) for name, pool in {"run": whole, "apart": apart}.items()},
         )
         took = {name: [timed.landed for timed in found] for name, found in measured.items()}
         yield {
@@ -266,12 +274,14 @@ def _scattered(pair: Pair, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
         }
 
 
-def _in_turns(pair: Pair, plan: Plan, setups: dict[str, tuple[Payload, Pool, Consuming]]) -> dict[str, list[Timed]]:
-    """Some transfers of each setup, round after round."""
-    found: dict[str, list[Timed]] = {name: [] for name in setups}
+def _in_turns(
+    pair: Pair, plan: BenchPlan, setups: dict[str, tuple[Payload, PoolSpec, ConsumeMode]]
+) -> dict[str, list[TransferTiming]]:
+    """Measure some transfers of each setup, in alternating rounds."""
+    found: dict[str, list[TransferTiming]] = {name: [] for name in setups}
     for _ in range(plan.rounds):
         for name, (payload, pool, consuming) in setups.items():
-            pair.open(payload, pool)
+            pair.configure(payload, pool)
             for _ in range(WARM_UP):
                 warm = pair.transfer(consuming)
             repeats = max(plan.repeats[0], _repeats(plan, warm.consumed) // plan.rounds)
@@ -279,14 +289,14 @@ def _in_turns(pair: Pair, plan: Plan, setups: dict[str, tuple[Payload, Pool, Con
     return found
 
 
-def _repeats(plan: Plan, seconds: float) -> int:
+def _repeats(plan: BenchPlan, seconds: float) -> int:
     least, most = plan.repeats
     return max(least, min(most, int(plan.seconds / max(seconds, 1e-6))))
 
 
-def _whole(payload: Payload) -> Pool:
-    """A pool that the payload just fits in."""
-    return Pool(-(-payload.rows // BLOCK_ROWS), BLOCK_ROWS)
+def _whole(payload: Payload) -> PoolSpec:
+    """Return a pool that the payload exactly fits in."""
+    return PoolSpec(-(-payload.rows // BLOCK_ROWS), BLOCK_ROWS)
 
 
 def _ms(seconds: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""What the bench has measured, for people: tables, and a plot for those who have matplotlib."""
+"""Report of the bench's measurements: tables, and a plot if matplotlib is installed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ MIB = 2**20
 
 Format = Callable[[Any], str]
 Column = tuple[str, str, Format]
-"""Heading, field, how the field is shown."""
+"""Heading, field, format of the field."""
 
 
 def _hundredths(value: float) -> str:
@@ -29,7 +29,7 @@ _PAYLOAD: list[Column] = [
 ]
 _TABLES: list[tuple[str, str, list[Column]]] = [
     (
-        "from the offer until all rows have landed: medians, and what memcpy and the bare loop take ÷ that",
+        "from the offer until all rows have landed: median, and speed relative to memcpy and to the bare loop",
         "sizes",
         [
             *_PAYLOAD,
@@ -41,7 +41,7 @@ _TABLES: list[tuple[str, str, list[Column]]] = [
         ],
     ),
     (
-        "the same with checksums, made by the producer and checked by the consumer",
+        "the same with checksums",
         "sizes",
         [
             *_PAYLOAD,
@@ -51,7 +51,7 @@ _TABLES: list[tuple[str, str, list[Column]]] = [
         ],
     ),
     (
-        "small transfers: what one costs besides its bytes",
+        "small transfers: fixed cost",
         "small",
         [
             ("rows", "rows", str),
@@ -65,7 +65,7 @@ _TABLES: list[tuple[str, str, list[Column]]] = [
         ],
     ),
     (
-        "through a pool that is too small, until all rows are consumed",
+        "through a pool smaller than the transfer, until all rows are consumed",
         "resumes",
         [
             ("tokens", "tokens", str),
@@ -78,7 +78,7 @@ _TABLES: list[tuple[str, str, list[Column]]] = [
         ],
     ),
     (
-        "fragmentation: blocks without neighbours against one run",
+        "fragmentation: scattered blocks compared with one run",
         "scattered",
         [
             ("tokens", "tokens", str),
@@ -92,7 +92,7 @@ _TABLES: list[tuple[str, str, list[Column]]] = [
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """One table for each kind of measurement, over all fabrics."""
+    """Yield one table per kind of measurement, over all fabrics."""
     for title, kind, columns in _TABLES:
         table = Table("fabric", title=title, title_justify="left")
         for heading, _, _ in columns:
@@ -104,7 +104,7 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def plot(results: dict[str, Any], path: Path) -> bool:
-    """Throughput over payload, beside memcpy and the bare loops. False when matplotlib isn't installed."""
+    """Plot throughput over payload, with memcpy and the bare loops. Returns False if matplotlib isn't installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

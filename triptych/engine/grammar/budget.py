@@ -1,34 +1,32 @@
-"""What a grammar may cost. All but the waiting is processor time, which a busy machine doesn't add to."""
+"""Limits on the cost of a grammar. All but the timeouts are processor time, independent of the load on the machine."""
 
 from triptych.sandbox.protocol import Limits
 
 COMPILE_SECONDS = 10.0
-"""For compiling one grammar. With a vocabulary of 152,000, ``[a-z ]{1,500}`` takes 6 s, most schemas below 1 s."""
+"""For compiling one grammar. Most schemas take a fraction of it; bounded repetitions over a large vocabulary, most."""
 TOKEN_SECONDS = 0.5
-"""For matching one token, the next one's mask included. Most take 0.05 ms; ``([a-z]+ ?)+\\.`` takes 0.3 s a token with
-a vocabulary of 152,000, and is of use all the same."""
+"""For matching one token and computing the next mask: far more than most grammars take, even with nested repetition."""
 FREE_SECONDS = 0.002
-"""What any token may take without being counted."""
+"""Per token, not counted towards TOTAL_SECONDS."""
 TOTAL_SECONDS = 10.0
 """For all tokens of a request, beyond FREE_SECONDS for each."""
 KILL_SECONDS = 2.0
-"""For a token after which the grammar's process is ended: nothing else can interrupt it."""
-COMPILE_PATIENCE, TOKEN_PATIENCE = 60.0, 20.0
-"""Seconds to wait for a grammar to be compiled, and for a token to be matched, however little processor time its
-process gets."""
+"""For one token, after which the grammar's process is killed: nothing else can interrupt xgrammar."""
+COMPILE_TIMEOUT, TOKEN_TIMEOUT = 60.0, 20.0
+"""Seconds of wall time to wait for a grammar to be compiled and for a token to be matched."""
 
 LIMITS = Limits(memory_bytes=2**29)
-"""Of one grammar's process, beyond what all of them share."""
+"""Of one grammar's process, beyond the memory that all of them share."""
 NICENESS = 5
-"""Matching yields to what computes, but not for long: the step may wait for it."""
+"""Matching yields to compute threads, but only a little: the next step may wait for the mask."""
 
 MAX_COMPILING = 8
-"""Grammars compiled at a time: as many processes may take LIMITS' memory for what is refused in the end."""
+"""Grammars compiled at a time. Even one that is rejected in the end may use all of LIMITS' memory meanwhile."""
 MAX_COMPILING_EACH = 2
 """The same for one client."""
 MAX_IDLE = 8
-"""Grammars that are kept although no request has them: their processes."""
-MAX_REFUSED = 1024
-"""Grammars that are known to be refused."""
+"""Grammars whose processes are kept although no request uses them."""
+MAX_REJECTED = 1024
+"""Grammars remembered as rejected."""
 MAX_REBUILDS = 3
-"""How often a request's grammar may have to be built again, since its process ended for reasons of others."""
+"""How often a request's grammar is compiled again after its process ended for reasons not its own."""

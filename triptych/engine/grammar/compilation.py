@@ -1,4 +1,4 @@
-"""xgrammar (arXiv:2411.15100) for one tokenizer: which tokens may come next, by a grammar. It can't be interrupted, so
+"""xgrammar (arXiv:2411.15100) for one tokenizer: which tokens a grammar allows next. xgrammar can't be interrupted, so
 it is imported and run in sandboxed processes only."""
 
 import json
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import xgrammar
 
 MAX_WHITESPACE = 20
-"""Characters of white space in a row within JSON: enough to indent, and models can't get lost in it."""
+"""White space characters in a row within JSON: enough to indent, but a model can't loop on them."""
 
 _SOURCE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
 
 
 class Matcher:
-    """Where one answer stands in its grammar."""
+    """Position of one answer in its grammar."""
 
     def __init__(self, compiled: "xgrammar.CompiledGrammar", end_tokens: Sequence[int], vocabulary: int) -> None:
         import xgrammar
@@ -34,38 +34,38 @@ class Matcher:
         self._bitmask = np.zeros((1, mask_words(vocabulary)), np.int32)
 
     def bitmask(self) -> bytes:
-        """Which tokens can come next: little-endian words of 32 bits, the first token's the lowest."""
-        # without a change, it leaves the mask as it is
+        """Return the tokens that can come next as little-endian 32-bit words, lowest bit first."""
+        # xgrammar leaves the mask untouched when everything is allowed
         self._bitmask.fill(-1)
         self._matcher.fill_next_token_bitmask(self._bitmask)
         return self._bitmask.tobytes()
 
     def accept(self, token: int) -> bool:
-        """Takes note of the token that was chosen. False for one that can't come next."""
+        """Advance by one token. Returns False if the grammar doesn't allow it."""
         return bool(self._matcher.accept_token(token))
 
 
 def mask_words(vocabulary: int) -> int:
-    """How many words of 32 bits a bitmask has."""
+    """Return the number of 32-bit words in a bitmask."""
     return -(-vocabulary // 32)
 
 
 class Compilation:
-    """Compiles grammars for one tokenizer; xgrammar is loaded when it is first used."""
+    """Compiles grammars for one tokenizer. xgrammar is loaded on first use."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self.folder = folder
         self._vocabulary = vocabulary
 
     def matcher(self, compiled: "xgrammar.CompiledGrammar", end_tokens: Sequence[int]) -> Matcher:
-        """At the grammar's beginning; after its end any of ``end_tokens`` may come."""
+        """Return a matcher at the grammar's beginning. After the grammar's end any of ``end_tokens`` may come."""
         return Matcher(compiled, end_tokens, self._vocabulary)
 
     def compile(self, spec: GrammarSpec) -> "xgrammar.CompiledGrammar":
-        """Raises InvalidRequest for a grammar that makes no sense."""
+        """Compile a grammar. Raises InvalidRequest for an invalid one."""
         try:
             return self._compile(spec)
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # the library has no narrower one
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # xgrammar raises no narrower ones
             if "bad_alloc" in str(error):
                 raise MemoryError from None
             raise InvalidRequest(_first_line(error)) from None
@@ -93,10 +93,10 @@ class Compilation:
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(self.folder / "tokenizer.json"))  # type: ignore[no-untyped-call]
-        # which ones really end an answer is each request's own affair; here they only aren't text
+        # each request names its own end tokens; here they only must not count as text
         end_tokens = load_generation_config(self.folder).get("eos_token_id")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a checkpoint may name none
+            warnings.simplefilter("ignore", UserWarning)  # a checkpoint may name no end token
             info = xgrammar.TokenizerInfo.from_huggingface(
                 tokenizer, vocab_size=self._vocabulary, stop_token_ids=end_tokens
             )
@@ -104,5 +104,5 @@ class Compilation:
 
 
 def _first_line(error: Exception) -> str:
-    """Without what the library adds for its own developers: the time, and its source's file and line."""
+    """Return an error's message without xgrammar's time stamp, source file and line number."""
     return _SOURCE.sub("", (str(error).strip() or type(error).__name__).splitlines()[0])[:300]

@@ -1,4 +1,4 @@
-"""Where one request stands in its grammar, as its instance sees it; the grammar's process does the matching."""
+"""One request's position in its grammar, as the instance sees it. The grammar's process does the matching."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,22 +9,23 @@ import numpy as np
 from triptych.engine.grammar.budget import (
     FREE_SECONDS,
     KILL_SECONDS,
-    TOKEN_PATIENCE,
     TOKEN_SECONDS,
+    TOKEN_TIMEOUT,
     TOTAL_SECONDS,
 )
-from triptych.engine.grammar.line import Line
-from triptych.engine.grammar.messages import Begin, Forget, Go, Question, Stands
+from triptych.engine.grammar.messages import EndMatching, GrammarRequest, MatchProgress, MatchTokens, StartMatching
+from triptych.engine.grammar.process_queue import ProcessQueue
 from triptych.errors import GrammarTooCostly, InternalError, TriptychError
 from triptych.messages.work import GrammarSpec
-from triptych.sandbox.protocol import BrokenProtocol
+from triptych.sandbox.protocol import ProtocolError
 
 
 class Matching:
-    """One request's. ``changed`` is the service's, with the lock that guards all its matchings.
+    """State of one request's answer in its grammar.
 
-    For the instance's threads: ``ready``, ``last_was_quick``, ``error``, ``mask``, ``accept`` and ``close``. None of
-    them waits for matching, but ``mask`` as long as it is told to.
+    The instance's threads use ``ready``, ``mask_expected_soon``, ``error``, ``mask``, ``accept`` and ``close``, of
+    which only ``mask`` blocks, for as long as its argument allows. ``changed`` is the condition variable of the
+    service, whose lock guards all its matchings.
     """
 
     def __init__(
@@ -49,50 +50,54 @@ class Matching:
         self._changed = changed
         self._on_close = on_close
         self._mask_bytes = mask_bytes
-        self._line: Line | None = None
+        self._queue: ProcessQueue | None = None
         self._mask: bytes | None = None
         self._error: TriptychError | None = None
-        self._quick = self._watched = False
-        self._excess, self._matched = 0.0, 0
+        self._mask_expected_soon = self._notify_when_ready = False
+        self._charged, self._matched = 0.0, 0
 
     # ── for the instance's threads ───────────────────────────────────────────────────────────────────────────
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the answer so far."""
+        return len(self._tokens)
+
+    @property
     def error(self) -> TriptychError | None:
-        """Why the request can't go on: GrammarTooCostly, InvalidRequest for a grammar that makes no sense, or
-        InternalError."""
+        """Why the request can't go on: GrammarTooCostly, InvalidRequest for an invalid grammar, or InternalError."""
         return self._error
 
     @property
     def ready(self) -> bool:
-        """Whether the next token's mask is there. The service's ``on_done`` is called once it is, if it isn't."""
+        """Whether the next token's mask has arrived. If not, the service calls ``on_done`` once it has."""
         with self._changed:
-            self._watched = self._mask is None
+            self._notify_when_ready = self._mask is None
             return self._mask is not None
 
     @property
-    def last_was_quick(self) -> bool:
-        """Whether the next mask can be expected within the time of a step, as the last one came."""
-        return self._quick and self._error is None
+    def mask_expected_soon(self) -> bool:
+        """Whether the next mask can be expected within a step's time, as the last one was."""
+        return self._mask_expected_soon and self._error is None
 
     def mask(self, seconds: float = 0.0) -> bytes | None:
-        """Which tokens can come next, as ``Matcher.bitmask`` has it, once it is there; None if that takes longer, or
-        there is an error."""
+        """Wait up to ``seconds`` for the mask of tokens that can come next, as ``Matcher.bitmask`` returns it. Returns
+        None on timeout or error."""
         with self._changed:
             self._changed.wait_for(lambda: self._mask is not None or self._error is not None, seconds)
-            self._quick = self._quick and self._mask is not None
+            self._mask_expected_soon = self._mask_expected_soon and self._mask is not None
             return self._mask
 
     def accept(self, token: int) -> None:
-        """Takes note of the token that was chosen. The mask after it comes by itself."""
+        """Record the sampled token, and request the mask after it."""
         with self._changed:
             self._mask = None
             self._tokens.append(token)
-            if self._line is not None:
-                self._post(Go(self.number, [token]))
+            if self._queue is not None:
+                self._post(MatchTokens(self.number, [token]))
 
     def close(self) -> None:
-        """The request has ended."""
+        """End the matching with its request."""
         with self._changed:
             if self.closed:
                 return
@@ -101,56 +106,59 @@ class Matching:
 
     # ── for the service, with the lock held ──────────────────────────────────────────────────────────────────
 
-    def begin(self, line: Line) -> None:
-        """Has the process match all tokens that there are."""
-        self._line = line
-        self._excess, self._matched = 0.0, 0
-        self._post(Begin(self.number, sorted(self._end_tokens)), bulk=np.array(self._tokens, np.dtype("<i4")).tobytes())
+    def attach(self, queue: ProcessQueue) -> None:
+        """Have the process behind ``queue`` match all tokens so far."""
+        self._queue = queue
+        self._charged, self._matched = 0.0, 0
+        tokens = np.array(self._tokens, np.dtype("<i4")).tobytes()
+        self._post(StartMatching(self.number, sorted(self._end_tokens)), bulk=tokens)
 
-    def leave(self) -> Line | None:
-        """The request has ended, or its process has. The line that it was on."""
-        line, self._line, self._mask, self._quick = self._line, None, None, False
-        return line
+    def detach(self) -> ProcessQueue | None:
+        """Separate the matching from its process. Returns the queue that it used."""
+        queue, self._queue, self._mask, self._mask_expected_soon = self._queue, None, None, False
+        return queue
 
     def fail(self, error: TriptychError) -> None:
+        """Record an error, and have the process drop the matching."""
         self._error = self._error or error
-        if line := self.leave():
-            line.post(Forget(self.number), None, seconds=KILL_SECONDS, patience=TOKEN_PATIENCE)
+        if queue := self.detach():
+            queue.send(EndMatching(self.number), None, seconds=KILL_SECONDS, timeout=TOKEN_TIMEOUT)
         self._changed.notify_all()
 
-    def answered(self, about: bytes) -> bool:
-        """Takes in where it stands. Whether somebody waits for the mask that came with it. Raises BrokenProtocol."""
-        if self._line is None:
+    def on_progress(self, about: bytes) -> bool:
+        """Handle an encoded MatchProgress. Returns whether ``on_done`` must be called for the mask in it. Raises
+        ProtocolError."""
+        if self._queue is None:
             return False
         try:
-            stands = msgspec.msgpack.decode(about, type=Stands)
+            progress = msgspec.msgpack.decode(about, type=MatchProgress)
         except msgspec.MsgspecError as error:
-            raise BrokenProtocol(str(error)) from None
-        if not 0 <= stands.position <= len(self._tokens) or len(stands.mask or b"") not in (0, self._mask_bytes):
-            raise BrokenProtocol("a place or a mask that can't be")
-        if stands.rejected:
-            self.fail(InternalError("the grammar refused a token that it had allowed"))
+            raise ProtocolError(str(error)) from None
+        if not 0 <= progress.position <= len(self._tokens) or len(progress.mask or b"") not in (0, self._mask_bytes):
+            raise ProtocolError("a position or a mask out of range")
+        if progress.rejected:
+            self.fail(InternalError("the grammar rejected a token that it had allowed"))
             return True
-        matched, self._matched = max(1, stands.position - self._matched), stands.position
-        self._excess += max(0.0, stands.seconds - matched * FREE_SECONDS)
-        if stands.seconds > TOKEN_SECONDS:
-            self.fail(too_costly(f"matching one token took {stands.seconds:.2f} s, more than {TOKEN_SECONDS:g} s"))
+        matched, self._matched = max(1, progress.position - self._matched), progress.position
+        self._charged += max(0.0, progress.seconds - matched * FREE_SECONDS)
+        if progress.seconds > TOKEN_SECONDS:
+            self.fail(too_costly(f"matching one token took {progress.seconds:.2f} s, more than {TOKEN_SECONDS:g} s"))
             return True
-        if self._excess > TOTAL_SECONDS:
+        if self._charged > TOTAL_SECONDS:
             self.fail(too_costly(f"matching the answer took longer than {TOTAL_SECONDS:g} s"))
             return True
-        self._quick = stands.seconds < FREE_SECONDS
-        if stands.mask is None:
-            self._post(Go(self.number, []))
-        elif stands.position == len(self._tokens):
-            self._mask = stands.mask
+        self._mask_expected_soon = progress.seconds < FREE_SECONDS
+        if progress.mask is None:
+            self._post(MatchTokens(self.number, []))
+        elif progress.position == len(self._tokens):
+            self._mask = progress.mask
             self._changed.notify_all()
-            return self._watched
+            return self._notify_when_ready
         return False
 
-    def _post(self, question: Question, bulk: bytes = b"") -> None:
-        assert self._line is not None
-        self._line.post(question, self, seconds=KILL_SECONDS, patience=TOKEN_PATIENCE, bulk=bulk)
+    def _post(self, request: GrammarRequest, bulk: bytes = b"") -> None:
+        assert self._queue is not None
+        self._queue.send(request, self, seconds=KILL_SECONDS, timeout=TOKEN_TIMEOUT, bulk=bulk)
 
 
 def too_costly(what: str) -> GrammarTooCostly:

@@ -1,6 +1,7 @@
-"""What an instance and a grammar's process say to each other, in the sandbox's questions and answers.
+"""Messages between an instance and a grammar's process, carried in the sandbox's questions and results.
 
-The process answers in the order of the questions."""
+The process answers requests in order.
+"""
 
 import msgspec
 
@@ -8,41 +9,43 @@ from triptych.messages.work import GrammarKind
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """The first question: the grammar, its text as the bulk. The answer is empty."""
+    """instance → process: the first request, with the grammar's text as the bulk. The answer is empty."""
 
     kind: GrammarKind
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
-    """A request whose answer begins with the tokens in the bulk, int32; answered by Stands, as Go is. After the
-    grammar's end any of ``end_tokens`` may come."""
+class StartMatching(msgspec.Struct, frozen=True, tag=True):
+    """instance → process: start an answer, whose first tokens are the bulk (int32). Answered by MatchProgress."""
 
     matching: int
     end_tokens: list[int]
+    """Tokens allowed after the grammar's end."""
 
 
-class Go(msgspec.Struct, frozen=True, tag=True):
-    """Go on with a request's tokens, after these as well."""
+class MatchTokens(msgspec.Struct, frozen=True, tag=True):
+    """instance → process: append tokens to an answer and continue matching. Answered by MatchProgress."""
 
     matching: int
     tokens: list[int]
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
-    """A request has ended. The answer is empty."""
+class EndMatching(msgspec.Struct, frozen=True, tag=True):
+    """instance → process: a request has ended. The answer is empty."""
 
     matching: int
 
 
-class Stands(msgspec.Struct, frozen=True):
-    """Where a request's answer stands: ``position`` of its tokens have been matched, in ``seconds`` of processor time
-    since the last Stands; ``rejected``: the next one can't come. ``mask`` is which tokens can come next, as
-    ``Matcher.bitmask`` has it; None while there are tokens left to match."""
+class MatchProgress(msgspec.Struct, frozen=True):
+    """process → instance: how far an answer has been matched."""
 
     position: int
+    """Number of tokens matched so far."""
     seconds: float
+    """Processor time since the last MatchProgress."""
     mask: bytes | None
+    """Tokens that can come next, as ``Matcher.bitmask`` returns them; None while there are tokens left to match."""
     rejected: bool = False
+    """Whether the grammar doesn't allow the next token."""
 
 
-Question = Compile | Begin | Go | Forget
+GrammarRequest = Compile | StartMatching | MatchTokens | EndMatching

@@ -1,9 +1,9 @@
-"""Matches answers to grammars in processes that can be ended, since xgrammar can't be interrupted: a few characters can
-ask it for minutes and gigabytes, to compile and for each token.
+"""Matches answers to grammars in child processes. xgrammar can't be interrupted, and a grammar of a few characters can
+take minutes and gigabytes, to compile as well as for each token.
 
-A fork server loads it once. Each grammar that is in use has a process of its own, which compiles it and matches all
-requests that have it. One that takes longer than it may ends its process by the kernel's timer; the other requests' are
-matched again, from their first tokens on, in a new one.
+A fork server loads xgrammar once. Each grammar in use has its own process, which compiles it and matches all requests
+that use it. A process that exceeds its processor time is ended by a kernel timer; the answers of its other requests are
+then matched again from the start in a new process.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triptych.engine.grammar.budget import (
-    COMPILE_PATIENCE,
     COMPILE_SECONDS,
+    COMPILE_TIMEOUT,
     KILL_SECONDS,
     LIMITS,
     MAX_IDLE,
@@ -31,63 +31,66 @@ from triptych.engine.grammar.budget import (
     NICENESS,
 )
 from triptych.engine.grammar.compilation import mask_words
-from triptych.engine.grammar.compiling import CompileQueue, Refused
-from triptych.engine.grammar.line import Line
+from triptych.engine.grammar.compile_queue import CompileQueue, RejectedGrammars
 from triptych.engine.grammar.matching import Matching, too_costly
 from triptych.engine.grammar.messages import Compile
+from triptych.engine.grammar.process_queue import ProcessQueue
 from triptych.errors import InternalError, InvalidRequest, RequestError, TriptychError, from_wire
 from triptych.messages.work import GrammarSpec
-from triptych.observe.machine import ending
-from triptych.sandbox.forks import ForkServer
-from triptych.sandbox.protocol import BrokenProtocol, Failure, ForkSpec, Result
+from triptych.observe.machine import describe_exit
+from triptych.sandbox.fork_client import ForkServer
+from triptych.sandbox.protocol import ForkSpec, ProtocolError, Result, TaskFailed
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
-"""For the fork server to load what it needs."""
-SERVER_PATIENCE = 5.0
-"""Seconds to wait for the fork server to end a process, before it is ended itself."""
-LOOK_EVERY = 1.0
-"""Seconds between looks at whether a process takes longer than anybody should wait."""
+"""Time for the fork server to load xgrammar and the tokenizer."""
+SERVER_TIMEOUT = 5.0
+"""Seconds to wait for the fork server to kill a process, before the server itself is killed."""
+CHECK_INTERVAL = 1.0
+"""Seconds between checks for overdue processes."""
 
 
-class _Turn(NamedTuple):
-    """In the queue of what is to be compiled: whose it is, and when it began, by ``time.monotonic``."""
+class _CompileSlot(NamedTuple):
+    """One of the ``MAX_COMPILING`` slots."""
 
     client: str
+    """The client that is charged for the time."""
     began: float
+    """By ``time.monotonic``."""
 
 
 @dataclass
 class _Grammar:
-    """One that requests have, or had lately. Without a ``line`` it waits for its turn to be compiled; ``turn`` is there
-    while it is."""
+    """A grammar that requests use or have used lately."""
 
     spec: GrammarSpec
     matchings: dict[int, Matching] = field(default_factory=dict)
-    line: Line | None = None
+    process_queue: ProcessQueue | None = None
+    """Queue of its process; None while the grammar waits to be compiled."""
     compiled: bool = False
-    turn: _Turn | None = None
+    slot: _CompileSlot | None = None
+    """Set while the grammar is being compiled."""
 
 
-class Grammars:
-    """The grammars of one tokenizer. All of its work is done on a thread of its own and in other processes."""
+class GrammarService:
+    """Grammars of one tokenizer. All work is done on its own thread and in child processes."""
 
     def __init__(self, folder: Path, vocabulary: int, on_done: Callable[[], None]) -> None:
-        """``vocabulary`` is how many logits the model has. ``on_done`` is called, on that thread, when a request that
-        wasn't ready is, or has failed. Nothing is started before the first grammar."""
+        """``vocabulary`` is the model's number of logits. ``on_done`` is called on the service's thread when a request
+        becomes ready or fails. Nothing is started before the first grammar."""
         argument = json.dumps([str(folder.absolute()), vocabulary])
         self._spec = ForkSpec("triptych.engine.grammar.process:serve", argument, LIMITS, NICENESS)
         self._mask_bytes = 4 * mask_words(vocabulary)
         self._on_done = on_done
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        self._began: deque[Matching] = deque()
+        self._started: deque[Matching] = deque()
         self._closed: deque[Matching] = deque()
         self._wake_receive, self._wake_send = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._ending = False
         self._thread: threading.Thread | None = None
-        # the thread's alone
+        # used by the thread only
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_receive, selectors.EVENT_READ)
         self._server: ForkServer | None = None
@@ -95,14 +98,15 @@ class Grammars:
         self._grammars: dict[GrammarSpec, _Grammar] = {}
         self._idle: OrderedDict[GrammarSpec, None] = OrderedDict()
         self._by_number: dict[int, _Grammar] = {}
-        self._queue = CompileQueue()
-        self._refused = Refused()
+        self._compile_queue = CompileQueue()
+        self._rejected = RejectedGrammars()
+        self._num_processes = 0
 
     def start(
         self, spec: GrammarSpec, end_tokens: frozenset[int], generated: Sequence[int] = (), client: str = ""
     ) -> Matching:
-        """A request whose answer begins with the tokens ``generated``; after the grammar's end any of ``end_tokens``
-        may come. Compiling takes turns among ``client``s."""
+        """Start matching a request whose answer begins with the tokens ``generated``. After the grammar's end any of
+        ``end_tokens`` may come. Compilation is shared fairly among ``client``s."""
         matching = Matching(
             next(self._numbers),
             spec,
@@ -113,7 +117,7 @@ class Grammars:
             on_close=self._on_close,
             mask_bytes=self._mask_bytes,
         )
-        self._began.append(matching)
+        self._started.append(matching)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
@@ -121,7 +125,7 @@ class Grammars:
         return matching
 
     def close(self) -> None:
-        """Ends all processes. Matchings that are left come to nothing."""
+        """End the thread and all processes. Open matchings never become ready."""
         with self._changed:
             self._wake()
             self._ending = True
@@ -131,12 +135,26 @@ class Grammars:
         os.close(self._wake_receive)
         os.close(self._wake_send)
 
+    def debug_state(self) -> dict[str, Any]:
+        """Return internals for tests: whether the thread was started, the fork server's process id, how many processes
+        were forked, and the number of each compiled grammar's process."""
+        return {
+            "started": self._thread is not None,
+            "server_pid": self._server.process.pid if self._server is not None else None,
+            "num_processes": self._num_processes,
+            "process_numbers": {
+                spec: grammar.process_queue.number
+                for spec, grammar in list(self._grammars.items())
+                if grammar.process_queue is not None
+            },
+        }
+
     def _on_close(self, matching: Matching) -> None:
         self._closed.append(matching)
         self._wake()
 
     def _wake(self) -> None:
-        with self._changed, contextlib.suppress(BlockingIOError):  # it is awake already
+        with self._changed, contextlib.suppress(BlockingIOError):  # a wake-up is pending
             if not self._ending:
                 os.write(self._wake_send, b"\0")
 
@@ -145,58 +163,58 @@ class Grammars:
     def _run(self) -> None:
         while not self._ending:
             try:
-                self._turn()
+                self._run_once()
             except Exception:
-                log.exception("matching grammars failed; all that are in use begin again")
+                log.exception("the grammar thread failed; restarting the processes of all grammars in use")
                 self._server_ended()
                 self._on_done()
         if self._server is not None:
             self._server.close()
         with self._changed:
             for grammar in self._grammars.values():
-                self._forget_process(grammar)
+                self._release_process(grammar)
 
-    def _turn(self) -> None:
-        told = False
-        for key, _ in self._selector.select(LOOK_EVERY):
+    def _run_once(self) -> None:
+        notify = False
+        for key, _ in self._selector.select(CHECK_INTERVAL):
             if key.fd == self._wake_receive:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_receive, 4096)
             elif isinstance(key.data, _Grammar):
                 with self._changed:
-                    told |= self._on_answers(key.data)
+                    notify |= self._on_answers(key.data)
             else:
-                told |= self._on_control()
+                notify |= self._on_control()
         with self._changed:
             while self._closed:
-                self._end(self._closed.popleft())
-            while self._began:
-                told |= self._begin(self._began.popleft())
-            while (turn := self._queue.next()) is not None:
+                self._remove(self._closed.popleft())
+            while self._started:
+                notify |= self._add(self._started.popleft())
+            while (turn := self._compile_queue.next()) is not None:
                 spec, client = turn
-                self._grammars[spec].turn = _Turn(client, time.monotonic())
-                told |= not self._build(self._grammars[spec])
-            self._end_late()
-        if told:
+                self._grammars[spec].slot = _CompileSlot(client, time.monotonic())
+                notify |= not self._try_start_process(self._grammars[spec])
+            self._kill_overdue()
+        if notify:
             self._on_done()
 
-    def _begin(self, matching: Matching) -> bool:
-        """Whether the request has failed already."""
+    def _add(self, matching: Matching) -> bool:
+        """Attach a new request to its grammar. Returns whether the request has failed."""
         if matching.closed:
             return False
-        if (error := self._refused.get(matching.spec)) is not None:
+        if (error := self._rejected.get(matching.spec)) is not None:
             matching.fail(error)
             return True
         grammar = self._grammars.setdefault(matching.spec, _Grammar(matching.spec))
         grammar.matchings[matching.number] = matching
         self._idle.pop(matching.spec, None)
-        if grammar.line is None:
-            self._queue.add(grammar.spec, matching.client)
+        if grammar.process_queue is None:
+            self._compile_queue.add(grammar.spec, matching.client)
         elif grammar.compiled:
-            matching.begin(grammar.line)
+            matching.attach(grammar.process_queue)
         return False
 
-    def _end(self, matching: Matching) -> None:
+    def _remove(self, matching: Matching) -> None:
         matching.fail(InternalError("the request has ended"))
         grammar = self._grammars.get(matching.spec)
         if grammar is None or grammar.matchings.pop(matching.number, None) is None or grammar.matchings:
@@ -210,13 +228,13 @@ class Grammars:
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _build(self, grammar: _Grammar) -> bool:
-        """Starts a grammar's process. False when that isn't possible: its requests have failed, and nobody else's."""
+    def _try_start_process(self, grammar: _Grammar) -> bool:
+        """Start a grammar's process. Returns False, having failed the grammar's requests, if that isn't possible."""
         try:
             self._start_process(grammar)
         except OSError as error:
-            log.error("can't start a process to match a grammar: %s", error)
-            self._refuse(grammar, InternalError("what is to match grammars can't start"))
+            log.error("can't start a grammar's process: %s", error)
+            self._reject(grammar, InternalError("the processes that match grammars can't be started"))
             return False
         return True
 
@@ -226,177 +244,182 @@ class Grammars:
             self._server_began = time.monotonic()
             self._selector.register(self._server.control, selectors.EVENT_READ)
         number, connection = self._server.fork()
-        grammar.line = line = Line(number, connection)
+        self._num_processes += 1
+        grammar.process_queue = queue = ProcessQueue(number, connection)
         self._by_number[number] = grammar
         self._selector.register(connection, selectors.EVENT_READ, grammar)
         text = grammar.spec.text.encode()
-        line.post(Compile(grammar.spec.kind), None, seconds=COMPILE_SECONDS, patience=COMPILE_PATIENCE, bulk=text)
+        queue.send(Compile(grammar.spec.kind), None, seconds=COMPILE_SECONDS, timeout=COMPILE_TIMEOUT, bulk=text)
 
     def _on_answers(self, grammar: _Grammar) -> bool:
-        """Whether somebody waits for what has come."""
-        told = False
-        if (line := grammar.line) is None:
-            return told
+        """Handle answers of a grammar's process. Returns whether ``on_done`` must be called."""
+        notify = False
+        if (queue := grammar.process_queue) is None:
+            return notify
         try:
-            for asked, answer in line.answers():
+            for request, answer in queue.answers():
                 if not grammar.compiled:
-                    told |= self._on_compiled(grammar, line, answer)
-                elif asked.matching is None:
+                    notify |= self._on_compiled(grammar, queue, answer)
+                elif request.matching is None:
                     continue
-                elif isinstance(answer, Failure):
-                    asked.matching.fail(_failure(answer))
-                    told = True
+                elif isinstance(answer, TaskFailed):
+                    request.matching.fail(_failure(answer))
+                    notify = True
                 else:
-                    told |= asked.matching.answered(answer.about)
-        except BrokenProtocol as error:
-            log.error("a grammar's process said what none does: %s", error)
-            self._kill(line)
-        if grammar.line is line:
-            line.flush()
-            if line.over:  # its server will tell how it ended
-                self._selector.unregister(line.connection)
-        return told
+                    notify |= request.matching.on_progress(answer.payload)
+        except ProtocolError as error:
+            log.error("malformed answer from a grammar's process: %s", error)
+            self._kill(queue)
+        if grammar.process_queue is queue:
+            queue.flush()
+            if queue.closed:  # the server will report how it ended
+                self._selector.unregister(queue.connection)
+        return notify
 
-    def _on_compiled(self, grammar: _Grammar, line: Line, answer: Result | Failure) -> bool:
-        self._end_turn(grammar)
+    def _on_compiled(self, grammar: _Grammar, queue: ProcessQueue, answer: Result | TaskFailed) -> bool:
+        self._release_slot(grammar)
         if isinstance(answer, Result):
             grammar.compiled = True
             for matching in grammar.matchings.values():
-                matching.begin(line)
+                matching.attach(queue)
             return False
         error = _failure(answer)
         if isinstance(error, InvalidRequest):
             error = InvalidRequest(f"the {grammar.spec.kind.value} can't be used: {error}")
-        self._refuse(grammar, error)
+        self._reject(grammar, error)
         return True
 
     def _on_control(self) -> bool:
-        """Whether somebody waits for what has come."""
+        """Handle messages of the fork server. Returns whether ``on_done`` must be called."""
         assert self._server is not None
         try:
-            for ended in self._server.ended():
+            for ended in self._server.exited():
                 grammar = self._by_number.pop(ended.number, None)
                 if grammar is not None:
                     with self._changed:
-                        if grammar.line is not None and not grammar.line.over:
-                            self._on_answers(grammar)  # what it said before
+                        if grammar.process_queue is not None and not grammar.process_queue.closed:
+                            self._on_answers(grammar)  # sent before it ended
                         self._process_ended(grammar, ended.code)
-        except (EOFError, BrokenProtocol):
+        except (EOFError, ProtocolError):
             self._server_ended()
         return True
 
     def _process_ended(self, grammar: _Grammar, code: int) -> None:
-        line, compiled = grammar.line, grammar.compiled
-        if line is None:
+        queue, compiled = grammar.process_queue, grammar.compiled
+        if queue is None:
             return
-        culprit = line.asked[0].matching if line.asked else None
-        late = bool(line.killed) or code == -signal.SIGPROF
-        # somebody else killed it
-        excused = code == -signal.SIGKILL and not late
-        self._forget_process(grammar)
+        culprit = queue.pending[0].matching if queue.pending else None
+        overdue = bool(queue.killed_at) or code == -signal.SIGPROF
+        # killed by others, such as the kernel when memory runs out
+        excused = code == -signal.SIGKILL and not overdue
+        self._release_process(grammar)
         if not compiled:
             if excused:
                 self._rebuild(grammar)
-            elif late:
-                # what gets no processor time for COMPILE_PATIENCE may be compiled another time
+            elif overdue:
+                # it may have lacked processor time; only SIGPROF shows that it used its own up
                 error = too_costly(f"compiling it takes longer than {COMPILE_SECONDS:g} s")
-                self._refuse(grammar, error, remember=code == -signal.SIGPROF)
+                self._reject(grammar, error, remember=code == -signal.SIGPROF)
             else:
-                what = f"the {grammar.spec.kind.value} can't be used: it crashed what was to compile it"
-                self._refuse(grammar, InvalidRequest(what))
+                self._reject(
+                    grammar, InvalidRequest(f"the {grammar.spec.kind.value} can't be used: its compiler crashed")
+                )
             return
-        log.log(logging.INFO if late else logging.WARNING, "a grammar's process %s", ending(code))
+        log.log(logging.INFO if overdue else logging.WARNING, "a grammar's process %s", describe_exit(code))
         if culprit is not None and not culprit.closed:
-            if late:
+            if overdue:
                 culprit.fail(too_costly(f"matching one token takes longer than {KILL_SECONDS:g} s"))
             elif not excused:
-                culprit.fail(InvalidRequest("the grammar crashed what was to match it"))
+                culprit.fail(InvalidRequest("the grammar crashed the process that matched it"))
         self._rebuild(grammar)
 
     def _rebuild(self, grammar: _Grammar) -> None:
-        """Has the tokens of its requests matched again, from the first on, in a new process when it is its turn."""
+        """Queue the grammar for compilation again, and match its requests' tokens from the start."""
         for matching in grammar.matchings.values():
             matching.num_rebuilds += 1
             if matching.num_rebuilds > MAX_REBUILDS:
-                matching.fail(InternalError("what was to match the grammar ended too often"))
+                matching.fail(InternalError("the grammar's process ended too often"))
         wanted = [matching.client for matching in grammar.matchings.values() if matching.error is None]
         for client in wanted:
-            self._queue.add(grammar.spec, client)
+            self._compile_queue.add(grammar.spec, client)
         if not wanted:
             self._drop(grammar)
 
-    def _refuse(self, grammar: _Grammar, error: TriptychError, *, remember: bool = True) -> None:
+    def _reject(self, grammar: _Grammar, error: TriptychError, *, remember: bool = True) -> None:
         if remember and isinstance(error, RequestError):
-            self._refused.add(grammar.spec, error)
+            self._rejected.add(grammar.spec, error)
         for matching in grammar.matchings.values():
             matching.fail(error)
         self._drop(grammar)
 
     def _drop(self, grammar: _Grammar) -> None:
-        """Ends a grammar's process, or its wait for one."""
-        if grammar.line is not None:
-            self._kill(grammar.line)
-        self._forget_process(grammar)
-        self._queue.discard(grammar.spec)
+        """Remove a grammar: kill its process or take it off the queue."""
+        if grammar.process_queue is not None:
+            self._kill(grammar.process_queue)
+        self._release_process(grammar)
+        self._compile_queue.discard(grammar.spec)
         self._idle.pop(grammar.spec, None)
         del self._grammars[grammar.spec]
 
-    def _forget_process(self, grammar: _Grammar) -> None:
-        self._end_turn(grammar)
+    def _release_process(self, grammar: _Grammar) -> None:
+        self._release_slot(grammar)
         for matching in grammar.matchings.values():
-            matching.leave()
-        if (line := grammar.line) is not None:
-            grammar.line = None
+            matching.detach()
+        if (queue := grammar.process_queue) is not None:
+            grammar.process_queue = None
             grammar.compiled = False
-            self._by_number.pop(line.number, None)
-            if not line.over:
-                self._selector.unregister(line.connection)
-            line.connection.close()
+            self._by_number.pop(queue.number, None)
+            if not queue.closed:
+                self._selector.unregister(queue.connection)
+            queue.connection.close()
 
-    def _end_turn(self, grammar: _Grammar) -> None:
-        """Others may be compiled."""
-        if grammar.turn is not None:
-            self._queue.done(grammar.turn.client, time.monotonic() - grammar.turn.began)
-            grammar.turn = None
+    def _release_slot(self, grammar: _Grammar) -> None:
+        """Let another grammar be compiled."""
+        if grammar.slot is not None:
+            self._compile_queue.done(grammar.slot.client, time.monotonic() - grammar.slot.began)
+            grammar.slot = None
 
-    def _kill(self, line: Line) -> None:
+    def _kill(self, queue: ProcessQueue) -> None:
         if self._server is not None:
-            self._server.kill(line.number)
+            self._server.kill(queue.number)
 
-    def _end_late(self) -> None:
-        """Of processes that get no processor time, or don't say that they need more than they may."""
+    def _kill_overdue(self) -> None:
+        """Kill processes that got too little processor time to hit their own limits, and a fork server that doesn't
+        respond."""
         if (server := self._server) is None:
             return
         now = time.monotonic()
         if not server.ready and now - self._server_began > START_SECONDS:
             server.process.kill()
-        for line in [grammar.line for grammar in self._grammars.values() if grammar.line is not None]:
+        for queue in [
+            grammar.process_queue for grammar in self._grammars.values() if grammar.process_queue is not None
+        ]:
             if not server.ready:
-                line.restart_clock()
-            elif line.late and not line.killed:
-                line.killed = now
-                self._kill(line)
-            elif line.killed and now - line.killed > SERVER_PATIENCE:
-                server.process.kill()  # it does nothing that takes long
+                queue.restart_timer()
+            elif queue.overdue and not queue.killed_at:
+                queue.killed_at = now
+                self._kill(queue)
+            elif queue.killed_at and now - queue.killed_at > SERVER_TIMEOUT:
+                server.process.kill()  # a server that works takes far less
 
     def _server_ended(self) -> None:
-        """Its processes have ended with it."""
+        """Handle the end of the fork server, with which all its processes have ended."""
         server, self._server = self._server, None
         if server is None:
             return
         self._selector.unregister(server.control)
         server.close()
         with self._changed:
-            log.error("the processes that match grammars ended")
+            log.error("the fork server for grammars ended, and all grammars' processes with it")
             for grammar in list(self._grammars.values()):
-                if grammar.line is None:
+                if grammar.process_queue is None:
                     continue
-                self._forget_process(grammar)
+                self._release_process(grammar)
                 if server.ready:
                     self._rebuild(grammar)
                 else:
-                    self._refuse(grammar, InternalError("what is to match grammars can't start"))
+                    self._reject(grammar, InternalError("the processes that match grammars can't be started"))
 
 
-def _failure(answer: Failure) -> TriptychError:
+def _failure(answer: TaskFailed) -> TriptychError:
     return from_wire(answer.error, answer.message) if answer.error else too_costly(answer.message)

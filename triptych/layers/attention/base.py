@@ -15,33 +15,35 @@ from triptych.layers.pinned import to_device
 
 @dataclass(frozen=True)
 class PageRun:
-    """The consecutive page ids ``first``, ``first + 1``, … that a page table starts with; ``length`` of them."""
+    """The run of consecutive page ids with which a page table starts."""
 
     first: int
+    """First page id."""
     length: int
+    """Number of pages."""
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One step's packed tokens: T in all, of S sequences, each sequence's tokens together and in order.
+    """One step's packed tokens: T tokens of S sequences, each sequence's tokens contiguous and in order.
 
-    Raises ValueError when the fields contradict each other.
+    Raises ValueError if the fields contradict each other.
     """
 
     query_lens: list[int]
-    """New tokens of each sequence; they add up to T."""
+    """[S]: new tokens of each sequence, T in total."""
     kv_lens: list[int]
-    """Tokens of each sequence in the cache after this step, so at least its ``query_lens``."""
+    """[S]: tokens of each sequence in the cache after this step, so at least its ``query_lens``."""
     page_tables: list[Tensor]
-    """int64: page ids of each sequence, at least ``ceil(kv_len / page_size)``; more are ignored."""
+    """[S] of int64 [pages]: page ids of each sequence, at least ``ceil(kv_len / page_size)``; more are ignored."""
     slots: Tensor
-    """int64 [T]: where each new token's K and V go, as ``page * page_size + offset in the page``."""
+    """int64 [T]: where each new token's key and value are written, ``page * page_size + offset in the page``."""
     tables: PagedTables | None = None
-    """The same for kernels, where they are on the device already; otherwise ``paged`` uploads them."""
+    """Lengths and page tables if they are on the device already; otherwise ``paged`` uploads them."""
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _paged: dict[int, PagedTables] = field(default_factory=dict, init=False, repr=False, compare=False)
     prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What a backend has made of the batch for all layers."""
+    """A backend's own data about the batch, computed once for all layers."""
 
     def __post_init__(self) -> None:
         if not len(self.query_lens) == len(self.kv_lens) == len(self.page_tables):
@@ -53,22 +55,24 @@ class AttentionBatch:
         if any(query_len > kv_len for query_len, kv_len in zip(self.query_lens, self.kv_lens, strict=True)):
             raise ValueError(f"query lengths {self.query_lens} exceed kv lengths {self.kv_lens}")
 
-    def first_seen(self, index: int, window: int | None) -> int:
-        """The first of a sequence's tokens that one of its new ones sees."""
+    def first_visible(self, index: int, window: int | None) -> int:
+        """Return the first of a sequence's tokens that any of its new tokens attends to."""
         return 0 if window is None else max(0, self.kv_lens[index] - self.query_lens[index] + 1 - window)
 
     def mask(self, index: int, dtype: torch.dtype, window: int | None = None) -> Tensor | None:
-        """Which tokens from ``first_seen`` on a sequence's new tokens may see, made once per step rather than once per
-        layer: [q, kv - first], 0 or -inf. None where upper left and lower right are the same, and no window begins in
-        between: for one new token, and for a prompt's first chunk."""
+        """Return a sequence's attention mask over its tokens from ``first_visible`` on: [q, kv - first], 0 or -inf.
+
+        It is computed once per step rather than once per layer. None if no mask or PyTorch's own causal mask will do:
+        for a single new token, and for a prompt's first chunk, unless a window begins inside it.
+        """
         query_len, kv_len = self.query_lens[index], self.kv_lens[index]
         if query_len == 1 or (query_len == kv_len and (window is None or kv_len <= window)):
             return None
         if (index, window) not in self._masks:
-            first = self.first_seen(index, window)
+            first = self.first_visible(index, window)
             before = kv_len - query_len - first
             everything = torch.full((query_len, kv_len - first), -torch.inf, dtype=dtype, device=self.slots.device)
-            # in place: over a long context a mask is most of what a step needs
+            # in place: with a long context the mask is the largest tensor of a step
             too_early = None if window is None else everything.tril(before - window)
             mask = self._masks[index, window] = everything.triu_(before + 1)
             if too_early is not None:
@@ -76,23 +80,25 @@ class AttentionBatch:
         return self._masks[index, window]
 
     def paged(self, tile: int) -> PagedTables:
-        """The lengths and page tables on the device of ``slots``, uploaded once per step rather than once per layer;
-        ``tile`` new tokens of a sequence make a tile."""
+        """Return lengths and page tables on the device of ``slots``, uploaded once per step rather than once per layer.
+
+        A tile holds ``tile`` new tokens of a sequence.
+        """
         if self.tables is not None:
             return self.tables
         if tile not in self._paged:
-            on_host = PagedTables.on_host(self.query_lens, self.kv_lens, self.page_tables, tile)
-            self._paged[tile] = PagedTables(*to_device(on_host.tensors(), self.slots.device))
+            on_cpu = PagedTables.on_cpu(self.query_lens, self.kv_lens, self.page_tables, tile)
+            self._paged[tile] = PagedTables(*to_device(on_cpu.tensors(), self.slots.device))
         return self._paged[tile]
 
     @cached_property
     def page_runs(self) -> list[PageRun]:
-        """Each sequence's leading run of consecutive pages, found once per step rather than once per layer."""
+        """[S]: each sequence's leading run of consecutive pages, found once per step rather than once per layer."""
         return [leading_run(table) for table in self.page_tables]
 
 
 def leading_run(page_table: Tensor) -> PageRun:
-    """The longest run of consecutive page ids that a page table starts with."""
+    """Return the longest run of consecutive page ids with which a page table starts."""
     pages = page_table.tolist()
     if not pages:
         return PageRun(0, 0)
@@ -102,18 +108,23 @@ def leading_run(page_table: Tensor) -> PageRun:
 
 @dataclass(frozen=True)
 class KVTensors:
-    """The paged KV cache: one [pages, page_size, kv_heads, head_dim] tensor of keys and one of values per layer. On
-    CPUs a token's heads may lie beside those of other ranks: then each token's are contiguous, but not the tensor."""
+    """The paged KV cache of one rank.
+
+    On CPUs a token's heads may lie next to those of other ranks: then the heads of each token are contiguous in
+    memory, but the tensors aren't.
+    """
 
     keys: list[Tensor]
+    """Keys of each layer, [pages, page_size, kv_heads, head_dim]."""
     values: list[Tensor]
+    """Values of each layer, of the same shape."""
 
     @classmethod
     def allocate(
         cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> "KVTensors":
-        """A cache of ``num_pages`` pages in every layer. Uninitialised, since no slot is read before it is written: on
-        CPUs the memory is committed as it fills."""
+        """Allocate ``num_pages`` pages per layer. They are uninitialised, since no slot is read before it is written;
+        on CPUs memory is committed as it fills."""
         shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
         layers = range(config.num_layers)
         return cls(
@@ -123,7 +134,7 @@ class KVTensors:
 
     @classmethod
     def within(cls, memory: Tensor, heads: slice) -> "KVTensors":
-        """Those kv heads of a cache [layers, 2, pages, page_size, kv_heads, head_dim]: views."""
+        """Return views of some kv heads of ``memory`` [layers, 2, pages, page_size, kv_heads, head_dim]."""
         keys, values = memory[..., heads, :].unbind(1)
         return cls(list(keys), list(values))
 
@@ -132,7 +143,7 @@ class AttentionBackend(Protocol):
     """Writes a step's new keys and values into a layer's cache, then attends from its new tokens."""
 
     takes_windows: bool
-    """Whether layers may have a ``window``."""
+    """Whether sliding windows are supported."""
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self,
@@ -144,16 +155,15 @@ class AttentionBackend(Protocol):
         batch: AttentionBatch,
         window: int | None = None,
     ) -> Tensor:
-        """Causal attention of each new token to its own sequence up to itself, scaled by ``head_dim ** -0.5``.
+        """Attend causally from each new token to its own sequence, scaled by ``head_dim ** -0.5``.
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
-        [pages, page_size, kv_heads, head_dim], whose dtype keys and values are rounded to before they are seen. Query
-        head h reads kv head ``h * kv_heads // heads``. With a ``window``, each token sees the last so many alone,
-        itself included.
-        Returns [T, heads, head_dim] in the query's dtype.
+        [pages, page_size, kv_heads, head_dim]. Keys and values are rounded to the caches' dtype before they are used.
+        Query head h reads kv head ``h * kv_heads // heads``. With a ``window``, each token attends to the last
+        ``window`` tokens, including itself. Returns [T, heads, head_dim] in the query's dtype.
         """
 
 
 def pages_needed(num_tokens: int, page_size: int) -> int:
-    """How many pages hold ``num_tokens`` tokens."""
+    """Return the number of pages that hold ``num_tokens`` tokens."""
     return math.ceil(num_tokens / page_size)

@@ -1,4 +1,4 @@
-"""The compiled attention kernel."""
+"""The compiled attention kernel, ``kernels/cpu/attention.c``."""
 
 import ctypes
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ NO_WINDOW = 2**30
 """More tokens than any context has."""
 
 
-class Step(ctypes.Structure):
-    """The kernel's operands, as ``kernels/attention.h`` says."""
+class AttentionOperands(ctypes.Structure):
+    """The kernel's operands: ``Step`` in ``kernels/cpu/attention.h``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "output", "slots")),
@@ -32,18 +32,18 @@ class Step(ctypes.Structure):
 
 
 class PagedAttention:
-    """The kernel in ``kernels/attention.c``."""
+    """Attention over a paged KV cache on CPUs, by the compiled kernel."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self._run = library.paged_attention
-        self._run.argtypes, self._run.restype = [ctypes.POINTER(Step)], ctypes.c_int
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(AttentionOperands)], ctypes.c_int
         self._rows, self._max_group, self._max_dim = (
             ctypes.c_int.in_dll(library, f"attention_{name}").value for name in ("rows", "group", "dim")
         )
 
     def suits(self, query: Tensor, cache: Tensor) -> bool:
-        """Whether the kernel is made for these dtypes and shapes."""
+        """Return whether the kernel supports these dtypes and shapes."""
         _, heads, dim = query.shape
         on_cpu = query.dtype == torch.float32 and query.device.type == "cpu"
         return on_cpu and self.takes(cache.dtype) and self.suits_heads(heads, cache.shape[2], dim)
@@ -52,7 +52,7 @@ class PagedAttention:
         return heads % kv_heads == 0 and heads // kv_heads <= self._max_group and dim <= self._max_dim
 
     def takes(self, cache: torch.dtype) -> bool:
-        """Whether it reads and writes caches in that dtype."""
+        """Return whether the kernel supports caches of this dtype."""
         return cache in {torch.float32, torch.float16}
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
@@ -65,8 +65,8 @@ class PagedAttention:
         batch: AttentionBatch,
         window: int | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend``. Of caches, a token's heads are contiguous. Raises IndexError for slots and page
-        tables that go beyond them, and MemoryError."""
+        """See ``AttentionBackend``. A token's heads must be contiguous in the caches. Raises IndexError for slots and
+        page tables beyond the caches, and MemoryError."""
         new = _with_dense_heads(key), _with_dense_heads(value), batch.slots
         tables = batch.paged(self._tile(query.shape[1], key_cache.shape[2]))
         return self._attend(query, (key_cache, value_cache), new, tables, window=window or NO_WINDOW)
@@ -74,9 +74,11 @@ class PagedAttention:
     def over_segments(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float | None = None
     ) -> Tensor:
-        """Attention of each of ``query`` [T, heads, head_dim] to all of its segment in ``key``, ``value``
-        [T, kv_heads, head_dim], T > 0, by default scaled by ``head_dim ** -0.5``. Segments of ``lengths`` tokens lie
-        one after the other. Returns [T, heads, head_dim]. Raises ValueError if they aren't T tokens, and MemoryError.
+        """Attend from each token to all tokens of its segment, T > 0 tokens in total.
+
+        ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]. ``lengths`` are those of the
+        consecutive segments; ``scale`` is by default ``head_dim ** -0.5``. Returns [T, heads, head_dim]. Raises
+        ValueError if the segments don't add up to T tokens, and MemoryError.
         """
         if not len(query) == len(key) == len(value) == sum(lengths) > 0:
             raise ValueError(f"segments of {sum(lengths)} tokens for {len(query)} queries and {len(key)} keys")
@@ -84,19 +86,21 @@ class PagedAttention:
             key, value = key.contiguous(), value.contiguous()
         pages = [tensor.unflatten(0, (-1, gcd(*lengths))) for tensor in (key, value)]
         tables = _of_segments(tuple(lengths), self._tile(query.shape[1], key.shape[1]))
-        nothing = key[:0], value[:0], tables.pages[:0]
-        return self._attend(query, (pages[0], pages[1]), nothing, tables, causal=False, scale=scale)
+        nothing_new = key[:0], value[:0], tables.pages[:0]
+        return self._attend(query, (pages[0], pages[1]), nothing_new, tables, causal=False, scale=scale)
 
-    def shared_step(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> Step:
-        """What all layers of a step have in common, of a ``shape`` (heads, kv heads, head_dim), for as long as there
-        is the ``batch``: the client's own copy."""
+    def shared_operands(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> AttentionOperands:
+        """Return a copy of the operands that all layers of a step share, valid as long as ``batch`` exists.
+
+        ``shape`` is (heads, kv heads, head_dim).
+        """
         if (self, shape) not in batch.prepared:
             tables = batch.paged(self._tile(*shape[:2]))
-            batch.prepared[self, shape] = _step(tables, batch.slots, shape)
-        return Step.from_buffer_copy(batch.prepared[self, shape])
+            batch.prepared[self, shape] = _operands(tables, batch.slots, shape)
+        return AttentionOperands.from_buffer_copy(batch.prepared[self, shape])
 
     def _tile(self, heads: int, kv_heads: int) -> int:
-        """Tokens of a tile."""
+        """Return the number of tokens per tile."""
         return self._rows // (heads // kv_heads)
 
     def _attend(
@@ -110,11 +114,11 @@ class PagedAttention:
         causal: bool = True,
         scale: float | None = None,
     ) -> Tensor:
-        """``caches`` are pages of keys and of values; ``new`` are keys and values to be written, and to which slots."""
+        """``caches`` are pages of keys and of values; ``new`` are the keys and values to write, and their slots."""
         query = _with_dense_heads(query)
         _, heads, dim = query.shape
         output = query.new_empty(query.shape)
-        step = _step(tables, new[2], (heads, caches[0].shape[2], dim), causal=causal, scale=scale)
+        step = _operands(tables, new[2], (heads, caches[0].shape[2], dim), causal=causal, scale=scale)
         set_caches(step, *caches, window)
         step.query, step.key, step.value, step.output = (tensor.data_ptr() for tensor in (query, *new[:2], output))
         step.query_stride, step.key_stride, step.value_stride = (tensor.stride(0) for tensor in (query, *new[:2]))
@@ -122,16 +126,16 @@ class PagedAttention:
         return output
 
 
-def _step(
+def _operands(
     tables: PagedTables,
     slots: Tensor,
     shape: tuple[int, int, int],
     *,
     causal: bool = True,
     scale: float | None = None,
-) -> Step:
+) -> AttentionOperands:
     """``shape`` is (heads, kv heads, head_dim)."""
-    step = Step(num_tokens=len(slots), causal=causal, scale=shape[2] ** -0.5 if scale is None else scale)
+    step = AttentionOperands(num_tokens=len(slots), causal=causal, scale=shape[2] ** -0.5 if scale is None else scale)
     step.slots, step.query_starts, step.query_lens = (
         tensor.data_ptr() for tensor in (slots, tables.query_starts, tables.query_lens)
     )
@@ -144,8 +148,8 @@ def _step(
     return step
 
 
-def set_caches(step: Step, keys: Tensor, values: Tensor, window: int | None) -> None:
-    """A layer's own operands."""
+def set_caches(step: AttentionOperands, keys: Tensor, values: Tensor, window: int | None) -> None:
+    """Set the operands that differ between layers."""
     step.keys, step.values = keys.data_ptr(), values.data_ptr()
     step.num_pages, step.page_size = keys.shape[:2]
     step.is_half = keys.dtype == torch.float16
@@ -153,8 +157,8 @@ def set_caches(step: Step, keys: Tensor, values: Tensor, window: int | None) -> 
     step.window = min(window or NO_WINDOW, NO_WINDOW)
 
 
-def raise_failure(done: int, step: Step) -> None:
-    """Raises IndexError or MemoryError if that is what a kernel with attention returned."""
+def raise_failure(done: int, step: AttentionOperands) -> None:
+    """Raise IndexError or MemoryError for the return value ``done`` of a kernel with attention, if it failed."""
     if done < 0:
         raise MemoryError(f"no memory to attend from {step.num_tokens} tokens")
     if not done:
@@ -163,18 +167,20 @@ def raise_failure(done: int, step: Step) -> None:
 
 @cache
 def paged_attention() -> PagedAttention | None:
-    """The kernel; None where there are no compiled ones."""
+    """Return the kernel; None if there are no compiled kernels."""
     return None if (library := native.library()) is None else PagedAttention(library)
 
 
 def _with_dense_heads(tokens: Tensor) -> Tensor:
-    """[T, heads, d] of which each token's values are contiguous; tokens may lie apart."""
+    """Return [T, heads, d] with each token's values contiguous; there may be gaps between tokens."""
     return tokens if tokens.stride()[1:] == (tokens.shape[2], 1) else tokens.contiguous()
 
 
 @lru_cache(8)
 def _of_segments(lengths: tuple[int, ...], tile: int) -> PagedTables:
-    """For sequences whose keys lie one after the other, on pages that are as large as divides them all. A tower's
-    layers have one or two kinds of segments."""
+    """Return tables of consecutive sequences, on pages of the greatest common divisor of their lengths.
+
+    Cached, because a tower's layers use only one or two sets of segments.
+    """
     counts = [length // gcd(*lengths) for length in lengths]
-    return PagedTables.on_host(list(lengths), list(lengths), list(torch.arange(sum(counts)).split(counts)), tile)
+    return PagedTables.on_cpu(list(lengths), list(lengths), list(torch.arange(sum(counts)).split(counts)), tile)

@@ -1,4 +1,4 @@
-"""A step's page tables and lengths as kernels read them: a few int64 tensors, on a GPU uploaded once for all layers."""
+"""A step's page tables and lengths as kernels read them: int64 tensors, uploaded to a GPU once for all layers."""
 
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -9,27 +9,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PagedTables:
-    """S sequences of a step, all int64 and on one device. ``decodes`` and ``tiles`` say which programs run: their
-    shapes, which the host knows, are the launch."""
+    """Lengths and page tables of a step's S sequences, all int64 and on one device.
+
+    The kernels run one program, or several, for each entry of ``decodes`` and ``tiles``.
+    """
 
     query_starts: Tensor
-    """[S]: the first of each sequence's tokens among the step's."""
+    """[S]: index of each sequence's first token in the step."""
     query_lens: Tensor
-    """[S]"""
+    """[S]: new tokens of each sequence."""
     kv_lens: Tensor
-    """[S]"""
+    """[S]: tokens of each sequence in the cache after the step."""
     page_starts: Tensor
-    """[S]: where each sequence's table begins in ``pages``."""
+    """[S]: where each sequence's table starts in ``pages``."""
     decodes: Tensor
-    """[D]: the sequences with one new token."""
+    """[D]: indices of the sequences with one new token."""
     tiles: Tensor
-    """[N, 2]: a sequence with several, and the first of its new tokens that a tile holds, counted from its own."""
+    """[N, 2]: index of a sequence with several new tokens, and the first of them in the tile."""
     pages: Tensor
-    """The page tables, one after the other."""
+    """[entries]: the concatenated page tables."""
 
     @classmethod
-    def on_host(cls, query_lens: list[int], kv_lens: list[int], page_tables: list[Tensor], tile: int) -> "PagedTables":
-        """The tables of ``AttentionBatch``'s fields, in host memory; ``tile`` tokens make a tile."""
+    def on_cpu(cls, query_lens: list[int], kv_lens: list[int], page_tables: list[Tensor], tile: int) -> "PagedTables":
+        """Build the tables from ``AttentionBatch``'s fields, in main memory, with ``tile`` tokens per tile."""
         several = [index for index, query_len in enumerate(query_lens) if query_len > 1]
         tiles = [(index, first) for index in several for first in range(0, query_lens[index], tile)]
         return cls(
@@ -43,7 +45,7 @@ class PagedTables:
         )
 
     def tensors(self) -> list[Tensor]:
-        """The fields, in order: ``PagedTables(*tables.tensors())`` is the same again."""
+        """Return the fields in order, such that ``PagedTables(*tables.tensors())`` equals ``tables``."""
         return [getattr(self, item.name) for item in fields(self)]
 
 

@@ -1,5 +1,4 @@
-"""A tower's attention: with the compiled kernels where there are any and they are made for what comes, else
-PyTorch's."""
+"""A tower's attention: by the compiled kernel if it exists and supports the shapes, else by PyTorch."""
 
 from collections.abc import Sequence
 
@@ -11,13 +10,13 @@ from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.pointwise import rotate
 
 PROJECTIONS = ((("qkv",), "proj"), (("q_proj", "k_proj", "v_proj"), "out_proj"))
-"""What transformers' towers call the linear layers of their attention: those to queries, keys and values, in one or
-each by itself, and that of what was attended to."""
+"""Names of the linear layers in the attention modules of transformers' towers: the query, key and value projections,
+fused or separate, and the output projection."""
 
 
 class TowerAttention(nn.Module):
-    """In place of transformers' module, which takes several passes over queries and keys to turn them, and copies what
-    it has split into segments."""
+    """Replaces transformers' attention module, which rotates queries and keys in several passes and copies each
+    segment."""
 
     def __init__(self, inputs: Sequence[nn.Module], output: nn.Module, num_heads: int, scale: float) -> None:
         super().__init__()
@@ -28,7 +27,8 @@ class TowerAttention(nn.Module):
 
     @classmethod
     def in_place_of(cls, module: nn.Module) -> "TowerAttention | None":
-        """With the linear layers of transformers' ``module``; None if it isn't a tower's attention."""
+        """Return a replacement with the linear layers of transformers' ``module``; None if it isn't a tower's
+        attention."""
         children, settings = dict(module.named_children()), vars(module)
         for inputs, output in PROJECTIONS:
             if children.keys() == {*inputs, output} and not list(module.parameters(recurse=False)):
@@ -43,9 +43,11 @@ class TowerAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """``hidden_states`` [T, hidden] → [T, hidden]. Each token attends to its segment, and those begin, and the last
-        ends, at ``cu_seqlens`` [segments + 1]. Queries and keys are turned by ``position_embeddings``, cos and sin
-        float32 [T, head_dim]; ``max_seqlen`` is for others."""
+        """Attend from each token to all tokens of its segment: [T, hidden] → [T, hidden].
+
+        ``cu_seqlens`` [segments + 1] are the segments' boundaries; ``position_embeddings`` are cos and sin, float32
+        [T, head_dim], by which queries and keys are rotated; ``max_seqlen`` is unused.
+        """
         count = 3 // len(self.inputs)
         projected = [part for linear in self.inputs for part in linear(hidden_states).chunk(count, dim=1)]
         query, key, value = (part.unflatten(1, (self.num_heads, -1)) for part in projected)
@@ -58,8 +60,10 @@ class TowerAttention(nn.Module):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """Each token's attention to its segment, of which there are ``lengths`` one after the other: three times
-    [T, heads, head_dim] → [T, heads, head_dim]. Raises an error if they aren't T tokens."""
+    """Attend from each token to all tokens of its segment; operands and result are [T, heads, head_dim].
+
+    ``lengths`` are those of the consecutive segments. Raises an error if they don't add up to T tokens.
+    """
     kernel = paged_attention() if query.device.type == "cpu" else None
     if kernel is not None and kernel.suits(query, key[None]):
         return kernel.over_segments(query, key, value, lengths, scale)

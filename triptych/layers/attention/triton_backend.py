@@ -11,27 +11,27 @@ from triptych.layers.attention.tables import PagedTables
 from triptych.layers.attention.triton_kernels import decode_kernel, prefill_kernel, reduce_kernel, write_kernel
 
 BLOCK_BYTES = 16 * 2**10
-"""Of a prefill tile's queries, and at most of a block of keys or of values: so that both, and the next block on its
-way, fit into every GPU's shared memory and registers (``tests/layers/test_triton_compiles.py``)."""
+"""Size of a prefill tile's queries, and the maximum of a block of keys or values: small enough that both, and the
+prefetched next block, fit any GPU's shared memory and registers (``tests/layers/test_triton_compiles.py``)."""
 MIN_ROWS, MAX_ROWS = 16, 64
-"""Rows of the smallest matrix that tensor cores multiply, and of the largest here."""
+"""Rows of the smallest matrix that tensor cores multiply, and of the largest one used here."""
 MAX_SPLITS = 32
 PROGRAMS_PER_PROCESSOR = 4
-"""Decode programs that are wanted for each multiprocessor, so that all have loads in flight."""
+"""Target number of decode programs per multiprocessor, so that each always has loads in flight."""
 
 
 class TritonAttention:
-    """``AttentionBackend`` for CUDA devices, and, under TRITON_INTERPRET=1, for CPUs. Dtypes fp16, bf16 and fp32, the
-    cache's may differ from the query's; any head_dim and page_size; caches must be contiguous.
+    """``AttentionBackend`` for CUDA devices and, under TRITON_INTERPRET=1, for CPUs.
 
-    Sequences with one new token go through the decode kernel, the others through the prefill kernel, each kind in one
-    launch for the whole step.
+    Supports fp16, bf16 and fp32, also different ones for query and cache, and any head_dim and page_size; caches must
+    be contiguous. One launch of the decode kernel handles all sequences with one new token, one launch of the prefill
+    kernel all others.
     """
 
     takes_windows = False
 
     def __init__(self, num_processors: int) -> None:
-        """``num_processors``: the device's multiprocessors, by which decode splits contexts."""
+        """``num_processors`` is the device's number of multiprocessors, by which decode splits contexts."""
         self._num_processors = num_processors
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
@@ -93,7 +93,7 @@ class TritonAttention:
 
 
 def constants(heads: int, kv_heads: int, dim: int, page_size: int, itemsize: int) -> dict[str, int]:
-    """What both kernels are compiled for; ``itemsize``: of the query."""
+    """Return the compile-time constants that both kernels share; ``itemsize`` is the query's."""
     keys = _rows(dim, itemsize)
     return {
         "HEADS": heads,
@@ -106,7 +106,7 @@ def constants(heads: int, kv_heads: int, dim: int, page_size: int, itemsize: int
 
 
 def tile_tokens(heads: int, kv_heads: int, dim: int, itemsize: int) -> int:
-    """New tokens of a prefill tile, which has a row for each of their query heads that share a kv head."""
+    """Return the number of new tokens per prefill tile, whose rows are the tokens times the query heads per kv head."""
     return max(1, _rows(dim, itemsize) // triton.next_power_of_2(heads // kv_heads))
 
 
@@ -119,11 +119,12 @@ def _rows(dim: int, itemsize: int) -> int:
 
 
 def num_splits(programs: int, num_processors: int) -> int:
-    """Into how many parts decode divides each context: a power of two, by how many programs there are without it."""
+    """Return the number of parts, a power of two, into which decode divides each context, given the number of programs
+    without a split."""
     wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors // programs)
     return min(MAX_SPLITS, triton.next_power_of_2(wanted))
 
 
 def _dense_rows(heads: Tensor) -> Tensor:
-    """[T, heads, head_dim] with each token's values side by side; copied only if they aren't already."""
+    """Return [T, heads, head_dim] with each token's values contiguous; copies only if they aren't already."""
     return heads if heads.stride(2) == 1 and heads.stride(1) == heads.shape[2] else heads.contiguous()

@@ -1,13 +1,13 @@
 """Attention over the paged KV cache on GPUs, in Triton: decode, prefill, and writing the cache.
 
-All three read a step's tables (``tables.py``), int64 on the device. Caches are [pages, page_size, kv_heads, head_dim],
-contiguous; queries [T, heads, head_dim], contiguous but for the stride of T. The query heads that share a kv head are
-rows of one matrix, so that keys and values are read once for all of them. Softmax goes on-line over blocks of keys
-(Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135), to the base 2, which GPUs have an
-instruction for: ``scale`` holds the factor log2(e).
+Kernels read a step's tables (``tables.py``), int64 on the device. Caches are [pages, page_size, kv_heads, head_dim],
+contiguous; queries [T, heads, head_dim], contiguous except for the stride of T. The query heads that share a kv head
+are rows of one matrix, so that keys and values are read once for all of them. Softmax is computed online over blocks of
+keys (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135), to base 2, for which GPUs have
+an instruction: ``scale`` includes the factor log2(e).
 
-Products have fp32 sums. ``tf32x3`` multiplies fp32 operands as three TF32 products, which is nearly exact, where the
-default would round them to one; fp32 on ordinary cores (``ieee``) needs more registers than there are.
+Products accumulate in fp32. ``tf32x3`` multiplies fp32 operands as three TF32 products, which is nearly exact, while
+the default rounds them to one; fp32 on ordinary cores (``ieee``) would need more registers than there are.
 """
 
 import triton
@@ -19,7 +19,7 @@ def write_kernel(
     key, value, key_cache, value_cache, slots, key_stride, value_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token per program: its ``WIDTH`` = kv_heads * head_dim values of K and of V go to its slot."""
+    """Write one token per program: its ``WIDTH`` = kv_heads * head_dim values of K and of V go to its slot."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(slots + token) * WIDTH
     element = tl.arange(0, BLOCK)
@@ -35,14 +35,17 @@ def _attend_block(
     query, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale, maxima, totals, sums,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds one block of keys. ``places`` [KEYS] are their tokens, ``inside`` [KEYS] those that exist, ``visible``
-    [rows, KEYS] those that a row may see. Returns the new ``maxima``, ``totals`` [rows] and ``sums`` [rows, DIM_BLOCK].
-    Every row must have seen a key after the first block."""
+    """Add one block of keys to the online softmax.
+
+    ``places`` [KEYS] are the keys' token indices, ``inside`` [KEYS] marks those that exist, ``visible`` [rows, KEYS]
+    those that a row attends to. Returns the updated ``maxima``, ``totals`` [rows] and ``sums`` [rows, DIM_BLOCK]. Each
+    row must attend to at least one key of the first block.
+    """
     dims = tl.arange(0, DIM_BLOCK)
     pages = tl.load(page_table + places // PAGE_SIZE, mask=inside, other=0)
     offsets = ((pages * PAGE_SIZE + places % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
     offsets = offsets[:, None] + dims[None, :]
-    # beyond what is written the cache may hold NaN, which a weight of 0 wouldn't hide
+    # unwritten parts of the cache may hold NaN, which a weight of 0 wouldn't cancel
     mask = inside[:, None] & (dims < DIM)[None, :]
     keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(query.dtype)
     values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(query.dtype)
@@ -63,10 +66,12 @@ def decode_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One new token, one kv head and one part of the context per program (Flash-Decoding: splits of the context keep a
-    GPU busy when there are few sequences). ``SPLITS`` doesn't depend on lengths, so that a CUDA graph can hold the
-    launch; a short context leaves splits empty. With one split the result goes to ``output``, otherwise to the partial
-    tensors, for ``reduce_kernel``."""
+    """Attend from one new token, for one kv head, to one part of the context per program.
+
+    As in Flash-Decoding, splitting the context keeps a GPU busy with few sequences. ``SPLITS`` doesn't depend on
+    lengths, so that a CUDA graph can record the launch; a short context leaves splits empty. With one split the result
+    goes to ``output``, otherwise to the partial tensors, for ``reduce_kernel``.
+    """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -111,8 +116,10 @@ def reduce_kernel(
     output, partial_sums, partial_maxima, partial_totals, decodes, query_starts,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One new token and one query head per program: puts the parts of its context together. An empty part has a
-    maximum of minus infinity, so a weight of 0; the first is never empty."""
+    """Combine the splits of the context for one new token and one query head per program.
+
+    An empty split has a maximum of minus infinity, hence a weight of 0; the first split is never empty.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.load(query_starts + tl.load(decodes + row))
@@ -134,8 +141,10 @@ def prefill_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``TILE`` new tokens of one sequence and one kv head per program; a row for each of the tokens' query heads. A
-    token sees its sequence up to itself, which is at ``kv_len - query_len`` and on."""
+    """Attend from ``TILE`` new tokens of one sequence, for one kv head, per program; rows are tokens times query heads.
+
+    New tokens are at positions ``kv_len - query_len`` and on; each attends to its sequence up to itself.
+    """
     tile = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     sequence = tl.load(tiles + 2 * tile)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a tower with windows, and Qwen2-VL's decoder and names."""
+"""Adapter of Qwen2.5-VL: a vision tower with windowed attention; Qwen2-VL's decoder and tensor names."""
 
 from triptych.models.qwen2_vl.encoder import Qwen2VL
 from triptych.models.shared.encoder import TowerSpec

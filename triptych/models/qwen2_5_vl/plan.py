@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from triptych.models.base import ModelConfig
-from triptych.models.shared.mrope import Shape, grid_shape
-from triptych.models.shared.planner import EncoderWork, PatchPlanner
+from triptych.models.shared.mrope import MediaPositions, grid_positions
+from triptych.models.shared.planner import PatchPlanner, VisionCostModel
 from triptych.models.shared.settings import setting, text_section
-from triptych.models.shared.video import EqualSteps, FrameGeometry
+from triptych.models.shared.video import IntervalStartSampling, PerFrameGeometry
 from triptych.types import ItemPlan, VideoHeader
 
 
 class Qwen25VLPlanner(PatchPlanner):
-    """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
+    """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    video_sampling = EqualSteps
-    video_geometry = FrameGeometry
+    video_sampling = IntervalStartSampling
+    video_geometry = PerFrameGeometry
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
@@ -30,24 +30,23 @@ class Qwen25VLPlanner(PatchPlanner):
             preprocessor_config,
             video_config,
             context_length=setting(text_section(config), "max_position_embeddings", int),
-            work=_work(setting(config, "vision_config", dict)),
+            cost_model=_cost_model(setting(config, "vision_config", dict)),
         )
         self._positions_per_second = setting(config, "vision_config.tokens_per_second", float, default=4.0)
 
-    def _shape(self, plan: ItemPlan, frames: int, height: int, width: int) -> Shape:
-        """A video's patches in time are as far apart as they are in seconds, at the rate of the frames that are
-        seen."""
+    def _grid_positions(self, plan: ItemPlan, frames: int, height: int, width: int) -> MediaPositions:
+        """Space a video's temporal patches in proportion to time, at the frame rate of the sampled frames."""
         if not isinstance(plan.header, VideoHeader):
-            return super()._shape(plan, frames, height, width)
-        rate = self._seen_rate(plan, plan.header)
-        seconds = np.float32(self._geometry.temporal_patch_size / rate)  # the reference's tensor of them
-        return grid_shape(frames, height, width, float(np.float32(self._positions_per_second) * seconds))
+            return super()._grid_positions(plan, frames, height, width)
+        rate = self._sampled_fps(plan, plan.header)
+        seconds = np.float32(self._geometry.temporal_patch_size / rate)  # float32, as the reference's tensor
+        return grid_positions(frames, height, width, float(np.float32(self._positions_per_second) * seconds))
 
 
-def _work(vision: ModelConfig) -> EncoderWork:
-    """All layers but the listed ones attend within windows."""
+def _cost_model(vision: ModelConfig) -> VisionCostModel:
+    """Return the cost model: all layers but those in ``fullatt_block_indexes`` attend within windows."""
     full = len(setting(vision, "fullatt_block_indexes", list))
-    return EncoderWork(
+    return VisionCostModel(
         hidden_size=setting(vision, "hidden_size", int),
         intermediate_size=setting(vision, "intermediate_size", int),
         mlp_matrices=3,

@@ -1,8 +1,8 @@
-"""Qwen2-VL: the vision tower, the decoder's parameters, and the names in the checkpoints.
+"""Adapter of Qwen2-VL: vision tower, decoder parameters and tensor names.
 
 In the published files, and in those that ``save_pretrained`` of transformers 5 writes, the tower is ``visual.…`` and
-the decoder ``model.…`` and ``lm_head.weight`` (absent when tied). Published configs have the text's settings at the
-top level, saved ones in ``text_config``.
+the decoder ``model.…`` and ``lm_head.weight`` (absent when tied). Published configs have the text settings at the top
+level, saved ones in ``text_config``.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from typing import Any
 from triptych.layers.decoder_config import RopeConfig
 from triptych.models.base import ModelConfig
 from triptych.models.shared.backbone import QWEN2
-from triptych.models.shared.encoder import PatchAdapter, TowerSpec
+from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
 from triptych.models.shared.settings import text_section
 
 
-class Qwen2VL(PatchAdapter):
+class Qwen2VL(MultimodalAdapter):
     """``ModelAdapter`` for model type ``qwen2_vl``."""
 
     specs = (
@@ -29,5 +29,5 @@ class Qwen2VL(PatchAdapter):
     backbone = replace(QWEN2, rope=RopeConfig(1_000_000.0, (16, 24, 24)), rms_norm_eps=1e-5)
 
     def text_config(self, config: ModelConfig) -> Mapping[str, Any]:
-        """In its section or, in published files, at the top level."""
+        """Return the text section or, for published files, the top level."""
         return text_section(config)

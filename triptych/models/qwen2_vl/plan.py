@@ -7,16 +7,16 @@ transformers.
 from typing import Any
 
 from triptych.models.base import ModelConfig
-from triptych.models.shared.planner import EncoderWork, PatchPlanner
+from triptych.models.shared.planner import PatchPlanner, VisionCostModel
 from triptych.models.shared.settings import setting, text_section
-from triptych.models.shared.video import EqualSteps, FrameGeometry
+from triptych.models.shared.video import IntervalStartSampling, PerFrameGeometry
 
 
 class Qwen2VLPlanner(PatchPlanner):
-    """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
+    """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    video_sampling = EqualSteps
-    video_geometry = FrameGeometry
+    video_sampling = IntervalStartSampling
+    video_geometry = PerFrameGeometry
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
@@ -27,5 +27,7 @@ class Qwen2VLPlanner(PatchPlanner):
             preprocessor_config,
             video_config,
             context_length=setting(text_section(config), "max_position_embeddings", int),
-            work=EncoderWork(hidden_size, hidden_size * setting(config, "vision_config.mlp_ratio", int, default=4)),
+            cost_model=VisionCostModel(
+                hidden_size, hidden_size * setting(config, "vision_config.mlp_ratio", int, default=4)
+            ),
         )

@@ -1,8 +1,8 @@
-"""How Qwen3-Omni hears: audio becomes frames of features, chunks of frames become tokens, and each window of chunks is
-encoded by itself. No torch.
+"""How Qwen3-Omni divides audio: samples become feature frames, chunks of frames become tokens, and each window of
+chunks is encoded independently. No torch.
 
 The arithmetic is that of ``WhisperFeatureExtractor``, ``Qwen3OmniMoeProcessor`` and ``Qwen3OmniMoeAudioEncoder`` in
-transformers for an item by itself; tests hold it equal.
+transformers for an item by itself; tests check that they agree.
 """
 
 from collections.abc import Iterator
@@ -15,24 +15,26 @@ from triptych.models.base import ModelConfig
 from triptych.models.shared.settings import setting
 
 STRIDE = 8
-"""Frames that become a token: three convolutions, each of stride 2."""
+"""Frames per token: three convolutions, each of stride 2."""
 TOKENS_PER_CHUNK = 13
-"""Of a whole chunk, whatever its length: the reference's formula says so."""
+"""Tokens of a whole chunk, which the reference's formula fixes whatever the chunk's length."""
 
 
 @dataclass(frozen=True)
-class Hearing:
-    """``mel`` makes features; ``chunk`` frames of them go through the convolutions together, the last ones of an item
-    filled up with zeros; a token attends to those of its ``window`` of frames, whole chunks, and to no others."""
+class AudioFraming:
+    """How a clip is divided into chunks and windows of feature frames."""
 
     mel: LogMel
+    """Computes the features, one frame per hop."""
     chunk: int
+    """Frames that pass through the convolutions together; an item's last chunk is padded with zeros."""
     window: int
+    """Frames, in whole chunks, whose tokens attend to one another and to no others."""
 
     @classmethod
-    def from_configs(cls, audio: ModelConfig, preprocessor_config: dict[str, Any]) -> "Hearing":
-        """From the ``audio_config`` section. Raises CheckpointError for a bad value, and where the features aren't what
-        the tower takes."""
+    def from_configs(cls, audio: ModelConfig, preprocessor_config: dict[str, Any]) -> "AudioFraming":
+        """Read the ``audio_config`` section. Raises CheckpointError for an invalid value, and if the processor's
+        features aren't those that the tower takes."""
         bands = setting(audio, "num_mel_bins", int, default=128)
         mel = LogMel.from_config({"feature_size": bands} | preprocessor_config)
         if mel.num_bands != bands:
@@ -42,42 +44,47 @@ class Hearing:
             )
         chunk = 2 * setting(audio, "n_window", int, default=50)
         if -(-chunk // STRIDE) != TOKENS_PER_CHUNK:
-            raise CheckpointError(f"config.json: n_window must be 49 to 52, so that {TOKENS_PER_CHUNK} tokens are made")
+            raise CheckpointError(f"config.json: n_window must be 49 to 52, for {TOKENS_PER_CHUNK} tokens per chunk")
         window = setting(audio, "n_window_infer", int, default=800) // chunk * chunk
         if not window:
             raise CheckpointError(f"config.json: n_window_infer must be at least a chunk, {chunk} frames")
         return cls(mel, chunk, window)
 
     def rows(self, frames: int) -> int:
-        """How many tokens so many frames become."""
+        """Return the number of tokens for this many frames."""
         whole, rest = divmod(frames, self.chunk)
         return TOKENS_PER_CHUNK * whole + -(-rest // STRIDE)
 
     def parts(self, frames: int) -> Iterator[tuple[int, int, int]]:
-        """(first frame, frames, frames with those that fill up the last chunk) of each window. What is shorter than a
-        chunk has nothing beside it that it would have to be as long as, and isn't filled up."""
+        """Yield (first frame, frames, frames including padding) of each window.
+
+        A clip shorter than one chunk isn't padded, since there is no other chunk whose length it must match.
+        """
         for first in range(0, frames, self.window):
             length = min(self.window, frames - first)
             yield first, length, length if frames < self.chunk else -(-length // self.chunk) * self.chunk
 
 
 @dataclass(frozen=True)
-class HearingWork:
-    """What the audio tower computes, in units of ``unit`` multiplications."""
+class AudioCostModel:
+    """Estimates the audio tower's work from its dimensions."""
 
     hidden_size: int
     intermediate_size: int
     layers: int
     channels: int
+    """Channels of the convolutions."""
     output_size: int
     bands: int
+    """Mel bands of the input."""
     unit: int
+    """Multiplications per unit of cost."""
 
-    def cost(self, hearing: Hearing, frames: int) -> float:
-        """Work of encoding so many frames: each chunk's convolutions and the layer behind them, each token's linear
-        layers, and its attention over its window."""
-        chunk = hearing.chunk
-        tokens = [hearing.rows(length) for _, length, _ in hearing.parts(frames)]
+    def cost(self, framing: AudioFraming, frames: int) -> float:
+        """Return the work of encoding this many frames: the convolutions and projection of each chunk, and the linear
+        layers and windowed attention of each token."""
+        chunk = framing.chunk
+        tokens = [framing.rows(length) for _, length, _ in framing.parts(frames)]
         linear = 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size
         projections = self.hidden_size * (self.hidden_size + self.output_size)
         attention = sum(2 * self.hidden_size * count**2 for count in tokens)
@@ -85,7 +92,8 @@ class HearingWork:
         return (transformer + self._stem(chunk) * -(-frames // chunk)) / self.unit
 
     def _stem(self, chunk: int) -> int:
-        """Of one chunk: three convolutions of 3 x 3, each of which halves bands and frames."""
+        """Return the multiplications for one chunk up to the transformer: three 3 x 3 convolutions, each of which
+        halves bands and frames, and a projection."""
         bands, frames, inputs, work = self.bands, chunk, 1, 0
         for _ in range(3):
             bands, frames = -(-bands // 2), -(-frames // 2)

@@ -1,8 +1,8 @@
-"""Qwen3-Omni-MoE's thinker: the towers that see and hear, the decoder's parameters, and the names in the checkpoints.
+"""Adapter of Qwen3-Omni-MoE's thinker: vision and audio towers, decoder parameters and tensor names.
 
 Published files hold the whole model: ``thinker.visual.…``, ``thinker.audio_tower.…``, ``thinker.model.…`` and
-``thinker.lm_head.weight``, and beside them what speaks (``talker.…``, ``code2wav.…``), which isn't loaded. A thinker
-that was saved alone lacks the first part of the names.
+``thinker.lm_head.weight``, and the speech output (``talker.…``, ``code2wav.…``), which isn't loaded. A thinker saved
+by itself lacks the prefix ``thinker.``.
 """
 
 from dataclasses import replace
@@ -12,12 +12,12 @@ from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.qwen3_omni.audio_tower import AudioTower
 from triptych.models.qwen3_omni.plan import thinker_config
 from triptych.models.shared.backbone import QWEN3
-from triptych.models.shared.encoder import PatchAdapter, TowerSpec, WeightPrefixes
+from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, WeightPrefixes
 
 _PACKAGE = "transformers.models.qwen3_omni_moe"
 
 
-class Qwen3Omni(PatchAdapter):
+class Qwen3Omni(MultimodalAdapter):
     """``ModelAdapter`` for model types ``qwen3_omni_moe`` and ``qwen3_omni_moe_thinker``."""
 
     specs = (
@@ -33,7 +33,7 @@ class Qwen3Omni(PatchAdapter):
             config=f"{_PACKAGE}.configuration_qwen3_omni_moe:Qwen3OmniMoeAudioEncoderConfig",
             width="output_dim",
             section="audio_config",
-            tower=AudioTower,
+            make_tower=AudioTower,
         ),
     )
     backbone = replace(

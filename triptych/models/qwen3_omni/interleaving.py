@@ -1,6 +1,7 @@
-"""How the rows of a video's frames and of its sound stand among each other. Ints and floats only.
+"""The order in which a video's frame embeddings and audio embeddings are interleaved. Ints and floats only.
 
-The reference is ``replace_video_with_audio_token`` of ``Qwen3OmniMoeProcessor`` in transformers; tests hold it equal.
+The reference is ``replace_video_with_audio_token`` of ``Qwen3OmniMoeProcessor`` in transformers; tests check that they
+agree.
 """
 
 import bisect
@@ -13,11 +14,11 @@ from numpy.typing import NDArray
 from triptych.types import PartRows
 
 
-def interleaved(times: NDArray[np.float64], frame_rows: int, windows: Sequence[int]) -> tuple[PartRows, ...]:
-    """The parts of a video that is heard, in the order of their first rows.
+def interleaved_parts(times: NDArray[np.float64], frame_rows: int, windows: Sequence[int]) -> tuple[PartRows, ...]:
+    """Return the parts of a video with an audio track, in the order of their first rows.
 
-    ``times`` say, for each patch in time, which token of sound it belongs before, if that many there are; it becomes
-    ``frame_rows`` rows. ``windows`` are the rows of each part of the sound.
+    Temporal patch ``i`` becomes ``frame_rows`` rows and precedes audio token ``ceil(times[i])``, or follows the last
+    one if there are fewer. ``windows`` are the numbers of rows of the audio parts.
     """
     places: list[int] = np.minimum(np.ceil(times), sum(windows)).astype(int).tolist()
     parts = [PartRows(((number * frame_rows + place, frame_rows),)) for number, place in enumerate(places)]
@@ -27,13 +28,12 @@ def interleaved(times: NDArray[np.float64], frame_rows: int, windows: Sequence[i
             (start + frame_rows * bisect.bisect_right(places, start), stop - start)
             for start, stop in itertools.pairwise((first, *dict.fromkeys(within), end))
         )
-        parts.append(PartRows(runs, heard=True))
+        parts.append(PartRows(runs, is_audio=True))
     return tuple(sorted(parts, key=lambda part: part.runs[0]))
 
 
-def runs_of_kinds(parts: Sequence[PartRows]) -> list[tuple[bool, int]]:
-    """(whether it is heard, rows) of each run of rows of a kind, in order."""
-    runs = sorted((first_row, rows, part.heard) for part in parts for first_row, rows in part.runs)
-    return [
-        (heard, sum(rows for _, rows, _ in alike)) for heard, alike in itertools.groupby(runs, key=lambda run: run[2])
-    ]
+def runs_by_modality(parts: Sequence[PartRows]) -> list[tuple[bool, int]]:
+    """Return (whether it is audio, rows) of each maximal run of rows of one modality, in order."""
+    runs = sorted((first_row, rows, part.is_audio) for part in parts for first_row, rows in part.runs)
+    by_modality = itertools.groupby(runs, key=lambda run: run[2])
+    return [(is_audio, sum(rows for _, rows, _ in group)) for is_audio, group in by_modality]

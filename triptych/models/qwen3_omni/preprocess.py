@@ -1,5 +1,5 @@
-"""Turns the bytes of an image or a video into patches, and those of audio into features, for Qwen3-Omni's towers, as
-planned. Encode workers."""
+"""Turns images and videos into patches, and audio into log-mel features, for Qwen3-Omni's towers, as planned. Runs in
+encode workers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,50 +10,53 @@ from blake3 import blake3
 from triptych.errors import PlanMismatch
 from triptych.media.audio import decode_audio
 from triptych.models.base import AUDIO, EncoderInput, ModelConfig
-from triptych.models.qwen3_omni.audio import Hearing
+from triptych.models.qwen3_omni.audio import AudioFraming
 from triptych.models.qwen3_omni.plan import thinker_config
 from triptych.models.shared.frames import VideoPreprocessor
 from triptych.models.shared.settings import setting
-from triptych.types import AudioHeader, ItemPlan, SoundPlan
+from triptych.types import AudioHeader, AudioTrackPlan, ItemPlan
 
 
 class Qwen3OmniPreprocessor(VideoPreprocessor):
-    """Satisfies ``families.base.Preprocessor``. Raises CheckpointError for a setting that can't be honoured."""
+    """``Preprocessor`` of this family. Raises CheckpointError for an unsupported setting."""
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         thinker = thinker_config(config)
         super().__init__(thinker, preprocessor_config, video_config)
-        self._hearing = Hearing.from_configs(setting(thinker, "audio_config", dict), preprocessor_config)
+        self._framing = AudioFraming.from_configs(setting(thinker, "audio_config", dict), preprocessor_config)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """As ``VideoPreprocessor``; of audio a part for each window, of a video that is heard both, in the order of its
-        plan. A window's patches are its frames of features, float32 of shape (frames, bands), with zeros that fill up
-        the last chunk: its grid has those that count. Raises MediaError for bytes that can't be decoded, PlanMismatch
-        when there are more or fewer frames than planned."""
-        if plan.sound is not None:
-            return self._see_and_hear(data, plan, plan.sound)
+        """Yield an image's or a video's parts as ``VideoPreprocessor`` does, one part per window of audio, and both
+        for a video with an audio track, in the order of its plan.
+
+        A window's patches are its feature frames, float32 [frames, bands], the last chunk padded with zeros; its grid
+        counts the valid frames. Raises MediaError if the bytes can't be decoded, and PlanMismatch if the number of
+        frames isn't the planned one.
+        """
+        if plan.audio_track is not None:
+            return self._video_with_audio(data, plan, plan.audio_track)
         if isinstance(plan.header, AudioHeader):
-            return self._hear(data, plan.header, plan.grid[0])
+            return self._audio_parts(data, plan.header, plan.grid[0])
         return super().__call__(data, plan)
 
-    def _see_and_hear(self, data: bytes, plan: ItemPlan, sound: SoundPlan) -> Iterator[EncoderInput]:
-        seen, heard = super().__call__(data, plan), self._hear(data, sound.header, sound.frames)
+    def _video_with_audio(self, data: bytes, plan: ItemPlan, sound: AudioTrackPlan) -> Iterator[EncoderInput]:
+        video, audio = super().__call__(data, plan), self._audio_parts(data, sound.header, sound.frames)
         for number, rows in enumerate(plan.parts):
-            part = next(heard if rows.heard else seen, None)
+            part = next(audio if rows.is_audio else video, None)
             if part is None:
-                raise PlanMismatch(f"a video that is heard has {number} parts; its plan says {len(plan.parts)}")
+                raise PlanMismatch(f"a video with audio has {number} parts; its plan says {len(plan.parts)}")
             yield part
 
-    def _hear(self, data: bytes, header: AudioHeader, frames: int) -> Iterator[EncoderInput]:
-        """All features come first: how loud the loudest of them is counts for each."""
-        mel = self._hearing.mel
+    def _audio_parts(self, data: bytes, header: AudioHeader, frames: int) -> Iterator[EncoderInput]:
+        """Yield the parts of audio. Computes all features first, because they are normalised by the clip's maximum."""
+        mel = self._framing.mel
         features = mel(decode_audio(data, header, mel.rate))
         if len(features) != frames:
             raise PlanMismatch(f"audio became {len(features)} frames of features; its plan says {frames}")
-        for first, length, filled in self._hearing.parts(len(features)):
-            patches = np.zeros((filled, mel.num_bands), dtype=np.float32)
+        for first, length, padded in self._framing.parts(len(features)):
+            patches = np.zeros((padded, mel.num_bands), dtype=np.float32)
             patches[:length] = features[first : first + length]
             grid = length, 1, 1
             digest = blake3(np.array((*patches.shape, *grid)).tobytes())

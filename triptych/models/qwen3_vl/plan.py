@@ -1,25 +1,25 @@
 """Plans Qwen3-VL's images, videos and prompts. Frontend; numpy only.
 
 The reference is ``Qwen2VLImageProcessor`` (which Qwen3-VL uses), ``Qwen3VLVideoProcessor``, ``Qwen3VLProcessor`` and
-``Qwen3VLModel.get_rope_index`` in transformers; tests hold the plans equal to all.
+``Qwen3VLModel.get_rope_index`` in transformers; tests check that plans agree with all of them.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from triptych.models.base import ModelConfig
-from triptych.models.shared.mrope import Shape, grid_shape
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, EncoderWork, PatchPlanner
+from triptych.models.shared.mrope import MediaPositions, grid_positions
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS, PatchPlanner, VisionCostModel
 from triptych.models.shared.settings import setting
-from triptych.models.shared.video import ClipGeometry, EndToEnd
+from triptych.models.shared.video import LinspaceSampling, PerVideoGeometry
 from triptych.types import ItemPlan, VideoHeader
 
 
 class Qwen3VLPlanner(PatchPlanner):
-    """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type."""
+    """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    video_sampling = EndToEnd
-    video_geometry = ClipGeometry
+    video_sampling = LinspaceSampling
+    video_geometry = PerVideoGeometry
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Qwen3VLPlanner(PatchPlanner):
             preprocessor_config,
             video_config,
             context_length=setting(config, "text_config.max_position_embeddings", int),
-            work=EncoderWork(
+            cost_model=VisionCostModel(
                 hidden_size=setting(config, "vision_config.hidden_size", int),
                 intermediate_size=setting(config, "vision_config.intermediate_size", int),
             ),
@@ -43,25 +43,25 @@ class Qwen3VLPlanner(PatchPlanner):
         self._vision_end = setting(config, "vision_end_token_id", int)
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
-        """An image's placeholder stays as it is; a video's becomes one for each patch in time, each behind its time and
-        within markers of its own, as ``Qwen3VLProcessor.replace_video_token`` does it."""
+        """Return an image's placeholder unchanged. A video gets one per temporal patch, each after its timestamp and
+        between its own vision markers, as in ``Qwen3VLProcessor.replace_video_token``."""
         if not isinstance(plan.header, VideoHeader):
             return super().placeholder(plan, spelling)
         frame = "".join(map(spelling, (self._vision_start, self.placeholder_ids["video"], self._vision_end)))
         return "".join(f"<{time:.1f} seconds>{frame}" for time in self._timestamps(plan.frames, plan.header.rate))
 
     def _timestamps(self, frames: tuple[int, ...], rate: float) -> list[float]:
-        """When each patch in time is shown, in seconds: halfway between its first frame and its last."""
+        """Return the time of each temporal patch in seconds: halfway between its first frame and its last."""
         size = self._geometry.temporal_patch_size
         padded = frames + frames[-1:] * (-len(frames) % size)
         times = [frame / rate for frame in padded]
         return [(times[i] + times[i + size - 1]) / 2 for i in range(0, len(times), size)]
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
-        """As many rows for each patch in time."""
+        """Return the number of rows of each temporal patch."""
         return [plan.rows_per_part] * plan.num_parts
 
-    def _shapes(self, plan: ItemPlan) -> list[Shape]:
-        """Each patch in time is placed like an image."""
+    def _run_positions(self, plan: ItemPlan) -> list[MediaPositions]:
+        """Position each temporal patch like an image."""
         height, width = (side // self._geometry.merge_size for side in plan.grid[1:])
-        return [grid_shape(1, height, width)] * plan.num_parts
+        return [grid_positions(1, height, width)] * plan.num_parts

@@ -1,1 +1,1 @@
-"""What several families have in common. Nothing here knows a model's name."""
+"""Code that several families share. Nothing here knows a model's name."""

@@ -1,5 +1,5 @@
-"""A family whose towers are transformers' own; the one that sees takes any grid of patches, and gives one embedding per
-merged patch."""
+"""Adapter of families whose towers come from transformers. Their vision tower takes any grid of patches and returns one
+embedding per merged patch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.decoder import Decoder
-from triptych.layers.encoder import Encoder, TowerItem, load_module
+from triptych.layers.encoder import Encoder, PreprocessedPart, load_module
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.layers.pinned import to_device
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.registry import resolve
-from triptych.models.shared.backbone import BackboneDefaults, decoder_config, decoder_keys
+from triptych.models.shared.backbone import BackboneDefaults, build_decoder_config, detect_decoder_keys
 from triptych.models.shared.settings import setting
 
-if TYPE_CHECKING:  # transformers is imported where the tower is loaded: a language instance does without
+if TYPE_CHECKING:  # transformers is imported only where a tower is loaded, so not in a language instance
     from transformers import PreTrainedModel
 
 
-class PatchTower:
-    """The vision tower: patches in, embedding and deepstack features out. See ``triptych.layers.encoder.Encoder``."""
+class VisionTower:
+    """``Encoder`` that turns patches of pixels into embeddings and deepstack features."""
 
     def __init__(self, module: "PreTrainedModel", embedding_width: int) -> None:
         self.module = module
@@ -36,7 +36,7 @@ class PatchTower:
         self._patches_per_row = module.config.spatial_merge_size**2
 
     @torch.inference_mode()
-    def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
+    def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
         """See ``triptych.layers.encoder.Encoder``."""
         if not inputs:
             return []
@@ -52,11 +52,11 @@ class PatchTower:
         return list(rows.split([prod(item.grid) // self._patches_per_row for item in inputs]))
 
 
-class Encoders:
-    """Several towers as one: each input goes to its own. See ``triptych.layers.encoder.Encoder``.
+class MultiTowerEncoder:
+    """``Encoder`` of several towers, which passes each input to the tower that the input names.
 
-    All rows have one width. Where a tower has no deepstack features its rows end in zeros, which the decoder adds to
-    what it has: that changes nothing, so no row has to say what it lacks.
+    All embeddings have one width. Those of a tower without deepstack features are padded with zeros, which change
+    nothing when the decoder adds them.
     """
 
     def __init__(self, towers: Mapping[str, Encoder], embedding_width: int) -> None:
@@ -64,7 +64,7 @@ class Encoders:
         self.embedding_width = embedding_width
 
     @torch.inference_mode()
-    def encode(self, inputs: Sequence[TowerItem]) -> list[Tensor]:
+    def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
         """See ``triptych.layers.encoder.Encoder``."""
         rows: dict[int, Tensor] = {}
         for name, tower in self.towers.items():
@@ -76,58 +76,66 @@ class Encoders:
 
 @dataclass(frozen=True)
 class TowerSpec:
-    """What one of a family's towers is. ``module`` and ``config`` are import strings of transformers' classes;
-    ``section`` is the config's part about it, in which ``width`` names the setting that says how wide an embedding is,
-    ``deepstack`` the one that lists the layers whose features follow it, if any. ``tower`` makes of the module, and of
-    the width of its rows, what encodes."""
+    """Description of one of a family's towers."""
 
     module: str
+    """Import string of transformers' class."""
     config: str
+    """Import string of that class's config."""
     width: str
+    """Name of the setting with the width of an embedding."""
     deepstack: str | None = None
+    """Name of the setting that lists the layers with deepstack features, if the tower has any."""
     name: str = VISION
     section: str = "vision_config"
-    tower: Callable[["PreTrainedModel", int], Encoder] = PatchTower
+    """The tower's section of the checkpoint's config."""
+    make_tower: Callable[["PreTrainedModel", int], Encoder] = VisionTower
+    """Makes the tower of the loaded module and its embedding width, deepstack features included."""
 
 
 @dataclass(frozen=True)
 class WeightPrefixes:
-    """How a checkpoint names its tensors: the prefixes of its towers by their names, that of the decoder, the output
-    projection, and the prefixes of ``others``, which aren't served."""
+    """How a checkpoint names its tensors."""
 
     towers: Mapping[str, str]
+    """Prefix of each tower's tensors, by the tower's name."""
     decoder: str
+    """Prefix of the decoder's tensors."""
     head: str = "lm_head.weight"
+    """Name of the output projection."""
     others: tuple[str, ...] = ()
+    """Prefixes of parts of the model that aren't loaded."""
 
 
-# In files older than transformers 4.52, and in those that it saves for such families, the decoder has the names of a
-# model of text alone. The longer prefixes come first: the shorter are theirs, too.
+# In files older than transformers 4.52, and in those that it saves for such families, the decoder's tensors are named
+# as in a text-only model. Longer prefixes come first, because the shorter ones match them too.
 LAYOUTS = (
     WeightPrefixes({VISION: "model.visual."}, "model.language_model."),
     WeightPrefixes({VISION: "visual."}, "model."),
 )
 
 
-class PatchAdapter:
-    """``ModelAdapter`` of a subclass's ``specs``, the first of which is the tower that sees, and ``backbone``.
+class MultimodalAdapter:
+    """``ModelAdapter`` of a family with towers; subclasses set ``specs`` and ``backbone``.
 
-    Raises CheckpointError for a config that lacks a setting or asks for something that isn't served.
+    Raises CheckpointError for a config that lacks a setting or asks for something unsupported.
     """
 
     specs: ClassVar[Sequence[TowerSpec]]
+    """The towers, the vision tower first."""
     backbone: ClassVar[BackboneDefaults]
     layouts: ClassVar[Sequence[WeightPrefixes]] = LAYOUTS
+    """The naming schemes of checkpoints, in order of preference."""
 
     def __init__(self, config: ModelConfig) -> None:
         text = self.text_config(config)
         self._sections = {spec.name: setting(config, spec.section, dict) for spec in self.specs}
         vision, key = self._sections[VISION], self.specs[0].deepstack
         deepstack = setting(vision, key, list) if key else []
-        self.decoder_config = decoder_config(
+        self.decoder_config = build_decoder_config(
             text,
             self.backbone,
-            # The top level decides, as in transformers; saved MoE files have a text section that contradicts it.
+            # The top level takes precedence, as in transformers: the text section of saved MoE files contradicts it.
             tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
             num_deepstack_layers=len(deepstack),
         )
@@ -137,77 +145,83 @@ class PatchAdapter:
         self.embedding_width = self.decoder_config.hidden_size * (1 + len(deepstack))
 
     def text_config(self, config: ModelConfig) -> Mapping[str, Any]:
-        """The part of the config that describes the language model."""
+        """Return the part of the config that describes the language model."""
         return setting(config, "text_config", dict)
 
-    def tower_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """The keys of the towers' half, sorted. Raises CheckpointError for a key that is in neither half."""
-        return self._split(all_keys)[0]
+    def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
+        """Return the keys of the towers' tensors, sorted. Raises CheckpointError for an unknown key."""
+        return self._split_keys(all_keys)[0]
 
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """The keys of the decoder's half, sorted. Raises CheckpointError for a key that is in neither half."""
-        return self._split(all_keys)[1]
+        """Return the keys of the decoder's tensors, sorted. Raises CheckpointError for an unknown key."""
+        return self._split_keys(all_keys)[1]
 
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """The towers alone. Raises CheckpointError for a config of theirs that transformers refuses, and for tensors
-        missing, misshapen or unknown, and ConfigError for a weight format that the device can't use."""
+        """Load the towers alone.
+
+        Raises CheckpointError for missing, misshapen or unknown tensors and for a tower config that transformers
+        rejects, and ConfigError for a weight format that the device doesn't support.
+        """
         towers: dict[str, Encoder] = {}
-        all_keys, prefixes = self.tower_keys(checkpoint.tensors), self.halves(checkpoint.tensors).towers
+        all_keys, prefixes = self.encoder_keys(checkpoint.tensors), self.weight_prefixes(checkpoint.tensors).towers
         hidden_size = self.decoder_config.hidden_size
         for spec in self.specs:
             prefix = prefixes[spec.name]
             keys = {key.removeprefix(prefix): key for key in all_keys if key.startswith(prefix)}
             config, kind = self._transformers_config(spec), resolve(spec.module)
             module = load_module(kind, config, checkpoint, keys, weights=weights, device=device)
-            towers[spec.name] = spec.tower(module, self.embedding_width if spec.deepstack else hidden_size)
-        return towers[VISION] if len(towers) == 1 else Encoders(towers, self.embedding_width)
+            towers[spec.name] = spec.make_tower(module, self.embedding_width if spec.deepstack else hidden_size)
+        return towers[VISION] if len(towers) == 1 else MultiTowerEncoder(towers, self.embedding_width)
 
     def load_decoder(
         self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device, group: Group = SINGLE_RANK
     ) -> Decoder:
-        """The decoder alone. Raises CheckpointError for tensors missing, misshapen or unknown, and ConfigError for a
-        weight format that the device can't use and a group whose size doesn't divide the decoder."""
-        self._split(checkpoint.tensors)
-        halves = self.halves(checkpoint.tensors)
-        keys = decoder_keys(self.decoder_config, checkpoint, halves.decoder, halves.head)
+        """Load a rank's shard of the decoder alone.
+
+        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
+        device doesn't support or a group size that doesn't divide the decoder.
+        """
+        self._split_keys(checkpoint.tensors)
+        prefixes = self.weight_prefixes(checkpoint.tensors)
+        keys = detect_decoder_keys(self.decoder_config, checkpoint, prefixes.decoder, prefixes.head)
         return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
 
     def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
-        """Bytes in the checkpoint of each half: ``{"tower": …, "decoder": …}``."""
-        tower, decoder = self._split(tensors)
+        """Return the size of the weights in the checkpoint, in bytes: ``{"encoder": …, "decoder": …}``."""
+        encoder, decoder = self._split_keys(tensors)
         return {
-            "tower": sum(tensors[key].num_bytes for key in tower),
+            "encoder": sum(tensors[key].num_bytes for key in encoder),
             "decoder": sum(tensors[key].num_bytes for key in decoder),
         }
 
-    def halves(self, all_keys: Iterable[str]) -> WeightPrefixes:
-        """How this checkpoint names its tensors: as the first of ``layouts`` whose decoder is there."""
+    def weight_prefixes(self, all_keys: Iterable[str]) -> WeightPrefixes:
+        """Return the first of ``layouts`` whose decoder prefix occurs in the checkpoint."""
         prefixes = tuple(layout.decoder for layout in self.layouts)
         found = {prefix for prefix in prefixes for key in all_keys if key.startswith(prefix)}
         return next((layout for layout in self.layouts if layout.decoder in found), self.layouts[0])
 
-    def _split(self, all_keys: Iterable[str]) -> tuple[list[str], list[str]]:
-        """The keys of the towers' half and of the decoder's half."""
+    def _split_keys(self, all_keys: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return the sorted keys of the towers' tensors and of the decoder's."""
         keys = sorted(all_keys)
-        halves = self.halves(keys)
-        towers = tuple(halves.towers.values())
-        tower: list[str] = []
+        prefixes = self.weight_prefixes(keys)
+        towers = tuple(prefixes.towers.values())
+        encoder: list[str] = []
         decoder: list[str] = []
         for key in keys:
             if key.startswith(towers):
-                tower.append(key)
-            elif key.startswith(halves.decoder) or key == halves.head:
+                encoder.append(key)
+            elif key.startswith(prefixes.decoder) or key == prefixes.head:
                 decoder.append(key)
-            elif not key.startswith(halves.others):
-                prefixes = "… nor in ".join((*towers, halves.decoder))
-                raise CheckpointError(f"tensor {key!r} is neither in {prefixes}…")
-        return tower, decoder
+            elif not key.startswith(prefixes.others):
+                known = "… nor in ".join((*towers, prefixes.decoder))
+                raise CheckpointError(f"tensor {key!r} is neither in {known}…")
+        return encoder, decoder
 
     def _transformers_config(self, spec: TowerSpec) -> Any:
-        """A tower's config for transformers."""
+        """Return a tower's config as transformers' config class."""
         from huggingface_hub.errors import StrictDataclassError
 
-        # Published files give the section the whole model's type; transformers, too, overrides it.
+        # Published files put the whole model's type into the section; transformers overrides it as well.
         settings = {name: value for name, value in self._sections[spec.name].items() if name != "model_type"}
         try:
             return resolve(spec.config)(**settings)
@@ -215,7 +229,7 @@ class PatchAdapter:
             raise CheckpointError(f"config.json: {spec.section}: {error}") from error
 
     def _check_deepstack(self, deepstack: list[int]) -> None:
-        """Raises CheckpointError where the vision tower and the decoder have no such layers."""
+        """Raises CheckpointError for layers that the vision tower doesn't have, or more layers than the decoder's."""
         depth, decoder = setting(self._sections[VISION], "depth", int), self.decoder_config
         if len(deepstack) != len(set(range(depth)).intersection(deepstack)):
             raise CheckpointError(f"config.json: {self.specs[0].deepstack} {deepstack} in a tower of depth {depth}")
@@ -225,7 +239,7 @@ class PatchAdapter:
             )
 
     def _check_width(self, spec: TowerSpec) -> None:
-        """Raises CheckpointError where a tower and the decoder don't fit together."""
+        """Raises CheckpointError if a tower's embeddings don't have the decoder's hidden size."""
         width, hidden_size = setting(self._sections[spec.name], spec.width, int), self.decoder_config.hidden_size
         if width != hidden_size:
             raise CheckpointError(f"config.json: the tower's {spec.width} {width} isn't the hidden size {hidden_size}")

@@ -1,6 +1,6 @@
-"""Turns an image's or a video's bytes into patches for a tower that takes any grid of them, as planned. Encode workers;
-numpy, Pillow, PyAV, and torch for the resizing of videos alone. Videos are bit-exact with transformers'
-``Qwen2VLVideoProcessor`` and ``Qwen3VLVideoProcessor``, which differ in what they assume."""
+"""Turns an image's or a video's bytes into patches for a tower that takes any grid of them, as planned. Runs in encode
+workers; numpy, Pillow, PyAV, and torch only to resize videos. Videos are bit-exact with transformers'
+``Qwen2VLVideoProcessor`` and ``Qwen3VLVideoProcessor``, which differ in their defaults."""
 
 import itertools
 from collections.abc import Iterator
@@ -31,13 +31,15 @@ _MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicu
 
 
 class VideoPreprocessor(PatchPreprocessor):
-    """Satisfies ``families.base.Preprocessor``. Raises CheckpointError for a setting that can't be honoured.
+    """``Preprocessor`` of this family. Raises CheckpointError for an unsupported setting.
 
-    ``video_mean`` and ``video_std`` are what the family's reference assumes where its file says nothing.
+    Subclasses set the defaults of the family's reference processor.
     """
 
     video_mean: ClassVar[tuple[float, float, float]] = CLIP_MEAN
+    """Default ``image_mean`` for videos."""
     video_std: ClassVar[tuple[float, float, float]] = CLIP_STD
+    """Default ``image_std`` for videos."""
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
@@ -47,21 +49,26 @@ class VideoPreprocessor(PatchPreprocessor):
         self._video_table = self._normalised_bytes(video_config or {})
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """As ``PatchPreprocessor``; of a video a part for each patch in time. The last frame fills up the last patch,
-        as in the reference. Raises MediaError for bytes that can't be decoded, PlanMismatch as there."""
+        """Yield an image as ``PatchPreprocessor`` does, and a video as one part per temporal patch.
+
+        The last temporal patch is padded with the last frame, as in the reference. Raises MediaError if the bytes
+        can't be decoded, and PlanMismatch if the result isn't what was planned.
+        """
         if not isinstance(plan.header, VideoHeader):
             yield from super().__call__(data, plan)
             return
         size = self._geometry.temporal_patch_size
-        seen = _frames(data, plan, plan.header)
-        while some := list(itertools.islice(seen, size)):
+        sampled = _frames(data, plan, plan.header)
+        while some := list(itertools.islice(sampled, size)):
             some += some[-1:] * (size - len(some))
             yield self._input(self._resize(np.stack(some), plan), self._video_table, plan)
 
     def _resize(self, pixels: NDArray[np.uint8], plan: ItemPlan) -> NDArray[np.uint8]:
-        """uint8 (frames, height, width, channel) in the planned size, by the very kernel that torchvision calls:
-        Pillow's differs from it in rounding, by up to 13 of 255, and takes several times as long."""
-        from torch import from_numpy  # not with the file: the frontend imports it, and images do without
+        """Resize frames, uint8 [frames, height, width, channels], to the planned size.
+
+        Uses the kernel that torchvision calls: Pillow's is slower and rounds differently.
+        """
+        from torch import from_numpy  # here, because the frontend imports this file, and images don't need torch
         from torch.nn.functional import interpolate
 
         size = plan.resized_height, plan.resized_width
@@ -72,8 +79,8 @@ class VideoPreprocessor(PatchPreprocessor):
         return np.ascontiguousarray(resized.permute(0, 2, 3, 1).numpy())
 
     def _normalised_bytes(self, video_config: dict[str, Any]) -> NDArray[np.float32]:
-        """float32 (channel, 256): what each byte becomes, as the reference does it for videos: rescaling is part of
-        mean and deviation."""
+        """float32 [channels, 256]: the normalised value of each byte. As in the reference's video processor, rescaling
+        is folded into mean and standard deviation."""
         values = np.tile(np.arange(256, dtype=np.float32), (CHANNELS, 1))
         factor = rescale_factor(video_config) if video_config.get("do_rescale", True) else 1.0
         if not video_config.get("do_normalize", True):
@@ -85,7 +92,7 @@ class VideoPreprocessor(PatchPreprocessor):
 
 
 def _frames(data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator[Frame]:
-    """The frames that are seen, in order."""
+    """Yield the sampled frames in order."""
     if header.format != frames.FORMAT:
         return decode_frames(data, header, plan.frames)
     packed = frames.unpack_frames(data).frames
@@ -96,7 +103,7 @@ def _frames(data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator[Frame]
 
 
 def _mode(video_config: dict[str, Any]) -> str:
-    """The filter, by the name that torch has for it."""
+    """Return torch's name of the resampling filter."""
     resample = resampling(video_config)
     if resample not in _MODES:
         raise CheckpointError(f"{FILE}: resample {resample.value} is not served for videos")

@@ -1,7 +1,7 @@
-"""How towers that take any grid of patches see images: resized to whole patches, within bounds of area.
+"""Sizes of images for towers that take any grid of patches: whole patches, with an area within bounds.
 
-The arithmetic is that of ``Qwen2VLImageProcessor`` in transformers, which the Qwen-VL families share; tests hold it
-equal.
+The arithmetic is that of ``Qwen2VLImageProcessor`` in transformers, which the Qwen-VL families share; tests check that
+they agree.
 """
 
 import math
@@ -15,13 +15,13 @@ from triptych.types import MODEL_BOUNDS, PixelBounds
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 
-# What the reference processor assumes where preprocessor_config.json says nothing.
+# The reference processor's defaults for settings that preprocessor_config.json omits.
 _DEFAULT_MIN_PIXELS = 56 * 56
 _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
 
 
 class Geometry(Protocol):
-    """How something becomes patches, as a frozen dataclass; ``factor`` is a token's side in pixels."""
+    """How a kind of media is resized; a frozen dataclass. ``factor`` is the side of a token's area in pixels."""
 
     @property
     def factor(self) -> int: ...
@@ -36,9 +36,12 @@ class Geometry(Protocol):
 G = TypeVar("G", bound=Geometry)
 
 
-def bounded(own: G, bounds: PixelBounds, what: str) -> G:
-    """The same geometry with a request's bounds. Raises BadMediaSize for bounds that contradict each other, or that
-    allow more than its own ``max_pixels``, which is what the service is prepared for."""
+def apply_bounds(own: G, bounds: PixelBounds, what: str) -> G:
+    """Return the geometry ``own`` with a request's bounds; ``what`` names the modality in errors.
+
+    Raises BadMediaSize for contradictory bounds, and for bounds above the model's ``max_pixels``, for which the service
+    is sized.
+    """
     if bounds == MODEL_BOUNDS:
         return own
     max_pixels = bounds.max_pixels or own.max_pixels
@@ -52,17 +55,22 @@ def bounded(own: G, bounds: PixelBounds, what: str) -> G:
 
 @dataclass(frozen=True)
 class ImageGeometry:
-    """How images become patches. Sides are in pixels; ``min_pixels`` and ``max_pixels`` bound the resized area."""
+    """How images are resized and cut into patches."""
 
     patch_size: int
+    """Side of a patch, in pixels."""
     merge_size: int
+    """Side, in patches, of the square that is merged into one token."""
     temporal_patch_size: int
+    """Frames per patch."""
     min_pixels: int
+    """Smallest area after resizing."""
     max_pixels: int
+    """Largest area after resizing."""
 
     @classmethod
     def from_configs(cls, config: ModelConfig, preprocessor_config: dict[str, Any]) -> "ImageGeometry":
-        """Raises CheckpointError for a bad value, and where the processor's patches aren't the tower's."""
+        """Raises CheckpointError for an invalid value, and if processor and tower disagree about patches."""
         min_pixels, max_pixels = _pixel_bounds(preprocessor_config)
         return cls(
             patch_size=_patch_setting(config, preprocessor_config, "patch_size", "patch_size"),
@@ -76,15 +84,16 @@ class ImageGeometry:
 
     @property
     def factor(self) -> int:
-        """The side in pixels of what one token sees."""
+        """The side of a token's area in pixels."""
         return self.patch_size * self.merge_size
 
     def within(self, bounds: PixelBounds) -> "ImageGeometry":
-        """As ``bounded`` does."""
-        return bounded(self, bounds, "image")
+        """See ``apply_bounds``."""
+        return apply_bounds(self, bounds, "image")
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) after resizing: multiples of patch * merge, area within bounds, aspect ratio nearly kept."""
+        """Return (height, width) after resizing: multiples of ``factor`` with an area within bounds and nearly the
+        same aspect ratio."""
         return smart_resize(height, width, self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
 
@@ -98,8 +107,10 @@ def smart_resize(
     num_frames: int = 1,
     temporal_patch_size: int = 1,
 ) -> tuple[int, int]:
-    """(height, width) as multiples of ``factor``, such that so many frames together have an area within bounds; the
-    reference's function of this name, whose rounding is Python's, half to even."""
+    """Return (height, width) as multiples of ``factor`` for which all frames together have an area within bounds.
+
+    Equals the reference's function of the same name; like it, rounds half to even.
+    """
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     pixels = round(num_frames / temporal_patch_size) * temporal_patch_size * new_height * new_width
     if pixels > max_pixels:
@@ -120,7 +131,7 @@ def _pixel_bounds(preprocessor_config: dict[str, Any]) -> tuple[int, int]:
     if not isinstance(size, dict):
         raise CheckpointError(f"{PREPROCESSOR_FILE}: size must be an object, not {size!r}")
     bounds = []
-    # The older keys come first where a file has both, as in the reference.
+    # The older keys take precedence if a file has both, as in the reference.
     for older, newer in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         if preprocessor_config.get(older) is not None:
             bounds.append(setting(preprocessor_config, older, int, file=PREPROCESSOR_FILE))

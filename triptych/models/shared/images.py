@@ -1,4 +1,4 @@
-"""Turns an image's bytes into pixels, as planned. Encode workers; Pillow and numpy only."""
+"""Decodes images, as planned. Runs in encode workers; Pillow and numpy only."""
 
 import io
 import struct
@@ -11,7 +11,7 @@ from triptych.errors import PlanMismatch, TruncatedMedia, UnsupportedMedia
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
-# Everything that Pillow's readers of the formats above let out for damaged files; OSError includes its own errors.
+# All that Pillow's readers of these formats raise for damaged files; OSError includes Pillow's own errors.
 _PILLOW_ERRORS = (
     OSError,
     SyntaxError,
@@ -25,22 +25,26 @@ _PILLOW_ERRORS = (
     struct.error,
 )
 
-# The plan bounds the pixels (``max_source_pixels``) and the opened file's size is compared with it before any pixel is
-# decoded, so Pillow's own limit could only contradict the operator's.
+# The plan bounds the number of pixels (``max_source_pixels``), and the file's size is checked against the plan before
+# decoding. Pillow's own limit could only contradict the operator's.
 Image.MAX_IMAGE_PIXELS = None
 
 
 def decode_image(data: bytes, name: str, planned: tuple[int, int]) -> Image.Image:
-    """The picture, or its first frame, upright, as RGB. ``planned`` is (width, height); ``name`` is for errors."""
+    """Return the image, or its first frame, upright and as RGB.
+
+    ``planned`` is (width, height); ``name`` is the format's name for errors. Raises UnsupportedMedia or TruncatedMedia
+    if the bytes can't be decoded, and PlanMismatch for another size.
+    """
     with warnings.catch_warnings():
-        # Pillow warns of odd metadata, which doesn't matter for the pixels. Filters are the process's; at worst, two
-        # threads leave this one behind.
+        # Pillow warns about odd metadata, which doesn't affect the pixels. Filters are global to the process: at
+        # worst, two threads leave this one in place.
         warnings.filterwarnings("ignore", module=r"PIL\.")
         try:
             image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
         except _PILLOW_ERRORS as error:
             raise UnsupportedMedia(f"the {name} image is damaged and can't be opened") from error
-        # Sides may still be exchanged by the orientation, which Pillow applies only to decoded pixels.
+        # The sides may still be swapped: Pillow applies the orientation only to decoded pixels.
         if sorted(image.size) != sorted(planned):
             raise _size_mismatch(image.size, planned)
         try:
@@ -60,12 +64,12 @@ def _turn_upright(image: Image.Image) -> None:
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except _PILLOW_ERRORS:
-        # Unreadable metadata counts as upright, here as in the probe.
+        # An image with unreadable metadata counts as upright, as in the probe.
         return
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """Like the reference, shows what is transparent on white. Unlike it, shows 16-bit grey as what it is."""
+    """Convert to RGB. Transparent areas become white, as in the reference; 16-bit grey isn't clipped, unlike there."""
     if image.mode.startswith("I;16"):
         image = _of_16_bits(image)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
@@ -75,8 +79,10 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """The higher byte of each value, as Pillow's reader makes of 16-bit colours. Its conversion of 16-bit grey clips:
-    all but the darkest 1/256 of an X-ray or a depth map would be white."""
+    """Keep the higher byte of each value, as Pillow's reader does for 16-bit colours.
+
+    Pillow's conversion of 16-bit grey clips instead: all but the darkest 1/256 of an X-ray would be white.
+    """
     values = np.asarray(image)
     grey = Image.fromarray((values >> 8).astype(np.uint8))
     if (transparent := image.info.get("transparency")) is not None:

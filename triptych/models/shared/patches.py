@@ -1,8 +1,8 @@
-"""Turns an image's bytes into patches for a tower that takes any grid of them, as planned. Encode workers; numpy and
-Pillow only.
+"""Turns an image's bytes into patches for a tower that takes any grid of them, as planned. Runs in encode workers;
+numpy and Pillow only.
 
-Bit-exact with transformers' Pillow processor of the Qwen-VL families (``Qwen2VLImageProcessorPil``); faster by putting
-bytes, not floats, in patch order and by looking up the normalised value of each byte in a table.
+Bit-exact with transformers' Pillow processor of the Qwen-VL families (``Qwen2VLImageProcessorPil``). Faster, because it
+puts bytes, not floats, in patch order and looks up each byte's normalised value in a table.
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ from triptych.models.shared.images import decode_image
 from triptych.types import ImageHeader, ItemPlan
 
 CHANNELS = 3
-# Few enough that looked-up values are still in the processor's cache when they are copied to every frame.
+# Small enough that looked-up values are still in the CPU's cache when they are copied to each frame.
 _PATCHES_AT_A_TIME = 64
 
-# What the reference processor assumes where preprocessor_config.json says nothing (CLIP's statistics).
+# The reference processor's defaults, CLIP's statistics.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class PatchPreprocessor:
-    """Satisfies ``families.base.Preprocessor``. Raises CheckpointError for a setting that can't be honoured."""
+    """``Preprocessor`` of this family. Raises CheckpointError for an unsupported setting."""
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
@@ -39,9 +39,9 @@ class PatchPreprocessor:
         self._table = _normalised_bytes(preprocessor_config)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """Decodes, resizes and cuts one image; ``patches`` is float32 of shape (patches, 3 * temporal * patch²).
+        """Decode, resize and cut one image; its ``patches`` are float32 [patches, 3 * temporal * patch²].
 
-        Raises UnsupportedMedia or TruncatedMedia for bytes that can't be decoded, PlanMismatch when the decoded size
+        Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size
         or the grid isn't the planned one.
         """
         assert isinstance(plan.header, ImageHeader)
@@ -55,8 +55,11 @@ class PatchPreprocessor:
         yield self._input(np.asarray(image.resize((width, height), self._resample))[None], self._table, plan)
 
     def _input(self, pixels: NDArray[np.uint8], table: NDArray[np.float32], plan: ItemPlan) -> EncoderInput:
-        """uint8 (frames, height, width, channel), of one patch in time or of one frame that fills it, to the tower's
-        input. ``table`` says what each byte becomes: float32 (channel, 256)."""
+        """Return the encoder input of one temporal patch.
+
+        ``pixels`` is uint8 [frames, height, width, channels], with one frame for a still image; ``table``, float32
+        [channels, 256], has the normalised value of each byte.
+        """
         _, height, width, _ = pixels.shape
         patch_size = self._geometry.patch_size
         grid = 1, height // patch_size, width // patch_size
@@ -68,9 +71,9 @@ class PatchPreprocessor:
         return EncoderInput(patches=self._patches(pixels, table), grid=grid, name=digest.hexdigest())
 
     def _patches(self, pixels: NDArray[np.uint8], table: NDArray[np.float32]) -> NDArray[np.float32]:
-        """uint8 (frames, height, width, channel) to normalised float32 (patches, channel * temporal * patch²).
+        """Convert uint8 [frames, height, width, channels] to float32 [patches, channels * temporal * patch²].
 
-        Patches are ordered as the tower's merger wants them: the merge x merge patches of one token are neighbours.
+        Patches are in the order of the tower's merger: the merge x merge patches of one token are consecutive.
         """
         patch, merge, temporal = (
             self._geometry.patch_size,
@@ -86,13 +89,13 @@ class PatchPreprocessor:
         for first in range(0, len(ordered), _PATCHES_AT_A_TIME):
             some = slice(first, first + _PATCHES_AT_A_TIME)
             for channel in range(CHANNELS):
-                # A still image fills every frame of a temporal patch.
+                # broadcasts a still image to every frame of its temporal patch
                 patches[some, channel] = np.take(table[channel], ordered[some, channel])
         return patches.reshape(len(ordered), -1)
 
 
 def resampling(preprocessor_config: dict[str, Any]) -> Image.Resampling:
-    """The filter that a processor resizes with. Raises CheckpointError where it doesn't, or for another value."""
+    """Return the processor's resampling filter. Raises CheckpointError if it is invalid or resizing is disabled."""
     if preprocessor_config.get("do_resize", True) is not True:
         raise CheckpointError("preprocessor_config.json: do_resize must be true; the tower takes whole patches")
     value = preprocessor_config.get("resample", Image.Resampling.BICUBIC.value)
@@ -103,7 +106,8 @@ def resampling(preprocessor_config: dict[str, Any]) -> Image.Resampling:
 
 
 def _normalised_bytes(preprocessor_config: dict[str, Any]) -> NDArray[np.float32]:
-    """float32 (channel, 256): what each byte becomes, with the reference's operations in its order and precision."""
+    """float32 [channels, 256]: the normalised value of each byte, with the reference's operations in its order and
+    precision."""
     values = np.arange(256, dtype=np.float32)
     if preprocessor_config.get("do_rescale", True):
         values = (values.astype(np.float64) * rescale_factor(preprocessor_config)).astype(np.float32)
@@ -116,7 +120,7 @@ def _normalised_bytes(preprocessor_config: dict[str, Any]) -> NDArray[np.float32
 
 
 def rescale_factor(preprocessor_config: dict[str, Any]) -> float:
-    """What bytes are multiplied with. Raises CheckpointError for what isn't a number."""
+    """Return the factor that bytes are multiplied by. Raises CheckpointError if it isn't a number."""
     factor = preprocessor_config.get("rescale_factor", 1 / 255)
     if not isinstance(factor, int | float) or not factor:
         raise CheckpointError(f"preprocessor_config.json: rescale_factor must be a number, not {factor!r}")
@@ -126,7 +130,7 @@ def rescale_factor(preprocessor_config: dict[str, Any]) -> float:
 def per_channel(
     preprocessor_config: dict[str, Any], key: str, default: tuple[float, float, float]
 ) -> NDArray[np.float32]:
-    """float32 (channel, 1) from a number or a list of one number per channel."""
+    """Return a setting that is one number, or one per channel, as float32 [channels, 1]."""
     value = preprocessor_config.get(key, default)
     numbers = [value] * CHANNELS if isinstance(value, int | float) else value
     if (

@@ -1,4 +1,4 @@
-"""Plans images and videos for towers that take any grid of patches, and prompts in M-RoPE positions. Frontend; numpy
+"""Plans images and videos for towers that take any grid of patches, and prompts with M-RoPE positions. Frontend; numpy
 only."""
 
 import math
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.models.base import ModelConfig, Positions
 from triptych.models.shared.geometry import ImageGeometry
-from triptych.models.shared.mrope import Shape, grid_shape, mrope_positions
+from triptych.models.shared.mrope import MediaPositions, grid_positions, mrope_positions
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import VideoGeometry, VideoSampling
 from triptych.types import (
@@ -31,41 +31,45 @@ VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "v
 
 
 @dataclass(frozen=True)
-class EncoderWork:
-    """What a tower of transformer layers computes. ``mlp_matrices`` is 3 for a gated MLP, else 2; in a
-    ``windowed_share`` of the layers, attention reaches over ``window`` patches only."""
+class VisionCostModel:
+    """Estimates a vision tower's work from its dimensions."""
 
     hidden_size: int
     intermediate_size: int
     mlp_matrices: int = 2
+    """3 for a gated MLP, otherwise 2."""
     windowed_share: float = 0.0
+    """Share of the layers whose attention is windowed."""
     window: int = 0
+    """Patches per window."""
 
     @property
     def linear(self) -> int:
-        """Multiplications of a layer's linear layers for one patch."""
+        """Multiplications in one layer's linear layers for one patch."""
         return 4 * self.hidden_size**2 + self.mlp_matrices * self.hidden_size * self.intermediate_size
 
     def cost(self, patches: int) -> float:
-        """Work of encoding an image, or a patch in time, of n patches; the unit is the linear layers' work for one.
+        """Return the work of encoding an image or temporal patch of n patches, in units of one patch's linear layers.
 
         A layer of hidden size h and intermediate size i takes n * (4h² + 2hi) multiplications in its linear layers
-        (query, key, value and output; the two, or three, of the MLP) and 2n²h in attention (scores and weighted sum),
-        where a window has n * window in place of n². Depth multiplies all of it alike.
+        (query, key, value and output; two or three of the MLP) and 2n²h in attention (scores and weighted sum), where
+        windowed layers have n * window instead of n². Depth multiplies both alike.
         """
-        seen = (1 - self.windowed_share) * patches + self.windowed_share * min(patches, self.window)
-        return patches * (1 + 2 * self.hidden_size * seen / self.linear)
+        attended = (1 - self.windowed_share) * patches + self.windowed_share * min(patches, self.window)
+        return patches * (1 + 2 * self.hidden_size * attended / self.linear)
 
 
 class PatchPlanner:
-    """Satisfies ``families.base.Planner``. Raises CheckpointError for a key that is missing or of the wrong type.
+    """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type.
 
-    ``video_sampling`` and ``video_geometry`` are a family's own, and so is what it overrides: here a video's rows stand
-    at one run, and its patches in time are a position apart.
+    By default a video's embeddings form one contiguous run, and its temporal patches are one position apart; families
+    override this.
     """
 
     video_sampling: ClassVar[type[VideoSampling]]
+    """How the family samples frames."""
     video_geometry: ClassVar[type[VideoGeometry]]
+    """How the family resizes frames."""
     audio_in_video = False
 
     def __init__(
@@ -75,11 +79,11 @@ class PatchPlanner:
         video_config: dict[str, Any] | None = None,
         *,
         context_length: int,
-        work: EncoderWork,
+        cost_model: VisionCostModel,
         media_tokens: Sequence[str] = VISION_TOKENS,
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
-        """``media_tokens`` names the settings that say which tokens may only come from the template."""
+        """``media_tokens`` are the settings with the ids of tokens that only the template may produce."""
         self.placeholder_ids: Mapping[str, int] = {
             "image": setting(config, "image_token_id", int),
             "video": setting(config, "video_token_id", int),
@@ -92,7 +96,7 @@ class PatchPlanner:
         self._sampling = self.video_sampling.from_config(video_config or {}, in_time)
         self._video_geometry = self.video_geometry.from_config(video_config or {}, self._geometry.factor, in_time)
         self._max_source_pixels = max_source_pixels
-        self._work = work
+        self._cost_model = cost_model
 
     def plan(
         self,
@@ -101,11 +105,11 @@ class PatchPlanner:
         sampling: FrameSampling = MODEL_SAMPLING,
         sound: AudioHeader | None = None,
     ) -> ItemPlan:
-        """What the image, video or audio will become; ``sound`` is that of a video that is heard.
+        """Plan an image, a video or an audio clip; ``sound`` is the audio track of a video, if it is to be encoded.
 
-        Raises MediaTooLarge for more than ``max_source_pixels`` (of an image, or of one frame), BadMediaSize for an
-        aspect ratio above 200, for bounds that can't be kept and for audio that is too short, and UnsupportedMedia for
-        such sampling and for audio where the family takes none.
+        Raises MediaTooLarge if an image or a frame exceeds ``max_source_pixels``, BadMediaSize for an aspect ratio
+        above 200, unsatisfiable bounds and too short audio, and UnsupportedMedia for invalid sampling and for audio if
+        the family takes none.
         """
         if isinstance(header, AudioHeader):
             return self._plan_audio(header)
@@ -132,7 +136,7 @@ class PatchPlanner:
         return self._item_plan("image", header, self._geometry.within(bounds).resized(height, width), bounds=bounds)
 
     def _plan_video(self, header: VideoHeader, bounds: PixelBounds, sampling: FrameSampling) -> ItemPlan:
-        frames = self._sampling.asked(sampling).frames(header)
+        frames = self._sampling.for_request(sampling).frames(header)
         resized = self._video_geometry.within(bounds).resized(len(frames), header.height, header.width)
         return self._item_plan("video", header, resized, bounds=bounds, sampling=sampling, frames=frames)
 
@@ -140,7 +144,7 @@ class PatchPlanner:
         raise UnsupportedMedia("the model takes no audio clips")
 
     def _with_sound(self, plan: ItemPlan, sound: AudioHeader) -> ItemPlan:
-        raise UnsupportedMedia("the model doesn't hear videos")
+        raise UnsupportedMedia("the model takes no audio track with a video")
 
     def _item_plan(
         self,
@@ -163,40 +167,40 @@ class PatchPlanner:
             grid=grid,
             rows=math.prod(grid) // self._geometry.merge_size**2,
             rows_per_part=grid[1] * grid[2] // self._geometry.merge_size**2,
-            cost=in_time * self._work.cost(grid[1] * grid[2]),
+            cost=in_time * self._cost_model.cost(grid[1] * grid[2]),
             bounds=bounds,
             sampling=sampling,
             frames=frames,
         )
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
-        """The template's own stays as it is."""
+        """Return the template's placeholder unchanged."""
         return spelling(self.placeholder_ids[plan.modality])
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
-        """All rows at one."""
+        """Return one run of all embeddings."""
         return [plan.rows]
 
-    def _shapes(self, plan: ItemPlan) -> list[Shape]:
-        """The positions of each run of an item's rows."""
+    def _run_positions(self, plan: ItemPlan) -> list[MediaPositions]:
+        """Return the positions of each run of ``runs``."""
         merge = self._geometry.merge_size
         frames, rows, columns = plan.grid
-        return [self._shape(plan, frames, rows // merge, columns // merge)]
+        return [self._grid_positions(plan, frames, rows // merge, columns // merge)]
 
-    def _shape(self, plan: ItemPlan, frames: int, height: int, width: int) -> Shape:
-        """The positions of an item of so many frames, rows and columns of tokens."""
-        return grid_shape(frames, height, width)
+    def _grid_positions(self, plan: ItemPlan, frames: int, height: int, width: int) -> MediaPositions:
+        """Return the positions of a grid of tokens: frames, rows, columns."""
+        return grid_positions(frames, height, width)
 
     @staticmethod
-    def _seen_rate(plan: ItemPlan, header: VideoHeader) -> float:
-        """Frames per second, of those that are seen."""
+    def _sampled_fps(plan: ItemPlan, header: VideoHeader) -> float:
+        """Return the frame rate of the sampled frames, per second."""
         return len(plan.frames) / header.frames * header.rate
 
     def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
-        """M-RoPE positions. Raises PlanMismatch where a placement isn't its plan's, or placements overlap or leave the
-        prompt."""
+        """Return the M-RoPE positions. Raises PlanMismatch if a placement doesn't fit its plan, or if placements
+        overlap or extend beyond the prompt."""
         spans = [span for placement in placements for span in placement.spans]
-        shapes = [shape for plan in plans for shape in self._shapes(plan)]
-        if len(spans) != len(shapes):
-            raise PlanMismatch(f"{len(shapes)} runs of rows can't be at {len(spans)} places")
-        return mrope_positions(num_tokens, spans, shapes)
+        media = [run for plan in plans for run in self._run_positions(plan)]
+        if len(spans) != len(media):
+            raise PlanMismatch(f"{len(media)} runs of rows can't be at {len(spans)} places")
+        return mrope_positions(num_tokens, spans, media)

@@ -13,8 +13,11 @@ _WANTED = {int: "a positive integer", float: "a number"}
 def setting(
     config: Mapping[str, Any], path: str, kind: type[T], default: T | None = None, file: str = "config.json"
 ) -> T:
-    """The value at a dotted ``path``: of type ``kind``, and positive if that is int. One that is absent or null becomes
-    ``default``, where there is one. Raises CheckpointError, naming ``file`` and path, for any other value."""
+    """Return the value at a dotted ``path``, which must be of type ``kind``, and positive if that is int.
+
+    An absent or null value becomes ``default``, if there is one. Raises CheckpointError, naming ``file`` and path, for
+    anything else.
+    """
     value: Any = config
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -28,7 +31,7 @@ def setting(
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the language model: in a section of their own, or, in older files, at the top level."""
+    """Return the language model's settings: the ``text_config`` section or, in older files, the top level."""
     section = config.get("text_config")
     return section if isinstance(section, dict) else config
 

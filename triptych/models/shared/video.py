@@ -1,7 +1,7 @@
-"""Which frames of a video are seen, and how large. Ints and floats only.
+"""Samples and sizes the frames of a video. Ints and floats only.
 
-There are two ways of either in the reference, ``Qwen2VLVideoProcessor`` and ``Qwen3VLVideoProcessor`` of transformers;
-tests hold the arithmetic equal to both.
+The reference has two variants of both, ``Qwen2VLVideoProcessor`` and ``Qwen3VLVideoProcessor`` of transformers; tests
+check that the arithmetic agrees.
 """
 
 import math
@@ -12,32 +12,35 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
-from triptych.models.shared.geometry import bounded, smart_resize
+from triptych.models.shared.geometry import apply_bounds, smart_resize
 from triptych.types import FrameSampling, PixelBounds, VideoHeader
 
 MAX_ASPECT_RATIO = 200
 FILE = "video_preprocessor_config.json"
 
-# What the reference processors assume where their file says nothing.
+# The reference processors' defaults, minimum and maximum.
 _DEFAULT_FRAMES = 4, 768
 
 
 @dataclass(frozen=True)
 class VideoSampling(ABC):
-    """Which frames are seen: ``num_frames``, or else ``fps`` a second between ``min_frames`` and ``max_frames``. All
-    Qwen models are used with two a second where nothing is said."""
+    """Which frames of a video are sampled."""
 
     temporal_patch_size: int
+    """Frames per patch."""
     fps: float
+    """Sampled frames per second, within ``min_frames`` and ``max_frames``; unused if ``num_frames`` is set."""
     num_frames: int | None
+    """Number of frames to sample."""
     min_frames: int
     max_frames: int
 
     default_fps: ClassVar[float] = 2.0
+    """Used if neither config nor request sets a rate; common to all Qwen models."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any], temporal_patch_size: int) -> Self:
-        """Raises CheckpointError for a bad value."""
+        """Raises CheckpointError for an invalid value."""
         return cls(
             temporal_patch_size=temporal_patch_size,
             fps=_rate(config, cls.default_fps),
@@ -46,9 +49,9 @@ class VideoSampling(ABC):
             max_frames=_integer(config, "max_frames", _DEFAULT_FRAMES[1]),
         )
 
-    def asked(self, sampling: FrameSampling) -> Self:
-        """The same as a request asks for it. Raises UnsupportedMedia for what excludes each other, or asks for more
-        than ``max_frames``."""
+    def for_request(self, sampling: FrameSampling) -> Self:
+        """Return the sampling with a request's options. Raises UnsupportedMedia for options that exclude each other and
+        for more than ``max_frames``."""
         if sampling.fps and sampling.num_frames:
             raise UnsupportedMedia("fps and num_frames exclude each other")
         if sampling.num_frames > self.max_frames:
@@ -59,31 +62,32 @@ class VideoSampling(ABC):
 
     @abstractmethod
     def frames(self, header: VideoHeader) -> tuple[int, ...]:
-        """The numbers of the frames that are seen, in order; all of them where the client has chosen them."""
+        """Return the indices of the sampled frames, in order: all of them if the client has chosen the frames."""
 
 
-class EndToEnd(VideoSampling):
-    """Qwen3-VL's: spread evenly from the first frame to the last."""
+class LinspaceSampling(VideoSampling):
+    """Qwen3-VL's sampling: evenly spaced from the first frame to the last."""
 
     def frames(self, header: VideoHeader) -> tuple[int, ...]:
-        """At least two, the same one twice if there is no other."""
+        """Return at least two indices; a single frame is repeated."""
         wanted, total = self.num_frames, header.frames
-        if header.chosen:
+        if header.presampled:
             wanted = total
         elif wanted is None:
             wanted = min(max(int(total / header.rate * self.fps), self.min_frames), self.max_frames, total)
         numbers = np.linspace(0, total - 1, wanted).round().astype(int)
-        # the reference refuses a video of one frame
+        # the reference rejects a video of one frame
         return tuple(numbers.tolist()) if len(numbers) > 1 else (int(numbers[0]),) * 2
 
 
-class EqualSteps(VideoSampling):
-    """Qwen2-VL's: the video in equal steps, the first frame of each, in whole patches in time."""
+class IntervalStartSampling(VideoSampling):
+    """Qwen2-VL's sampling: the first frame of each of several equal intervals, in whole temporal patches."""
 
     def frames(self, header: VideoHeader) -> tuple[int, ...]:
-        """At least one. The reference refuses ``num_frames`` that the video hasn't got, or less than a patch."""
+        """Return at least one index, even for a ``num_frames`` above the video's or below a temporal patch, which the
+        reference rejects."""
         total = header.frames
-        if header.chosen:
+        if header.presampled:
             return tuple(range(total))
         most = self._whole(total if self.num_frames is not None else min(self.max_frames, total))
         if self.num_frames is not None:
@@ -92,31 +96,36 @@ class EqualSteps(VideoSampling):
         else:
             wanted = self._whole(min(max(total / header.rate * self.fps, self.min_frames), most))
         steps = max(wanted, 1)
-        # exact, while the reference's float32 may be a frame off in videos of more than some thousand
+        # integer arithmetic: the reference's float32 may be one frame off in long videos
         return tuple(step * total // steps for step in range(steps))
 
     def _whole(self, frames: float) -> int:
-        """As many as fill patches in time."""
+        """Round down to whole temporal patches."""
         return math.floor(frames / self.temporal_patch_size) * self.temporal_patch_size
 
 
 @dataclass(frozen=True)
 class VideoGeometry(ABC):
-    """How frames become patches. ``factor`` is a token's side in pixels; ``max_tokens`` bounds pixels, too, where the
-    settings say ``cap_pixels_per_frame``."""
+    """How the frames of a video are resized."""
 
     factor: int
+    """Side of a token's area, in pixels."""
     temporal_patch_size: int
+    """Frames per patch."""
     min_pixels: int
     max_pixels: int
+    """Bounds of the area after resizing: of a frame or of all frames, as the subclass says."""
     max_tokens: int | None
+    """Further bound on the pixels, in tokens; None unless the config sets ``cap_pixels_per_frame``."""
 
     default_size: ClassVar[dict[str, int]]
+    """Default bounds of the area."""
     default_tokens: ClassVar[int]
+    """Default ``max_tokens``."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any], factor: int, temporal_patch_size: int) -> Self:
-        """Raises CheckpointError for a bad value."""
+        """Raises CheckpointError for an invalid value."""
         size = config.get("size", cls.default_size)
         if not isinstance(size, dict):
             raise CheckpointError(f"{FILE}: size must be an object, not {size!r}")
@@ -130,13 +139,13 @@ class VideoGeometry(ABC):
         )
 
     def within(self, bounds: PixelBounds) -> Self:
-        """As ``bounded`` does."""
-        return bounded(self, bounds, "video")
+        """See ``apply_bounds``."""
+        return apply_bounds(self, bounds, "video")
 
     @abstractmethod
     def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) after resizing: multiples of ``factor``, aspect ratio nearly kept, and within bounds. Raises
-        BadMediaSize for an aspect ratio above 200."""
+        """Return (height, width) after resizing: multiples of ``factor`` within bounds, with nearly the same aspect
+        ratio. Raises BadMediaSize for an aspect ratio above 200."""
 
     def _check_aspect_ratio(self, height: int, width: int) -> None:
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
@@ -145,16 +154,16 @@ class VideoGeometry(ABC):
             )
 
 
-class FrameGeometry(VideoGeometry):
-    """Qwen2-VL's: ``min_pixels`` and ``max_pixels`` bound the pixels of each frame by itself, and nine tenths of
-    ``max_tokens`` those of all patches in time together."""
+class PerFrameGeometry(VideoGeometry):
+    """Qwen2-VL's sizes: ``min_pixels`` and ``max_pixels`` bound the pixels of each frame, and nine tenths of
+    ``max_tokens`` those of all temporal patches together."""
 
     default_size: ClassVar = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
     default_tokens = 128_000
 
     @classmethod
     def from_config(cls, config: dict[str, Any], factor: int, temporal_patch_size: int) -> Self:
-        """As its parent; ``min_pixels`` and ``max_pixels`` of older files go before ``size``."""
+        """See ``VideoGeometry``; ``min_pixels`` and ``max_pixels`` of older files take precedence over ``size``."""
         size = config.get("size") or cls.default_size
         older = {"shortest_edge": config.get("min_pixels"), "longest_edge": config.get("max_pixels")}
         if isinstance(size, dict):
@@ -164,16 +173,16 @@ class FrameGeometry(VideoGeometry):
     def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         max_pixels = self.max_pixels
         if self.max_tokens is not None:
-            together = int(self.max_tokens * self.factor**2 * 0.9)
-            of_frame = together * self.temporal_patch_size // num_frames
-            max_pixels = max(min(max_pixels, of_frame), int(self.min_pixels * 1.05))
+            total = int(self.max_tokens * self.factor**2 * 0.9)
+            per_frame = total * self.temporal_patch_size // num_frames
+            max_pixels = max(min(max_pixels, per_frame), int(self.min_pixels * 1.05))
         self._check_aspect_ratio(height, width)
         return smart_resize(height, width, self.factor, min_pixels=self.min_pixels, max_pixels=max_pixels)
 
 
-class ClipGeometry(VideoGeometry):
-    """Qwen3-VL's: ``min_pixels`` and ``max_pixels`` bound the pixels of all frames together; with ``max_tokens``, those
-    of each frame are bounded too."""
+class PerVideoGeometry(VideoGeometry):
+    """Qwen3-VL's sizes: ``min_pixels`` and ``max_pixels`` bound the pixels of all frames together, and ``max_tokens``
+    those of each frame."""
 
     default_size: ClassVar = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
     default_tokens = 768
@@ -181,8 +190,8 @@ class ClipGeometry(VideoGeometry):
     def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         max_pixels = self.max_pixels
         if self.max_tokens is not None:
-            of_frame = min(self.max_tokens * self.factor**2, max_pixels // num_frames)
-            max_pixels = max(of_frame, int(self.min_pixels * 1.05)) * num_frames
+            per_frame = min(self.max_tokens * self.factor**2, max_pixels // num_frames)
+            max_pixels = max(per_frame, int(self.min_pixels * 1.05)) * num_frames
         if min(height, width) < self.factor:
             scale = max(self.factor / height, self.factor / width)
             height, width = int(height * scale), int(width * scale)

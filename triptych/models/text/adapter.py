@@ -1,7 +1,7 @@
-"""Qwen2, Qwen3 and Qwen3-MoE, without a tower: decoder parameters, and the names in the checkpoints.
+"""Adapters of the text-only models Qwen2, Qwen3 and Qwen3-MoE: decoder parameters and tensor names.
 
-All tensors are called ``model.…`` and ``lm_head.weight`` (absent when tied), published and saved by transformers 5
-alike. Experts' weights are published, and saved, one by one; stacks of them, as the modules hold them, load as well.
+Tensors are named ``model.…`` and ``lm_head.weight`` (absent when tied), both in the published files and in those saved
+by transformers 5. Both store experts' weights one by one; stacked ones, as the modules hold them, load as well.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,49 +18,52 @@ from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.models.base import ModelConfig
-from triptych.models.shared.backbone import QWEN2, QWEN3, BackboneDefaults, decoder_config, decoder_keys
+from triptych.models.shared.backbone import QWEN2, QWEN3, BackboneDefaults, build_decoder_config, detect_decoder_keys
 
 PREFIX, HEAD = "model.", "lm_head.weight"
 
 
 class TextAdapter:
-    """``ModelAdapter`` of a model that has no tower. Raises CheckpointError as the others do."""
+    """``ModelAdapter`` of a text-only model. Raises CheckpointError for an unsupported config."""
 
     backbone: ClassVar[BackboneDefaults]
 
     def __init__(self, config: ModelConfig) -> None:
         tied = bool(config.get("tie_word_embeddings", False))
-        self.decoder_config = decoder_config(config, self.backbone, tie_embeddings=tied)
+        self.decoder_config = build_decoder_config(config, self.backbone, tie_embeddings=tied)
         self.embedding_width = self.decoder_config.hidden_size
 
-    def tower_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """None."""
+    def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
+        """Return no keys: there is no encoder."""
         return []
 
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """All keys, sorted. Raises CheckpointError for one that isn't the decoder's."""
+        """Return all keys, sorted. Raises CheckpointError for a key that isn't the decoder's."""
         keys = sorted(all_keys)
         for key in keys:
             if not key.startswith(PREFIX) and key != HEAD:
-                raise CheckpointError(f"tensor {key!r} belongs to no part of a model of text alone")
+                raise CheckpointError(f"tensor {key!r} belongs to no part of a text-only model")
         return keys
 
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """Raises CheckpointError."""
-        raise CheckpointError(f"{checkpoint.folder}: a model of text alone has no tower")
+        raise CheckpointError(f"{checkpoint.folder}: a text-only model has no encoder")
 
     def load_decoder(
         self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device, group: Group = SINGLE_RANK
     ) -> Decoder:
-        """The decoder. Raises CheckpointError for tensors missing, misshapen or unknown, and ConfigError for a weight
-        format that the device can't use and a group whose size doesn't divide the decoder."""
+        """Load a rank's shard of the decoder.
+
+        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
+        device doesn't support or a group size that doesn't divide the decoder.
+        """
         self.decoder_keys(checkpoint.tensors)
-        keys = decoder_keys(self.decoder_config, checkpoint, PREFIX, HEAD)
+        keys = detect_decoder_keys(self.decoder_config, checkpoint, PREFIX, HEAD)
         return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
 
     def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
-        """Bytes in the checkpoint of each half: ``{"tower": 0, "decoder": …}``."""
-        return {"tower": 0, "decoder": sum(tensors[key].num_bytes for key in self.decoder_keys(tensors))}
+        """Return the size of the weights in the checkpoint, in bytes: ``{"encoder": 0, "decoder": …}``."""
+        return {"encoder": 0, "decoder": sum(tensors[key].num_bytes for key in self.decoder_keys(tensors))}
 
 
 class Qwen2(TextAdapter):

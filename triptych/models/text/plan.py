@@ -1,4 +1,4 @@
-"""Plans prompts of models that take text alone. Frontend; numpy only."""
+"""Plans prompts of text-only models. Frontend; numpy only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from triptych.types import (
 
 
 class TextPlanner:
-    """Satisfies ``families.base.Planner``. Raises CheckpointError for a bad context length."""
+    """``Planner`` of text-only models. Raises CheckpointError for an invalid context length."""
 
     placeholder_ids: Mapping[str, int] = {}
     media_token_ids: frozenset[int] = frozenset()
@@ -40,16 +40,16 @@ class TextPlanner:
         sound: AudioHeader | None = None,
     ) -> ItemPlan:
         """Raises MediaNotServed."""
-        raise MediaNotServed("this model takes text alone")
+        raise MediaNotServed("this model takes text only")
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
         """Raises MediaNotServed."""
-        raise MediaNotServed("this model takes text alone")
+        raise MediaNotServed("this model takes text only")
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Raises MediaNotServed."""
-        raise MediaNotServed("this model takes text alone")
+        raise MediaNotServed("this model takes text only")
 
     def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
-        """0, 1, 2, … on all three axes, of which the decoder looks at one."""
+        """Return 0, 1, 2, … on all three axes, of which the decoder uses one."""
         return mrope_positions(num_tokens, [], [])

@@ -1,9 +1,8 @@
-"""Reads how many frames an animated GIF has and how long they are shown.
+"""Reads the number of frames of an animated GIF and their durations.
 
-A GIF has no table of its frames, and its pixels come in pieces of at most 255 bytes, so that walking through a large
-one takes long. What is searched for instead is what stands before each frame of an animation, its graphic control
-extension. Eight bytes of it are fixed: pixels that happen to look like it are as good as impossible, and made on
-purpose they are found out when the frames are decoded.
+A GIF has no frame table, and its pixels come in blocks of at most 255 bytes, so walking through a large file is slow.
+Instead, this searches for the graphic control extension before each frame. Its fixed bytes make accidental matches
+in pixel data practically impossible; deliberate ones are detected when the frames are decoded.
 """
 
 import re
@@ -16,13 +15,13 @@ from triptych.types import VideoHeader
 # another extension, before the image.
 _CONTROL = re.compile(rb"\x21\xf9\x04[\x00-\x1f](..).\x00[\x2c\x21]", re.DOTALL)
 _END, _END_WITHIN = b"\x00\x3b", 256
-"""The last frame's end and the trailer; some programs leave a little behind it."""
+"""The last frame's end and the trailer; some programs write a few bytes after it."""
 _MIN_DELAY, _DEFAULT_DELAY = 2, 10
 """Shorter delays count as the default one, as in browsers and FFmpeg (``libavformat/gifdec.c``)."""
 
 
 def probe_gif(data: bytes) -> VideoHeader:
-    """The animation's header. Raises UnsupportedMedia for one of a still, TruncatedMedia or ``struct.error``."""
+    """Return the animation's header. Raises UnsupportedMedia for a still image, TruncatedMedia or ``struct.error``."""
     width, height = struct.unpack_from("<HH", data, 6)
     delays = [int.from_bytes(match[1], "little") for match in _CONTROL.finditer(data)]
     if not delays:

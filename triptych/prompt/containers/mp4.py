@@ -1,8 +1,7 @@
-"""Reads what an MP4 or QuickTime file says about its video track, and its audio track (ISO/IEC 14496-12), hopping from
-box to box.
+"""Reads the headers of video and audio tracks in MP4 and QuickTime files (ISO/IEC 14496-12), box by box.
 
-Untrusted bytes: every loop advances and is bounded, and nothing but MediaError and ``struct.error`` (which the client
-takes for a truncated file) leaves here.
+Untrusted bytes: every loop advances and is bounded. Only MediaError and ``struct.error`` are raised; the latter means
+that the file is truncated.
 """
 
 import struct
@@ -18,14 +17,14 @@ from triptych.errors import TruncatedMedia, UnsupportedMedia
 from triptych.types import AudioHeader, VideoHeader
 
 _MAX_BOXES = 1 << 18
-"""Of a file, each as often as it is looked at. An hour in fragments of a second has some 40,000."""
+"""Limit on the boxes read in a file, counting repeated reads. Long recordings in short fragments have many."""
 _MAX_FRAMES = 2**27
-_LOOK_AT = 256
-"""Tables, and lines of them, that tell how long most samples last."""
+_SAMPLED_ENTRIES = 256
+"""Tables, and entries of each, from which the most common sample duration is estimated."""
 
-_VIDEO, _SOUND = b"vide", b"soun"
+_VIDEO, _AUDIO = b"vide", b"soun"
 _CODECS = frozenset({b"avc1", b"avc3", b"hvc1", b"hev1", b"vp08", b"vp09", b"av01"})
-_SOUND_CODECS = frozenset(
+_AUDIO_CODECS = frozenset(
     {b"mp4a", b".mp3", b"Opus", b"fLaC", b"sowt", b"twos", b"lpcm", b"ipcm", b"in24", b"fl32", b"ulaw", b"alaw"}
 )
 
@@ -40,8 +39,8 @@ _TRUN_FIELDS = (0x100, 0x200, 0x400, 0x800)
 
 
 @dataclass
-class _File:
-    """A file's bytes, and how many of its boxes may still be looked at: they are small, and within each other."""
+class _Mp4File:
+    """A file's bytes, with a budget of boxes to read."""
 
     data: bytes
     boxes_left: int = _MAX_BOXES
@@ -51,47 +50,51 @@ _Durations: TypeAlias = NDArray[np.integer[Any]]
 
 
 @dataclass
-class _Track:
-    """What a track says. ``header`` and ``description`` are where its header's content begins, and the description of
-    its samples. How long samples last, in ticks of ``timescale`` a second: ``table`` has numbers of samples and their
-    durations, ``even`` too, by duration, and ``uneven`` a duration for each of its samples."""
+class _Mp4Track:
+    """A track's header and sample durations."""
 
     number: int
     header: int
+    """Offset of its header's content."""
     description: int
+    """Offset of its sample description."""
     codec: bytes
     timescale: int
+    """Ticks per second."""
     samples: int
     table: tuple[NDArray[np.int64], NDArray[np.int64]]
+    """Numbers of samples, and their durations in ticks."""
     even: Counter[int] = field(default_factory=Counter)
+    """From fragments: numbers of samples by duration in ticks."""
     uneven: list[_Durations] = field(default_factory=list)
+    """From fragments: a duration in ticks for each sample."""
 
     def ticks(self, *, without_gaps: bool = False) -> int:
-        """How long the samples last together. ``without_gaps``: one that lasts more than twice as long as most do is
-        followed by a gap, and counts like those."""
+        """Return the total duration of the samples. ``without_gaps``: a sample of more than twice the usual duration is
+        followed by a gap, and counts as one of the usual duration."""
         usual = self._usual() if without_gaps else 0
 
-        def heard(durations: _Durations) -> _Durations:
+        def clipped(durations: _Durations) -> _Durations:
             return np.where(durations > 2 * usual, usual, durations) if usual else durations
 
         counts, durations = self.table
         even = np.array([*self.even], np.int64)
-        ticks = int((counts * heard(durations)).sum()) + int((np.array([*self.even.values()]) * heard(even)).sum())
-        return ticks + (int(heard(np.concatenate(self.uneven)).sum(dtype=np.int64)) if self.uneven else 0)
+        ticks = int((counts * clipped(durations)).sum()) + int((np.array([*self.even.values()]) * clipped(even)).sum())
+        return ticks + (int(clipped(np.concatenate(self.uneven)).sum(dtype=np.int64)) if self.uneven else 0)
 
     def _usual(self) -> int:
-        """How long most samples last, as far as the first of them say."""
+        """Return the most common sample duration, estimated from the first entries; 0 if there are none."""
         of_duration = Counter(self.even)
-        for count, duration in zip(*(column[:_LOOK_AT].tolist() for column in self.table), strict=True):
+        for count, duration in zip(*(column[:_SAMPLED_ENTRIES].tolist() for column in self.table), strict=True):
             of_duration[duration] += count
-        for durations in self.uneven[:_LOOK_AT]:
-            of_duration.update(durations[:_LOOK_AT].tolist())
+        for durations in self.uneven[:_SAMPLED_ENTRIES]:
+            of_duration.update(durations[:_SAMPLED_ENTRIES].tolist())
         return of_duration.most_common(1)[0][0] if of_duration else 0
 
 
 def probe_mp4(data: bytes) -> VideoHeader:
-    """The header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia or ``struct.error``."""
-    track = _counted(_File(data), _VIDEO, _CODECS, name="video", missing="file has no video track")
+    """Return the header of the first video track. Raises UnsupportedMedia, TruncatedMedia or ``struct.error``."""
+    track = _counted(_Mp4File(data), _VIDEO, _CODECS, name="video", missing="file has no video track")
     ticks = track.ticks()
     if not track.samples or not ticks:
         raise UnsupportedMedia("the MP4 video's track has no frames")
@@ -109,18 +112,18 @@ def probe_mp4(data: bytes) -> VideoHeader:
     )
 
 
-def probe_mp4_sound(data: bytes) -> AudioHeader:
-    """The header of the file's first audio track. Raises as ``probe_mp4`` does."""
-    track = _counted(_File(data), _SOUND, _SOUND_CODECS, name="video's sound", missing="video has no audio track")
-    ticks = track.ticks(without_gaps=True)  # they aren't decoded
+def probe_mp4_audio_track(data: bytes) -> AudioHeader:
+    """Return the header of the file's first audio track. Raises as ``probe_mp4`` does."""
+    track = _counted(_Mp4File(data), _AUDIO, _AUDIO_CODECS, name="video's sound", missing="video has no audio track")
+    ticks = track.ticks(without_gaps=True)  # the decoder leaves gaps out
     if not ticks or not track.timescale:
         raise UnsupportedMedia("the MP4 video's audio track is empty")
-    return AudioHeader("MP4", track.timescale, 1, ticks, track=True)
+    return AudioHeader("MP4", track.timescale, 1, ticks, in_video=True)
 
 
-def _counted(file: _File, handler: bytes, codecs: frozenset[bytes], *, name: str, missing: str) -> _Track:
-    """The file's first track of a handler, with the samples of fragments. Raises UnsupportedMedia where there is none,
-    or of another codec."""
+def _counted(file: _Mp4File, handler: bytes, codecs: frozenset[bytes], *, name: str, missing: str) -> _Mp4Track:
+    """Return the file's first track of a handler, with the samples of fragments. Raises UnsupportedMedia if there is
+    none, or its codec isn't supported."""
     movie = _movie(file)
     track = _first_track(file, movie, handler)
     if track is None:
@@ -132,7 +135,7 @@ def _counted(file: _File, handler: bytes, codecs: frozenset[bytes], *, name: str
     return track
 
 
-def _movie(file: _File) -> tuple[int, int]:
+def _movie(file: _Mp4File) -> tuple[int, int]:
     data = file.data
     movie = next(((start, end) for kind, start, end in _boxes(file, 0, len(data)) if kind == b"moov"), None)
     if movie is None:
@@ -140,8 +143,8 @@ def _movie(file: _File) -> tuple[int, int]:
     return movie
 
 
-def _boxes(file: _File, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """(kind, start, end) of each box's content. Those that end beyond ``end`` are cut there."""
+def _boxes(file: _Mp4File, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (kind, start, end) of each box's content, cut at ``end``."""
     while start + 8 <= end:
         file.boxes_left -= 1
         if file.boxes_left < 0:
@@ -158,8 +161,8 @@ def _boxes(file: _File, start: int, end: int) -> Iterator[tuple[bytes, int, int]
         start = box_end
 
 
-def _child(file: _File, parent: tuple[int, int], *path: bytes) -> tuple[int, int] | None:
-    """(start, end) of the first box at a path below ``parent``."""
+def _child(file: _Mp4File, parent: tuple[int, int], *path: bytes) -> tuple[int, int] | None:
+    """Return (start, end) of the first box at a path below ``parent``; None if there is none."""
     place: tuple[int, int] | None = parent
     for name in path:
         if place is None:
@@ -168,7 +171,7 @@ def _child(file: _File, parent: tuple[int, int], *path: bytes) -> tuple[int, int
     return place
 
 
-def _first_track(file: _File, movie: tuple[int, int], wanted: bytes) -> _Track | None:
+def _first_track(file: _Mp4File, movie: tuple[int, int], wanted: bytes) -> _Mp4Track | None:
     for kind, start, end in _boxes(file, *movie):
         if kind != b"trak":
             continue
@@ -178,7 +181,7 @@ def _first_track(file: _File, movie: tuple[int, int], wanted: bytes) -> _Track |
     return None
 
 
-def _read_track(file: _File, place: tuple[int, int]) -> _Track:
+def _read_track(file: _Mp4File, place: tuple[int, int]) -> _Mp4Track:
     header, media = _child(file, place, b"tkhd"), _child(file, place, b"mdia", b"mdhd")
     table = _child(file, place, b"mdia", b"minf", b"stbl")
     description = _child(file, table, b"stsd") if table else None
@@ -188,7 +191,7 @@ def _read_track(file: _File, place: tuple[int, int]) -> _Track:
     (timescale,) = struct.unpack_from(">L", file.data, media[0] + (20 if file.data[media[0]] == 1 else 12))
     (codec,) = struct.unpack_from("4s", file.data, description[0] + 12)
     samples, durations = _samples(file, table)
-    return _Track(
+    return _Mp4Track(
         number=number,
         header=header[0],
         description=description[0] + 8,
@@ -199,16 +202,16 @@ def _read_track(file: _File, place: tuple[int, int]) -> _Track:
     )
 
 
-def _count(file: _File, movie: tuple[int, int], track: _Track) -> None:
-    """Adds what is in fragments, where the track has nothing of its own."""
+def _count(file: _Mp4File, movie: tuple[int, int], track: _Mp4Track) -> None:
+    """Add the samples of fragments, if the track has none of its own."""
     if not track.samples:
         _count_fragments(file, track, _default_duration(file, movie, track.number))
     if track.samples > _MAX_FRAMES:
         raise UnsupportedMedia(f"the MP4 video says that it has {track.samples} frames")
 
 
-def _samples(file: _File, table: tuple[int, int]) -> tuple[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """How many samples the sample table has, and how many of them last how long."""
+def _samples(file: _Mp4File, table: tuple[int, int]) -> tuple[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Return the number of samples in the sample table, and (numbers of samples, their durations)."""
     times = _child(file, table, b"stts")
     sizes = _child(file, table, b"stsz") or _child(file, table, b"stz2")
     if times is None or sizes is None:
@@ -228,8 +231,8 @@ def _samples(file: _File, table: tuple[int, int]) -> tuple[int, tuple[NDArray[np
     return samples, (pairs[:, 0], pairs[:, 1])
 
 
-def _default_duration(file: _File, movie: tuple[int, int], track: int) -> int:
-    """What a sample of a fragment lasts, in ticks, where the fragment doesn't say."""
+def _default_duration(file: _Mp4File, movie: tuple[int, int], track: int) -> int:
+    """Return the default duration of a fragment's samples, in ticks; 0 if there is none."""
     for kind, start, end in _boxes(file, *(_child(file, movie, b"mvex") or (0, 0))):
         if kind == b"trex" and end - start >= 24:
             number, _, duration = struct.unpack_from(">LLL", file.data, start + 4)
@@ -238,8 +241,8 @@ def _default_duration(file: _File, movie: tuple[int, int], track: int) -> int:
     return 0
 
 
-def _count_fragments(file: _File, track: _Track, default_duration: int) -> None:
-    """Adds the samples of all fragments of a track that has none of its own."""
+def _count_fragments(file: _Mp4File, track: _Mp4Track, default_duration: int) -> None:
+    """Add the samples of all fragments of a track."""
     for kind, start, end in _boxes(file, 0, len(file.data)):
         if kind != b"moof":
             continue
@@ -248,7 +251,7 @@ def _count_fragments(file: _File, track: _Track, default_duration: int) -> None:
                 _count_fragment(file, (fragment_start, fragment_end), track, default_duration)
 
 
-def _count_fragment(file: _File, place: tuple[int, int], track: _Track, default_duration: int) -> None:
+def _count_fragment(file: _Mp4File, place: tuple[int, int], track: _Mp4Track, default_duration: int) -> None:
     header = _child(file, place, b"tfhd")
     if header is None:
         raise UnsupportedMedia("a fragment of the MP4 video lacks a header")

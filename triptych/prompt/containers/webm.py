@@ -1,10 +1,11 @@
-"""Reads what a WebM or Matroska file says about its video track, and its audio track (RFC 9559), hopping from element
-to element.
+"""Reads the headers of video and audio tracks in WebM and Matroska files (RFC 9559), element by element.
 
-Where the header has the duration, as all files have that were finished, the clusters aren't looked at. Where it hasn't
-(a recording that was broken off, or made by a browser), their blocks are counted. That duration is the longest track's:
-how long the sound is, its first and its last blocks say. Untrusted bytes: every loop advances and is bounded, and
-nothing but MediaError and ``struct.error`` or ``IndexError`` (which the client takes for a truncated file) leaves here.
+If the header has the duration, as in every finished file, the clusters aren't read. Otherwise (an interrupted
+recording, or one made by a browser) their blocks are counted. That duration is the longest track's; the audio track's
+is taken from its first and last blocks.
+
+Untrusted bytes: every loop advances and is bounded. Only MediaError, ``struct.error`` and IndexError are raised; the
+latter two mean that the file is truncated.
 """
 
 import struct
@@ -16,7 +17,7 @@ from triptych.errors import TruncatedMedia, UnsupportedMedia
 from triptych.types import AudioHeader, VideoHeader
 
 _MAX_ELEMENTS = 1 << 18
-"""Of a file. One without a duration has one for each frame and packet of sound."""
+"""Limit on the elements read in a file. Without a duration, every frame and every packet of audio is one."""
 
 _EBML, _SEGMENT, _INFO, _TRACKS, _CLUSTER = 0x1A45DFA3, 0x18538067, 0x1549A966, 0x1654AE6B, 0x1F43B675
 _TIMESTAMP_SCALE, _DURATION = 0x2AD7B1, 0x4489
@@ -24,10 +25,10 @@ _TRACK, _TRACK_NUMBER, _TRACK_TYPE, _CODEC, _DEFAULT_DURATION, _VIDEO = 0xAE, 0x
 _PIXEL_WIDTH, _PIXEL_HEIGHT = 0xB0, 0xBA
 _TIMESTAMP, _SIMPLE_BLOCK, _BLOCK_GROUP, _BLOCK = 0xE7, 0xA3, 0xA0, 0xA1
 _PARENTS = frozenset({_SEGMENT, _CLUSTER})
-"""Elements that may have an unknown size: what is in them follows, and they end where a parent's element begins."""
+"""Elements that may have an unknown size: they end where the next element of their parent begins."""
 
 _CODECS = frozenset({b"V_VP8", b"V_VP9", b"V_AV1", b"V_MPEG4/ISO/AVC", b"V_MPEGH/ISO/HEVC"})
-_SOUND_CODECS = frozenset(
+_AUDIO_CODECS = frozenset(
     {b"A_OPUS", b"A_VORBIS", b"A_AAC", b"A_FLAC", b"A_MPEG/L3", b"A_PCM/INT/LIT", b"A_PCM/INT/BIG", b"A_PCM/FLOAT/IEEE"}
 )
 _VIDEO_TYPE, _AUDIO_TYPE = 1, 2
@@ -37,8 +38,8 @@ _MAX_RATE_TERM = 30_000
 
 
 @dataclass
-class _Source:
-    """A file's bytes, and how many of its elements may still be looked at: they are small, and within each other."""
+class _WebmSource:
+    """A file's bytes, with a budget of elements to read."""
 
     data: bytes
     elements_left: int = _MAX_ELEMENTS
@@ -50,30 +51,34 @@ class _Source:
 
 
 @dataclass
-class _Track:
-    """``frame_duration`` in nanoseconds, 0 where the header doesn't say it."""
+class _WebmTrack:
+    """A track's header."""
 
     number: int = 0
     kind: int = 0
     codec: bytes = b""
     frame_duration: int = 0
+    """In nanoseconds; 0 if the header doesn't have it."""
     width: int = 0
     height: int = 0
 
 
 @dataclass
-class _File:
-    """``duration`` in units of ``scale`` nanoseconds, 0 where the header says nothing; clusters begin at
-    ``clusters``, all of what is within the ``segment``."""
+class _WebmFile:
+    """A file's header."""
 
     segment: tuple[int, int]
+    """Start and end of the segment, which contains everything else."""
     clusters: int
+    """Offset of the first cluster."""
     scale: int = 1_000_000
+    """Unit of time, in nanoseconds."""
     duration: float = 0.0
-    tracks: list[_Track] = field(default_factory=list)
+    """In that unit; 0 if the header doesn't have it."""
+    tracks: list[_WebmTrack] = field(default_factory=list)
 
-    def first(self, kind: int, codecs: frozenset[bytes], *, name: str, missing: str) -> _Track:
-        """The first track of a kind. Raises UnsupportedMedia where there is none, or of another codec."""
+    def first(self, kind: int, codecs: frozenset[bytes], *, name: str, missing: str) -> _WebmTrack:
+        """Return the first track of a kind. Raises UnsupportedMedia if there is none, or its codec isn't supported."""
         track = next((track for track in self.tracks if track.kind == kind and track.number), None)
         if track is None:
             raise UnsupportedMedia(f"the WebM {missing}")
@@ -84,9 +89,9 @@ class _File:
 
 
 def probe_webm(data: bytes) -> VideoHeader:
-    """The header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia, ``struct.error`` or
+    """Return the header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia, ``struct.error`` or
     IndexError."""
-    source = _Source(data)
+    source = _WebmSource(data)
     file = _read(source)
     track = file.first(_VIDEO_TYPE, _CODECS, name="video", missing="file has no video track")
     if file.duration and track.frame_duration:
@@ -95,11 +100,11 @@ def probe_webm(data: bytes) -> VideoHeader:
     return _counted(source, file, track)
 
 
-def probe_webm_sound(data: bytes) -> AudioHeader:
-    """The header of the file's first audio track. Raises as ``probe_webm`` does."""
-    source = _Source(data)
+def probe_webm_audio_track(data: bytes) -> AudioHeader:
+    """Return the header of the file's first audio track. Raises as ``probe_webm`` does."""
+    source = _WebmSource(data)
     file = _read(source)
-    track = file.first(_AUDIO_TYPE, _SOUND_CODECS, name="video's sound", missing="video has no audio track")
+    track = file.first(_AUDIO_TYPE, _AUDIO_CODECS, name="video's sound", missing="video has no audio track")
     first, before_last, last = _block_times(source, file, track)
     end = last * file.scale + ((last - before_last) * file.scale or track.frame_duration)
     if file.duration:
@@ -107,16 +112,16 @@ def probe_webm_sound(data: bytes) -> AudioHeader:
     ticks = end - first * file.scale
     if ticks < 1:
         raise UnsupportedMedia("the WebM video's audio track is empty")
-    return AudioHeader("WebM", _NANO, 1, ticks, track=True)
+    return AudioHeader("WebM", _NANO, 1, ticks, in_video=True)
 
 
-def _read(source: _Source) -> _File:
-    """What the file says before its first cluster."""
+def _read(source: _WebmSource) -> _WebmFile:
+    """Read the header, up to the first cluster."""
     data = source.data
     segment = next(((start, end) for kind, start, end in _elements(source, 0, len(data)) if kind == _SEGMENT), None)
     if segment is None:
         raise TruncatedMedia("the WebM video ends before its header")
-    file = _File(segment, segment[1])
+    file = _WebmFile(segment, segment[1])
     for kind, start, end in _elements(source, *segment):
         if kind == _INFO:
             _read_info(source, start, end, file)
@@ -132,7 +137,7 @@ def _read(source: _Source) -> _File:
     return file
 
 
-def _counted(source: _Source, file: _File, track: _Track) -> VideoHeader:
+def _counted(source: _WebmSource, file: _WebmFile, track: _WebmTrack) -> VideoHeader:
     times = list(_times(source, file.clusters, file.segment[1], track))
     if not times:
         raise UnsupportedMedia("the WebM video has no frames")
@@ -144,9 +149,9 @@ def _counted(source: _Source, file: _File, track: _Track) -> VideoHeader:
     return _header(track, frames, rate, counted=True)
 
 
-def _block_times(source: _Source, file: _File, track: _Track) -> tuple[int, int, int]:
-    """When the first, the last but one and the last block of a track begin, in the file's units. Clusters between are
-    hopped over."""
+def _block_times(source: _WebmSource, file: _WebmFile, track: _WebmTrack) -> tuple[int, int, int]:
+    """Return when the first, the last but one and the last block of a track begin, in the file's unit. Clusters in
+    between are skipped."""
     first = next(_times(source, file.clusters, file.segment[1], track), None)
     clusters = [(start, end) for kind, start, end in _elements(source, *file.segment) if kind == _CLUSTER]
     for start, end in reversed(clusters):
@@ -161,14 +166,14 @@ def _rate(frame_duration: int) -> float:
     return float(1 / seconds) if seconds else float("inf")
 
 
-def _header(track: _Track, frames: int, rate: float, *, counted: bool) -> VideoHeader:
+def _header(track: _WebmTrack, frames: int, rate: float, *, counted: bool) -> VideoHeader:
     if frames < 1:
         raise UnsupportedMedia("the WebM video has no frames")
     return VideoHeader("WebM", track.width, track.height, frames, rate, counted=counted)
 
 
 def _number(data: bytes, start: int, *, keep_marker: bool) -> tuple[int, int]:
-    """(value, bytes) of an EBML variable-length integer; -1 for one with all bits set, which means unknown."""
+    """Return (value, bytes) of an EBML variable-length integer; the value is -1 for all bits set, meaning unknown."""
     first = data[start]
     length = 9 - first.bit_length()
     if length > 8:
@@ -182,9 +187,8 @@ def _number(data: bytes, start: int, *, keep_marker: bool) -> tuple[int, int]:
     return (-1 if value == (1 << 7 * length) - 1 else value), length
 
 
-def _elements(source: _Source, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(id, start, end) of each element's content. Those that end beyond ``end`` are cut there; those of unknown size go
-    on to it."""
+def _elements(source: _WebmSource, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (id, start, end) of each element's content, cut at ``end``; elements of unknown size extend to it."""
     while start < end:
         source.look()
         kind, id_bytes = _number(source.data, start, keep_marker=True)
@@ -198,7 +202,7 @@ def _elements(source: _Source, start: int, end: int) -> Iterator[tuple[int, int,
 
 
 def _float(data: bytes, start: int, end: int) -> float:
-    """0 for one of a length that floats haven't got."""
+    """Return a float of 4 or 8 bytes; 0 for any other length."""
     code = {4: ">f", 8: ">d"}.get(end - start)
     value: float = struct.unpack_from(code, data, start)[0] if code else 0.0
     return value
@@ -210,7 +214,7 @@ def _unsigned(data: bytes, start: int, end: int) -> int:
     return int.from_bytes(data[start:end], "big")
 
 
-def _read_info(source: _Source, start: int, end: int, file: _File) -> None:
+def _read_info(source: _WebmSource, start: int, end: int, file: _WebmFile) -> None:
     for kind, inner, inner_end in _elements(source, start, end):
         if kind == _TIMESTAMP_SCALE:
             file.scale = _unsigned(source.data, inner, inner_end)
@@ -219,8 +223,8 @@ def _read_info(source: _Source, start: int, end: int, file: _File) -> None:
             file.duration = duration if 0 < duration < 2**53 else 0.0
 
 
-def _read_track(source: _Source, start: int, end: int) -> _Track:
-    track = _Track()
+def _read_track(source: _WebmSource, start: int, end: int) -> _WebmTrack:
+    track = _WebmTrack()
     for kind, inner, inner_end in _elements(source, start, end):
         if kind == _TRACK_NUMBER:
             track.number = _unsigned(source.data, inner, inner_end)
@@ -235,7 +239,7 @@ def _read_track(source: _Source, start: int, end: int) -> _Track:
     return track
 
 
-def _read_size(source: _Source, start: int, end: int, track: _Track) -> None:
+def _read_size(source: _WebmSource, start: int, end: int, track: _WebmTrack) -> None:
     for kind, inner, inner_end in _elements(source, start, end):
         if kind == _PIXEL_WIDTH:
             track.width = _unsigned(source.data, inner, inner_end)
@@ -243,8 +247,8 @@ def _read_size(source: _Source, start: int, end: int, track: _Track) -> None:
             track.height = _unsigned(source.data, inner, inner_end)
 
 
-def _times(source: _Source, start: int, end: int, track: _Track) -> Iterator[int]:
-    """When the track's blocks begin, in the file's units; ``start`` is where a cluster's content begins."""
+def _times(source: _WebmSource, start: int, end: int, track: _WebmTrack) -> Iterator[int]:
+    """Yield when each of the track's blocks begins, in the file's unit. ``start`` is a cluster's first content byte."""
     cluster_time = 0
     for kind, inner, inner_end in _flattened(source, start, end):
         if kind == _TIMESTAMP:
@@ -256,9 +260,9 @@ def _times(source: _Source, start: int, end: int, track: _Track) -> Iterator[int
                 yield cluster_time + time
 
 
-def _flattened(source: _Source, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The elements of all clusters, those of block groups too, one after the other. A last one that was cut off is
-    left out."""
+def _flattened(source: _WebmSource, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the elements of all clusters, including those in block groups, in file order. A truncated last element is
+    skipped."""
     while start < end:
         source.look()
         try:

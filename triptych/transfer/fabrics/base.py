@@ -1,4 +1,4 @@
-"""What a fabric is: a way to move bytes into another process's registered memory. Bytes only; no rows, no protocol."""
+"""Interface of a fabric: moves bytes into another process's registered memory. It knows no rows and no protocol."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,70 +11,71 @@ from triptych.transfer.memory import Bytes, Memory
 
 @dataclass(frozen=True)
 class Copy:
-    """Bytes to put at ``offset`` of a region. ``source`` is one-dimensional and contiguous."""
+    """Bytes to write at ``offset`` of a region."""
 
     source: Bytes
+    """One-dimensional and contiguous."""
     offset: int
 
 
 class Write(Protocol):
-    """A write under way. Its sources must stay as they are until ``done`` returns True or raises."""
+    """A write in progress. Its sources must not change until ``done`` returns True or raises."""
 
     def done(self) -> bool:
-        """Whether every byte has landed. Never blocks. Raises TransferError when the write failed; then, too, the
+        """Return whether every byte has landed. Never blocks. Raises TransferError when the write has failed and its
         sources aren't read any more."""
 
     def cancel(self) -> None:
-        """Nobody needs the bytes any more. A fabric that can stops early; ``done`` still says when it has let go."""
+        """Stop early if the fabric can. ``done`` still reports when the sources aren't read any more."""
 
 
 class Fabric(Protocol):
-    """Moves bytes between regions. One per process; used by one thread."""
+    """Moves bytes between regions. One per process; not thread-safe."""
 
     name: str
-    domain: str
-    """Two ends reach each other when both name and domain are equal: a fabric of one machine names the machine here,
-    one that crosses hosts leaves it empty."""
+    scope: str
+    """Two ends can reach each other if both name and scope are equal. A fabric within one machine names the machine; a
+    fabric that crosses hosts leaves it empty."""
     checksums: bool
-    """Whether bytes cross something that may garble them, so that each write is checked end to end by default."""
+    """Whether bytes may be corrupted on their way, so that each write is checked end to end by default."""
 
     def register(self, memory: Memory) -> RegionHandle:
-        """Lets peers write to this memory. Raises RegionError when it is of a kind that this fabric can't share."""
+        """Let peers write to this memory. Raises RegionError for a kind of memory that the fabric can't share."""
 
     def deregister(self, region: RegionHandle) -> None:
-        """Takes that back. Peers that had it open already may still write to the memory, but to no other."""
+        """Revoke ``register``. Peers that have the region open may still write to its memory, but to no other."""
 
     def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Write:
-        """Starts copying into a peer's region. Raises RegionError when the region can't be reached, or when a copy
-        doesn't fit in it; then no byte has been written."""
+        """Start writing to a peer's region. Raises RegionError, without writing anything, when the region can't be
+        reached or a copy exceeds it."""
 
     def release(self, region: RegionHandle) -> None:
-        """Forgets what was opened for writing to a peer's region."""
+        """Close a peer's region that ``write`` has opened."""
 
     def close(self) -> None:
-        """Gives up every region, registered here or opened. Nothing is written or received any more."""
+        """Close all regions, registered or opened. Nothing is written or received any more."""
 
 
-class Finished:
-    """The Write of a fabric whose copies are done when ``write`` returns."""
+class CompletedWrite:
+    """A write that was done when ``write`` returned."""
 
     def done(self) -> bool:
         return True
 
     def cancel(self) -> None:
-        """Too late."""
+        """Do nothing: the write is done."""
 
 
-def check_fit(region: RegionHandle, copies: Sequence[Copy]) -> None:
-    """Raises RegionError unless every copy fits in the region."""
+def check_bounds(region: RegionHandle, copies: Sequence[Copy]) -> None:
+    """Raise RegionError unless every copy is within the region."""
     for copy in copies:
         if copy.offset < 0 or copy.offset + copy.source.nbytes > region.num_bytes:
             raise RegionError(
-                f"{copy.source.nbytes} bytes at {copy.offset} don't fit in a region of {region.num_bytes}"
+                f"{copy.source.nbytes} bytes at offset {copy.offset} exceed a region of {region.num_bytes} bytes"
             )
 
 
-def put(memory: Bytes, copies: Sequence[Copy]) -> None:
-    """Copies into memory that this process can address."""
+def copy_into(memory: Bytes, copies: Sequence[Copy]) -> None:
+    """Copy into memory that this process can address."""
     for copy in copies:
         memory[copy.offset : copy.offset + copy.source.nbytes] = copy.source

@@ -1,4 +1,4 @@
-"""A fabric that breaks its writes on purpose: it wraps any other, for tests of what stands above it."""
+"""Fabric that injects faults into the writes of another fabric, for tests."""
 
 import random
 import time
@@ -15,25 +15,26 @@ from triptych.transfer.memory import Memory
 
 @dataclass(frozen=True)
 class Faults:
-    """The chance of each fault, for every write; at most one strikes. ``seconds`` is how long a delayed write takes."""
+    """Probability of each fault per write. At most one fault is injected into a write."""
 
     drop: float = 0.0
-    """Nothing is written, and the write says that it is done."""
+    """Nothing is written, and the write reports that it is done."""
     delay: float = 0.0
+    """The write takes ``seconds`` longer."""
     duplicate: float = 0.0
     """Everything is written twice."""
     reorder: float = 0.0
-    """The pieces land one by one, in any order."""
+    """The copies land one by one, in random order."""
     corrupt: float = 0.0
     """One byte arrives wrong."""
     half: float = 0.0
-    """Half the pieces are written, then the write fails."""
+    """Half of the bytes are written, then the write fails."""
     seconds: float = 1.0
     seed: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Faults":
-        """From ``drop=0.01,corrupt=0.05``. Raises ConfigError for anything else."""
+        """Parse ``drop=0.01,corrupt=0.05``. Raises ConfigError for anything else."""
         known = {item.name: item.type for item in fields(cls)}
         values: dict[str, float] = {}
         for part in text.split(","):
@@ -49,18 +50,18 @@ class Faults:
         return cls(**values)  # type: ignore[arg-type]
 
     @property
-    def chances(self) -> dict[str, float]:
+    def probabilities(self) -> dict[str, float]:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("seconds", "seed")}
 
 
 class FaultyFabric:
-    """Everything is the wrapped fabric's, but for the writes that a fault strikes. ``struck`` counts those by name."""
+    """Wraps a fabric and injects faults into its writes. ``injected`` counts the faults by name."""
 
     def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = fabric.name
-        self.domain = fabric.domain
-        self.checksums = True  # as over a network, which is what it plays
-        self.struck: dict[str, int] = dict.fromkeys(faults.chances, 0)
+        self.scope = fabric.scope
+        self.checksums = True  # as over the network that it stands for
+        self.injected: dict[str, int] = dict.fromkeys(faults.probabilities, 0)
         self._fabric = fabric
         self._faults = faults
         self._clock = clock
@@ -76,7 +77,7 @@ class FaultyFabric:
         fault = self._draw()
         if fault is None:
             return self._fabric.write(region, copies)
-        self.struck[fault] += 1
+        self.injected[fault] += 1
         stages = self._stages(fault, region, copies)
         ready_at = self._clock() + (self._faults.seconds if fault == "delay" else 0.0)
         return _FaultyWrite(stages, ready_at, self._clock, fails=fault == "half")
@@ -89,35 +90,35 @@ class FaultyFabric:
 
     def _draw(self) -> str | None:
         left = self._random.random()
-        for name, chance in self._faults.chances.items():
-            left -= chance
+        for name, probability in self._faults.probabilities.items():
+            left -= probability
             if left < 0:
                 return name
         return None
 
     def _stages(self, fault: str, region: RegionHandle, copies: Sequence[Copy]) -> list[Callable[[], Write]]:
-        """What is written, one after the other."""
-        pieces = list(copies)
+        """Return the writes to make, one after the other."""
+        written = list(copies)
         match fault:
             case "drop":
                 return []
             case "duplicate":
                 return [lambda: self._fabric.write(region, copies)] * 2
             case "reorder":
-                self._random.shuffle(pieces)
-                return [lambda piece=piece: self._fabric.write(region, [piece]) for piece in pieces]  # type: ignore[misc]
+                self._random.shuffle(written)
+                return [lambda copy=copy: self._fabric.write(region, [copy]) for copy in written]  # type: ignore[misc]
             case "corrupt":
-                index = self._random.randrange(len(pieces))
-                pieces[index] = self._garbled(pieces[index])
+                index = self._random.randrange(len(written))
+                written[index] = self._corrupted(written[index])
             case "half":
-                pieces = pieces[: (len(pieces) + 1) // 2]
-                pieces[-1] = Copy(pieces[-1].source[: -(-pieces[-1].source.nbytes // 2)], pieces[-1].offset)
-        return [lambda: self._fabric.write(region, pieces)]
+                written = written[: (len(written) + 1) // 2]
+                written[-1] = Copy(written[-1].source[: -(-written[-1].source.nbytes // 2)], written[-1].offset)
+        return [lambda: self._fabric.write(region, written)]
 
-    def _garbled(self, piece: Copy) -> Copy:
-        source = np.array(piece.source)
+    def _corrupted(self, copy: Copy) -> Copy:
+        source = np.array(copy.source)
         source[self._random.randrange(source.nbytes)] ^= 1 << self._random.randrange(8)
-        return Copy(source, piece.offset)
+        return Copy(source, copy.offset)
 
 
 class _FaultyWrite:
@@ -141,11 +142,11 @@ class _FaultyWrite:
                 break
             self._current = self._stages.pop(0)()
         if self._fails:
-            raise TransferError("the write failed halfway, on purpose")
+            raise TransferError("injected fault: the write failed halfway")
         return True
 
     def cancel(self) -> None:
-        """What hasn't begun never will."""
+        """Skip the writes that haven't started."""
         self._stages.clear()
         self._ready_at = 0.0
         if self._current is not None:

@@ -1,15 +1,15 @@
-"""Mooncake's Transfer Engine: TCP, or RDMA, with no metadata service: processes ask each other (P2P handshake).
+"""Mooncake Transfer Engine over TCP or RDMA, without a metadata service (P2P handshake).
 
-What Mooncake doesn't give, whatever is done here:
+Limitations of Mooncake:
 
 - Nothing is authenticated or encrypted, and both of its ports listen on every address of the machine, whatever address
-  it is told: whoever reaches them can read and write the regions registered here, but no other memory, and can end
-  the process with one message that is JSON but no object. Keep it on a network of the service's own.
-- The first write to a peer asks it for its segments, and blocks until the answer: a minute for a host that accepts and
-  then says nothing, such as a stopped process. So a thread asks whether the peer is there before anything is written.
-- What it has learnt about a peer can't be taken back by this API, so that ``release`` forgets nothing: a peer that
-  began anew at the same port stays unreachable. Ports are drawn at random.
-- Closing takes about a second: its handshake thread looks up once in that time.
+  is configured. A process that reaches them can read and write the regions registered here, but no other memory. It
+  can also crash this process with a message that is JSON but not an object. Use a private network.
+- The first write to a peer requests the peer's segments and blocks until the answer: for a minute if the peer accepts
+  the connection but doesn't respond, like a stopped process. So a thread probes the peer before the first write.
+- The API can't drop what it has cached about a peer, so ``release`` doesn't either. A peer that restarts at the same
+  port stays unreachable. Ports are chosen at random.
+- Closing takes about a second, because the handshake thread polls that rarely.
 """
 
 import contextlib
@@ -23,46 +23,45 @@ from typing import Any
 
 from triptych.errors import RegionError, StartError, TransferError
 from triptych.messages.rows import RegionHandle
-from triptych.transfer.fabrics.base import Copy, Finished, Write, check_fit
+from triptych.transfer.fabrics.base import CompletedWrite, Copy, Write, check_bounds
+from triptych.transfer.fabrics.registration_cache import CachedRegistration, RegistrationCache
 from triptych.transfer.fabrics.sealing import seal, unseal
-from triptych.transfer.fabrics.sources import Source, Sources
 from triptych.transfer.memory import Bytes, Memory
 
 _LOCATION = re.compile(r"([0-9A-Za-z._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5}):([0-9a-f]{1,16})")
 
 _MAX_LOCATION = 400
 
-_MAX_UNDER_WAY = 1024
-"""Copies to one peer at a time. Mooncake queues as many over TCP; more would wait a second for room and then fail."""
+_MAX_IN_FLIGHT = 1024
+"""Maximum number of copies in flight to one peer: the size of Mooncake's TCP queue. Further copies would block for a
+second and then fail."""
 
 _LANDED = 1
-_UNDER_WAY = 0
+_IN_PROGRESS = 0
 
 
 class MooncakeFabric:
-    """Moves bytes into the memory of processes that Mooncake reaches.
-
-    ``host`` is the address that peers reach this process at, ``protocol`` "tcp" or "rdma", ``devices`` the names of
-    the network cards for the latter, separated by commas (none: all). Raises StartError when the library or the
-    network isn't there.
-    """
+    """Moves bytes into the memory of processes that Mooncake reaches."""
 
     name = "mooncake"
-    domain = ""
+    scope = ""
     checksums = True
 
     def __init__(self, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = "") -> None:
+        """``host`` is the address at which peers reach this process. ``protocol`` is "tcp" or "rdma"; for the latter,
+        ``devices`` are the names of network cards, separated by commas (empty: all). Raises StartError when the library
+        isn't installed or the network isn't available."""
         self._host = f"[{host}]" if ":" in host else host
         self._engine = load()
         with _forced(protocol):
             if self._engine.initialize(self._host, "P2PHANDSHAKE", protocol, devices) != 0:
                 raise StartError(f"Mooncake can't start {protocol} at {host}; MC_LOG_LEVEL=INFO says more")
-        # over TCP a source needs no registration, and would be open to reading and writing by anyone while it had one
-        self._sources = Sources(self._register, self._deregister) if protocol == "rdma" else None
-        self._owned: dict[str, tuple[int, Bytes]] = {}  # by location: the address, and what keeps the memory
-        self._under_way: Counter[str] = Counter()  # copies, by peer
+        # over TCP a source needs no registration, and while registered it would be open to everyone
+        self._sources = RegistrationCache(self._register, self._deregister) if protocol == "rdma" else None
+        self._owned: dict[str, tuple[int, Bytes]] = {}  # by location: address, array that keeps it alive
+        self._in_flight: Counter[str] = Counter()  # copies, by peer
         self._writes: set[_MooncakeWrite] = set()
-        self._contacts: dict[str, _Contact] = {}  # by peer
+        self._probes: dict[str, _Probe] = {}  # by peer
 
     def _register(self, start: int, num_bytes: int) -> int:
         if (code := self._engine.register_memory(start, num_bytes)) != 0:
@@ -84,11 +83,11 @@ class MooncakeFabric:
 
     def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Write:
         peer, start = self._locate(region)
-        check_fit(region, copies)
+        check_bounds(region, copies)
         copies = [copy for copy in copies if copy.source.nbytes]
         if not copies:
-            return Finished()
-        held: list[Source[int]] = []
+            return CompletedWrite()
+        held: list[CachedRegistration[int]] = []
         if self._sources is not None:
             held = self._sources.acquire((copy.source, copy.source.ctypes.data) for copy in copies)
         write = _MooncakeWrite(self, peer, start, copies, held)
@@ -96,15 +95,15 @@ class MooncakeFabric:
         try:
             write.submit()
         except TransferError as error:
-            if not write.under_way:
+            if not write.in_progress:
                 self.finish(write)
                 raise RegionError(str(error)) from None
-            write.give_up(str(error))
+            write.abandon(str(error))
         return write
 
     def _locate(self, region: RegionHandle) -> tuple[str, int]:
-        """The peer's name and the region's address. Mooncake takes a name that it can't make out for a host with a
-        default port, so it gets none such."""
+        """Return the peer's name and the region's address. Names are validated, because Mooncake takes an invalid one
+        for a host with the default port."""
         parts = _LOCATION.fullmatch(unseal(self.name, region, _MAX_LOCATION))
         if parts is None or not 0 < int(parts[2]) < 65536:
             raise RegionError(f"not a Mooncake region: {region.location[:80]}")
@@ -116,38 +115,39 @@ class MooncakeFabric:
         return f"{parts[1]}:{parts[2]}", start
 
     def submit(self, peer: str, copy: Copy, start: int) -> int | None:
-        """Starts one copy; None when it can't start yet: the peer hasn't answered, or too many are under way. Raises
-        TransferError when the peer can't be reached."""
-        if self._under_way[peer] >= _MAX_UNDER_WAY or not self._answers(peer):
+        """Start one copy and return its batch id. Returns None if it must wait, for the peer's answer or because too
+        many copies are in flight. Raises TransferError when the peer can't be reached."""
+        if self._in_flight[peer] >= _MAX_IN_FLIGHT or not self._answers(peer):
             return None
         source = copy.source
         target = start + copy.offset
         try:
             batch: int = self._engine.transfer_submit_write(peer, source.ctypes.data, target, source.nbytes)
-        except RuntimeError as error:  # what the peer said of itself made no sense
-            raise TransferError(f"Mooncake can't make out the region's owner at {peer}: {error}") from None
+        except RuntimeError as error:  # the peer's description of itself is invalid
+            raise TransferError(f"Mooncake can't identify the region's owner at {peer}: {error}") from None
         if batch == 0:
             raise TransferError(f"Mooncake can't reach the region's owner at {peer}")
-        self._under_way[peer] += 1
+        self._in_flight[peer] += 1
         return batch
 
     def _answers(self, peer: str) -> bool:
-        if (contact := self._contacts.get(peer)) is None:
-            contact = self._contacts[peer] = _Contact(self._engine, peer)
-        if contact.answer is None:
+        if (probe := self._probes.get(peer)) is None:
+            probe = self._probes[peer] = _Probe(self._engine, peer)
+        if probe.answer is None:
             return False
-        if contact.answer != 0:
-            del self._contacts[peer]  # the next write asks again
+        if probe.answer != 0:
+            del self._probes[peer]  # the next write probes again
             raise TransferError(f"Mooncake can't reach the region's owner at {peer}")
         return True
 
     def status(self, peer: str, batch: int) -> int:
-        """Zero while the copy is under way. Anything else is said once: Mooncake has freed the batch then."""
+        """Return a copy's status, zero while it is in flight. Another status can be read only once, since Mooncake then
+        frees the batch."""
         status: int = self._engine.transfer_check_status(batch)
-        if status != _UNDER_WAY:
-            self._under_way[peer] -= 1
-            if not self._under_way[peer]:
-                del self._under_way[peer]
+        if status != _IN_PROGRESS:
+            self._in_flight[peer] -= 1
+            if not self._in_flight[peer]:
+                del self._in_flight[peer]
         return status
 
     def finish(self, write: "_MooncakeWrite") -> None:
@@ -156,12 +156,12 @@ class MooncakeFabric:
             self._sources.release(write.held)
 
     def release(self, region: RegionHandle) -> None:
-        """Mooncake keeps what it knows about a peer; whether it is there is asked anew."""
+        """Probe the peer again before the next write. Mooncake itself keeps what it has cached about the peer."""
         with contextlib.suppress(RegionError):
-            self._contacts.pop(self._locate(region)[0], None)
+            self._probes.pop(self._locate(region)[0], None)
 
     def close(self) -> None:
-        """Writes under way fail. The engine's threads and sockets end here, but for those that it keeps per process."""
+        """Fail writes in progress and end the engine's threads and sockets, except those that it keeps per process."""
         for write in list(self._writes):
             write.fail("the fabric was closed")
         self._writes.clear()
@@ -171,46 +171,46 @@ class MooncakeFabric:
         self._engine = None
 
 
-class _Contact:
-    """Asks a peer whether it is there. ``answer`` is None until it is known, then 0 if it is."""
+class _Probe:
+    """Checks in a thread whether a peer responds."""
 
     def __init__(self, engine: Any, peer: str) -> None:
         self.answer: int | None = None
+        """None until the peer has answered or failed to; then 0 if it responds."""
         self._engine = engine
         self._peer = peer
-        # a daemon: nobody waits for a silent peer, not even the end of this process
-        threading.Thread(target=self._ask, name=f"contact {peer}", daemon=True).start()
+        # a daemon, so that a silent peer can't keep this process from exiting
+        threading.Thread(target=self._run, name=f"probe {peer}", daemon=True).start()
 
-    def _ask(self) -> None:
+    def _run(self) -> None:
         try:
             self.answer = self._engine.send_probe(self._peer)
-        except RuntimeError:  # what the peer said of itself made no sense
+        except RuntimeError:  # the peer's description of itself is invalid
             self.answer = -1
 
 
 class _MooncakeWrite:
-    """Copies of one write, each a batch of its own: of a batch of many, this API's status that doesn't block tells
-    only the first copy's. It measures faster than its blocking call, too."""
+    """A write whose copies are a batch each, because the API's non-blocking status covers only a batch's first copy."""
 
     def __init__(
-        self, fabric: MooncakeFabric, peer: str, start: int, copies: Sequence[Copy], held: list[Source[int]]
+        self, fabric: MooncakeFabric, peer: str, start: int, copies: Sequence[Copy], held: list[CachedRegistration[int]]
     ) -> None:
         self.held = held
         self._fabric = fabric
         self._peer = peer
         self._start = start
-        self._copies = copies  # they hold the memory
+        self._copies = copies  # keep the memory alive
         self._waiting = deque(copies)
         self._batches: list[int] = []
         self._failure = ""
         self._over = False
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         return bool(self._batches)
 
     def submit(self) -> None:
-        """Starts what there is room for. Raises TransferError when the peer can't be reached."""
+        """Start as many copies as may be in flight. Raises TransferError when the peer can't be reached."""
         while self._waiting:
             batch = self._fabric.submit(self._peer, self._waiting[0], self._start)
             if batch is None:
@@ -230,29 +230,30 @@ class _MooncakeWrite:
         return True
 
     def _poll(self) -> None:
-        """Every copy is waited for, even once one has failed: the others' sources are still being read."""
-        under_way = []
+        """Update the status of all copies. After a failure the others are still awaited, since their sources are being
+        read."""
+        in_flight = []
         for batch in self._batches:
             status = self._fabric.status(self._peer, batch)
-            if status == _UNDER_WAY:
-                under_way.append(batch)
+            if status == _IN_PROGRESS:
+                in_flight.append(batch)
             elif status != _LANDED:
-                self.give_up(f"Mooncake couldn't write to the region at {self._peer}: it or its owner is gone")
-        self._batches = under_way
+                self.abandon(f"Mooncake couldn't write to the region at {self._peer}: it or its owner is gone")
+        self._batches = in_flight
         try:
             self.submit()
         except TransferError as error:
-            self.give_up(str(error))
+            self.abandon(str(error))
 
-    def give_up(self, reason: str) -> None:
-        """Starts no further copy; ``done`` raises once the last that has started is over."""
+    def abandon(self, reason: str) -> None:
+        """Start no further copy. ``done`` raises once all started copies have ended."""
         self._failure = self._failure or reason
         self._waiting.clear()
 
     def cancel(self) -> None:
-        """Copies that haven't started don't."""
+        """Start no further copy."""
         if not self._over and self._waiting:
-            self.give_up("the write was cancelled")
+            self.abandon("the write was cancelled")
 
     def fail(self, reason: str) -> None:
         self._failure, self._over = reason, True
@@ -260,7 +261,7 @@ class _MooncakeWrite:
 
 @contextlib.contextmanager
 def _forced(protocol: str) -> Iterator[None]:
-    """Mooncake goes by the network cards that it finds rather than by the protocol that it is given."""
+    """Force the protocol by an environment variable: by itself Mooncake chooses by the network cards that it finds."""
     variable = "MC_FORCE_TCP" if protocol == "tcp" else "MC_FORCE_HCA"
     previous = os.environ.get(variable)
     os.environ[variable] = "1"
@@ -274,9 +275,9 @@ def _forced(protocol: str) -> Iterator[None]:
 
 
 def load() -> Any:
-    """An engine that isn't initialized yet. Raises StartError when Mooncake, or a library of the system's that it
-    needs, isn't installed."""
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it has no quieter one: it says "E" where we raise, too
+    """Return an engine that isn't initialized yet. Raises StartError when Mooncake, or a system library that it needs,
+    isn't installed."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # its quietest level, which also logs errors that are raised here
     try:
         return importlib.import_module("mooncake.engine").TransferEngine()
     except ModuleNotFoundError as error:

@@ -1,14 +1,14 @@
 """NIXL over UCX: RDMA where there is a card for it, TCP elsewhere.
 
-What UCX doesn't give, whatever is done here:
+Limitations of UCX:
 
-- Nothing is authenticated or encrypted: keep it on a network of the service's own. Over TCP the owner's UCX puts
-  bytes wherever the writer's UCX says, so that a peer that forges its side of UCX's protocol can write to any address
-  of the owner; bounds are checked by the writer's NIXL. RDMA cards check them against the registration.
-- UCX reads the addresses and keys inside metadata without their length. A handle made to harm can crash the process
-  that writes to it; those that were garbled by accident are caught by a digest.
-- Within one machine UCX may write straight into the other process (cross memory attach), as the ``shm`` fabric does:
-  a peer that had opened a region then still reaches its memory once it is deregistered.
+- Nothing is authenticated or encrypted: use a private network. Over TCP the owner's UCX writes wherever the writer's
+  UCX says, and only the writer's NIXL checks bounds. So a peer that forges UCX's protocol can write to any address of
+  the owner. RDMA cards check bounds against the registration.
+- UCX reads addresses and keys inside metadata without checking their length. A malicious handle can crash the process
+  that writes to it. A digest catches handles that are corrupt by accident.
+- Within one machine UCX may write directly into the other process (cross memory attach), like the ``shm`` fabric. A
+  peer that has a region open then still reaches its memory after it is deregistered.
 """
 
 import base64
@@ -27,39 +27,39 @@ import numpy as np
 from triptych.config import is_loopback
 from triptych.errors import RegionError, StartError, TransferError
 from triptych.messages.rows import RegionHandle
-from triptych.transfer.fabrics.base import Copy, Finished, Write, check_fit
+from triptych.transfer.fabrics.base import CompletedWrite, Copy, Write, check_bounds
+from triptych.transfer.fabrics.registration_cache import CachedRegistration, RegistrationCache
 from triptych.transfer.fabrics.sealing import seal, unseal
-from triptych.transfer.fabrics.sources import Source, Sources
 from triptych.transfer.memory import Bytes, Memory
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
-"""One wheel per CUDA version; what they do for host memory is the same."""
+"""One wheel per CUDA version. For host memory they are equivalent."""
 
 _LOCATION = re.compile(r"([0-9a-f]{32}):([0-9a-f]{1,16}):([0-9A-Za-z+/=]+)")
-"""Agent, address, metadata in base64, which measures 450 to 600 characters without and grows with each network card."""
+"""Agent, address, and metadata in base64, whose length grows with the number of network cards."""
 
 _MAX_LOCATION = 2**17
 
 PROGRESS_MICROSECONDS = 1000
-"""How long NIXL's progress thread sleeps at most when no descriptor wakes it. The library's own default, and all that
-its Python wrapper offers, is not to sleep: one core per agent, always. That is why the bindings are used here."""
+"""How long NIXL's progress thread sleeps at most when no descriptor wakes it. By default, and always with NIXL's Python
+wrapper, it never sleeps and occupies one core per agent. So the bindings are used here."""
 
 
 class NixlFabric:
     """Moves bytes into the memory of processes that UCX reaches.
 
-    Each region has an agent of its own, because UCX over TCP doesn't know about deregistration: it is closing the
-    agent that makes a region unreachable. ``host`` is the address that peers reach this process at: with a loopback
-    address UCX listens on that interface alone, otherwise on each that it finds (UCX_NET_DEVICES says which).
-
-    Raises StartError when the library isn't there, or can't start.
+    Each region has an agent of its own, because UCX over TCP doesn't implement deregistration: only closing the agent
+    makes a region unreachable.
     """
 
     name = "nixl"
-    domain = ""
+    scope = ""
     checksums = True
 
     def __init__(self, host: str = "127.0.0.1") -> None:
+        """``host`` is the address at which peers reach this process. With a loopback address UCX listens on that
+        interface only, otherwise on all, or those in UCX_NET_DEVICES. Raises StartError when the library isn't
+        installed or can't start."""
         self._nixl = load()
         self._errors: tuple[type[Exception], ...] = tuple(
             kind for kind in vars(self._nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)
@@ -69,15 +69,15 @@ class NixlFabric:
             self._writer = self._agent(secrets.token_hex(16))
         except self._errors as error:
             raise StartError(f"NIXL can't start its UCX backend: {error}") from None
-        self._sources = Sources(self._register_source, self._deregister_source)
-        self._owned: dict[str, tuple[Any, Any, Bytes]] = {}  # by location: agent, descriptors, the memory
+        self._sources = RegistrationCache(self._register_source, self._deregister_source)
+        self._owned: dict[str, tuple[Any, Any, Bytes]] = {}  # by location: agent, descriptors, memory
         self._opened: dict[RegionHandle, _Peer] = {}
-        self._peers: dict[str, _Peer] = {}  # by agent: those opened, and those released whose writes are under way
+        self._peers: dict[str, _Peer] = {}  # by agent: those opened, and those released with writes in progress
         self._writes: set[_NixlWrite] = set()
 
     def _agent(self, name: str) -> Any:
         config = self._nixl.nixlAgentConfig()
-        # an owner's CPU takes part in writes over TCP, whatever its own thread is busy with
+        # over TCP the owner's CPU takes part in writes, even while its own thread is busy
         config.useProgThread = True
         config.useListenThread = False
         config.pthrDelay = PROGRESS_MICROSECONDS
@@ -113,13 +113,13 @@ class NixlFabric:
 
     def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Write:
         peer = self._open(region)
-        check_fit(region, copies)
+        check_bounds(region, copies)
         copies = [copy for copy in copies if copy.source.nbytes]
         if not copies:
-            return Finished()
+            return CompletedWrite()
         here = [(copy.source.ctypes.data, copy.source.nbytes, 0) for copy in copies]
         there = [(peer.start + copy.offset, copy.source.nbytes, 0) for copy in copies]
-        sources: list[Source[Any]] = []
+        sources: list[CachedRegistration[Any]] = []
         handle: int | None = None
         try:
             sources = self._sources.acquire(
@@ -168,32 +168,32 @@ class NixlFabric:
             if loaded.decode() != name:
                 raise RegionError("the region's handle names another agent than its metadata")
         except refused as error:
-            self._forget(name)
+            self._unload(name)
             raise RegionError(f"NIXL can't open the region: {error}") from None
         peer = self._peers[name] = _Peer(region, name, start)
         return peer
 
-    def _forget(self, name: str) -> None:
-        with contextlib.suppress(*self._errors):  # it says so when nothing was loaded
+    def _unload(self, name: str) -> None:
+        with contextlib.suppress(*self._errors):  # it raises when nothing was loaded
             self._writer.invalidateRemoteMD(name)
 
     def release(self, region: RegionHandle) -> None:
-        """Writes under way go on; NIXL forgets the peer after the last of them."""
+        """Close a region. NIXL drops the peer after its last write in progress."""
         if (peer := self._opened.pop(region, None)) is not None:
-            self._forget_unused(peer)
+            self._unload_unused(peer)
 
-    def _forget_unused(self, peer: "_Peer") -> None:
+    def _unload_unused(self, peer: "_Peer") -> None:
         if not peer.writes and peer.region not in self._opened:
-            self._forget(peer.name)
+            self._unload(peer.name)
             del self._peers[peer.name]
 
     def _lose(self, peer: "_Peer") -> None:
-        """What fails once fails from then on; forgotten and loaded again, it may not."""
+        """Close a peer after a failure: all further writes to it would fail, until it is loaded again."""
         peer.lost = True
         self.release(peer.region)
 
     def poll(self, write: "_NixlWrite", handle: int) -> bool:
-        """Whether the write is over. Raises TransferError when it failed."""
+        """Return whether a write is done. Raises TransferError when it has failed."""
         try:
             if self._writer.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
                 return False
@@ -210,10 +210,10 @@ class NixlFabric:
         self._writes.discard(write)
         self._sources.release(write.sources)
         write.peer.writes -= 1
-        self._forget_unused(write.peer)
+        self._unload_unused(write.peer)
 
     def close(self) -> None:
-        """Writes under way fail. Their sources are let go of with the agent, whose threads and sockets end here."""
+        """Fail writes in progress. Their sources are released with the agent, whose threads and sockets end here."""
         for write in list(self._writes):
             write.fail("the fabric was closed")
         self._writes.clear()
@@ -225,7 +225,7 @@ class NixlFabric:
 
 
 class _Peer:
-    """A region's owner, loaded into NIXL. ``start`` is where the region begins in its memory."""
+    """A region's owner, loaded into NIXL. ``start`` is the region's address there."""
 
     def __init__(self, region: RegionHandle, name: str, start: int) -> None:
         self.region = region
@@ -236,14 +236,19 @@ class _Peer:
 
 
 class _NixlWrite:
-    """A posted request. NIXL's progress thread moves it on; asking how it stands does, too."""
+    """A posted request. NIXL's progress thread advances it, and so does polling."""
 
     def __init__(
-        self, fabric: NixlFabric, peer: _Peer, handle: int, copies: Sequence[Copy], sources: list[Source[Any]]
+        self,
+        fabric: NixlFabric,
+        peer: _Peer,
+        handle: int,
+        copies: Sequence[Copy],
+        sources: list[CachedRegistration[Any]],
     ) -> None:
         self.peer = peer
         self.sources = sources
-        self._copies = copies  # they hold the memory
+        self._copies = copies  # keep the memory alive
         self._fabric = fabric
         self._handle: int | None = handle
         self._failure = ""
@@ -262,7 +267,7 @@ class _NixlWrite:
         return True
 
     def cancel(self) -> None:
-        """UCX can't call back a put that a card may be reading from."""
+        """Do nothing: UCX can't cancel a put that a network card may be reading from."""
 
     def fail(self, reason: str) -> None:
         self._failure = reason
@@ -270,12 +275,11 @@ class _NixlWrite:
 
 
 def load() -> ModuleType:
-    """NIXL's bindings. Raises StartError when they aren't installed."""
+    """Return NIXL's bindings. Raises StartError when they aren't installed."""
     for variable in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):
-        os.environ.setdefault(variable, "FATAL")  # what matters comes back as an error
-    # UCX brings its own libnl, and loads the system's after it if RDMA drivers are installed. The system's then ends
-    # up with functions of the other, and the process with a segmentation fault at exit. Loaded first, it binds to its
-    # own.
+        os.environ.setdefault(variable, "FATAL")  # relevant errors are raised
+    # UCX bundles libnl and, with RDMA drivers installed, loads the system's libnl after it. That one then binds to
+    # functions of the bundled one, and the process crashes at exit. Loaded first, it binds to its own functions.
     with contextlib.suppress(OSError):
         ctypes.CDLL("libnl-route-3.so.200")
     reasons = []

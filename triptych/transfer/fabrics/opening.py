@@ -1,4 +1,4 @@
-"""Which fabrics an instance opens."""
+"""Opens the fabrics of an instance."""
 
 import importlib.util
 
@@ -10,8 +10,8 @@ from triptych.transfer.fabrics.shm import SharedMemoryFabric
 
 
 def open_fabrics(config: TransferConfig, host: str) -> list[Fabric]:
-    """The fabrics of one instance, in the order in which they are preferred. ``host`` is the address that peers reach
-    this process at. Raises StartError when one is asked for by name that isn't installed."""
+    """Open the fabrics of an instance, in order of preference. ``host`` is the address at which peers reach this
+    process. Raises StartError when the fabric that the settings name isn't installed."""
     fabrics: list[Fabric] = [LocalFabric(), *(_open(name, config, host) for name in _names(config.fabric, host))]
     if not config.inject_faults:
         return fabrics
@@ -22,7 +22,7 @@ def open_fabrics(config: TransferConfig, host: str) -> list[Fabric]:
 def _names(fabric: str, host: str) -> list[str]:
     if fabric != "auto":
         return [fabric]
-    # nobody on another host can join at a loopback address, so there is nothing to open more for
+    # with a loopback address, all peers are on this machine, so shared memory is enough
     network = [name for name in ("nixl", "mooncake") if not is_loopback(host) and _installed(name)]
     return ["shm", *network]
 

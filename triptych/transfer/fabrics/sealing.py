@@ -1,4 +1,4 @@
-"""Locations with a digest: for fabrics whose library would believe, or stumble over, a garbled one."""
+"""Region locations with a digest, for fabrics whose library would accept, or crash on, a corrupt location."""
 
 from blake3 import blake3
 
@@ -7,18 +7,19 @@ from triptych.messages.rows import RegionHandle
 
 
 def seal(fabric: str, body: str, num_bytes: int) -> RegionHandle:
-    """A handle whose ``location`` is ``body`` and a digest of all that the handle says. No secret goes into it: it
-    tells accidents, and sizes that aren't the region's, but isn't a signature."""
+    """Return a handle whose ``location`` is ``body`` and a digest of all the handle's fields.
+
+    The digest has no key. It detects corruption and wrong sizes, but it isn't a signature.
+    """
     return RegionHandle(fabric, f"{body}:{_digest(fabric, body, num_bytes)}", num_bytes)
 
 
 def unseal(fabric: str, region: RegionHandle, max_length: int) -> str:
-    """What was sealed. Raises RegionError when the handle isn't as it was, another fabric's, or longer than that."""
+    """Return the ``body`` of a sealed handle. Raises RegionError for one that is corrupt, another fabric's, or longer
+    than ``max_length``."""
     body, _, digest = region.location.rpartition(":") if len(region.location) <= max_length else ("", "", "")
     if region.fabric != fabric or digest != _digest(fabric, body, region.num_bytes):
-        raise RegionError(
-            f"not a region of {fabric}'s, or not of {region.num_bytes} bytes: {region.fabric[:20]}:{body[:80]}"
-        )
+        raise RegionError(f"not a {fabric} region of {region.num_bytes} bytes: {region.fabric[:20]}:{body[:80]}")
     return body
 
 

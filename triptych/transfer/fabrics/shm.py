@@ -1,4 +1,4 @@
-"""The fabric of one machine: the producer maps the consumer's memory and writes straight into it, one copy."""
+"""Fabric within one machine: the producer maps the consumer's memory and copies directly into it."""
 
 import mmap
 import os
@@ -11,22 +11,22 @@ import numpy as np
 
 from triptych.errors import RegionError
 from triptych.messages.rows import RegionHandle
-from triptych.transfer.fabrics.base import Copy, Finished, check_fit, put
+from triptych.transfer.fabrics.base import CompletedWrite, Copy, check_bounds, copy_into
 from triptych.transfer.memory import SHARED_MAPPING, SHARED_NAME, TOKEN_BYTES, Bytes, Memory, SharedMemory
 
 _LOCATION = re.compile(r"(\d{1,10}):(\d{1,10}):([0-9a-f]{32})")
 
 
 class SharedMemoryFabric:
-    """Moves bytes between processes of one machine, one user and one process namespace."""
+    """Moves bytes between processes of the same machine, user and process namespace."""
 
     name = "shm"
     checksums = False
 
     def __init__(self) -> None:
-        self.domain = _machine()
+        self.scope = _machine()
         self._owned: dict[RegionHandle, Memory] = {}
-        self._opened: dict[RegionHandle, Bytes] = {}  # by the whole handle: its size is checked on opening
+        self._opened: dict[RegionHandle, Bytes] = {}  # by the whole handle, because opening checks the size
 
     def register(self, memory: Memory) -> RegionHandle:
         if not isinstance(memory, SharedMemory):
@@ -36,15 +36,15 @@ class SharedMemoryFabric:
         return region
 
     def deregister(self, region: RegionHandle) -> None:
-        """The memory can be opened for as long as its own file is; it is closed with the memory."""
+        """Drop the region. Its memory can be opened until ``SharedMemory.close``."""
         self._owned.pop(region, None)
 
-    def write(self, region: RegionHandle, copies: Sequence[Copy]) -> Finished:
+    def write(self, region: RegionHandle, copies: Sequence[Copy]) -> CompletedWrite:
         if region not in self._opened:
             self._opened[region] = _open(region)
-        check_fit(region, copies)
-        put(self._opened[region], copies)
-        return Finished()
+        check_bounds(region, copies)
+        copy_into(self._opened[region], copies)
+        return CompletedWrite()
 
     def release(self, region: RegionHandle) -> None:
         self._opened.pop(region, None)
@@ -55,13 +55,13 @@ class SharedMemoryFabric:
 
 
 def _machine() -> str:
-    """This boot of this machine, and the namespace in which its process ids count."""
+    """Identify this boot of this machine, the process namespace and the user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.readlink('/proc/self/ns/pid')}:{os.getuid()}"
 
 
 def _open(region: RegionHandle) -> Bytes:
-    """Maps a peer's memory, after making sure that it is the one meant: a process id may have been used again."""
+    """Map a peer's memory, and verify its token, because a process id may have been reused."""
     parts = _LOCATION.fullmatch(region.location)
     if region.fabric != SharedMemoryFabric.name or parts is None:
         raise RegionError(f"not a shared memory region: {region.fabric}:{region.location[:80]}")
@@ -73,10 +73,10 @@ def _open(region: RegionHandle) -> Bytes:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_size != size:
-                raise RegionError(f"the region isn't of {region.num_bytes} bytes")
+                raise RegionError(f"the region doesn't have {region.num_bytes} bytes")
             pages = mmap.mmap(file, size, flags=SHARED_MAPPING)
         finally:
-            os.close(file)  # the mapping stays
+            os.close(file)  # the mapping stays valid
     except OSError as error:
         raise RegionError(f"can't open the region: {error.strerror}") from None
     if not secrets.compare_digest(pages[region.num_bytes :], bytes.fromhex(parts[3])):

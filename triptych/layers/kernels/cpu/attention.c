@@ -1,10 +1,10 @@
-/* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place. The cache may have
- * halves: keys and values, the new ones too, are then seen as rounded.
+/* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place. The cache may be in
+ * half precision: keys and values, including the new ones, are then rounded before they are used.
  *
- * A tile of new tokens (a chunk of a prompt) goes through its keys once, kv head by kv head; a single one (decode)
- * through a span of them, row after row with all its heads. Each keeps a running maximum and sum of the softmax
- * (Milakov and Gimelshein, arXiv:1805.02867). What a token comes to depends, bit by bit, on its own sequence, and on
- * whether it comes alone, but not on what else is in the step.
+ * A tile of new tokens (a chunk of a prompt) reads its keys once, one kv head at a time; a single new token (decode)
+ * reads a span of keys, row by row, for all its heads. Each keeps a running maximum and sum of the softmax (Milakov and
+ * Gimelshein, arXiv:1805.02867). A token's output depends, to the bit, on its own sequence and on whether it is its
+ * sequence's only new token, but not on the rest of the step.
  * Built by native.py.
  */
 #include <omp.h>
@@ -13,22 +13,22 @@
 #include "attention.h"
 #include "vectors.h"
 
-#define MAX_GROUP 16      /* query heads for one kv head */
-#define MAX_DIM 256       /* of a head */
-#define MAX_HEADS 32      /* query heads of a single token that are attended to together */
-#define SPAN 1024         /* keys that one thread goes through for a single token */
-#define AHEAD 4           /* rows that are on their way while others are worked on */
-#define NEVER -1e30f      /* a score that loses to all others, and of which two have a difference */
+#define MAX_GROUP 16      /* query heads per kv head */
+#define MAX_DIM 256       /* values per head */
+#define MAX_HEADS 32      /* query heads of a single token that are processed together */
+#define SPAN 1024         /* keys of a single token that one thread processes */
+#define AHEAD 4           /* rows that are prefetched while others are processed */
+#define NEVER -1e30f      /* a score below all others; finite, so that the difference of two is a number */
 #define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
-#define ROWS (2 * LANES)  /* of a tile: its tokens, times the query heads of a kv head */
-#define TILE 64           /* keys scored before their values are added up */
-#define TOGETHER 8        /* tiles of a sequence that go through its keys together, at most; 0.6 MB of stack */
-#define LINE 64           /* bytes that memory is read by */
+#define ROWS (2 * LANES)  /* rows of a tile: its tokens times the query heads per kv head */
+#define TILE 64           /* keys that are scored before their values are summed */
+#define TOGETHER 8        /* maximum number of a sequence's tiles that share gathered keys; limited by the stack */
+#define LINE 64           /* bytes of a cache line */
 
 const int attention_group = MAX_GROUP, attention_dim = MAX_DIM, attention_rows = ROWS;
 
-/* sums[block][ROWS] = sums[block][ROWS] * shrink[ROWS] + scalars[block * step + i * across] * vectors[i][ROWS], over i;
- * without ``shrink``, what was there is not looked at. Of the rows, so many halves. */
+/* sums[block][ROWS] = sums[block][ROWS] * shrink[ROWS] + scalars[block * step + i * across] * vectors[i][ROWS], summed
+ * over i, for the first ``halves`` halves of the rows. Without ``shrink``, previous sums are overwritten. */
 inlined void multiply(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
                       const float *vectors, int64_t count, const int blocks, const int halves) {
     floats found[BLOCK][2];
@@ -63,7 +63,7 @@ inlined int64_t bytes_of(int64_t elements, const int is_half) {
     return elements * (is_half ? sizeof(uint16_t) : sizeof(float));
 }
 
-/* Of keys, or values: where each token's begin, from a head on. */
+/* Address of a head within the first token's keys or values. */
 inlined const char *from_head(const void *cache, int64_t head, const Step *step, const int is_half) {
     return (const char *)cache + bytes_of(head * step->dim, is_half);
 }
@@ -73,8 +73,8 @@ inlined const char *row_of(const char *cache, const int64_t *pages, int64_t key,
     return cache + bytes_of(slot * step->cache_stride, is_half);
 }
 
-/* Has the keys, or values, from ``start`` to ``end`` of one kv head on their way. Heads lie between each other's in the
- * cache, so each row is on another page, which is where processors stop to prefetch by themselves. */
+/* Prefetches one kv head's keys, or values, from ``start`` to ``end``. Heads are interleaved in the cache, so rows may be
+ * on different memory pages, where hardware prefetchers stop. */
 inlined void prefetch(const char *cache, const int64_t *pages, int64_t start, int64_t end, const Step *step,
                       const int is_half) {
     for (int64_t key = start; key < end; key++) {
@@ -83,7 +83,7 @@ inlined void prefetch(const char *cache, const int64_t *pages, int64_t start, in
     }
 }
 
-/* Copies them, one after the other: where they are, they would push each other out of the processor's caches. */
+/* Copies them to consecutive rows: at their own addresses they would evict each other from the CPU's caches. */
 inlined void gather(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
                     const Step *step, const int is_half) {
     int64_t dim = step->dim;
@@ -95,16 +95,16 @@ inlined void gather(float *rows, const char *cache, const int64_t *pages, int64_
     }
 }
 
-/* Of one kv head. Rows are the lanes of a vector, so nothing is ever added up across lanes; each goes through the same
- * keys, whatever the other tiles are. */
+/* A tile of one kv head. Rows are lanes of vectors, so nothing is summed across lanes, and each row processes the same
+ * keys in the same order whatever the other tiles are. */
 typedef struct {
     float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS]; /* [dim or TILE, ROWS] */
     floats maxima[2], totals[2], shrink[2];
-    ints position[2];          /* of each row's token in the sequence */
-    int64_t place, tokens;     /* its first token's in the step, and how many there are */
-    int64_t first, last;       /* positions */
-    int64_t begin, end;        /* the keys that any of the rows sees, and before them up to TILE - 1 others */
-} __attribute__((aligned(64))) Tile; /* so that no vector lies in two of the processor's cache lines */
+    ints position[2];          /* position of each row's token in the sequence */
+    int64_t place, tokens;     /* index of the first token in the step; number of tokens */
+    int64_t first, last;       /* positions of the first and the last token */
+    int64_t begin, end;        /* range of keys visible to any row, extended at its start to a multiple of TILE */
+} __attribute__((aligned(64))) Tile; /* aligned, so that no vector crosses a cache line */
 
 inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head) {
     int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
@@ -117,7 +117,7 @@ inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t 
     tile->end = tile->last + 1;
     const float *query = step->query + tile->place * step->query_stride + kv_head * group * dim, *rows[ROWS];
     for (int row = 0; row < ROWS; row++) {
-        int64_t token = least(row / group, tokens - 1); /* rows without a token repeat the last one's */
+        int64_t token = least(row / group, tokens - 1); /* unused rows repeat the last token */
         rows[row] = query + token * step->query_stride + row % group * dim;
         tile->position[row / LANES][row % LANES] = (int32_t)least(tile->first + token, tile->last);
     }
@@ -136,7 +136,7 @@ inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t 
     }
 }
 
-/* Makes the scores of ``count`` keys, from ``start`` on, the weights of their values. */
+/* Turns the scores of ``count`` keys, from ``start`` on, into softmax weights of their values. */
 inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t count, const int halves) {
     floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
     if (start + count - 1 > tile->first || start <= tile->last - step->window) {
@@ -178,13 +178,13 @@ inlined void finish_tile(const Tile *tile, const Step *step, int64_t kv_head) {
         }
 }
 
-/* Of the keys from ``start`` on, and at most TILE, how many a tile goes through. */
+/* Number of keys, from ``start`` on and at most TILE, that a tile processes. */
 inlined int64_t keys_for(const Tile *tile, int64_t start) {
     return start < tile->begin ? 0 : most(0, least(TILE, tile->end - start));
 }
 
-/* Tiles of a sequence that follow each other, whose keys and values are gathered once for all; of their rows, so many
- * halves. */
+/* Attends from consecutive tiles of a sequence, for which keys and values are gathered once; uses the first ``halves``
+ * halves of their rows. */
 inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head,
                           const int halves, const int is_half) {
     float gathered[TILE * MAX_DIM];
@@ -239,7 +239,7 @@ static void attend_several(const Step *step, const int64_t *first, int64_t num_t
     for (int64_t which = 0; which < num_tiles; which++) finish_tile(tiles + which, step, kv_head);
 }
 
-/* For one kv head the tiles from ``start`` to ``end`` of the step's list, those of a sequence together. */
+/* Attends from the tiles ``start`` to ``end`` of the step's list, for one kv head, with those of a sequence together. */
 static void attend_between(const Step *step, int64_t start, int64_t end, int64_t kv_head) {
     for (int64_t num_tiles; start < end; start += num_tiles) {
         const int64_t *first = step->tiles + 2 * start;
@@ -248,18 +248,18 @@ static void attend_between(const Step *step, int64_t start, int64_t end, int64_t
     }
 }
 
-/* One token's attention over part of what it sees. What comes of it is added to that of the other parts at the end. */
+/* A range of the keys visible to a single token. The results of its spans are combined at the end. */
 typedef struct {
     int64_t sequence, start, end;
 } Span;
 
-/* [heads] for each span: the highest score, the sum of e^(score - highest), and with these weights that of the values,
- * [heads, dim]. */
+/* Partial results [heads] of each span: the maximum score, the sum of e^(score - maximum), and the sum of the values with
+ * these weights, [heads, dim]. */
 typedef struct {
     float *maxima, *totals, *sums;
 } Parts;
 
-/* Scores of ``count`` keys from ``start`` on, for the query heads of some kv heads, row after row as in memory. */
+/* Computes the scores of ``count`` keys from ``start`` on, for the query heads of some kv heads, in memory order. */
 inlined void score_keys(float scores[][TILE], const Step *step, const Span *span, int64_t start, int64_t count,
                         int64_t first_head, int64_t num_heads, const int64_t dim, const int is_half) {
     int64_t group = step->heads / step->kv_heads;
@@ -281,7 +281,7 @@ inlined void score_keys(float scores[][TILE], const Step *step, const Span *span
     }
 }
 
-/* Makes them the weights of their values, and what was summed up before a part of the same whole. */
+/* Turns scores into softmax weights, and rescales the previous sums to the new maximum. */
 inlined void weigh(float *scores, int64_t count, float *maximum, float *total, float *sums, const int64_t dim) {
     floats highest = splat(*maximum), added = {};
     for (int64_t key = count; key < TILE; key++) scores[key] = NEVER;
@@ -298,7 +298,7 @@ inlined void weigh(float *scores, int64_t count, float *maximum, float *total, f
     for (int64_t i = 0; i < dim; i += LANES) store(sums + i, load(sums + i, dim - i) * shrink, dim - i);
 }
 
-/* Adds the values, weighed, a few rows at a time. */
+/* Adds the weighted values, AHEAD rows at a time. */
 inlined void add_values(float *sums, float scores[][TILE], const Step *step, const Span *span, int64_t start,
                         int64_t count, int64_t first_head, int64_t num_heads, const int64_t dim, const int is_half) {
     int64_t group = step->heads / step->kv_heads;
@@ -307,7 +307,7 @@ inlined void add_values(float *sums, float scores[][TILE], const Step *step, con
     for (int64_t key = 0; key < count; key += AHEAD) {
         const char *rows[AHEAD], *later[AHEAD];
         for (int64_t i = 0; i < AHEAD; i++) {
-            /* rows after the last repeat it, and weigh next to nothing */
+            /* rows after the last repeat it; their weight is practically 0 */
             rows[i] = row_of(values, pages, start + least(key + i, count - 1), step, is_half);
             later[i] = row_of(values, pages, least(start + key + i + AHEAD, span->end - 1), step, is_half);
         }
@@ -347,6 +347,7 @@ inlined void attend_span(const Step *step, const Span *span, Parts parts, int64_
     }
 }
 
+/* Whether all slots and pages exist, and page tables are long enough. */
 static int within(const Step *step) {
     if (step->page_size < 1) return 0;
     for (int64_t token = 0; token < step->num_tokens; token++)
@@ -362,7 +363,7 @@ static int within(const Step *step) {
     return 1;
 }
 
-/* The spans of all single tokens, in order; how many there are. */
+/* Writes the spans of all single tokens, in order, unless ``spans`` is NULL; returns their number. */
 static int64_t find_spans(const Step *step, Span *spans) {
     int64_t count = 0;
     for (int64_t which = 0; which < step->num_decodes; which++) {
@@ -385,7 +386,7 @@ static void attend_one(const Step *step, const Span *span, Parts parts, int64_t 
     else attend_sized(step, span, parts, first_head, num_heads, 0);
 }
 
-/* Adds up what came of a sequence's spans, of which this is the first, for one head. */
+/* Combines the results of a sequence's spans, of which ``span`` is the first, for one head. */
 static void add_spans(const Step *step, const Span *span, Parts parts, int64_t head, int64_t spans_left) {
     int64_t heads = step->heads, dim = step->dim, count = 1;
     while (count < spans_left && span[count].sequence == span->sequence) count++;
@@ -439,11 +440,11 @@ void attend_together(const Step *step, void *room) {
     int64_t num_spans = find_spans(step, NULL), num_parts = num_spans * heads;
     float *numbers = (float *)(spans + num_spans);
     Parts parts = {numbers, numbers + num_parts, numbers + 2 * num_parts};
-    /* few spans are shared head by head, which changes nothing about what comes of them */
+    /* if there are few spans, threads take heads of a span separately, which doesn't change results */
     int64_t together = least(kv_heads * num_spans / omp_get_num_threads(), least(kv_heads, MAX_HEADS / group));
     together = most(together, 1);
     int64_t shares = (kv_heads + together - 1) / together, ones = num_spans * shares;
-    /* nor does it with tiles, of which threads that have few each take one at a time */
+    /* likewise, if there are few tiles, threads take them one at a time */
     int64_t tasks = step->num_tiles * kv_heads / omp_get_num_threads();
     int64_t at_once = most(1, least(TOGETHER, tasks / 8)), num_groups = (step->num_tiles + at_once - 1) / at_once;
 #pragma omp single nowait
@@ -457,7 +458,7 @@ void attend_together(const Step *step, void *room) {
             attend_one(step, spans + span, parts_of(step, parts, span), kv_head * group,
                        least(together, kv_heads - kv_head) * group);
         } else {
-            /* a prompt's last tiles see most: they go first */
+            /* the last tiles of a prompt have the most work, so they go first */
             int64_t which = num_groups - 1 - (task - ones) / kv_heads;
             attend_between(step, step->num_tiles * which / num_groups, step->num_tiles * (which + 1) / num_groups,
                            (task - ones) % kv_heads);
@@ -471,8 +472,8 @@ void attend_together(const Step *step, void *room) {
     }
 }
 
-/* Writes the new keys and values, then attends. Returns 1; or, having done nothing, 0 for a slot or a page that the
- * cache doesn't have, or a page table that is too short, and -1 if there is no memory. */
+/* Writes the new keys and values, then attends. Returns 1 on success. Without side effects, returns 0 for a slot or page
+ * beyond the cache or too short a page table, and -1 if there is no memory. */
 int paged_attention(const Step *step) {
     int64_t bytes = attention_room(step);
     if (bytes < 0) return 0;

@@ -1,8 +1,8 @@
-/* Products with weights in half or single precision, in float32: a half is widened as it is loaded. An output is summed
- * up from the first input to the last, so that what a token comes to is the same, bit by bit, in any batch.
+/* Float32 products with weights in half or single precision: halves are converted as they are loaded. An output is summed
+ * from the first input to the last, so that a token's outputs are bit-identical in any batch.
  *
- * Weights lie in panels of OUTPUTS outputs, [ceil(outputs / OUTPUTS), inputs, OUTPUTS]; zeros fill up the last. They are
- * loaded once for up to TOKENS tokens, whose sums stay in registers.
+ * Weights are in panels of OUTPUTS outputs, [ceil(outputs / OUTPUTS), inputs, OUTPUTS], the last padded with zeros. They
+ * are loaded once for up to TOKENS tokens, whose sums stay in registers.
  */
 #include <omp.h>
 
@@ -15,20 +15,20 @@
 #define TOKENS 6
 #endif
 #define OUTPUTS FLOAT_OUTPUTS
-#define AHEAD 4096           /* bytes of weights that are on their way: by itself hardware stops at each page's end */
-#define BLOCK 512            /* tokens that are multiplied by all weights before the next: few enough to stay in a cache */
-#define AT_ONCE (512 * 1024) /* bytes of weights that a thread takes, if there is little to do with them */
+#define AHEAD 4096           /* prefetch distance in bytes of weights: hardware prefetchers stop at the end of a page */
+#define BLOCK 512            /* tokens multiplied by all weights before the next block: few enough to stay in the cache */
+#define AT_ONCE (512 * 1024) /* bytes of weights per task when there are few tokens */
 
 const int float_outputs = OUTPUTS;
 
-/* Where T tokens come from and go to. */
+/* Inputs and outputs of several tokens. */
 typedef struct {
     const float *input;
     float *output;
     int64_t stride, tokens;
 } Rows;
 
-/* Of a panel that isn't whole. Not inlined, since that would be three hundred times, which takes the compiler seconds. */
+/* Stores outputs of an incomplete panel. Not inlined, because hundreds of copies would take long to compile. */
 static __attribute__((noinline)) void keep_some(floats sum, const Linear *linear, float *outputs, int64_t first) {
     int64_t left = linear->outputs - first;
     if (left <= 0) return;
@@ -36,12 +36,12 @@ static __attribute__((noinline)) void keep_some(floats sum, const Linear *linear
     store(outputs + first, sum, left);
 }
 
-/* What ``count`` tokens, ``first`` and those after it, come to for a panel's outputs. */
+/* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count,
                       const int is_half) {
     int64_t line = OUTPUTS * (is_half ? sizeof(uint16_t) : sizeof(float)), size = linear->inputs * line;
-    /* a panel that is multiplied several times leaves time for a whole one to come: that which this thread gets next if
-     * all are as fast, since the others take those between, maybe where their caches are of no use to it */
+    /* a panel that is used several times leaves time to prefetch a whole panel: the one that this thread will process
+     * next if all threads are equally fast */
     int64_t ahead = rows->tokens > TOKENS ? size * omp_get_num_threads() : AHEAD, stride = rows->stride;
     const char *weights = (const char *)linear->panels + panel * size;
     const float *input = rows->input + first * stride;
@@ -106,7 +106,7 @@ void float_together(const Linear *linear, const float *input, int64_t stride, fl
         int64_t first = tokens * block / blocks;
         Rows rows = {input + first * stride, output + first * linear->outputs, stride,
                      tokens * (block + 1) / blocks - first};
-        /* dynamic, because the machine has other work: a core that is late gets less, and none waits before the end */
+        /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic, at_once) nowait
         for (int64_t panel = 0; panel < (linear->outputs + OUTPUTS - 1) / OUTPUTS; panel++)
             multiply_panel(linear, &rows, panel);

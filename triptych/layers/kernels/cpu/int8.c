@@ -1,30 +1,30 @@
-/* Products with int8 weights: each token rounded to int8 by a scale of its own, sums in int32, which are exact, so that
- * what a token comes to is the same in any batch.
+/* Products with int8 weights: each token is quantized to int8 with its own scale. Sums in int32 are exact, so that a
+ * token's outputs are identical in any batch.
  *
- * Weights lie in panels of OUTPUTS outputs: for every four inputs, those four of each output,
- * [ceil(outputs / OUTPUTS), ceil(inputs / 4), OUTPUTS, 4]; zeros fill up the last. A panel's weights for four inputs are
+ * Weights are in panels of OUTPUTS outputs with groups of four inputs,
+ * [ceil(outputs / OUTPUTS), ceil(inputs / 4), OUTPUTS, 4], padded with zeros. A panel's weights for four inputs are
  * loaded once for up to TOKENS tokens, whose sums stay in registers from the first input to the last.
  */
 #include "products.h"
 #include "vectors.h"
 
 #ifdef __AVX512VNNI__
-#define SUMS 16  /* of a vector */
+#define SUMS 16  /* int32 sums per vector */
 #define TOKENS 8 /* 4 or 8: see int8_together */
 #else
 #define SUMS 8
 #define TOKENS 4
 #endif
 #define OUTPUTS (2 * SUMS)
-#define AHEAD 4096           /* bytes of weights that are on their way: by itself hardware stops at each page's end */
-#define LINE 64              /* bytes between rows, so that equal places of several don't push each other out of the first cache */
+#define AHEAD 4096           /* prefetch distance in bytes of weights: hardware prefetchers stop at the end of a page */
+#define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
 typedef int32_t sums __attribute__((vector_size(4 * SUMS), aligned(4)));
 typedef int16_t halves __attribute__((vector_size(4 * SUMS), aligned(4)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 
-/* Of each lane: sum + the four weights times the four activations. UNSIGNED is what has been added to the weights by
- * then, because VNNI takes signed values on one side only. Without VNNI two products are added in 16 bits, which hold
+/* In each lane: sum + the dot product of four weights and four activations. UNSIGNED is the offset added to the weights,
+ * because VNNI multiplies unsigned by signed values. Without VNNI two products are added in 16 bits, which hold
  * 2 * 127 * 127. */
 #if defined __AVX512VNNI__
 #define UNSIGNED 128
@@ -50,13 +50,13 @@ inlined sums dot(sums sum, sums weights, sums four) {
 }
 #endif
 
-/* T tokens: where they come from and go to, and rounded. */
+/* Inputs and outputs of T tokens, and the quantized inputs. */
 typedef struct {
     const float *input;
     float *output;
-    int8_t *rounded;      /* [T + TOKENS, stride], of which inputs, up to a multiple of 4, are values */
+    int8_t *rounded;      /* [T + TOKENS, stride], of which the first ``depth`` columns are used */
     float *scales;        /* [T] */
-    int32_t *starts;      /* [T], of their sums */
+    int32_t *starts;      /* [T]: initial values of the sums, which cancel the weights' offset */
     int64_t tokens, input_stride, depth, stride;
 } Rows;
 
@@ -69,7 +69,7 @@ inlined void round_row(const Rows *rows, int64_t inputs, int64_t token) {
     for (int64_t i = 0; i < inputs; i += LANES) {
         floats x = load(from + i, inputs - i);
         highest = larger(choose(x > 0, x, -x), highest);
-        strange += x * 0.0f; /* becomes NaN by one, and by an infinity */
+        strange += x * 0.0f; /* NaN if x is NaN or infinite */
     }
     float maximum = largest_of(highest), factor = 127.0f / maximum;
     for (int64_t i = 0; i < inputs; i += LANES) {
@@ -83,9 +83,9 @@ inlined void round_row(const Rows *rows, int64_t inputs, int64_t token) {
     rows->starts[token] = odd == 0 ? -UNSIGNED * (int32_t)sum_of(total) : 0;
 }
 
-/* What ``count`` tokens come to for a panel's outputs. The last of them may not exist: nothing of theirs is kept. */
+/* Computes a panel's outputs for ``count`` tokens from ``first`` on. Results of tokens that don't exist are dropped. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
-    /* a panel that is multiplied several times leaves time for the whole next one to come */
+    /* a panel that is used several times leaves time to prefetch the whole next one */
     int64_t size = OUTPUTS * rows->depth, ahead = rows->tokens > TOKENS ? size : AHEAD;
     const int8_t *weights = (const int8_t *)linear->panels + panel * size, *from = rows->rounded + first * rows->stride;
     sums found[TOKENS][2];

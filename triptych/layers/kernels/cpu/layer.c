@@ -1,20 +1,20 @@
-/* What a decoder layer does for a step's T tokens, in two calls: up to attention's output, and from there on. For a
- * single token, calls for each of its parts would take longer than what goes on between products. */
+/* A decoder layer for a step's T tokens, in two calls: up to attention's output, and the rest. For a single token, the
+ * overhead of separate calls would exceed the work between products. */
 #include <stdlib.h>
 
 #include "attention.h"
 #include "pointwise.h"
 #include "products.h"
 
-/* What comes before attention, and attention itself. */
+/* Weights of the first half, up to and including attention. */
 typedef struct {
     Linear qkv;
     const float *norm;       /* [hidden] */
-    const float *heads_norm; /* [heads + kv_heads, dim], of queries and keys; or NULL */
+    const float *heads_norm; /* norm of queries and keys, [heads + kv_heads, dim], or NULL */
     float eps;
 } Before;
 
-/* What comes after it. */
+/* Weights of the second half. */
 typedef struct {
     Linear output, gate_up, down;
     const float *norm; /* [hidden] */
@@ -39,7 +39,7 @@ inlined void multiply(const Linear *linear, const float *input, float *output, i
     multiply_apart(linear, input, linear->inputs, output, tokens, room);
 }
 
-/* One layer by itself; the input's tokens are stride floats apart. Returns 0 if there is no memory. */
+/* One linear layer, with stride floats between the input's tokens. Returns 0 if there is no memory. */
 int linear(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens) {
     void *room = memory(room_for(linear, tokens));
     if (!room) return 0;
@@ -49,8 +49,8 @@ int linear(const Linear *linear, const float *input, int64_t stride, float *outp
     return 1;
 }
 
-/* hidden [T, hidden] and each token's cos and sin [T, dim]; the rest is in ``step``, but for queries, keys and values.
- * Returns what paged_attention does. */
+/* First half: hidden [T, hidden], cos and sin [T, dim] to given->output. ``given`` has the remaining operands, except for
+ * queries, keys and values. Returns the same as paged_attention. */
 int attend_layer(const Before *layer, const float *hidden, const float *cos, const float *sin, const Step *given) {
     int64_t tokens = given->num_tokens, width = layer->qkv.inputs, heads = given->heads + given->kv_heads;
     int64_t dim = given->dim, stride = layer->qkv.outputs, bytes = attention_room(given);
@@ -83,7 +83,8 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
     return 1;
 }
 
-/* hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]. Returns 0 if there is no memory. */
+/* Second half: hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]. Returns 0 if there is no
+ * memory. */
 int finish_layer(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens) {
     int64_t width = layer->output.outputs, both = layer->gate_up.outputs, inner = both / 2;
     int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->gate_up, tokens));

@@ -1,13 +1,13 @@
-/* What goes on between products, in float32, each in one pass: PyTorch takes up to ten. */
+/* Operations between products, in float32, each in one pass over memory, where PyTorch makes several. */
 #include <math.h>
 #include <stddef.h>
 #include "pointwise.h"
 #include "vectors.h"
 
-#define FEW 16384 /* values for which it isn't worth waking other threads */
-#define SPAN 1024
+#define FEW 16384 /* number of values below which other threads aren't worth waking */
+#define SPAN 1024 /* values searched before their maximum is compared with the row's */
 
-/* ``norm`` of each of the ``heads`` vectors [dim] of each of ``tokens``, which lie ``stride`` floats apart; weight
+/* Applies ``norm`` to each of the ``heads`` vectors [dim] of each token, with ``stride`` floats between tokens; weight
  * [heads, dim]; output [tokens, heads, dim]. */
 void rms_norm(const float *input, const float *weight, float *output, int64_t tokens, int64_t heads, int64_t dim,
               int64_t stride, float eps) {
@@ -18,7 +18,7 @@ void rms_norm(const float *input, const float *weight, float *output, int64_t to
     }
 }
 
-/* ``turn`` by an angle whose cos and sin [tokens, dim] are given, in place; the rest as above. */
+/* Applies ``turn`` in place by angles given as cos and sin [tokens, dim]; other operands as above. */
 void rotate(float *values, const float *cos, const float *sin, int64_t tokens, int64_t heads, int64_t dim,
             int64_t stride) {
 #pragma omp parallel for if (tokens * heads * dim > FEW)
@@ -28,14 +28,14 @@ void rotate(float *values, const float *cos, const float *sin, int64_t tokens, i
     }
 }
 
-/* ``gate`` of tokens [gate, up], each of ``width``. */
-void silu_times(const float *gate_up, float *output, int64_t tokens, int64_t width) {
+/* Applies ``gate`` to tokens [gate, up] with ``width`` values each: [tokens, 2 width] to [tokens, width]. */
+void silu_and_mul(const float *gate_up, float *output, int64_t tokens, int64_t width) {
 #pragma omp parallel for if (tokens * width > FEW)
     for (int64_t token = 0; token < tokens; token++)
         gate(gate_up + token * 2 * width, output + token * width, width);
 }
 
-/* x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is x sigmoid(2 sqrt(2 / pi) (...)). */
+/* x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which equals x sigmoid(2 sqrt(2 / pi) (...)). */
 void gelu_tanh(float *values, int64_t count) {
 #pragma omp parallel for if (count > FEW)
     for (int64_t i = 0; i < count; i += LANES) {
@@ -50,9 +50,9 @@ inlined int any_of(ints which) {
     return found;
 }
 
-/* Where each row's highest is, the first of them if there are several: first the span that has it. A NaN counts as
- * higher than any number, so that a row that has one can be told by what was found. */
-void likeliest(const float *logits, int64_t *found, int64_t rows, int64_t width, int64_t stride) {
+/* Finds the index of each row's first maximum: first the span that has it, then the value. A NaN exceeds any number, so
+ * that the value found reveals a row with NaNs. */
+void argmax_rows(const float *logits, int64_t *found, int64_t rows, int64_t width, int64_t stride) {
 #pragma omp parallel for if (rows > 1)
     for (int64_t row = 0; row < rows; row++) {
         const float *from = logits + row * stride;

@@ -1,9 +1,9 @@
-/* What goes on between products, of one vector each. */
+/* Operations between products, on one vector each. */
 #pragma once
 #include <math.h>
 #include "vectors.h"
 
-/* x / sqrt(mean(x^2) + eps) * weight, also in place */
+/* x / sqrt(mean(x^2) + eps) * weight; may work in place */
 inlined void norm(const float *from, const float *weight, float *to, int64_t dim, float eps) {
     floats squares = {};
     for (int64_t i = 0; i < dim; i += LANES) {
@@ -15,7 +15,7 @@ inlined void norm(const float *from, const float *weight, float *to, int64_t dim
         store(to + i, load(weight + i, dim - i) * (load(from + i, dim - i) * factor), dim - i);
 }
 
-/* Turns values i and i + dim / 2 together, by an angle whose cos and sin [dim] are given. */
+/* Rotates the pairs of values i and i + dim / 2 by angles given as cos and sin [dim]. */
 inlined void turn(float *values, const float *cos, const float *sin, int64_t dim) {
     int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
@@ -26,7 +26,7 @@ inlined void turn(float *values, const float *cos, const float *sin, int64_t dim
     }
 }
 
-/* silu(gate) * up for [gate, up], each of ``width``. */
+/* silu(gate) * up for [gate, up] with ``width`` values each. */
 inlined void gate(const float *gate_up, float *to, int64_t width) {
     for (int64_t i = 0; i < width; i += LANES) {
         floats gate = load(gate_up + i, width - i);

@@ -1,4 +1,4 @@
-/* Vectors of floats, as wide as the processor has them, and their exponential; in memory they may be halves. */
+/* Vectors of floats, as wide as the processor supports, and functions on them; in memory they may be halves. */
 #pragma once
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -23,7 +23,8 @@ inlined int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inlined floats splat(float value) { return value - (floats){}; }
 inlined floats choose(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
 
-/* Of a NaN and another, b. One instruction, which compilers don't make of a comparison and a choice. */
+/* The larger of a and b; b if either is NaN. One instruction, which compilers don't generate for a comparison and a
+ * choice. */
 inlined floats larger(floats a, floats b) {
 #if defined __AVX512F__
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -37,7 +38,7 @@ inlined floats larger(floats a, floats b) {
 /* e^x for x <= 0, to about 2 units in the last place: 2^n e^r, where r is at most half of ln 2 and e^r a Taylor
  * series. */
 inlined floats exponential(floats x) {
-    x = larger(splat(-87.0f), x); /* a NaN stays one */
+    x = larger(splat(-87.0f), x); /* NaN stays NaN */
     ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* rounds towards zero */
     floats whole = __builtin_convertvector(n, floats);
     floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
@@ -58,7 +59,7 @@ inlined floats sigmoid(floats x) {
     return choose(x > 0, splat(1.0f), small) / (1.0f + small);
 }
 
-/* The next floats of an array that has so many left; zeros after its end. */
+/* The next floats of an array of which ``left`` remain; zeros beyond its end. */
 inlined floats load(const float *from, int64_t left) {
     if (left >= LANES) return *(const floats *)from;
     floats found = {};
@@ -86,8 +87,7 @@ inlined floats widened(float16s value) {
 #endif
 }
 
-/* Rounded to the nearest, of two to the even one. What a half doesn't hold becomes the largest that it does; a NaN
- * stays one. */
+/* Rounds to the nearest half, ties to even. Values beyond its range become its largest; NaN stays NaN. */
 inlined float16s narrowed(floats value) {
     value = choose(value > LARGEST_HALF, splat(LARGEST_HALF), value);
     value = choose(value < -LARGEST_HALF, splat(-LARGEST_HALF), value);
@@ -105,7 +105,7 @@ inlined float16s narrowed(floats value) {
 #endif
 }
 
-/* As ``load`` and ``store``, of an array of halves. */
+/* As ``load`` and ``store``, for an array of halves. */
 inlined floats load_half(const uint16_t *from, int64_t left) {
     if (left >= LANES) return widened(*(const float16s *)from);
     float16s found = {};
@@ -119,7 +119,7 @@ inlined void store_half(uint16_t *to, floats value, int64_t left) {
     else memcpy(to, &half, left * sizeof(uint16_t));
 }
 
-/* From an element on, of an array of halves or of floats. */
+/* Loads from the element ``place`` on, from an array of halves or of floats. */
 inlined floats load_any(const void *from, int64_t place, int64_t left, const int is_half) {
     return is_half ? load_half((const uint16_t *)from + place, left) : load((const float *)from + place, left);
 }
@@ -131,7 +131,7 @@ inlined floats load_any(const void *from, int64_t place, int64_t left, const int
 #define NEIGHBOURS(n) {EIGHT(n)}
 #endif
 
-/* Half of the lanes with the other half, then half of those, … until each has met all others. */
+/* Adds one half of the lanes to the other, then halves of those, … until each lane has the sum of all. */
 inlined float sum_of(floats value) {
 #if LANES == 16
     value += __builtin_shuffle(value, (ints)NEIGHBOURS(8));
@@ -152,11 +152,11 @@ inlined float largest_of(floats value) {
     return value[0];
 }
 
-/* rows[i][j] becomes rows[j][i], in place: two quarters of the square change places, then two of each of them, … */
+/* Transposes rows[i][j] in place: swaps two quarters of the square, then two of each quarter, … */
 inlined void transpose(floats *rows) {
 #pragma GCC unroll 4
     for (int far = LANES / 2; far; far /= 2) {
-        /* which of two rows' lanes, counted on from the first's to the second's, come to be the first's */
+        /* source lanes of the first row, numbered through both rows */
         ints lane = NEIGHBOURS(0), first = lane + (((lane & far) != 0) & (LANES - far));
 #pragma GCC unroll 16
         for (int row = 0; row < LANES; row++) {

@@ -1,0 +1,73 @@
+"""Writes the tables of docs/settings.md from the config dataclasses. A test fails when the page is out of date.
+
+.venv/bin/python -m scripts.settings_doc
+"""
+
+import dataclasses
+import inspect
+from typing import Any
+
+from scripts.generated import DOCS, table, with_region
+from triptych import config
+
+PAGE = DOCS / "settings.md"
+GROUPS: tuple[type[Any], ...] = getattr(config, "CONFIG_GROUPS", None) or (
+    config.EngineConfig,
+    config.TransferConfig,
+    config.ClusterConfig,
+    config.FrontendConfig,
+    config.LeaseConfig,
+    config.ObserveConfig,
+)
+HEAD = ["flag", "variable", "TOML key", "default", "meaning", "allowed"]
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def page() -> str:
+    """The page with its tables as the code has them."""
+    return with_region(PAGE.read_text(), "settings", "\n\n".join(map(_group, GROUPS)))
+
+
+def _group(group: type[Any]) -> str:
+    title, _, rest = inspect.cleandoc(group.__doc__ or group.__name__).partition("\n")
+    title = f"{title} {rest.partition(chr(10) * 2)[0]}".partition(". ")[0].strip().rstrip(".")
+    rows = [_row(item) for item in dataclasses.fields(group) if "help" in item.metadata]
+    return f"### {title}\n\n{table(HEAD, rows)}"
+
+
+def _row(item: dataclasses.Field[Any]) -> list[str]:
+    names = [item.name, *item.metadata.get("also", ())]
+    flags = [f"`--{_dashed(name)}`" for name in names]
+    if isinstance(item.default, bool):
+        flags.append(f"`--no-{_dashed(item.name)}`")
+    return [
+        ", ".join(flags),
+        f"`TRIPTYCH_{item.name.upper()}`",
+        f"`{_dashed(item.name)}`",
+        _default(item),
+        item.metadata["help"],
+        _allowed(item),
+    ]
+
+
+def _default(item: dataclasses.Field[Any]) -> str:
+    value = item.default
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"`{text}`" if text else "none"
+
+
+def _allowed(item: dataclasses.Field[Any]) -> str:
+    if choices := item.metadata.get("choices"):
+        return ", ".join(f"`{choice}`" for choice in choices)
+    bounds = ((sign, item.metadata.get(name)) for name, sign in BOUNDS.items())
+    return ", ".join(f"{sign} {bound:,}" for sign, bound in bounds if bound is not None)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

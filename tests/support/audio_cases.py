@@ -1,0 +1,91 @@
+"""Prompts with audio, and what transformers answers to them."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel, WhisperFeatureExtractor
+
+from tests.support.checkpoints import load_reference
+from tests.support.clips import clip
+from tests.support.harness import Messages
+from tests.support.sounds import sound, tone
+from tests.support.video_cases import SMALL, Model, image_part, user, video_part
+from triptych.media.audio import decode_audio
+from triptych.prompt.prompt import PlannedItem, PlannedPrompt
+from triptych.types import AudioHeader
+
+RATE = 16_000
+
+
+def noise(seconds: float, seed: int, rate: int = RATE) -> NDArray[np.float32]:
+    """What swells and fades under a tone of its own: (1, samples)."""
+    random = np.random.default_rng(seed)
+    hiss = random.standard_normal((1, round(seconds * rate))).astype(np.float32) * np.float32(0.05)
+    return hiss + tone(seconds, rate, hertz=float(random.integers(100, 3000)))
+
+
+def audio_part(data: bytes) -> dict[str, Any]:
+    return {"type": "audio", "data": data}
+
+
+CASES: dict[str, Messages] = {
+    "a second": user(audio_part(sound("wav", noise(1.0, 1))), "What is it?"),
+    "less than a second": user("Hear: ", audio_part(sound("flac", noise(0.37, 2)))),
+    "several windows": user(audio_part(sound("wav", noise(5.23, 3))), "What happens?"),
+    "two clips": user(audio_part(sound("mp3", noise(2.5, 4, 44_100), 44_100)), audio_part(sound("wav", noise(1.4, 5)))),
+    "two pictures and a clip": user(
+        image_part(96, 64, 1),
+        " or ",
+        audio_part(sound("ogg", noise(3.1, 6, 48_000), 48_000)),
+        image_part(64, 64, 2),
+        "?",
+    ),
+    "a clip, a video and a picture": user(
+        audio_part(sound("flac", noise(1.2, 8))),
+        video_part(clip("mp4", frames=40), **SMALL),
+        image_part(64, 96, 3),
+        "?",
+    ),
+    "silence": user(audio_part(sound("wav", np.zeros((1, 40_000), np.float32))), "And now?"),
+    "two alike": user(audio_part(sound("wav", noise(2.1, 7))), "and", audio_part(sound("wav", noise(2.1, 7)))),
+    "text alone": user("Say something."),
+}
+
+
+class Hears(Model):
+    """A checkpoint that hears, too."""
+
+    @cached_property
+    def reference(self) -> PreTrainedModel:
+        return load_reference(self.folder)
+
+    def _inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
+        """With what transformers' processor makes of each clip, and of each heard video's sound, by itself."""
+        inputs = super()._inputs(prompt)
+        if any(item.plan.sound for item in prompt.items):
+            inputs["use_audio_in_video"] = True
+        if clips := [self._features(*sound) for item in prompt.items for sound in sounds_of(item)]:
+            lengths = torch.tensor([clip.shape[1] for clip in clips])
+            longest = int(lengths.max())
+            padded = [torch.nn.functional.pad(clip, (0, longest - clip.shape[1])) for clip in clips]
+            inputs["input_features"] = torch.stack(padded)
+            inputs["feature_attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+        return inputs
+
+    def _features(self, data: bytes, header: AudioHeader) -> Tensor:
+        samples = decode_audio(data, header, RATE)
+        extractor = WhisperFeatureExtractor.from_pretrained(self.folder)
+        made = extractor(samples, sampling_rate=RATE, padding=True, truncation=False, return_tensors="pt")
+        features = made["input_features"][0]
+        assert isinstance(features, Tensor)
+        return features
+
+
+def sounds_of(item: PlannedItem) -> list[tuple[bytes, AudioHeader]]:
+    """The bytes and the header of what is to be heard of an item."""
+    header = (item.plan.sound or item.plan).header
+    return [(item.data, header)] if isinstance(header, AudioHeader) else []

@@ -1,0 +1,42 @@
+"""Which model families each kind of test covers. The tests are parametrized with these tables, and
+``scripts/models_doc.py`` writes docs/models.md from them."""
+
+import json
+from typing import Any
+
+from tests.models.golden.make_videos import FILE
+from tests.support.tiny import TINY
+from triptych.models.registry import FAMILIES
+
+WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
+TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
+
+LAYOUTS = [(name, layout) for name in TINY for layout in ("published", "saved")] + [("qwen3_moe", "stacked")]
+"""Tiny checkpoints whose logits are compared: family and layout of its keys."""
+
+PATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
+"""Patches of images are compared with the Pillow processors'."""
+
+VIDEO_CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
+"""What transformers' video processors made of seeded videos."""
+
+VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
+"""Answers about videos are compared."""
+
+HEARD_VIDEOS = "qwen3_omni_moe"
+"""The family whose videos are heard."""
+
+ROPE_INDEX = {
+    "qwen2_vl": ("qwen2_vl", "Qwen2VL"),
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VL"),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VL"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoe"),
+    "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeThinker"),
+}
+"""Positions are compared with ``get_rope_index`` of these: transformers' folder and the prefix of its classes."""
+
+TWO_RANKS = ["qwen2", "qwen3_moe"]
+"""Answers of two tensor-parallel ranks are compared."""
+
+SLIDING_WINDOWS = ["qwen2", "qwen3_moe", "qwen2_vl"]
+"""Answers with sliding windows are compared."""

@@ -1,0 +1,165 @@
+"""Drives our decoder and tower by hand, as the engine will, and transformers' model as the reference."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from triptych.layers.attention.base import AttentionBatch, KVTensors
+from triptych.layers.decoder import Decoder, ForwardBatch
+from triptych.models.base import EncoderInput
+
+PAGE_SIZE = 4
+
+
+def random_input(grid: tuple[int, int, int], seed: int = 0, patch_values: int = 1536) -> EncoderInput:
+    """An item of random patches of the given grid."""
+    patches = np.random.default_rng(seed).standard_normal((int(np.prod(grid)), patch_values), dtype=np.float32)
+    return EncoderInput(patches, grid, name=f"{seed} {grid}")
+
+
+@dataclass
+class Prompt:
+    """A prompt ready for the decoder: tokens [T], positions [3, T], media_index [M] and media_embeddings [M, width]."""
+
+    tokens: Tensor
+    positions: Tensor
+    media_index: Tensor
+    media_embeddings: Tensor
+
+
+def make_prompt(
+    reference: PreTrainedModel, text: Sequence[int], inputs: Sequence[EncoderInput], rows: Sequence[Tensor], width: int
+) -> Prompt:
+    """``text`` with the items' placeholders spread through it. Positions are transformers'."""
+    config = reference.config
+    tokens: list[int] = []
+    for index, token in enumerate(text):
+        tokens.append(token)
+        if index < len(inputs):
+            tokens += [config.vision_start_token_id, *[config.image_token_id] * len(rows[index])]
+            tokens.append(config.vision_end_token_id)
+    ids = torch.tensor(tokens)
+    is_media = ids == config.image_token_id
+    grids = torch.tensor([item.grid for item in inputs]) if inputs else None
+    positions, _ = reference.model.get_rope_index(
+        input_ids=ids[None],
+        image_grid_thw=grids,
+        attention_mask=torch.ones_like(ids[None]),
+        **media_types(reference, is_media[None]),
+    )
+    media_embeddings = torch.cat(list(rows)) if rows else torch.zeros(0, width)
+    return Prompt(ids, positions[:, 0].double(), is_media.nonzero()[:, 0], media_embeddings)
+
+
+@torch.inference_mode()
+def reference_logits(reference: PreTrainedModel, prompt: Prompt, inputs: Sequence[EncoderInput]) -> Tensor:
+    """Logits [T, vocab] of transformers' whole model, tower and all."""
+    media = {}
+    if inputs:
+        media = {
+            "pixel_values": torch.cat([torch.from_numpy(item.patches) for item in inputs]),
+            "image_grid_thw": torch.tensor([item.grid for item in inputs]),
+        }
+    is_media = (prompt.tokens == reference.config.image_token_id)[None]
+    mask = torch.ones_like(prompt.tokens[None])
+    inputs = {"input_ids": prompt.tokens[None], "attention_mask": mask} | media_types(reference, is_media)
+    return reference(**inputs, **media).logits[0].float()
+
+
+def media_types(reference: PreTrainedModel, is_image: Tensor) -> dict[str, Tensor]:
+    """What tells most models which tokens are an image's; Omni finds out by itself."""
+    return {} if "Omni" in type(reference).__name__ else {"mm_token_type_ids": is_image.int()}
+
+
+@dataclass
+class Pool:
+    """A cache whose pages are handed out in the order of ``free``."""
+
+    decoder: Decoder
+    num_pages: int = 64
+    dtype: torch.dtype = torch.float32
+    free: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        device = torch.device("cpu")
+        self.cache = KVTensors.allocate(self.decoder.config, self.num_pages, PAGE_SIZE, self.dtype, device)
+        self.free = self.free or list(range(self.num_pages))
+
+
+@dataclass
+class Running:
+    """A sequence in the cache: what is done of its prompt, and its pages."""
+
+    prompt: Prompt
+    done: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        return len(self.prompt.tokens) - self.done
+
+    @property
+    def finished(self) -> bool:
+        return self.left == 0
+
+    def grow(self, pool: Pool, count: int) -> list[int]:
+        """Takes pages for ``count`` more tokens and returns those tokens' slots."""
+        while len(self.pages) * PAGE_SIZE < self.done + count:
+            self.pages.append(pool.free.pop(0))
+        places = range(self.done, self.done + count)
+        return [self.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
+
+
+def step(
+    pool: Pool, work: Sequence[tuple[Running, int]], logits: Literal["all", "last", "none", "odd"] = "all"
+) -> Tensor:
+    """Runs the next ``count`` tokens of each sequence in one packed batch. Returns the logits of all the tokens, of
+    each sequence's last, of none, or of every second one in the batch."""
+    counts = [count for _, count in work]
+    ends = list(accumulate(counts))
+    slots: list[int] = []
+    media_index, media_embeddings, parts = [], [], []
+    for (sequence, count), end in zip(work, ends, strict=True):
+        slots += sequence.grow(pool, count)
+        prompt, chunk = sequence.prompt, slice(sequence.done, sequence.done + count)
+        mine = (prompt.media_index >= chunk.start) & (prompt.media_index < chunk.stop)
+        media_index.append(prompt.media_index[mine] - chunk.start + end - count)
+        media_embeddings.append(prompt.media_embeddings[mine])
+        parts.append((prompt.tokens[chunk], prompt.positions[:, chunk]))
+        sequence.done += count
+    batch = ForwardBatch(
+        tokens=torch.cat([tokens for tokens, _ in parts]),
+        positions=torch.cat([positions for _, positions in parts], dim=1),
+        media_index=torch.cat(media_index),
+        media_embeddings=torch.cat(media_embeddings),
+        logits_index={
+            "all": torch.arange(ends[-1]),
+            "last": torch.tensor(ends) - 1,
+            "none": torch.arange(0),
+            "odd": torch.arange(1, ends[-1], 2),
+        }[logits],
+        attention=AttentionBatch(
+            query_lens=counts,
+            kv_lens=[sequence.done for sequence, _ in work],
+            page_tables=[torch.tensor(sequence.pages) for sequence, _ in work],
+            slots=torch.tensor(slots),
+        ),
+    )
+    return pool.decoder(batch, pool.cache)
+
+
+TOWER_TOLERANCE = 5e-5
+"""Of rows whose values go up to 7. Ours and transformers' add up in another order, and are about as far from rows that
+were computed in float64 (``test_tower_rows_are_as_exact_as_transformers`` in ``test_families.py``)."""
+
+
+def assert_close(ours: Tensor, reference: Tensor, tolerance: float) -> None:
+    """Fails with the largest error when it exceeds ``tolerance``."""
+    error = (ours - reference).abs().max().item()
+    assert error <= tolerance, f"max error {error:.3g} over {tolerance:.3g}; values up to {reference.abs().max():.3g}"

@@ -1,0 +1,71 @@
+"""Two hosts on one machine: network namespaces joined by a virtual cable."""
+
+import json
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+"""Nobody else can see them, so that they may be the same in every run."""
+CABLE = "cable0"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace and the address that the other one reaches it at."""
+
+    namespace: str
+    address: str
+
+    @property
+    def prefix(self) -> list[str]:
+        """The prefix of a command that runs there. Its processes see none of another machine's."""
+        apart = ["--pid", "--ipc", "--uts", "--mount-proc", "--fork", "--kill-child"]
+        return [_ip(), "netns", "exec", self.namespace, "unshare", *apart]
+
+    def run(self, command: Sequence[str], stdin: str = "", timeout: float = 60.0) -> str:
+        """What the command writes. Raises CalledProcessError when it fails."""
+        return _run([*self.prefix, *command], stdin, timeout)
+
+    def num_sent(self) -> int:
+        """Bytes that have left the host over the cable."""
+        (link,) = json.loads(_run([_ip(), "-n", self.namespace, "-json", "-stats", "link", "show", CABLE]))
+        return int(link["stats64"]["tx"]["bytes"])
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Skips the test where namespaces can't be made."""
+    run = secrets.token_hex(4)
+    one, other = (Host(f"triptych-{run}-{number}", address) for number, address in enumerate(ADDRESSES))
+    with ExitStack() as stack:
+        try:
+            for host in (one, other):
+                _run([_ip(), "netns", "add", host.namespace])
+                stack.callback(_run, [_ip(), "netns", "del", host.namespace])
+            ends = ["netns", one.namespace, "type", "veth", "peer", "name", CABLE, "netns", other.namespace]
+            _run([_ip(), "link", "add", CABLE, *ends])
+            for host in (one, other):
+                there = [_ip(), "-n", host.namespace]
+                _run([*there, "address", "add", f"{host.address}/24", "dev", CABLE])
+                _run([*there, "link", "set", CABLE, "up"])
+                _run([*there, "link", "set", "lo", "up"])
+            one.run(["true"])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here, which take root: {error.stderr.strip()}")
+        yield one, other
+
+
+def _ip() -> str:
+    if (path := shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin")) is None:
+        pytest.skip("no network namespaces without ip: apt-get install iproute2")
+    return path
+
+
+def _run(command: Sequence[str], stdin: str = "", timeout: float = 10.0) -> str:
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True, timeout=timeout).stdout

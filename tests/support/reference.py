@@ -1,0 +1,61 @@
+"""What transformers answers, with the same weights and the same prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoImageProcessor, PreTrainedModel
+
+from tests.support.checkpoints import load_reference
+from tests.support.forward import media_types
+from triptych.prompt.prompt import PlannedPrompt
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint folder's model as transformers runs it, in float32."""
+
+    folder: Path
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        return load_reference(self.folder)
+
+    def generate(self, prompt: PlannedPrompt, images: Sequence[Image.Image], max_new_tokens: int = 32) -> list[int]:
+        """Greedy tokens, without regard to end-of-text tokens."""
+        with torch.inference_mode():
+            output = self.model.generate(
+                **self._inputs(prompt, images),
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return output[0, len(prompt.tokens) :].tolist()
+
+    def first_logits(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> Tensor:
+        """Logits of the first generated token, float32 [vocab]."""
+        return self.logits(prompt, images)[-1]
+
+    def logits(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> Tensor:
+        """Those at each of the prompt's tokens, of the one after it: float32 [tokens, vocab]."""
+        with torch.inference_mode():
+            logits: Tensor = self.model(**self._inputs(prompt, images)).logits[0]
+        return logits
+
+    def _inputs(self, prompt: PlannedPrompt, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        tokens = torch.tensor([prompt.tokens])
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if (image := getattr(self.model.config, "image_token_id", None)) is not None:
+            inputs |= media_types(self.model, tokens == image)
+        if images:
+            processor = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+            processed = processor([np.asarray(image.convert("RGB")) for image in images], return_tensors="pt")
+            inputs |= {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"]}
+        return inputs

@@ -1,0 +1,63 @@
+"""Looks into the stage loops of a service's instances."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.harness import Running
+from triptych.encode.cache import EmbeddingRows
+from triptych.encode.loop import EncodeLoop
+from triptych.engine.loop import EngineLoop
+from triptych.engine.split_loops import DecodeLoop
+from triptych.layers.decoder import Decoder, ForwardBatch
+from triptych.models.base import EncoderInput
+from triptych.server.instance import Instance
+
+
+def engine_loop(instance: Instance) -> EngineLoop:
+    return next(host for host in instance.loops if isinstance(host, EngineLoop))
+
+
+class Recording:
+    """A decoder that keeps the logits it returns, of which none are left out."""
+
+    def __init__(self, decoder: Decoder, recorded: list[Tensor]) -> None:
+        self._decoder = decoder
+        self._recorded = recorded
+
+    def __call__(self, batch: ForwardBatch, *arguments: object) -> Tensor:
+        logits: Tensor = self._decoder(replace(batch, num_largest=()), *arguments)
+        self._recorded += list(torch.unbind(logits.clone()))
+        return logits
+
+
+def encode_loops(service: Running) -> list[EncodeLoop]:
+    return [host for instance in service.instances for host in instance.loops if isinstance(host, EncodeLoop)]
+
+
+def count_parts(instance: Instance, seen: list[int]) -> None:
+    """Notes how many parts go through the tower."""
+    for host in instance.loops:
+        if isinstance(host, EncodeLoop):
+            encoder = host.encoder
+
+            def counted(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
+                seen.append(len(inputs))
+                rows: list[EmbeddingRows] = encoder(inputs)
+                return rows
+
+            host.encoder = counted
+
+
+def decode_loops(service: Running) -> list[DecodeLoop]:
+    return [host for host in service.engine_loops() if isinstance(host, DecodeLoop)]
+
+
+def kv_rows(service: Running) -> int:
+    """Rows of KV that have landed so far."""
+    hosts = decode_loops(service)
+    assert hosts
+    return sum(host.source.stats().counters.rows for host in hosts)

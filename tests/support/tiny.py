@@ -1,0 +1,263 @@
+"""Tiny checkpoint folders of every family with random weights, in the published key layout and in the one that
+``save_pretrained`` writes.
+
+``tests/support/checkpoints.py`` makes Qwen3-VL's, of any size. Here each family has one size, with what is odd about it
+switched on.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.support.random_checkpoint import Sizes, random_weight, token_ids, write_json, write_tokenizer
+
+VOCABULARY = 264
+IDS = token_ids(VOCABULARY)
+HEARING_IDS = IDS | {
+    token: VOCABULARY + n for n, token in enumerate(("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"))
+}
+Layout = Literal["published", "saved", "stacked"]
+"""``stacked``: experts as transformers' modules hold them."""
+
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "bos_token_id": IDS["<|endoftext|>"],
+    "eos_token_id": IDS["<|im_end|>"],
+    "use_sliding_window": False,
+    "sliding_window": 16,
+    "max_window_layers": 2,
+}
+MEDIA_TOKENS = {
+    "image_token_id": IDS["<|image_pad|>"],
+    "video_token_id": IDS["<|video_pad|>"],
+    "vision_start_token_id": IDS["<|vision_start|>"],
+    "vision_end_token_id": IDS["<|vision_end|>"],
+}
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 56 * 56,
+    "max_pixels": 252 * 252,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """``config`` is ``config.json`` as published. ``published`` renames a tensor of transformers' module."""
+
+    config: dict[str, Any]
+    published: Callable[[str], str] = str
+    model: str = ""
+    """The class of transformers that is saved, and whose config is the section ``thinker_config``; that of the whole
+    config unless given."""
+    preprocessor: dict[str, Any] | None = None
+    split_experts: bool = False
+    ids: Mapping[str, int] = field(default_factory=lambda: IDS)
+
+
+def _as_qwen2_vl(name: str) -> str:
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+def _as_qwen3_omni(name: str) -> str:
+    return f"thinker.{_as_qwen2_vl(name)}".replace("model.audio_tower.", "audio_tower.")
+
+
+def _mrope(section: list[int]) -> dict[str, Any]:
+    return {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": section}}
+
+
+TINY = {
+    "qwen2": Tiny(
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6}
+        | TEXT
+    ),
+    "qwen3": Tiny(
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False}
+        | {"rope_theta": 1e6, "rope_scaling": None, "head_dim": 32, "attention_bias": True}
+        | TEXT
+    ),
+    "qwen3_moe": Tiny(
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "tie_word_embeddings": False}
+        | {"rope_theta": 1e6, "rope_scaling": None, "head_dim": 32, "attention_bias": False}
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False}
+        | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | TEXT
+        | {"num_hidden_layers": 6},
+        split_experts=True,
+    ),
+    "qwen2_vl": Tiny(
+        {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "tie_word_embeddings": True}
+        | MEDIA_TOKENS
+        | TEXT
+        | _mrope([2, 3, 3])
+        | {
+            "vision_config": {
+                "depth": 3,
+                "embed_dim": 32,
+                "mlp_ratio": 3,
+                "num_heads": 2,
+                "in_chans": 3,
+                "hidden_size": 64,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "spatial_patch_size": 14,
+                "temporal_patch_size": 2,
+            }
+        },
+        published=_as_qwen2_vl,
+        preprocessor=PREPROCESSOR,
+    ),
+    "qwen2_5_vl": Tiny(
+        {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+        | {"tie_word_embeddings": False}
+        | MEDIA_TOKENS
+        | TEXT
+        | _mrope([2, 3, 3])
+        | {
+            "vision_config": {
+                "depth": 4,
+                "hidden_act": "silu",
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_heads": 2,
+                "in_chans": 3,
+                "out_hidden_size": 64,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "spatial_patch_size": 14,
+                "window_size": 56,
+                "fullatt_block_indexes": [1, 3],
+                "tokens_per_second": 2,
+                "temporal_patch_size": 2,
+            }
+        },
+        published=_as_qwen2_vl,
+        preprocessor=PREPROCESSOR,
+    ),
+    "qwen3_omni_moe": Tiny(
+        {
+            "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+            "model_type": "qwen3_omni_moe",
+            "thinker_config": MEDIA_TOKENS
+            | {
+                "audio_token_id": HEARING_IDS["<|audio_pad|>"],
+                "audio_start_token_id": HEARING_IDS["<|audio_start|>"],
+                "audio_end_token_id": HEARING_IDS["<|audio_end|>"],
+                "position_id_per_seconds": 13,
+                "text_config": TEXT
+                | {"vocab_size": len(HEARING_IDS) + 256}
+                | {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+                | {"rope_theta": 1e6, "sliding_window": None}
+                | {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]}},
+                "vision_config": {
+                    "depth": 3,
+                    "hidden_size": 32,
+                    "intermediate_size": 48,
+                    "num_heads": 2,
+                    "out_hidden_size": 64,
+                    "patch_size": 14,
+                    "spatial_merge_size": 2,
+                    "temporal_patch_size": 2,
+                    "num_position_embeddings": 64,
+                    "deepstack_visual_indexes": [0, 1],
+                },
+                "audio_config": {
+                    "num_mel_bins": 20,
+                    "d_model": 32,
+                    "encoder_layers": 2,
+                    "encoder_attention_heads": 2,
+                    "encoder_ffn_dim": 48,
+                    "output_dim": 64,
+                    "downsample_hidden_size": 8,
+                    "n_window": 50,
+                    "n_window_infer": 250,
+                },
+            },
+        },
+        published=_as_qwen3_omni,
+        model="Qwen3OmniMoeThinkerForConditionalGeneration",
+        preprocessor=PREPROCESSOR | {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 20},
+        split_experts=True,
+        ids=HEARING_IDS,
+    ),
+}
+
+
+def make_tiny(
+    folder: Path, family: str, layout: Layout = "published", seed: int = 1, config: dict[str, Any] | None = None
+) -> Path:
+    """Writes a checkpoint folder and returns it. The same ``seed`` gives the same model in all layouts. ``config``
+    overrides top-level settings."""
+    tiny = replace(TINY[family], config=TINY[family].config | (config or {}))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", tiny.config)
+    end = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
+    write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end[1]})
+    write_tokenizer(folder, VOCABULARY, tiny.ids)
+    if tiny.preprocessor is not None:
+        write_json(folder / "preprocessor_config.json", tiny.preprocessor)
+    model = _random_model(tiny, seed)
+    if layout == "saved":
+        model.save_pretrained(folder)
+        return folder
+    weights = dict(model.state_dict())
+    if tiny.config.get("tie_word_embeddings"):
+        del weights["lm_head.weight"]
+    if layout == "published" and tiny.split_experts:
+        weights = _split_experts(weights)
+    renamed = {tiny.published(name): weight.contiguous() for name, weight in weights.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _random_model(tiny: Tiny, seed: int) -> PreTrainedModel:
+    model_class = getattr(transformers, tiny.model or tiny.config["architectures"][0])
+    settings = tiny.config["thinker_config"] if tiny.model else tiny.config
+    config = model_class.config_class(**json.loads(json.dumps(settings)))
+    model: PreTrainedModel = model_class(config).float()
+    weights = {
+        name: random_weight(name, tuple(weight.shape), Sizes(), seed, torch.float32)
+        for name, weight in model.state_dict().items()
+        if name != "lm_head.weight" or not tiny.config.get("tie_word_embeddings")
+    }
+    model.load_state_dict(weights, strict=False)
+    return model.eval().requires_grad_(False)
+
+
+def _split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each expert's matrices by themselves."""
+    split = {}
+    for name, weight in weights.items():
+        place, _, kind = name.rpartition(".")
+        if not place.endswith(".experts"):
+            split[name] = weight
+            continue
+        for expert, matrix in enumerate(weight):
+            parts = (
+                {"down_proj": matrix}
+                if kind == "down_proj"
+                else dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            )
+            split |= {f"{place}.{expert}.{part}.weight": tensor for part, tensor in parts.items()}
+    return split

@@ -1,0 +1,135 @@
+"""Prompts with videos, and what transformers answers to them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.support.checkpoints import load_reference
+from tests.support.clips import picture
+from tests.support.harness import FLOAT32, Messages, running
+from tests.support.image_cases import picture as still
+from tests.support.image_cases import png
+from tests.support.planners import seconds_of
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.config import EncodeConfig, EngineConfig
+from triptych.media.frames import PackedFrames, pack_frames
+from triptych.models.base import VISION
+from triptych.models.registry import family_of, resolve
+from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
+from triptych.types import PixelBounds
+
+
+def video_part(data: bytes, **options: Any) -> dict[str, Any]:
+    return {"type": "video", "data": data, **options}
+
+
+def image_part(width: int, height: int, seed: int) -> dict[str, Any]:
+    return {"type": "image", "data": png(still(width, height, seed))}
+
+
+def user(*parts: str | dict[str, Any]) -> Messages:
+    return [{"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}]
+
+
+def listed(numbers: Sequence[int], rate: float = 2.0) -> bytes:
+    files = []
+    for number in numbers:
+        files.append(png(Image.fromarray(picture(number, 80, 48))))
+    return pack_frames(PackedFrames(rate, files))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, and its expected answers to all cases."""
+
+    folder: Path
+    cases: dict[str, Messages]
+
+    @cached_property
+    def prompts(self) -> list[PlannedPrompt]:
+        builder = PromptBuilder(self.folder)
+        return [builder.build(messages) for messages in self.cases.values()]
+
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """What transformers says to what its own processor would make of the videos (``tests/models``)."""
+        reference = load_reference(self.folder)
+        answers = []
+        for prompt in self.prompts:
+            with torch.inference_mode():
+                output = reference.generate(
+                    **self._inputs(prompt),
+                    max_new_tokens=32,
+                    min_new_tokens=32,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                )
+            answers.append(output[0, len(prompt.tokens) :].tolist())
+        assert len({tuple(answer) for answer in answers}) >= len(answers) - 1
+        return answers
+
+    def _inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
+        config = load_config(self.folder)
+        family = config["model_type"]
+        preprocess = resolve(family_of(config).preprocessor or "")(
+            config, load_preprocessor_config(self.folder), load_video_config(self.folder)
+        )
+        ids = config.get("thinker_config", config)
+        tokens = torch.tensor([prompt.tokens])
+        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if family != "qwen3_omni_moe":  # which finds out by itself
+            kinds = (tokens == ids["image_token_id"]).int() + 2 * (tokens == ids["video_token_id"]).int()
+            inputs["mm_token_type_ids"] = kinds
+        for modality, values in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            items = [item for item in prompt.items if item.plan.modality == modality]
+            if items:
+                made = [part for item in items for part in preprocess(item.data, item.plan)]
+                parts = [part.patches for part in made if part.tower == VISION]
+                inputs[values] = torch.from_numpy(np.concatenate(parts))
+                inputs[f"{modality}_grid_thw"] = torch.tensor([item.plan.grid for item in items])
+        name = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_omni_moe": "video_second_per_grid"}.get(family)
+        if name and "pixel_values_videos" in inputs:
+            seconds = [seconds_of(family, item.plan) for item in prompt.items if item.plan.modality == "video"]
+            inputs[name] = torch.tensor(seconds)
+        return inputs
+
+
+def answered(
+    model: Model, topology: str, engine: EngineConfig = FLOAT32, encode: EncodeConfig | None = None
+) -> list[list[int]]:
+    """What a service says to all of a model's cases at once."""
+
+    async def run() -> list[list[int]]:
+        async with running(model.folder, topology, engine, encode=encode) as service:
+            return await service.answers(list(model.cases.values()))
+
+    return asyncio.run(run())
+
+
+SMALL = {"bounds": PixelBounds(4 * 28 * 28, 12 * 28 * 28)}
+
+WHOLE, CHUNKS = 4096, 7
+
+ONE_BLOCK = {"receive_blocks": 1, "receive_block_rows": 8, "kv_receive_blocks": 4}
+
+RUNS = [
+    ("1EPD", WHOLE, {}),
+    ("1E1PD", CHUNKS, ONE_BLOCK),
+    ("1E1P1D", WHOLE, ONE_BLOCK),
+]
+
+MORE = [
+    (topology, chunk, pool)
+    for topology in ("1EPD", "1E1PD", "1E1P1D")
+    for chunk in (WHOLE, CHUNKS)
+    for pool in ({}, ONE_BLOCK)
+    if (topology, chunk, pool) not in RUNS and not (topology == "1EPD" and pool)
+]

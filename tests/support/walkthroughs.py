@@ -1,0 +1,78 @@
+"""Runs the walk-throughs of docs/contributing: their code blocks, in order, in a copy of the repository.
+
+A Python block's title says where it goes: the path of a new file, or ``at the end of`` the path of a file. Shell blocks
+are run. Blocks of other languages are for readers.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.commands import ROOT
+
+PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
+COPIED = ("triptych", "tests", "bench", "demo", "scripts", "pyproject.toml")
+APPEND = "at the end of "
+TIMEOUT = 300.0
+
+_BLOCK = re.compile(r'^```(python|sh)(?: title="([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One code block of a page."""
+
+    language: str
+    title: str
+    text: str
+
+
+def steps(page: Path) -> Iterator[Step]:
+    """The blocks of a page that are written or run."""
+    for language, title, text in _BLOCK.findall(page.read_text()):
+        yield Step(language, title, text)
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy what a contributor's changes concern."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+
+
+def follow(step: Step, folder: Path) -> None:
+    """Write or run a block in ``folder``. Raises AssertionError with the output of a command that fails."""
+    if step.language == "sh":
+        _run(step.text, folder)
+        return
+    assert step.title, f"a Python block without a title: {step.text[:80]!r}"
+    path = folder / step.title.removeprefix(APPEND)
+    if step.title.startswith(APPEND):
+        with path.open("a") as file:
+            file.write("\n\n" + step.text)
+        return
+    assert not path.exists(), f"{step.title} is there already"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(step.text)
+
+
+def _run(commands: str, folder: Path) -> None:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, f"{commands}\n{done.stdout}"

@@ -1,0 +1,144 @@
+"""Parsing of a chat's answer into reasoning, tool calls and text: what chat completions and responses share."""
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from triptych.api.generation import ChoiceOutput, Generation
+from triptych.api.schemas import ChatCompletionRequest, NamedTool
+from triptych.messages.work import TokenLogprob
+from triptych.prompt.reasoning import Reasoning, ReasoningParser
+from triptych.prompt.tokenizer import Tokenizer
+from triptych.prompt.tool_calls import Event, TextDelta, ToolCallArguments, ToolCallParser, ToolCallStart
+
+
+@dataclass
+class PreparedChat:
+    """A chat whose prompt is planned, with what is needed to parse its answer."""
+
+    generation: Generation
+    request: ChatCompletionRequest
+    tools: list[str]
+    """Names of the tools that the answer may call."""
+
+    @property
+    def reasoning(self) -> Reasoning:
+        """How the answer may begin with reasoning."""
+        return self.generation.prompts[0].reasoning
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """What one output of the model adds to a choice's message: reasoning, then text and tool calls in order."""
+
+    choice: int
+    reasoning: str
+    events: list[Event]
+    logprobs: list[msgspec.Raw]
+    """Entries in the format of ``choices[].logprobs.content``."""
+    finish_reason: str | None
+
+    @property
+    def content(self) -> str:
+        """The text of all events, joined."""
+        return "".join(one.text for one in self.events if isinstance(one, TextDelta))
+
+
+class _ChoiceParser:
+    """Splits one choice's text into reasoning, tool calls and content."""
+
+    def __init__(self, reasoning: Reasoning, tools: Sequence[str]) -> None:
+        self.reasoning = ReasoningParser(reasoning)
+        self.calls = ToolCallParser(tools) if tools else None
+
+    def push(self, text: str, is_last: bool) -> tuple[str, list[Event]]:
+        reasoning, rest = self.reasoning.push(text)
+        if is_last:
+            more_reasoning, more = self.reasoning.finish()
+            reasoning, rest = reasoning + more_reasoning, rest + more
+        if self.calls is None:
+            return reasoning, [TextDelta(rest)] if rest else []
+        return reasoning, self.calls.push(rest) + (self.calls.finish() if is_last else [])
+
+
+async def stream_deltas(chat: PreparedChat) -> AsyncGenerator[ChoiceDelta, None]:
+    """Yield the deltas of all choices as they arrive. Raises as ``Generation.stream`` does."""
+    generation = chat.generation
+    parsers = [_ChoiceParser(chat.reasoning, chat.tools) for _ in range(generation.num_choices)]
+    async with aclosing(generation.stream()) as stream:
+        async for output in stream:
+            delta = _delta(chat, output, parsers[output.choice])
+            if delta.finish_reason and not output.finish_reason:
+                generation.end(output.choice)
+            yield delta
+
+
+def _delta(chat: PreparedChat, output: ChoiceOutput, parser: _ChoiceParser) -> ChoiceDelta:
+    if parser.reasoning.in_reasoning:
+        chat.generation.num_reasoning += len(output.tokens)
+    reasoning, events = parser.push(output.text, output.finish_reason is not None)
+    reason = output.finish_reason
+    if parser.calls is not None and parser.calls.complete:
+        if chat.request.parallel_tool_calls is False:
+            events = [one for one in events if isinstance(one, TextDelta) or one.index == 0]
+            reason = reason or "stop"
+        if reason == "stop" and not isinstance(chat.request.tool_choice, NamedTool):
+            reason = "tool_calls"  # OpenAI's API keeps "stop" for a call that the request names
+    logprobs = logprob_entries(chat.generation.service.tokenizer, output.tokens, output.logprobs)
+    return ChoiceDelta(output.choice, reasoning, events, logprobs, reason)
+
+
+def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[msgspec.Raw]:
+    """Return entries of OpenAI's ``choices[].logprobs.content``; none if no log probabilities were requested.
+
+    Each entry is encoded as JSON: otherwise garbage collection of a long answer's objects would block the
+    event loop."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": tokenizer.decode([token]), "logprob": logprob, "bytes": list(tokenizer.bytes_of(token))}
+
+    return [
+        msgspec.Raw(msgspec.json.encode(entry(token, one.logprob) | {"top_logprobs": [entry(*top) for top in one.top]}))
+        for token, one in zip(tokens, logprobs, strict=False)
+    ]
+
+
+@dataclass
+class MessageBuilder:
+    """A choice's complete message, assembled from its deltas."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.reasoning += delta.reasoning
+        self.content += delta.content
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        for one in delta.events:
+            if isinstance(one, ToolCallStart):
+                function = {"name": one.name, "arguments": ""}
+                self.calls.append({"id": new_call_id(), "type": "function", "function": function})
+            elif isinstance(one, ToolCallArguments):
+                self.calls[one.index]["function"]["arguments"] += one.text
+
+
+async def collect_messages(chat: PreparedChat) -> list[MessageBuilder]:
+    """Return the complete message of each choice. Raises as ``stream_deltas`` does."""
+    messages = [MessageBuilder() for _ in range(chat.generation.num_choices)]
+    async with aclosing(stream_deltas(chat)) as stream:
+        async for delta in stream:
+            messages[delta.choice].add(delta)
+    return messages
+
+
+def new_call_id() -> str:
+    """Return a random id for a tool call."""
+    return f"call_{secrets.token_hex(12)}"

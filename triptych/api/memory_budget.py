@@ -1,0 +1,59 @@
+"""Limit on the memory that requests in flight hold in the frontend: bodies and media, until the answer is complete."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from triptych.errors import Overloaded, RateLimited
+from triptych.observe.requests import at_end, current_client
+
+FREE_BYTES = 2**16
+"""Bytes of each request that aren't charged, so that text requests are admitted even when the budget is spent."""
+
+
+class MemoryBudget:
+    """Bytes charged to all requests in flight: at most ``max_bytes``, and at most half of that per client."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._by_client: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Bytes charged at the moment."""
+        return self._by_client.total()
+
+    def for_request(self) -> Callable[[int], None]:
+        """Return a function that charges further bytes to the current request until it ends.
+
+        It raises Overloaded when the whole budget is spent, and RateLimited when the client's half is."""
+        client, own = current_client(), 0
+
+        def release() -> None:
+            nonlocal own
+            self._release(client, _charged(own))
+            own = 0
+
+        def charge(num_bytes: int) -> None:
+            nonlocal own
+            before = _charged(own)
+            more = _charged(own + num_bytes) - before
+            if more:
+                if self.total + more > self._max_bytes:
+                    raise Overloaded("the memory for requests in flight is used up", retry_after=1)
+                if self._by_client[client] + more > self._max_bytes // 2:
+                    raise RateLimited("your requests in flight use all the memory that one client may use")
+                self._by_client[client] += more
+            own += num_bytes
+            if more and not before:
+                at_end(release)  # registered once per request: bodies arrive in many small chunks
+
+        return charge
+
+    def _release(self, client: str, num_bytes: int) -> None:
+        self._by_client[client] -= num_bytes
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+
+def _charged(num_bytes: int) -> int:
+    return max(0, num_bytes - FREE_BYTES)

@@ -1,0 +1,52 @@
+"""Parsing and validation of request bodies; errors name the first invalid field."""
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from triptych.api.fields import ARRAY, UNION_MEMBERS, StrictModel
+from triptych.errors import InvalidRequest
+
+_PARTS = (("content", ARRAY), ("output", ARRAY))
+KEY = "[key]"
+"""What pydantic appends to the keys of objects in the paths of its errors."""
+
+S = TypeVar("S", bound=StrictModel)
+
+
+def parse_request(kind: type[S], body: bytes) -> S:
+    """Return the body as a validated request of that type. Raises InvalidRequest."""
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
+    request.check()
+    return request
+
+
+def _invalid(detail: Any) -> InvalidRequest:
+    param = _path(detail["loc"]) or None
+    match detail["type"]:
+        case "json_invalid":
+            return InvalidRequest("the body is not valid JSON")
+        case "extra_forbidden":
+            return InvalidRequest(f"unknown or unsupported field: {param or repr('')}", param)
+        case "union_tag_invalid":
+            tag, known = detail["ctx"]["tag"], detail["ctx"]["expected_tags"]
+            return InvalidRequest(f"{param}.type: {tag!r} is not supported; use one of {known}", f"{param}.type")
+        case "union_tag_not_found":
+            return InvalidRequest(f"{param}.type: Field required", f"{param}.type")
+    return InvalidRequest(f"{param}: {detail['msg']}" if param else detail["msg"], param)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Return the field's path, such as ``messages[0].content[1].text``.
+
+    Drops what pydantic adds to it: UNION_MEMBERS, KEY and, after the index of a content part, the part's type."""
+    path = ""
+    for index, step in enumerate(location):
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step not in (*UNION_MEMBERS, KEY) and location[max(0, index - 3) : max(0, index - 1)] not in _PARTS:
+            path += f".{step}" if path else step
+    return path
