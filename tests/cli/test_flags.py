@@ -141,7 +141,7 @@ def test_a_switch_is_two_flags_and_a_variable(folder: Path, monkeypatch: pytest.
         (["--max-model-len", "999", "--kv-cache-tokens", "99"], "doesn't fit in --kv-cache-tokens 99"),
         (["--kv-cache-memory", "lots"], "--kv-cache-memory 'lots' is neither"),
         (["--topology", "1E"], "no instance that decodes"),
-        (["--topology", "1E1D"], "no instance that prefills"),
+        (["--topology", "1E1D"], "has no prefill instance for its decode instances"),
         (["--topology", "1E1X"], "not a sequence of counts and roles"),
         (["--topology", "0E1PD"], "zero instances"),
         (["--topology", "99E1PD"], "more than"),

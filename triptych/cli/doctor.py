@@ -1,4 +1,4 @@
-"""``triptych doctor``: whether this machine can serve a model with these settings, before anything is loaded."""
+"""``triptych doctor``: checks, without loading it, whether this machine can serve a model with these settings."""
 
 import argparse
 import importlib.util
@@ -28,16 +28,18 @@ from triptych.topology import Role
 
 SUMMARY = "check machine, model, fabrics and ports, and show what each role would load, without loading it"
 FEW_FILES = 4096
-"""Descriptors below which a few thousand clients would be turned away."""
+"""Descriptors that are too few for a few thousand clients."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. ``wrong`` is what keeps the service from starting, empty when nothing does."""
+    """Result of one check."""
 
     what: str
+    """What was checked."""
     found: str
     wrong: str = ""
+    """What keeps the service from starting, or empty."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,14 +99,14 @@ def _tried(what: str, look: Callable[[], str]) -> Check:
 
 
 def _memory(config: ServeConfig, stages: dict[str, int]) -> Check:
-    """Weights as the files have them: what a process makes of them may be half as much, or twice."""
+    """Compare free memory with the weights as stored: in a process they may take half as much, or twice."""
     needed, there = stages["encoder"] + stages["decoder"], available_bytes()
     found = f"{there / 2**30:.1f} GiB available, the weights have {needed / 2**30:.1f} GiB"
     return Check("memory", found, f"{found}: too little" if needed > there else "")
 
 
 def _device(config: ServeConfig) -> str:
-    import torch  # here, because the frontend's process has this module too, and stays without it
+    import torch  # here, because the frontend's process imports this module, too
 
     from triptych.layers.devices import find_device, free_bytes
 
@@ -152,7 +154,7 @@ def _media(config: MediaFetchConfig) -> str:
 
 
 def _request_log(config: ObserveConfig) -> str:
-    """Looked at without making it: a service that starts appends to it."""
+    """Check the file without creating it."""
     path = Path(config.request_log_file)
     if not config.enable_log_requests or not config.request_log_file:
         return "on standard output" if config.enable_log_requests else "off"
@@ -168,7 +170,7 @@ def _request_log(config: ObserveConfig) -> str:
 
 
 def _fabric(config: ServeConfig, name: str) -> Check:
-    """Opened as an instance would, and closed again. One that only ``auto`` would use may be missing."""
+    """Open and close a fabric as an instance would. One that only ``auto`` would use may be missing."""
     from triptych.transfer.fabrics.opening import open_fabrics
 
     try:
@@ -187,7 +189,7 @@ def _secret(config: ServeConfig) -> str:
 
 
 def _port(host: str, port: int) -> str:
-    """Raises OSError when it can't be listened on."""
+    """Try to listen on a port. Raises StartError, or OSError for a host without an address."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""``triptych run``: one question about some files, answered on the terminal, and where the time went."""
+"""``triptych run``: answers one question about some files on the terminal, and shows where the time went."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""The frontend: HTTP in, work out to the instances, tokens back. No torch, no transformers."""
+"""The frontend: HTTP requests in, work to instances, tokens back. It imports neither torch nor transformers."""
 
 import asyncio
 import contextlib
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK = 0.1
-"""Seconds between looks at leases and deadlines."""
-LAST_ANSWERS = 1
-"""Seconds that answers get to reach their clients once their requests have ended with the service."""
+"""Seconds between two checks of leases and deadlines."""
+LAST_RESPONSES = 1
+"""Seconds that responses get to reach their clients when the service ends."""
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers: signals are the command's business."""
+    """uvicorn without signal handlers: the command handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,9 +67,9 @@ class Frontend:
     requests are served as soon as instances have joined at ``control``."""
 
     def __init__(self, config: ServeConfig, *, expects_encoders: bool = True) -> None:
-        """``expects_encoders`` as the router takes it, for a model that takes media. Reads the checkpoint's small files
-        and binds both ports.
-        Raises StartError when that fails."""
+        """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
+
+        ``expects_encoders`` is passed to the router, for a model that takes media."""
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
         caps = _media_caps(config.frontend.media)
@@ -117,7 +117,7 @@ class Frontend:
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=LAST_ANSWERS,
+            timeout_graceful_shutdown=LAST_RESPONSES,
         )
         self._server = _HttpServer(settings)
         self._tasks: list[asyncio.Task[None]] = []
@@ -148,15 +148,15 @@ class Frontend:
         ticking, serving = self._tasks
         self.router.draining = self._server.should_exit = True
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
-        # whoever still waits for an answer gets an error, not a stream that breaks off
+        # requests that are still running get an error, not a stream that breaks off
         self.router.end_all(InstanceLost("the service has ended"))
         for lease in self.router.registry:
-            with contextlib.suppress(TriptychError):  # one that can't be told must not keep the others running
+            with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
                 self.channel.send(lease.address, Stop())
             self.router.handle(Deregister(lease.address))
         ticking.cancel()
         await asyncio.gather(ticking, serving, return_exceptions=True)
-        # those that the server gave up on still have to let go of their requests
+        # responses that the server has cancelled still have to release their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
         self.service.executor.close()
@@ -168,11 +168,11 @@ class Frontend:
             self._log.close()
 
     async def drain(self) -> None:
-        """Admits nothing more and waits for what runs, up to the drain timeout."""
+        """Stop admitting requests, and wait for those that run, up to the drain timeout."""
         self.router.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.lease.drain_timeout):
-                # a request may have ended while its answer is still on its way out of the HTTP server
+                # a request may have ended while the HTTP server is still sending its response
                 while self.router.num_requests or self._server.server_state.tasks:
                     await asyncio.sleep(TICK / 2)
 
@@ -180,9 +180,9 @@ class Frontend:
         for message in self.channel.drain():
             try:
                 self.router.handle(message)
-            except Exception:  # a message that the router trips over must not cost the others theirs
+            except Exception:  # a message that fails must not affect the others
                 log.exception("couldn't handle %s", type(message).__name__)
-        if self.channel.pending and not self._server.should_exit:  # the descriptor says nothing of what is left
+        if self.channel.pending and not self._server.should_exit:  # the descriptor doesn't signal what is left
             asyncio.get_running_loop().call_soon(self._take_messages)
 
     async def _tick(self) -> None:
@@ -191,7 +191,7 @@ class Frontend:
             self._take_messages()
             try:
                 self.router.tick()
-            except Exception:  # leases and deadlines must go on being looked after
+            except Exception:  # leases and deadlines must still be checked
                 log.exception("the router's tick failed")
 
 
@@ -206,7 +206,7 @@ def _media_caps(config: MediaConfig) -> MediaCaps:
 
 
 def _media_source(config: FrontendConfig) -> MediaSource:
-    """Raises ConfigError for hosts or a folder that aren't any."""
+    """Return where media comes from. Raises ConfigError for invalid hosts or an invalid folder."""
     fetch, media = config.fetch, config.media
     limits = WebLimits(fetch.media_fetch_timeout, min(fetch.media_fetch_timeout, WebLimits.idle_seconds))
     return MediaSource(
@@ -222,7 +222,7 @@ def _media_source(config: FrontendConfig) -> MediaSource:
 
 
 def _open_traces(endpoint: str) -> "Traces | None":
-    """None for no endpoint. Raises StartError when the extra isn't installed."""
+    """Return the exporter, or None without an endpoint. Raises StartError when the extra isn't installed."""
     if not endpoint:
         return None
     try:

@@ -15,7 +15,7 @@ from triptych.server.model_bundle import ModelBundle
 
 
 def run_instance(spec: InstanceSpec) -> None:
-    """Load the role's part of the model, join the frontend and serve until it says to stop. Raises StartError when the
+    """Load the role's part of the model, join the frontend and serve until ``Stop``. Raises StartError when the
     instance can't start."""
     share_heap()
     torch.set_num_threads(spec.engine.threads)
