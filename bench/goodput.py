@@ -100,7 +100,7 @@ class Setup:
     def __init__(self, folder: Path, name: str) -> None:
         topology, _, threads = name.partition(":")
         engine = EngineConfig(threads=int(threads or 1), kv_cache_tokens=32768)
-        config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig(port=0, served_model_name=MODEL))
+        config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
         self._service = LocalService(config, Topology.parse(topology), show=lambda _: None)
 
     async def __aenter__(self) -> httpx.AsyncClient:

@@ -29,7 +29,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig, TransferConfig
 from triptych.models.registry import family_of, resolve
-from triptych.server.build import Model
+from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role
 from triptych.transfer_bench.measure import machine
 
@@ -44,7 +44,7 @@ FABRICS = ("shm", "nixl", "mooncake")
 def run_instance(config: ServeConfig, role: Role, join: str, at_end: bool) -> None:
     """Main function of an instance's process: the product's entry point, modified for sending at the end."""
     from triptych.engine.kv_sink import KVSink
-    from triptych.server import main
+    from triptych.server import instance_main
 
     if at_end:
         computed, leave = KVSink.computed, KVSink.leave
@@ -60,7 +60,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, at_end: bool) -> No
             leave(outgoing, request)
 
         KVSink.computed, KVSink.leave = keep, send_and_leave  # type: ignore[method-assign]
-    main.run_instance(config, role, join, role.value.lower(), threads=1)
+    instance_main.run(config.instance(role, role.value.lower(), join))
 
 
 async def start(stack: AsyncExitStack, config: ServeConfig, *, at_end: bool) -> httpx.AsyncClient:
@@ -107,7 +107,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
         model=options.model,
         engine=engine,
         transfer=TransferConfig(fabric=fabric),
-        frontend=FrontendConfig(port=0, served_model_name=MODEL),
+        frontend=FrontendConfig.of(port=0, served_model_name=MODEL),
     )
     samples: dict[str, list[Sample]] = {"by layer": [], "at the end": []}
     async with AsyncExitStack() as stack:
@@ -125,7 +125,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
     whole = statistics.median(map(transfer_ms, samples["at the end"]))
     decoder = resolve(family_of(load_config(options.model)).adapter)(load_config(options.model)).decoder_config
     tokens = samples["by layer"][0].prompt_tokens
-    num_bytes = tokens * decoder.kv_bytes(Model(Checkpoint(options.model), engine).kv_dtype.itemsize)
+    num_bytes = tokens * decoder.kv_bytes(ModelBundle(Checkpoint(options.model), engine).kv_dtype.itemsize)
     return {
         "prompt_tokens": tokens,
         "layers": decoder.num_layers,

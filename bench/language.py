@@ -51,7 +51,7 @@ def engine_config(name: str, threads: int, **settings: Any) -> EngineConfig:
 @asynccontextmanager
 async def triptych(folder: Path, engine: EngineConfig) -> AsyncIterator[str]:
     """Run a service in one process. Yields its URL."""
-    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig(port=0, served_model_name=MODEL))
+    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
     async with LocalService(config, Topology.parse("1EPD"), show=lambda _: None) as service:
         await service.wait_until_ready()
         yield service.url

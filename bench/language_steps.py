@@ -24,7 +24,7 @@ MODEL = "m"
 def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: Path) -> None:
     """Main function of the instance's process: the product's entry point, with timing of the model."""
     from triptych.engine.runner import Runner
-    from triptych.server import main
+    from triptych.server import instance_main
 
     spans: list[tuple[float, float]] = []
     logits: Callable[..., Any] = Runner._logits
@@ -38,12 +38,12 @@ def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: 
         return found
 
     Runner._logits = timed  # type: ignore[assignment, method-assign]
-    main.run_instance(config, Role.EPD, join, "all", threads=threads)
+    instance_main.run(config.instance(Role.EPD, "all", join))
 
 
 async def overhead(folder: Path, engine: EngineConfig, batch: int) -> dict[str, float]:
     """Return medians in ms over consecutive steps of ``batch`` sequences."""
-    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig(port=0, served_model_name=MODEL))
+    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "spans.json")
         async with LocalService(config, None, show=lambda _: None) as service:

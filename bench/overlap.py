@@ -42,7 +42,7 @@ MODEL = "m"
 def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> None:
     """Main function of an instance's process: the product's entry point, modified to wait for all rows."""
     from triptych.engine.embedding_source import EmbeddingSource
-    from triptych.server import main
+    from triptych.server import instance_main
 
     if waits:
         as_they_land = EmbeddingSource.ready_tokens
@@ -52,7 +52,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> Non
             return ready if ready == len(sequence.tokens) else sequence.num_computed
 
         EmbeddingSource.ready_tokens = once_all_have_landed  # type: ignore[method-assign]
-    main.run_instance(config, role, join, role.value.lower(), threads=1)
+    instance_main.run(config.instance(role, role.value.lower(), join))
 
 
 @dataclass
@@ -117,7 +117,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         dtype=options.dtype,
         receive_blocks=RECEIVE_BLOCKS,
     )
-    config = ServeConfig(model=options.model, engine=engine, frontend=FrontendConfig(port=0, served_model_name=MODEL))
+    config = ServeConfig(
+        model=options.model, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL)
+    )
     samples: dict[str, list[Sample]] = {"overlap": [], "waits": []}
     async with AsyncExitStack() as stack:
         setups = {name: await start(stack, config, waits=name == "waits") for name in samples}

@@ -168,7 +168,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"options": settings, "rates": []}
 
     def config(timeout: float) -> ServeConfig:
-        frontend = FrontendConfig(port=0, served_model_name="m", request_timeout=timeout, max_queue=options.max_queue)
+        frontend = FrontendConfig.of(
+            port=0, served_model_name="m", request_timeout=timeout, max_queue=options.max_queue
+        )
         return ServeConfig(model=folder, engine=engine, frontend=frontend)
 
     topology = Topology.parse(options.topology)

@@ -20,9 +20,9 @@ from typing import Any
 
 from bench.measuring import report
 from triptych.cli.flags import model_folder
-from triptych.cluster.operator import Operator
+from triptych.cluster.control_client import ControlClient
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontendConfig, ServeConfig, as_flags
+from triptych.config import EngineConfig, FrontendConfig, MemorySize, ServeConfig, as_flags
 from triptych.topology import Role, Topology
 from triptych.transfer_bench.measure import machine
 
@@ -32,7 +32,7 @@ CHANGED, STARTED = "pd0", "started"
 TIMEOUT = 120.0
 
 
-def change_seconds(operator: Operator, rounds: int) -> dict[str, list[float]]:
+def change_seconds(operator: ControlClient, rounds: int) -> dict[str, list[float]]:
     """Return seconds by change, as in ``P → D``."""
     found: dict[str, list[float]] = {}
     now = Role.PD
@@ -44,7 +44,7 @@ def change_seconds(operator: Operator, rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def start_seconds(operator: Operator, config: ServeConfig, control: str, role: Role) -> float:
+def start_seconds(operator: ControlClient, config: ServeConfig, control: str, role: Role) -> float:
     """Start an instance, and end it again."""
     command = [sys.executable, "-m", "triptych", "serve", str(config.model), "--role", role, "--join", control]
     command += ["--name", STARTED, *as_flags(config.engine, *config.shared)]
@@ -59,7 +59,7 @@ def start_seconds(operator: Operator, config: ServeConfig, control: str, role: R
         wait_for(lambda: not is_there(operator, STARTED))
 
 
-def is_there(operator: Operator, name: str) -> bool:
+def is_there(operator: ControlClient, name: str) -> bool:
     return any(one.name == name for one in operator.status().instances)
 
 
@@ -72,7 +72,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def measure(config: ServeConfig, control: str, rounds: int) -> dict[str, Any]:
-    with Operator(control, config.cluster) as operator:
+    with ControlClient(control, config.cluster) as operator:
         changes = change_seconds(operator, rounds)
         starts = {role: [start_seconds(operator, config, control, role) for _ in range(rounds)] for role in CHANGES[:3]}
     return {
@@ -89,8 +89,8 @@ def _summary(seconds: list[float]) -> dict[str, float]:
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     config = ServeConfig(
         model=model_folder(options.model),
-        engine=EngineConfig(threads=1, kv_cache_memory=options.kv_cache_memory),
-        frontend=FrontendConfig(port=0),
+        engine=EngineConfig(threads=1, kv_cache_memory=MemorySize.parse(options.kv_cache_memory)),
+        frontend=FrontendConfig.of(port=0),
     )
     async with LocalService(config, Topology.parse("2PD"), show=lambda line: print(line, file=sys.stderr)) as service:
         await service.wait_until_ready()

@@ -35,7 +35,7 @@ async def measure(folder: Path, setup: str, options: argparse.Namespace, seed: i
     """Start a service, measure it under load and stop it."""
     name, _, threads = setup.partition(":")
     engine = EngineConfig(dtype=options.dtype, threads=int(threads or 1))
-    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig(port=0, served_model_name="m"))
+    config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name="m"))
     load = Load(options.images, options.size, options.size, options.text_length, options.output_tokens)
     async with LocalService(config, Topology.parse(name), show=lambda _: None) as service:
         await service.wait_until_ready()

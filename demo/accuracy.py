@@ -68,7 +68,7 @@ async def answers_over_http(folder: Path, examples: Sequence[Example], topology:
     config = ServeConfig(
         model=folder,
         engine=EngineConfig(dtype=dtype),
-        frontend=FrontendConfig(port=0, served_model_name="demo"),
+        frontend=FrontendConfig.of(port=0, served_model_name="demo"),
     )
     async with LocalService(config, Topology.parse(topology), show=lambda _: None) as service:
         await service.wait_until_ready()

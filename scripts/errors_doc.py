@@ -17,7 +17,8 @@ PAGE = DOCS / "troubleshooting.md"
 def page() -> str:
     """The page with its tables as the code has them."""
     answers = [_answer(kind) for kind in kinds(RequestError, ServiceError)]
-    starts = [[f"`{kind.__name__}`", *_said(kind)] for kind in (StartError, *kinds(StartError))]
+    start_errors: list[type[TriptychError]] = [StartError, *kinds(StartError)]
+    starts = [[f"`{kind.__name__}`", *_said(kind)] for kind in start_errors]
     text = with_region(
         PAGE.read_text(), "errors", table(["code", "status", "meaning", "what to do"], sorted(answers, key=_by_status))
     )

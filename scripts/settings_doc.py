@@ -8,24 +8,16 @@ import inspect
 from typing import Any
 
 from scripts.generated import DOCS, table, with_region
-from triptych import config
+from triptych.config import CONFIG_GROUPS
 
 PAGE = DOCS / "settings.md"
-GROUPS: tuple[type[Any], ...] = getattr(config, "CONFIG_GROUPS", None) or (
-    config.EngineConfig,
-    config.TransferConfig,
-    config.ClusterConfig,
-    config.FrontendConfig,
-    config.LeaseConfig,
-    config.ObserveConfig,
-)
 HEAD = ["flag, variable, TOML key", "default", "meaning", "allowed"]
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def page() -> str:
     """The page with its tables as the code has them."""
-    return with_region(PAGE.read_text(), "settings", "\n\n".join(map(_group, GROUPS)))
+    return with_region(PAGE.read_text(), "settings", "\n\n".join(map(_group, CONFIG_GROUPS)))
 
 
 def _group(group: type[Any]) -> str:

@@ -13,6 +13,7 @@ from tests.support.responses import answer, post
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part
 from tests.support.sounds import sound, tone
 from triptych.api.body import extract_inline_media
+from triptych.config import ItemLimits
 from triptych.prompt.prompt import PromptBuilder
 
 DATA, URL = "messages[0].content[1].input_audio.data", "messages[0].content[1].audio_url.url"
@@ -159,7 +160,11 @@ def test_a_model_without_audio(service: Served) -> None:
 
 
 def test_limits(hears: Path) -> None:
-    limits: dict[str, Any] = {"limit_mm_per_prompt": "audio=1", "max_audio_mb": 1, "max_item_tokens": 30}
+    limits: dict[str, Any] = {
+        "limit_mm_per_prompt": ItemLimits.parse("audio=1"),
+        "max_audio_mb": 1,
+        "max_item_tokens": 30,
+    }
     limits |= {"max_audio_seconds": 3.0, "max_audio_gigasamples": 0.0002}
     with served(hears, **limits) as service:
 

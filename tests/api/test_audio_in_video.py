@@ -10,6 +10,7 @@ from tests.support.chat import VIDEO, frames_part, input_audio, prompt_tokens, t
 from tests.support.clips import clip
 from tests.support.serving import Served, image, served, text_part
 from tests.support.sounds import tone
+from triptych.config import ItemLimits
 
 USE = "mm_processor_kwargs.use_audio_in_video"
 SECONDS = 3.0
@@ -100,7 +101,7 @@ def test_a_model_without_audio(service: Served) -> None:
 
 
 def test_limits(hears: Path) -> None:
-    with served(hears, limit_mm_per_prompt="audio=1,video=2", max_audio_seconds=4.0) as service:
+    with served(hears, limit_mm_per_prompt=ItemLimits.parse("audio=1,video=2"), max_audio_seconds=4.0) as service:
         assert ask(service, film()).status_code == 200
         response = service.post([video_part(film()), input_audio(), text_part("x")], **options())
         assert "2 audio clips, at most 1" in the_error(response, 400, "messages")

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.chat import the_error
 from tests.support.serving import CHAT, Served, image, image_part, served, wait_for
+from triptych.config import ItemLimits
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.messages.work import Deregister
@@ -21,7 +22,7 @@ from triptych.messages.work import Deregister
 @pytest.fixture
 def small(folder: Path) -> Iterator[Served]:
     """A service for one request at a time, of at most 1 MiB."""
-    with served(folder, max_queue=1, max_body_mb=1, limit_mm_per_prompt="image=2") as service:
+    with served(folder, max_queue=1, max_body_mb=1, limit_mm_per_prompt=ItemLimits.parse("image=2")) as service:
         yield service
 
 
@@ -73,7 +74,7 @@ def test_a_tower_that_fails(service: Served) -> None:
 def test_a_bug_in_a_loop_fails_only_requests_in_flight(
     small: Served, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    encode, language = (instance.hosts[0] for instance in small.running.instances)
+    encode, language = (instance.loops[0] for instance in small.running.instances)
     assert isinstance(encode, EncodeLoop)
     assert isinstance(language, EngineLoop)
 

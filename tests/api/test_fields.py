@@ -193,7 +193,7 @@ def test_uuids_are_scoped_to_the_api_key(service: Served) -> None:
 
 def test_a_salt_keeps_media_apart_from_those_of_others(service: Served) -> None:
     """So that timing doesn't reveal whether another client sent the same image, or a clip with the same frames."""
-    hosts = [host for one in service.running.instances for host in one.hosts if isinstance(host, EncodeLoop)]
+    hosts = [host for one in service.running.instances for host in one.loops if isinstance(host, EncodeLoop)]
 
     def encoded() -> int:
         return sum(host.num_encoded for host in hosts)

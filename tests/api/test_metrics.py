@@ -39,7 +39,7 @@ def test_a_request_with_an_image_is_counted_once_in_every_metric_it_belongs_to(s
 
 
 def test_instances_report_pools_caches_transfers_and_load(service: Served) -> None:
-    encoder = next(host for instance in service.running.instances for host in instance.hosts)
+    encoder = next(host for instance in service.running.instances for host in instance.loops)
     assert isinstance(encoder, EncodeLoop)
     with service.client() as client:
         wait_for(lambda: scrape(client).total("mm_items_encoded_total") == encoder.num_encoded)

@@ -10,7 +10,7 @@ from triptych.encode.loop import PREPROCESS_AHEAD, EncodeLoop
 def test_queued_images_are_not_preprocessed_too_early(service: Served) -> None:
     """While the encoder is blocked, few images are preprocessed; later all requests are answered."""
     (host,) = [
-        host for instance in service.running.instances for host in instance.hosts if isinstance(host, EncodeLoop)
+        host for instance in service.running.instances for host in instance.loops if isinstance(host, EncodeLoop)
     ]
     service.encoder.close()
     with ThreadPoolExecutor(32) as clients:

@@ -27,7 +27,7 @@ def ready(service: Served) -> httpx.Response:
 
 
 def encoded(service: Served) -> int:
-    hosts = [host for instance in service.running.instances for host in instance.hosts]
+    hosts = [host for instance in service.running.instances for host in instance.loops]
     return sum(host.num_encoded for host in hosts if isinstance(host, EncodeLoop))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.serving import CHAT, Served, image_part, served, text_part
 from triptych.api.security import ApiKeys
-from triptych.config import FrontendConfig
+from triptych.config import AuthConfig, CorsConfig, TlsConfig
 from triptych.errors import ConfigError
 
 FIRST, SECOND, THIRD = "sk-first", "sk-second", "sk-third"
@@ -93,16 +93,16 @@ def test_malformed_keys(key: str) -> None:
 def test_key_files(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     with pytest.raises(ConfigError, match="can't be read"):
-        FrontendConfig(api_key_file=str(file)).api_keys()
+        AuthConfig(api_key_file=str(file)).api_keys()
     file.write_text("\n")
     file.chmod(0o600)
     with pytest.raises(ConfigError, match="no key"):
-        FrontendConfig(api_key_file=str(file)).api_keys()
+        AuthConfig(api_key_file=str(file)).api_keys()
     file.write_text("a\nb\n")
-    assert FrontendConfig(api_key_file=str(file), api_key=("c",)).api_keys() == ["c", "a", "b"]
+    assert AuthConfig(api_key_file=str(file), api_key=("c",)).api_keys() == ["c", "a", "b"]
     file.chmod(0o640)
     with pytest.raises(ConfigError, match="0640"):
-        FrontendConfig(api_key_file=str(file)).api_keys()
+        AuthConfig(api_key_file=str(file)).api_keys()
 
 
 # ── CORS ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,7 +143,7 @@ def test_cors_is_for_the_named_origins(guarded: Served) -> None:
 
 def test_credentials_for_all_origins_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
-        FrontendConfig(allowed_origins=("*",), allow_credentials=True)
+        CorsConfig(allowed_origins=("*",), allow_credentials=True)
 
 
 # ── TLS ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,17 +186,17 @@ def test_tls(folder: Path, certificate: tuple[str, str]) -> None:
 
 def test_invalid_certificates(certificate: tuple[str, str], tmp_path: Path) -> None:
     cert, key = certificate
-    FrontendConfig(ssl_certfile=cert, ssl_keyfile=key).check_ssl()
+    TlsConfig(ssl_certfile=cert, ssl_keyfile=key).check_files()
     with pytest.raises(ConfigError, match="go together"):
-        FrontendConfig(ssl_certfile=cert)
+        TlsConfig(ssl_certfile=cert)
     open_key = tmp_path / "key.pem"
     open_key.write_bytes(Path(key).read_bytes())
     open_key.chmod(0o644)
     with pytest.raises(ConfigError, match="0644"):
-        FrontendConfig(ssl_certfile=cert, ssl_keyfile=str(open_key)).check_ssl()
+        TlsConfig(ssl_certfile=cert, ssl_keyfile=str(open_key)).check_files()
     for wrong_cert, wrong_key in ((cert, str(tmp_path / "missing")), (str(tmp_path / "missing"), key), (key, key)):
         with pytest.raises(ConfigError, match="ssl-"):
-            FrontendConfig(ssl_certfile=wrong_cert, ssl_keyfile=wrong_key).check_ssl()
+            TlsConfig(ssl_certfile=wrong_cert, ssl_keyfile=wrong_key).check_files()
 
 
 # ── what errors don't say ────────────────────────────────────────────────────────────────────────────────────

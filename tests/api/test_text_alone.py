@@ -12,11 +12,12 @@ from tests.support.serving import Served, image, image_part, served, text_part
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.cli import main
-from triptych.config import LeaseConfig, TransferConfig
+from triptych.config import InstanceSpec
 from triptych.errors import InvalidRequest, MediaNotServed, StartError
 from triptych.messages.channel import Channel
 from triptych.prompt.prompt import PromptBuilder
-from triptych.server.build import Model, build_instance
+from triptych.server.build import build_instance
+from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role
 
 
@@ -75,7 +76,9 @@ def test_topologies_that_encode_are_refused_at_start(
         main(["serve", str(folder), "--topology", topology, "--port", "0"])
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(rf"triptych: topology {topology} has instances that encode .* text alone: try 1PD or 1P1D", line)
+    assert re.match(
+        rf"triptych: topology {topology} has instances that encode .* text-only model: try 1PD or 1P1D", line
+    )
 
 
 def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
@@ -83,17 +86,12 @@ def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
 
     channel = Channel()
     try:
-        with pytest.raises(StartError, match=r"E instances encode, and .* is a model of text alone"):
+        with pytest.raises(StartError, match=r"E instances encode, and .* is a text-only model"):
             build_instance(
-                model=Model(Checkpoint(folder), FLOAT32),
-                name="e0",
-                role=Role.E,
+                InstanceSpec(model=str(folder), role=Role.E, name="e0", join="127.0.0.1:1", engine=FLOAT32),
+                model=ModelBundle(Checkpoint(folder), FLOAT32),
                 channel=channel,
                 frontend=channel.address,
-                engine=FLOAT32,
-                transfer=TransferConfig(),
-                cluster_host="127.0.0.1",
-                lease=LeaseConfig(),
             )
     finally:
         channel.close()

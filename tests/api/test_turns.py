@@ -36,7 +36,7 @@ class Turns:
     """Log of what an encoder preprocesses."""
 
     def __init__(self, service: Served) -> None:
-        hosts = [host for instance in service.running.instances for host in instance.hosts]
+        hosts = [host for instance in service.running.instances for host in instance.loops]
         (self.host,) = [host for host in hosts if isinstance(host, EncodeLoop)]
         self.log: list[tuple[str, bool, float]] = []
         """Each finished slice: the item's key, whether it is long, and the seconds."""

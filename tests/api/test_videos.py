@@ -8,6 +8,7 @@ import pytest
 from tests.support.chat import VIDEO, frames_part, prompt_tokens, the_error, url_of, video_part
 from tests.support.clips import clip, sound_only
 from tests.support.serving import Served, image, image_part, served, text_part
+from triptych.config import ItemLimits
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -126,7 +127,7 @@ def test_a_video_that_cannot_be_used(service: Served, data: bytes, code: str, st
 
 def test_limits(folder: Path) -> None:
     limits: dict[str, Any] = {
-        "limit_mm_per_prompt": '{"video": 1, "image": 0}',
+        "limit_mm_per_prompt": ItemLimits.parse('{"video": 1, "image": 0}'),
         "max_video_mb": 1,
         "max_video_seconds": 5.0,
         "max_video_gigapixels": 0.0005,

@@ -24,7 +24,7 @@ from tests.support.cluster import (
     whole_again,
 )
 from tests.support.commands import Command, triptych
-from triptych.cluster.operator import Operator
+from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import StartError
 from triptych.topology import Role
@@ -94,7 +94,7 @@ def test_the_other_goes_on(whole: Cluster, how: signal.Signals, settings: dict[s
 
 def set_role(whole: Cluster, name: str, role: Role) -> str:
     """Why not; empty when it has the role."""
-    with Operator(f"127.0.0.1:{whole.control}", ClusterConfig()) as operator:
+    with ControlClient(f"127.0.0.1:{whole.control}", ClusterConfig()) as operator:
         try:
             operator.set_role(name, role, 30.0)
         except StartError as error:
@@ -116,9 +116,9 @@ def test_one_that_is_killed_while_it_drains_is_named(whole: Cluster) -> None:
     name, asking = begin(whole, GREEDY)
     with ThreadPoolExecutor(1) as executor:
         change = executor.submit(set_role, whole, name, Role.PD)
-        whole.parts[name].wait_for_line("to become PD once it is done")
+        whole.parts[name].wait_for_line("draining to change its role to PD")
         whole.kill(name)
-        assert f"{name} does not become PD: it sent no heartbeat" in change.result(LEASE + DETECTION)
+        assert f"{name} does not change its role to PD: it sent no heartbeat" in change.result(LEASE + DETECTION)
     assert whole.is_right(asking), asking.answer
 
 
@@ -133,4 +133,6 @@ def test_the_command_changes_roles_and_shows_who_is_there(whole: Cluster) -> Non
         assert command.text.count(" of 1,024 kv_blocks") == 2, command.text
     with status(whole, "--set-role", "p=PD") as command:
         assert command.end() == 1
-        assert command.text.startswith("triptych: p does not become PD: no other instance prefills, so requests would")
+        assert command.text.startswith(
+            "triptych: p does not change its role to PD: no other instance prefills, so requests would"
+        )

@@ -102,13 +102,13 @@ def test_a_service_that_cannot_be_reached(start: Start, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ((500, "Internal Server Error"), "it says 'Internal Server Error'"),
-        ((502, ""), "it says ''"),
-        ((500, '{"detail": "no"}'), 'it says \'{"detail"'),
-        ((500, '{"error": "no"}'), 'it says \'{"error"'),
-        ((200, "data: {\n\n"), "it says '{'"),
-        ((200, ""), "it broke off"),
-        ((200, events(said("Half an"))), "it broke off"),
+        ((500, "Internal Server Error"), "it sent 'Internal Server Error'"),
+        ((502, ""), "it sent ''"),
+        ((500, '{"detail": "no"}'), 'it sent \'{"detail"'),
+        ((500, '{"error": "no"}'), 'it sent \'{"error"'),
+        ((200, "data: {\n\n"), "it sent '{'"),
+        ((200, ""), "the stream ended early"),
+        ((200, events(said("Half an"))), "the stream ended early"),
     ],
     ids=["no json", "nothing", "not ours", "no error object", "cut event", "no event", "no end"],
 )

@@ -1,10 +1,10 @@
 """Flags, environment and defaults; what is refused before anything starts."""
 
 import argparse
+import logging
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +12,15 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags, main, serve
-from triptych.config import EngineConfig, FrontendConfig, LeaseConfig, as_flags
+from triptych.config import (
+    CONFIG_GROUPS,
+    RENAMED_SETTINGS,
+    AdmissionConfig,
+    EngineConfig,
+    FrontendConfig,
+    LeaseConfig,
+    MemorySize,
+)
 from triptych.errors import ConfigError
 
 
@@ -23,9 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for config in (EngineConfig, FrontendConfig, LeaseConfig):
-        for item in fields(config):
+    for group in CONFIG_GROUPS:
+        for item in fields(group):
             monkeypatch.delenv(f"TRIPTYCH_{item.name.upper()}", raising=False)
+
+
+NOT_ALONE = ("lease_expiry", "ssl_certfile", "ssl_keyfile", "request_log_file", "max_queue_per_client")
+"""Settings that another one has to go with."""
 
 
 def parsed(*arguments: str | Path) -> argparse.Namespace:
@@ -68,29 +80,37 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "served_model_name": "x",
         "allowed_media_domains": "a.org, b.org",
         "allowed_media_networks": "10.0.0.0/8, fd00::/64",
-        "max_image_pixels": "1000",
         "api_key": "one, two",
         "api_key_file": "/srv/keys",
         "allowed_origins": "https://a.org, https://b.org",
         "allowed_methods": "GET, PUT",
         "allowed_headers": "a, b",
         "allowed_local_media_path": "/srv/media",
+        "max_image_pixels": "7",
+        "fabric": "shm",
+        "checksum": "always",
+        "mooncake_protocol": "rdma",
+        "mooncake_devices": "mlx5_0",
+        "inject_faults": "drop=0.5",
+        "cluster_host": "127.0.0.2",
+        "cluster_secret_file": "/srv/secret",
+        "log_level": "debug",
+        "log_format": "json",
+        "otlp_traces_endpoint": "http://localhost:4318/v1/traces",
     }
-    for config in (EngineConfig, FrontendConfig, LeaseConfig):
-        for item in fields(config):
+    for group in CONFIG_GROUPS:
+        for item in fields(group):
             default: Any = item.default
-            if item.name in ("lease_expiry", "ssl_certfile", "ssl_keyfile"):
-                continue  # no shorter than the heartbeat: below; and not one without the other
+            if isinstance(default, bool) or item.name in NOT_ALONE:
+                continue
             value = given.get(item.name) or str(default + 1)
-            if isinstance(default, bool):
-                continue  # a flag without a value: below
-            several = isinstance(default, tuple)
-            expected = tuple(value.split(", ")) if several else type(default)(value)
+            several, parse = isinstance(default, tuple), item.metadata["parse"] or type(default)
+            expected = tuple(value.split(", ")) if several else parse(value)
             monkeypatch.setenv(f"TRIPTYCH_{item.name.upper()}", value)
-            from_variable = flags.settings(config, parsed(folder))
+            from_variable = flags.settings(group, parsed(folder))
             assert getattr(from_variable, item.name) == expected
             monkeypatch.setenv(f"TRIPTYCH_{item.name.upper()}", "no value at all")
-            from_flag = flags.settings(config, parsed(folder, "--" + item.name.replace("_", "-"), value))
+            from_flag = flags.settings(group, parsed(folder, "--" + item.name.replace("_", "-"), value))
             assert getattr(from_flag, item.name) == expected
             monkeypatch.delenv(f"TRIPTYCH_{item.name.upper()}")
 
@@ -109,19 +129,11 @@ def test_a_switch_is_two_flags_and_a_variable(folder: Path, monkeypatch: pytest.
         reuses()
 
 
-def test_settings_survive_the_way_to_a_child(folder: Path) -> None:
-    engine = EngineConfig(dtype="float32", threads=3, max_num_seqs=5, enable_prefix_caching=False)
-    lease = LeaseConfig(heartbeat=0.25, drain_timeout=7.5)
-    arguments = parsed(folder, *as_flags(engine, lease))
-    assert flags.settings(EngineConfig, arguments) == engine
-    assert flags.settings(LeaseConfig, arguments) == lease
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--port", "http"], "--port 'http' is not a whole number"),
-        (["--port", "65536"], "--port 65536 is not a port number"),
+        (["--port", "65536"], "--port 65536 is too large: at most 65535"),
         (["--threads", "-1"], "--threads -1 is too small"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0 is too small"),
         (["--request-timeout", "nan"], "--request-timeout 'nan' is not a number"),
@@ -130,7 +142,7 @@ def test_settings_survive_the_way_to_a_child(folder: Path) -> None:
         (["--max-model-len", "999", "--kv-cache-tokens", "99"], "doesn't fit in --kv-cache-tokens 99"),
         (["--kv-cache-memory", "lots"], "--kv-cache-memory 'lots' is neither"),
         (["--topology", "1E"], "no instance that decodes"),
-        (["--topology", "1E1D"], "no instance that prefills"),
+        (["--topology", "1E1D"], "has no prefill instance for its decode instances"),
         (["--topology", "1E1X"], "not a sequence of counts and roles"),
         (["--topology", "0E1PD"], "zero instances"),
         (["--topology", "99E1PD"], "more than"),
@@ -162,7 +174,7 @@ def test_a_variable_that_makes_no_sense_is_named(
         (["--max-num-seq", "8"], "there is no --max-num-seq; did you mean --max-num-seqs?"),
         (["--max-num"], "there is no --max-num"),
         (["--trust-remote-code"], "no code of a checkpoint is ever run"),
-        (["--gpu-memory-utilization=0.9"], "there is no --gpu-memory-utilization: give the KV cache's part"),
+        (["--gpu-memory-utilization=0.9"], "there is no --gpu-memory-utilization: use --kv-cache-memory"),
         (["--zzz"], "there is no --zzz (see triptych serve --help)\n"),
         (["and", "more"], "unexpected argument 'and'"),
     ],
@@ -197,6 +209,54 @@ def test_a_variable_that_is_no_setting_is_refused(
     assert "TRIPTYCH_MAX_NUM_SEQ=8 is no setting; did you mean TRIPTYCH_MAX_NUM_SEQS?" in said
 
 
+# ── names of before ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_SETTINGS.items())
+def test_a_former_name_is_refused_with_the_new_one(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    assert new in flags.known_names()
+    assert old not in flags.known_names()
+    with pytest.raises(SystemExit):
+        main(["serve", "demo", f"--{old.replace('_', '-')}", "1"])
+    said = capsys.readouterr().err
+    assert f"there is no --{old.replace('_', '-')}: it is called --{new.replace('_', '-')} now" in said
+    path = folder / "renamed.toml"
+    path.write_text(f"{old} = 1\n")
+    assert f": it is called {new.replace('_', '-')} now" in refused(capsys, "serve", folder, "--config", path)
+    monkeypatch.setenv(f"TRIPTYCH_{old.upper()}", "1")
+    assert f": it is called TRIPTYCH_{new.upper()} now" in refused(capsys, "serve", folder)
+
+
+def test_the_former_name_of_the_frontend_is_refused_with_the_new_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "triptych.toml"
+    path.write_text("role = 'front-door'\n")
+    for arguments in (["--role", "front-door"], ["--config", path]):
+        assert "--role front-door is called frontend now" in refused(capsys, "serve", folder, *arguments)
+
+
+# ── Kubernetes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_variables_that_kubernetes_sets_for_a_service_of_that_name_are_ignored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (
+        ("PORT", "tcp://10.96.0.7:8000"),
+        ("PORT_8000_TCP_ADDR", "10.96.0.7"),
+        ("SERVICE_PORT", "8000"),
+        ("CONTROL_PORT", "tcp://10.96.0.8:8001"),
+        ("MAX_QUEUE", "7"),
+    ):
+        monkeypatch.setenv(f"TRIPTYCH_{name}", value)
+    assert flags.frontend_settings(parsed(folder)) == FrontendConfig(admission=AdmissionConfig(max_queue=7))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "TRIPTYCH_PORT=tcp://10.96.0.7:8000" in caplog.text
+
+
 class TestFile:
     """Of ``--config``."""
 
@@ -216,10 +276,11 @@ class TestFile:
         monkeypatch.setenv("TRIPTYCH_MAX_QUEUE", "20")
         monkeypatch.setenv("TRIPTYCH_REQUEST_TIMEOUT", "30")
         config = flags.serve_config(parsed(folder, "--config", path, "--request-timeout", "300"))
-        assert (config.engine.max_num_seqs, config.frontend.max_queue) == (1, 20)
-        assert (config.frontend.request_timeout, config.engine.kv_cache_memory) == (300.0, "4GiB")
+        assert (config.engine.max_num_seqs, config.frontend.admission.max_queue) == (1, 20)
+        assert config.frontend.admission.request_timeout == 300.0
+        assert config.engine.kv_cache_memory == MemorySize(4 * 2**30)
         assert config.engine.enable_prefix_caching is False
-        assert config.frontend.allowed_media_domains == ("a.org", "b.org")
+        assert config.frontend.fetch.allowed_media_domains == ("a.org", "b.org")
         assert config.lease.drain_timeout == 5.5
         assert config.engine.page_size == EngineConfig().page_size
 
@@ -231,7 +292,7 @@ class TestFile:
         arguments = parsed("--config", path, "--role", "E")
         flags.fill_in_start(arguments)
         assert (arguments.role, arguments.topology) == ("E", None)
-        with pytest.raises(ConfigError, match="which MODEL"):
+        with pytest.raises(ConfigError, match="MODEL is missing"):
             flags.fill_in_start(parsed())
 
     @pytest.mark.parametrize(

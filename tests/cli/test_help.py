@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from triptych import __version__
-from triptych.cli import COMMANDS, flags, main, make_parser
+from triptych.cli import COMMANDS, main, make_parser
+from triptych.config import CONFIG_GROUPS
 
 PRIVATE = re.compile(
     r"front.door|house|in hand|anew|so many|nobody|somebody|let in|\bkin\b|\b(in|the) line\b|signs of life|\btold?\b"
@@ -85,7 +86,7 @@ def test_help_names_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def test_numbers_have_units() -> None:
-    settings = [item for config in flags.CONFIGS for item in dataclasses.fields(config)]
+    settings = [item for config in CONFIG_GROUPS for item in dataclasses.fields(config)]
     numbers = [item for item in settings if type(item.default) in (int, float)]
     assert len(numbers) > 20
     for item in numbers:

@@ -120,7 +120,7 @@ def test_changes_are_asked_for_one_by_one_until_one_is_refused(status: Callable[
     with frontend() as (control, asked):
         code, text, errors = status("--control", control, *changes)
         assert (code, text) == (1, "")
-        assert errors == "triptych: pd0 does not become P: it would hurt\n"
+        assert errors == "triptych: pd0 does not change its role to P: it would hurt\n"
         assert status("--control", control, *changes, "--force")[0] == 0
     seen = [(one.instance, one.role, one.timeout, one.force) for one in asked if isinstance(one, SetRole)]
     assert seen == [("pd0", Role.P, 7.0, False), ("pd0", Role.P, 7.0, True), ("a=b", Role.D, 7.0, True)]
@@ -129,7 +129,7 @@ def test_changes_are_asked_for_one_by_one_until_one_is_refused(status: Callable[
 def test_only_who_has_the_secret_is_heard(
     status: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.cluster.operator.ANSWERS_WITHIN", 0.5)
+    monkeypatch.setattr("triptych.cluster.control_client.ANSWER_TIMEOUT", 0.5)
     files = {}
     for name, secret in (("right", SECRET), ("wrong", SECRET + b"!")):
         files[name] = tmp_path / name

@@ -52,7 +52,7 @@ def test_every_process_writes_objects(folder: Path) -> None:
         assert picture_answer(url, "tiny")
         command.send(signal.SIGTERM)
         assert command.end() == 0, command.text
-    assert any("loaded the towers" in message for message in of(command.lines, "e0"))
+    assert any("loaded the encoder" in message for message in of(command.lines, "e0"))
     assert any("loaded the decoder" in message for message in of(command.lines, "pd0"))
     for process in ("e0", "pd0", "pd0/rank1"):
         assert any(message.startswith(NO_COMPILER) for message in of(command.lines, process)), command.text

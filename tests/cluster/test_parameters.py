@@ -81,7 +81,7 @@ def test_an_encode_instance_holds_the_tower_alone_and_a_language_instance_the_de
 
     async def check() -> None:
         async with running(folder, "1E1PD", engine) as service:
-            encode, language = (instance.hosts for instance in service.instances)
+            encode, language = (instance.loops for instance in service.instances)
             in_encode, encode_weights = weight_elements(encode)
             in_language, language_weights = weight_elements(language)
             assert in_encode == tower

@@ -20,7 +20,7 @@ def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
     with triptych("serve", folder, *FAST) as command:
         url = command.wait_until_ready()
         assert command.wait_for_line(r"^ready: tiny as 1E1PD on ")
-        assert command.wait_for_line(r"^\[e0\] .*loaded the towers")
+        assert command.wait_for_line(r"^\[e0\] .*loaded the encoder")
         assert command.wait_for_line(r"^\[pd0\] .*loaded the decoder")
         assert picture_answer(url, "tiny")
         assert "libtorch" not in Path(f"/proc/{command.process.pid}/maps").read_text(), "the frontend has no torch"
@@ -28,7 +28,7 @@ def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
         with httpx.Client(base_url=url, trust_env=False) as idle, stream_of(url, "tiny", 1000) as lines:
             wait_for(lambda: idle.get("/ready").status_code == 200, 10, command)
             command.send(signal.SIGTERM)
-            command.wait_for_line("SIGTERM: no new requests")
+            command.wait_for_line("SIGTERM: rejecting new requests")
             assert list(lines)[-1] == "data: [DONE]"
             began = time.monotonic()
             assert command.end() == 0, command.text

@@ -88,7 +88,7 @@ def test_who_has_not_the_secret_is_not_let_in_and_says_what_may_be_wrong(folder:
             for command in (stranger, innocent):
                 assert command.end(60) == 1, command.text
                 assert command.errors[-1] == (
-                    f"triptych: no answer from the frontend at tcp://{address}: is it there, and has it the same "
+                    f"triptych: no answer from the frontend at tcp://{address}: is it running, with the same "
                     "--cluster-secret-file?"
                 )
                 assert "Traceback" not in command.text

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, MemorySize
 from triptych.engine.kv_size import KVSize, kv_size
 from triptych.errors import StartError
 
@@ -18,20 +18,20 @@ def size(**settings: Any) -> KVSize:
 
 
 def test_a_share_is_of_the_free_memory() -> None:
-    found = size(kv_cache_memory="50%")
+    found = size(kv_cache_memory=MemorySize.parse("50%"))
     assert (found.num_pages, found.context_length, found.num_bytes) == (31, 31 * 16, 31 * 16 * TOKEN)
 
 
 def test_an_amount_is_rounded_to_whole_pages() -> None:
-    assert size(kv_cache_memory="100kB").num_pages == 6
+    assert size(kv_cache_memory=MemorySize.parse("100kB")).num_pages == 6
 
 
 def test_tokens_override_memory_and_fill_whole_pages() -> None:
-    assert size(kv_cache_tokens=100, kv_cache_memory="1KB").num_pages == 7
+    assert size(kv_cache_tokens=100, kv_cache_memory=MemorySize.parse("1KB")).num_pages == 7
 
 
 def test_the_size_is_at_most_what_all_requests_can_use() -> None:
-    found = size(kv_cache_memory="100%", max_model_len=40, max_num_seqs=2)
+    found = size(kv_cache_memory=MemorySize.parse("100%"), max_model_len=40, max_num_seqs=2)
     assert (found.num_pages, found.context_length) == (2 * 3, 40)
 
 
@@ -45,11 +45,14 @@ def test_the_context_is_the_least_of_model_setting_and_capacity() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kv_cache_memory": "500kB", "max_model_len": 1000}, "--max-model-len 1000 takes .* holds 496 tokens"),
+        (
+            {"kv_cache_memory": MemorySize.parse("500kB"), "max_model_len": 1000},
+            "--max-model-len 1000 takes .* holds 496 tokens",
+        ),
         ({"max_model_len": MODEL + 1}, "--max-model-len 4097 exceeds the 4096 tokens"),
-        ({"kv_cache_memory": "2MB"}, "--kv-cache-memory 2MB takes .* free"),
+        ({"kv_cache_memory": MemorySize.parse("2MB")}, "--kv-cache-memory 2MB takes .* free"),
         ({"kv_cache_tokens": 1001}, "--kv-cache-tokens 1001 takes .* free"),
-        ({"kv_cache_memory": "1%"}, "--kv-cache-memory 1% .* holds 0 tokens; a page of 16 takes"),
+        ({"kv_cache_memory": MemorySize.parse("1%")}, "--kv-cache-memory 1% .* holds 0 tokens; a page of 16 takes"),
     ],
 )
 def test_settings_that_do_not_fit_are_rejected_with_both_figures(settings: dict[str, Any], words: str) -> None:

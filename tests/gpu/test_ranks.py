@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from triptych.config import RankSizes
+
 pytest.importorskip("zmq", reason="a service's libraries aren't all installed")
 pytest.importorskip("fastapi", reason="a service's libraries aren't all installed")
 pytest.importorskip("httpx", reason="the tests' libraries aren't all installed")
@@ -33,7 +35,7 @@ def test_tokens(checkpoint_folder: Callable[..., Path], cuda_graphs: bool, moe: 
         FLOAT32,
         device="cuda",
         cuda_graphs=cuda_graphs,
-        tensor_parallel_size="2",
+        tensor_parallel_size=RankSizes(2),
         max_num_batched_tokens=64,
         kv_cache_tokens=pages * FLOAT32.page_size,
     )

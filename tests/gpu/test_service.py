@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="a service's libraries aren't all installe
 from tests.parity.conftest import Model
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, MemorySize
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD"])
@@ -30,7 +30,7 @@ def test_tokens(checkpoint_folder: Callable[..., Path], topology: str, cuda_grap
 
 
 def test_a_cache_from_the_gpus_memory(checkpoint_folder: Callable[..., Path]) -> None:
-    engine = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_memory="64MiB")
+    engine = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_memory=MemorySize.parse("64MiB"))
 
     async def answers() -> list[list[int]]:
         async with running(checkpoint_folder(), "1E1PD", engine) as service:

@@ -25,6 +25,7 @@ import zmq
 from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import FLOAT32, Running, running
 from tests.support.image_cases import Case, picture, png
+from triptych.config import EncodeConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.errors import BadMessage, InstanceLost, Unavailable
@@ -287,9 +288,10 @@ async def _flooded(target: str, num_frames: int, folder: Path) -> None:
 
         setattr(part, name, handle_and_record)
 
-    engine = replace(FLOAT32, encode_cache_mb=0, enable_prefix_caching=False)  # each answer takes the whole way
+    # no caches, so that each answer takes the whole way
+    engine, encode = replace(FLOAT32, enable_prefix_caching=False), EncodeConfig(encode_cache_mb=0)
     topology = "1E1P1D" if target in {"prefill", "decode"} else "1E1PD"
-    async with running(folder, topology, engine, prepare=record) as service:
+    async with running(folder, topology, engine, encode=encode, prepare=record) as service:
         router = service.frontend.router
         record(router)
         expected = await service.answer(QUESTION)
@@ -363,7 +365,7 @@ def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tupl
         address, kinds = door.channel.address, set(door.router.debug_state().handled)
         return address, Nonsense(2, addresses=[address], seen=seen, meant=kinds)
     instance = next(instance for instance in service.instances if instance.role is ROLES[target])
-    transfers = [transfers_of(host) for host in instance.hosts]
+    transfers = [transfers_of(host) for host in instance.loops]
     addresses = [channel.address for channel in (door.channel, *(other.channel for other in service.instances))]
     kinds = {kind for kind, _ in instance._handlers}
     under_way = chain.from_iterable
@@ -383,7 +385,7 @@ def transfers_of(host: StageLoop) -> Collection[TransferId]:
 
 def is_idle(service: Running) -> bool:
     """Nothing to encode and nothing to generate: what an attacker had encoded may go wherever he said."""
-    encoders = [h for instance in service.instances for h in instance.hosts if isinstance(h, EncodeLoop)]
+    encoders = [h for instance in service.instances for h in instance.loops if isinstance(h, EncodeLoop)]
     encoding = any(host.debug_state().jobs for host in encoders)
     return not encoding and not any(host.scheduler for host in service.engine_loops())
 

@@ -180,7 +180,7 @@ def watched(folder: Path) -> Iterator[tuple[Served, Longest]]:
         for instance in service.running.instances:
             channel: Any = instance.channel
             channel.receive = longest.between(f"the loop of {instance.name}", channel.receive)
-            for host in instance.hosts:
+            for host in instance.loops:
                 if isinstance(host, EngineLoop):
                     step: list[float] = []
                     runner: Any = host.runner

@@ -27,7 +27,7 @@ from tests.support.cluster import _free_port
 from tests.support.commands import Command, triptych
 from tests.support.request_bodies import Request, Requests
 from tests.support.serving import image, image_part, wait_for
-from triptych.cluster.operator import Operator
+from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 
 TOPOLOGIES: dict[str, tuple[str, ...]] = {
@@ -72,7 +72,7 @@ class Service:
 
     def is_back(self) -> bool:
         """Whether no instance holds or waits for anything, and none has work on the router's books."""
-        with Operator(f"127.0.0.1:{self.control}", ClusterConfig()) as operator:
+        with ControlClient(f"127.0.0.1:{self.control}", ClusterConfig()) as operator:
             status = operator.status()
         loads = [one.load for one in status.instances]
         held = sum(load.running + load.waiting + sum(pool.used for pool in load.pools) for load in loads)

@@ -16,6 +16,7 @@ from tests.support.sounds import sound
 from tests.support.stage_loops import Recording, count_parts, engine_loop
 from tests.support.tiny import make_tiny
 from tests.support.video_cases import answered, user
+from triptych.config import EncodeConfig
 from triptych.server.instance import Instance
 
 slow = pytest.mark.slow
@@ -53,8 +54,8 @@ def test_receive_pool_of_one_block(model: Hears, topology: str, block_rows: int)
 @pytest.mark.parametrize("patches", [1, pytest.param(250, marks=slow)])
 def test_batches(model: Hears, patches: int) -> None:
     """However many parts go through the towers together, and however little is remembered of them."""
-    engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)
-    assert answered(model, "1E1PD", engine) == model.answers
+    encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
+    assert answered(model, "1E1PD", encode=encode) == model.answers
 
 
 def test_first_token_logits(model: Hears) -> None:

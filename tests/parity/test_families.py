@@ -14,7 +14,7 @@ from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, Case
 from tests.support.stage_loops import Recording, engine_loop
 from tests.support.tiny import TINY, make_tiny
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, RankSizes
 from triptych.server.instance import Instance
 
 TEXTS = [
@@ -66,7 +66,9 @@ def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], fa
 
 @pytest.mark.parametrize("family", TWO_RANKS)
 def test_two_ranks(models: dict[str, Model], family: str) -> None:
-    assert answered(models[family], "1PD", replace(FLOAT32, tensor_parallel_size="2")) == models[family].answers
+    assert (
+        answered(models[family], "1PD", replace(FLOAT32, tensor_parallel_size=RankSizes(2))) == models[family].answers
+    )
 
 
 @pytest.mark.parametrize("family", SLIDING_WINDOWS)

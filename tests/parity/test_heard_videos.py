@@ -19,6 +19,7 @@ from tests.support.sounds import sound
 from tests.support.stage_loops import count_parts, encode_loops
 from tests.support.tiny import make_tiny
 from tests.support.video_cases import CHUNKS, MORE, RUNS, SMALL, answered, image_part, user, video_part
+from triptych.config import EncodeConfig
 from triptych.messages.codec import Message
 from triptych.messages.work import Encode, EncodeFailed
 from triptych.types import Address, FrameSampling, TransferId
@@ -74,8 +75,9 @@ def test_as_the_reference(model: Hears, topology: str, chunk: int, pool: dict[st
 @pytest.mark.parametrize("patches", [1, pytest.param(250, marks=pytest.mark.slow)])
 def test_batches(model: Hears, patches: int) -> None:
     """However many parts go through the towers together, and however little is remembered of them."""
-    engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0, max_num_batched_tokens=CHUNKS)
-    assert answered(model, "1E1PD", engine) == model.answers
+    engine = replace(FLOAT32, max_num_batched_tokens=CHUNKS)
+    encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
+    assert answered(model, "1E1PD", engine, encode) == model.answers
 
 
 def test_parts_are_shared_with_what_looks_and_sounds_alike(model: Hears) -> None:

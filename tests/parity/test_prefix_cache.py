@@ -21,7 +21,7 @@ def computed(service: Running) -> int:
 
 def encodings(service: Running) -> int:
     """Transfers that encoders were asked for so far."""
-    hosts = [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeLoop)]
+    hosts = [host for instance in service.instances for host in instance.loops if isinstance(host, EncodeLoop)]
     return sum(host.num_requested for host in hosts)
 
 

@@ -8,12 +8,12 @@ import pytest
 from tests.parity.conftest import Model
 from tests.support.harness import FLOAT32, running, together
 from tests.support.image_cases import CASES
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, RankSizes
 from triptych.engine.scheduler import Scheduler
 from triptych.engine.split_loops import DecodeLoop
 
 REQUESTS = [case.messages for case in CASES]
-TWO_RANKS = replace(FLOAT32, tensor_parallel_size="2")
+TWO_RANKS = replace(FLOAT32, tensor_parallel_size=RankSizes(2))
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234}
 
 
@@ -81,7 +81,7 @@ def test_prefill_and_decode_of_different_sizes(model: Model, topology: str, size
             first, again = [await service.answers(REQUESTS) for _ in range(2)]
             return [first, again, await service.answers(REQUESTS, **SAMPLING)], decoding.scheduler
 
-    answers, scheduler = asyncio.run(run(replace(engine, tensor_parallel_size=sizes)))
+    answers, scheduler = asyncio.run(run(replace(engine, tensor_parallel_size=RankSizes.parse(sizes))))
     assert answers[:2] == [model.answers, model.answers]
     assert scheduler.num_preemptions > 0
     assert answers[2] == asyncio.run(run(engine))[0][2]

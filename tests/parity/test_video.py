@@ -15,6 +15,7 @@ from tests.support.clips import clip, turned
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.stage_loops import count_parts, encode_loops
 from tests.support.video_cases import Model, answered, image_part, listed, user, video_part
+from triptych.config import EncodeConfig
 from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
 from triptych.models.base import EncoderInput
@@ -60,8 +61,8 @@ def test_receive_pool_of_one_block(model: Model, topology: str, block_rows: int)
 @pytest.mark.parametrize("patches", [1, 50, 10**6])
 def test_batches(model: Model, patches: int) -> None:
     """However many parts go through the tower together, and however little is remembered of them."""
-    engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)
-    assert answered(model, "1E1PD", engine) == model.answers
+    encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
+    assert answered(model, "1E1PD", encode=encode) == model.answers
 
 
 def test_a_chat_goes_on_without_encoding_its_video_again(model: Model) -> None:
@@ -104,7 +105,7 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
     parts = 0
 
     def stop_midway(instance: Instance) -> None:
-        for host in instance.hosts:
+        for host in instance.loops:
             if isinstance(host, EncodeLoop):
                 encoder = host.encoder
 
@@ -121,8 +122,10 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
 
     async def run() -> None:
         prompt = model.prompts[0]
-        engine = replace(FLOAT32, encode_batch_patches=1, receive_block_rows=4)
-        async with running(model.folder, "1E1PD", engine, prepare=stop_midway) as service:
+        engine = replace(FLOAT32, receive_block_rows=4)
+        async with running(
+            model.folder, "1E1PD", engine, encode=EncodeConfig(encode_batch_patches=1), prepare=stop_midway
+        ) as service:
             asking = asyncio.create_task(service.answer(CASES["mp4"]))
             (host,) = service.engine_loops()
             spans = prompt.items[0].placement.spans
@@ -139,8 +142,7 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
 
 def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
     async def run() -> None:
-        engine = replace(FLOAT32, encode_batch_patches=1)
-        async with running(model.folder, "1E1PD", engine) as service:
+        async with running(model.folder, "1E1PD", encode=EncodeConfig(encode_batch_patches=1)) as service:
             for delay in (0.0, 0.01, 0.03, 0.06, 0.1):
                 asking = asyncio.create_task(service.answer(CASES["two videos"]))
                 await asyncio.sleep(delay)
@@ -161,7 +163,7 @@ def test_an_image_does_not_wait_for_all_of_a_long_video(model: Model) -> None:
     order = []
 
     async def run() -> None:
-        async with running(model.folder, "1E1PD", replace(FLOAT32, encode_batch_patches=1)) as service:
+        async with running(model.folder, "1E1PD", encode=EncodeConfig(encode_batch_patches=1)) as service:
 
             async def ask(name: str, messages: Messages) -> None:
                 await service.answer(messages, max_tokens=1)

@@ -17,6 +17,7 @@ from tests.support.serving import served
 from tests.support.stage_loops import count_parts
 from tests.support.tiny import make_tiny
 from tests.support.video_cases import MORE, RUNS, SMALL, Model, answered, image_part, listed, user, video_part
+from triptych.config import EncodeConfig
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.types import FrameSampling
 
@@ -57,8 +58,8 @@ def test_as_the_reference(
 @pytest.mark.parametrize("family", VIDEO_ANSWERS)
 @pytest.mark.parametrize("patches", [1, 50, 10**6])
 def test_batches(models: dict[str, Model], family: str, patches: int) -> None:
-    engine = replace(FLOAT32, encode_batch_patches=patches, encode_cache_mb=0)
-    assert answered(models[family], "1E1PD", engine) == models[family].answers
+    encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
+    assert answered(models[family], "1E1PD", encode=encode) == models[family].answers
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.router_harness import prompt, tokens_of
-from triptych.config import FrontendConfig, LeaseConfig
+from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
@@ -51,7 +51,7 @@ class RouterHarness:
             send=lambda to, message: self.sent.append((to, message)),
             disconnect=lambda _: None,
             fingerprint="model",
-            frontend=FrontendConfig(request_timeout=60.0),
+            admission=AdmissionConfig(request_timeout=60.0),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             expects_encoders=any(name.startswith("e") for name in names),
             clock=lambda: self.now,

@@ -170,7 +170,7 @@ def trip_over(seeds: set[int]) -> Callable[[Instance], None]:
     """For ``running``: a step raises after it was computed, as long as one of its tokens is sampled by such a seed."""
 
     def prepare(instance: Instance) -> None:
-        for host in instance.hosts:
+        for host in instance.loops:
             if isinstance(host, EngineLoop):
                 host.runner.run = tripping(host.runner.run)  # type: ignore[method-assign]
 
@@ -212,7 +212,7 @@ def test_a_token_that_is_not_in_the_vocabulary_fails_its_request_at_once(folder:
     """However a prefill instance comes to say so."""
 
     def prepare(instance: Instance) -> None:
-        for host in instance.hosts:
+        for host in instance.loops:
             if isinstance(host, EngineLoop) and not host.decodes:
                 run = host.runner.run
 

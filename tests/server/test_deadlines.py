@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from triptych.config import FrontendConfig
+from triptych.config import AdmissionConfig
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.request import Request
 from triptych.errors import ConfigError
@@ -63,4 +63,4 @@ def test_rows_are_kept_for_their_consumer_as_long_as_its_request_may_take() -> N
 def test_a_timeout_that_is_none_is_said_as_the_longest_there_is() -> None:
     assert time_left(float("inf"), 0.0) == NO_TIMEOUT
     with pytest.raises(ConfigError, match="--request-timeout nan"):
-        FrontendConfig(request_timeout=float("nan"))
+        AdmissionConfig(request_timeout=float("nan"))

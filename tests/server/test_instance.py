@@ -82,24 +82,25 @@ class Recorder:
 
 
 @dataclass
-class Composing:
-    """A composer whose hosts are recorders; ``refusal`` is what it raises, if anything, when it comes to it."""
+class RecorderBuilder:
+    """A loop builder whose loops are recorders."""
 
     refusal: BaseException | None = None
-    composed: list[Recorder] = field(default_factory=list)
+    """What building raises, if anything."""
+    built: list[Recorder] = field(default_factory=list)
 
-    def check(self, role: Role) -> None:
+    def check_role(self, role: Role) -> None:
         if role.encodes:
             raise StartError("no tower")
 
-    def compose(self, role: Role) -> RoleLoops:
+    def build_loops(self, role: Role) -> RoleLoops:
         if self.refusal is not None:
             raise self.refusal
-        self.composed.append(Recorder())
-        return RoleLoops([(self.composed[-1], TransferSide.CONSUMER)], [OTHER_LAYOUT])
+        self.built.append(Recorder())
+        return RoleLoops([(self.built[-1], TransferSide.CONSUMER)], [OTHER_LAYOUT])
 
 
-class RouterHarness:
+class InstanceHarness:
     """A frontend's end of the channel, and an instance whose loop runs in a thread."""
 
     def __init__(self, lease: LeaseConfig, host: Recorder) -> None:
@@ -107,7 +108,7 @@ class RouterHarness:
         self.instance = Instance(
             name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), frontend=self.channel.address, lease=lease
         )
-        self.instance.add(host, far_end=TransferSide.PRODUCER)
+        self.instance.add_loop(host, peer=TransferSide.PRODUCER)
         self.received: list[Message] = []
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -136,7 +137,7 @@ class RouterHarness:
         """Takes the registration and welcomes the instance."""
         self.await_count(Register, 1)
         self.send(Registered(expiry))
-        _until(lambda: self.instance._registered)
+        _until(lambda: self.instance.registered)
 
     def end(self) -> None:
         self._thread.join(10)
@@ -157,11 +158,11 @@ def _until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., RouterHarness]]:
-    desks: list[RouterHarness] = []
+def start() -> Iterator[Callable[..., InstanceHarness]]:
+    desks: list[InstanceHarness] = []
 
-    def start_one(lease: LeaseConfig = FAST, host: Recorder | None = None) -> RouterHarness:
-        desks.append(RouterHarness(lease, host or Recorder()))
+    def start_one(lease: LeaseConfig = FAST, host: Recorder | None = None) -> InstanceHarness:
+        desks.append(InstanceHarness(lease, host or Recorder()))
         return desks[-1]
 
     yield start_one
@@ -183,7 +184,7 @@ def fail() -> None:
     raise RuntimeError("a bug")
 
 
-def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., RouterHarness]) -> None:
+def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.join()
     (register,) = [message for message in harness.received if isinstance(message, Register)]
@@ -200,7 +201,7 @@ def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., Ro
     assert harness.host.told == ["close"]
 
 
-def test_rejection_ends_it(start: Callable[..., RouterHarness]) -> None:
+def test_rejection_ends_it(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.await_count(Register, 1)
     harness.send(RegistrationRefused("pd0", os.getpid(), "it serves another model"))
@@ -210,14 +211,14 @@ def test_rejection_ends_it(start: Callable[..., RouterHarness]) -> None:
     assert harness.host.told == ["close"]
 
 
-def test_a_frontend_that_does_not_answer_ends_it(start: Callable[..., RouterHarness]) -> None:
+def test_a_frontend_that_does_not_answer_ends_it(start: Callable[..., InstanceHarness]) -> None:
     harness = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.1))
     harness.end()
     assert isinstance(harness.error, StartError)
     assert harness.channel.address in str(harness.error)
 
 
-def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callable[..., RouterHarness]) -> None:
+def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.join()
     harness.send(RegisterAgain(), RegisterAgain(), RegisterAgain(), cancel("last"))
@@ -229,7 +230,7 @@ def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callab
     assert harness.host.told.count("on_lease_lost") == 2, "a new lease that is lost is another matter"
 
 
-def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: Callable[..., RouterHarness]) -> None:
+def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.await_count(Register, 1)
     harness.send(RegisterAgain())  # the answer to a heartbeat that went before the registration
@@ -242,7 +243,7 @@ def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: 
     assert "on_lease_lost" not in harness.host.told
 
 
-def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., RouterHarness]) -> None:
+def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., InstanceHarness]) -> None:
     harness = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.3))
     harness.join()
     time.sleep(0.4)
@@ -253,7 +254,7 @@ def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., R
     assert harness.error is None
 
 
-def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Callable[..., RouterHarness]) -> None:
+def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Callable[..., InstanceHarness]) -> None:
     harness = start(LeaseConfig(heartbeat=0.05, lease_expiry=0.5))
     harness.join(expiry=0.5)
     assert "on_lease_lost" not in harness.host.told
@@ -269,7 +270,7 @@ def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Call
     assert harness.host.told.count("on_lease_lost") == 1
 
 
-def test_being_a_little_late_gives_nothing_up(start: Callable[..., RouterHarness]) -> None:
+def test_being_a_little_late_gives_nothing_up(start: Callable[..., InstanceHarness]) -> None:
     harness = start(LeaseConfig(heartbeat=0.05, lease_expiry=30.0))
     harness.join()
     harness.host.on_advance = once(lambda: time.sleep(0.3))
@@ -282,7 +283,7 @@ def test_being_a_little_late_gives_nothing_up(start: Callable[..., RouterHarness
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BlockError("freed twice")])
 def test_a_message_that_cannot_be_handled_harms_nothing_else(
-    start: Callable[..., RouterHarness], error: Exception
+    start: Callable[..., InstanceHarness], error: Exception
 ) -> None:
     def refuse() -> None:
         raise error
@@ -295,7 +296,7 @@ def test_a_message_that_cannot_be_handled_harms_nothing_else(
     assert harness.error is None
 
 
-def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., RouterHarness]) -> None:
+def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.join()
     lost = PeerLost(Address("tcp://127.0.0.1:1"), [TransferId("t")])
@@ -304,7 +305,7 @@ def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., RouterHa
 
 
 def test_a_leak_is_logged_and_no_reason_to_end(
-    start: Callable[..., RouterHarness], caplog: pytest.LogCaptureFixture
+    start: Callable[..., InstanceHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     def leak() -> None:
         raise BlockError("two pages are missing")
@@ -316,7 +317,7 @@ def test_a_leak_is_logged_and_no_reason_to_end(
     _until(lambda: cancel("after") in harness.host.told)
 
 
-def test_a_host_that_fails_starts_over(start: Callable[..., RouterHarness], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_that_fails_starts_over(start: Callable[..., InstanceHarness], caplog: pytest.LogCaptureFixture) -> None:
     harness = start()
     harness.join()
     harness.host.on_advance = once(fail)
@@ -334,7 +335,7 @@ def test_a_host_that_fails_starts_over(start: Callable[..., RouterHarness], capl
 
 
 def test_a_host_that_keeps_failing_ends_the_instance(
-    start: Callable[..., RouterHarness], caplog: pytest.LogCaptureFixture
+    start: Callable[..., InstanceHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = start()
     harness.join()
@@ -349,7 +350,7 @@ def test_a_host_that_keeps_failing_ends_the_instance(
     assert isinstance(harness.received[-1], Deregister), "the frontend need not wait for the lease"
 
 
-def test_failures_far_apart_end_nothing(start: Callable[..., RouterHarness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_far_apart_end_nothing(start: Callable[..., InstanceHarness], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "FAILURE_WINDOW", 0.0)
     harness = start()
     harness.join()
@@ -361,13 +362,13 @@ def test_failures_far_apart_end_nothing(start: Callable[..., RouterHarness], mon
     assert harness.error is None
 
 
-def test_it_changes_its_role_once_all_is_done(start: Callable[..., RouterHarness]) -> None:
-    harness, composer = start(host=Recorder(idle=False)), Composing()
-    harness.instance.composer = composer
+def test_it_changes_its_role_once_all_is_done(start: Callable[..., InstanceHarness]) -> None:
+    harness, builder = start(host=Recorder(idle=False)), RecorderBuilder()
+    harness.instance.loop_builder = builder
     harness.join()
     harness.send(ChangeRole(Role.P, 30.0), cancel("still here"))
     _until(lambda: cancel("still here") in harness.host.told)
-    assert composer.composed == []
+    assert builder.built == []
     harness.host.idle = True
     harness.instance.channel.wake()
     harness.await_count(Register, 2)
@@ -377,7 +378,7 @@ def test_it_changes_its_role_once_all_is_done(start: Callable[..., RouterHarness
     assert harness.count(Deregister) == 0, "the frontend tells the others when it hears of the role"
     assert harness.host.told == [cancel("still here"), "close"]
     harness.send(Registered(30.0), cancel("for the new host"))
-    (host,) = composer.composed
+    (host,) = builder.built
     _until(lambda: host.told == [cancel("for the new host")])
 
 
@@ -390,10 +391,10 @@ def test_it_changes_its_role_once_all_is_done(start: Callable[..., RouterHarness
     ],
 )
 def test_a_change_that_cannot_be_leaves_all_as_it_was(
-    start: Callable[..., RouterHarness], role: Role, refusal: BaseException | None, reason: str
+    start: Callable[..., InstanceHarness], role: Role, refusal: BaseException | None, reason: str
 ) -> None:
     harness = start()
-    harness.instance.composer = Composing(refusal)
+    harness.instance.loop_builder = RecorderBuilder(refusal)
     harness.join()
     harness.send(ChangeRole(role, 30.0))
     harness.await_count(RoleKept, 1)
@@ -403,9 +404,9 @@ def test_a_change_that_cannot_be_leaves_all_as_it_was(
     assert harness.count(Register) == 1
 
 
-def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., RouterHarness]) -> None:
+def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., InstanceHarness]) -> None:
     harness = start(host=Recorder(idle=False))
-    harness.instance.composer = Composing()
+    harness.instance.loop_builder = RecorderBuilder()
     harness.join()
     harness.send(ChangeRole(Role.P, 0.1))
     harness.await_count(RoleKept, 1)
@@ -415,20 +416,20 @@ def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., R
     assert harness.count(Register) == 1
 
 
-def test_starting_over_forgets_the_change(start: Callable[..., RouterHarness]) -> None:
-    harness, composer = start(host=Recorder(idle=False)), Composing()
-    harness.instance.composer = composer
+def test_starting_over_forgets_the_change(start: Callable[..., InstanceHarness]) -> None:
+    harness, builder = start(host=Recorder(idle=False)), RecorderBuilder()
+    harness.instance.loop_builder = builder
     harness.join()
     harness.send(ChangeRole(Role.P, 30.0), RegisterAgain())
     harness.await_count(Register, 2)
     harness.host.idle = True
     harness.send(Registered(30.0), cancel("after"))
     _until(lambda: cancel("after") in harness.host.told)
-    assert composer.composed == []
+    assert builder.built == []
     assert harness.instance.role is Role.PD
 
 
-def test_one_without_other_hosts_keeps_its_role(start: Callable[..., RouterHarness]) -> None:
+def test_one_without_other_hosts_keeps_its_role(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.join()
     harness.send(ChangeRole(Role.P, 30.0))

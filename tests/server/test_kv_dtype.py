@@ -10,11 +10,11 @@ import torch
 from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import FLOAT32, make_instance, run_instance, running
 from triptych.checkpoint.reader import Checkpoint
-from triptych.config import EngineConfig, ServeConfig
+from triptych.config import EngineConfig, MemorySize, ServeConfig
 from triptych.errors import StartError
 from triptych.layers.parallel import SINGLE_RANK
 from triptych.messages.rows import RowKind
-from triptych.server.build import Model
+from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role
 
 DEFAULT = replace(FLOAT32, dtype="auto")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_cache_and_rows_have_it(folder: Path, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
-    model = Model(Checkpoint(folder), replace(DEFAULT, kv_cache_dtype=name))
+    model = ModelBundle(Checkpoint(folder), replace(DEFAULT, kv_cache_dtype=name))
     cache = model.make_cache(SINGLE_RANK, 3, "").whole
     assert {tensor.dtype for tensor in cache.keys + cache.values} == {dtype}
     layout = model.kv_layout
@@ -41,7 +41,7 @@ def test_the_same_memory_holds_twice_as_much(folder: Path) -> None:
         async with running(folder, "1PD", engine) as service:
             return service.engine_loops()[0].scheduler.pool.num_pages
 
-    limited = replace(DEFAULT, kv_cache_tokens=0, kv_cache_memory="1MiB")
+    limited = replace(DEFAULT, kv_cache_tokens=0, kv_cache_memory=MemorySize(2**20))
     half, single = asyncio.run(pages(limited)), asyncio.run(pages(replace(limited, kv_cache_dtype="float32")))
     assert half == 2 * single
 
@@ -67,11 +67,11 @@ def test_an_instance_says_how_its_rows_look_in_every_role_that_it_can_have(folde
             whole, encoder = service.instances
             assert [layout.kind for layout in encoder._layouts] == [RowKind.MEDIA]
             assert [layout.kind for layout in whole._layouts] == [RowKind.MEDIA, RowKind.KV]
-            assert whole.composer is not None
+            assert whole.loop_builder is not None
             for role in (Role.E, Role.D):
-                composition = whole.composer.compose(role)
-                assert composition.layouts == whole._layouts
-                for host, _ in composition.hosts:
+                built = whole.loop_builder.build_loops(role)
+                assert built.layouts == whole._layouts
+                for host, _ in built.loops:
                     host.close()
 
     asyncio.run(run())

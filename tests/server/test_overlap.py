@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.harness import FLOAT32, Running, running
+from tests.support.harness import Running, running
 from tests.support.image_cases import picture, png
+from triptych.config import EncodeConfig
 from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeFunction, EncodeLoop
 from triptych.engine.loop import EngineLoop
@@ -20,7 +20,7 @@ from triptych.server.instance import Instance
 from triptych.types import Address
 
 IMAGES = 4
-ONE_AT_A_TIME = replace(FLOAT32, encode_batch_patches=1)
+ONE_AT_A_TIME = EncodeConfig(encode_batch_patches=1)
 
 
 class SlowEncoder:
@@ -33,7 +33,7 @@ class SlowEncoder:
 
 
 def slow_down(instance: Instance) -> None:
-    for host in instance.hosts:
+    for host in instance.loops:
         if isinstance(host, EncodeLoop):
             host.encoder = SlowEncoder(host.encoder)
 
@@ -50,7 +50,7 @@ async def timeline(service: Running) -> list[Interval]:
 
 def test_prefill_of_what_has_landed_begins_before_the_next_item_is_encoded(tmp_path: Path) -> None:
     async def run() -> list[Interval]:
-        async with running(make_checkpoint(tmp_path), "1E1PD", ONE_AT_A_TIME, prepare=slow_down) as service:
+        async with running(make_checkpoint(tmp_path), "1E1PD", encode=ONE_AT_A_TIME, prepare=slow_down) as service:
             return await timeline(service)
 
     intervals = asyncio.run(run())
@@ -67,7 +67,7 @@ def test_a_steps_tokens_are_sent_while_the_next_step_runs(tmp_path: Path) -> Non
     """For each token, whether it is the last one, and whether a step was running."""
 
     def watch(instance: Instance) -> None:
-        [loop] = [host for host in instance.hosts if isinstance(host, EngineLoop)]
+        [loop] = [host for host in instance.loops if isinstance(host, EngineLoop)]
         send = instance.channel.send
 
         def watched_send(address: Address, message: Any) -> None:

@@ -28,14 +28,15 @@ from tests.support.forward import (
     step,
 )
 from triptych.checkpoint.reader import Checkpoint
-from triptych.config import EngineConfig, LeaseConfig, TransferConfig
+from triptych.config import EngineConfig, InstanceSpec, RankSizes
 from triptych.engine.group import CacheSize, agree_on_size, gather_memory
 from triptych.errors import CheckpointError, ConfigError, StartError
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import WEIGHT_FORMATS, PackedLinear, PlainLinear
 from triptych.layers.parallel import SINGLE_RANK, Dimension, Group, SingleRank
 from triptych.messages.channel import Channel
-from triptych.server.build import Model, build_instance
+from triptych.server.build import build_instance
+from triptych.server.model_bundle import ModelBundle
 from triptych.server.ranks import ChildRanks
 from triptych.topology import Role
 from triptych.types import Address
@@ -57,7 +58,7 @@ class Rank(SingleRank):
 
 
 def load(folder: Path, group: Group = SINGLE_RANK, engine: EngineConfig = FP32) -> Decoder:
-    return Model(Checkpoint(folder), engine).load_decoder(group)
+    return ModelBundle(Checkpoint(folder), engine).load_decoder(group)
 
 
 @contextmanager
@@ -71,12 +72,12 @@ def shared(
     try:
         group = ranks.connect(CPU)
         decoder = load(folder, group, engine)
-        with ranks.together():
+        with ranks.collective():
             gather_memory(group, CPU)
             agree_on_size(group, CacheSize(NUM_PAGES, 0))
         pool = Pool(decoder, NUM_PAGES, decoder.dtype)
-        pool.cache = Model(Checkpoint(folder), engine).make_cache(group, NUM_PAGES, ranks.cache).own
-        pool.decoder = ranks.lead(decoder, group, decoder.dtype)  # type: ignore[assignment]
+        pool.cache = ModelBundle(Checkpoint(folder), engine).make_cache(group, NUM_PAGES, ranks.cache).own
+        pool.decoder = ranks.broadcasting(decoder, group, decoder.dtype)  # type: ignore[assignment]
         yield pool
     finally:
         ranks.close()
@@ -163,7 +164,7 @@ def test_other_weight_formats(tmp_path: Path, changes: dict[str, Any], tolerance
     rounded once more, and a scale of int8 is a shard's own."""
     case, engine = Case.of(make_checkpoint(tmp_path, moe=True)), replace(FP32, **changes)
     whole = load(case.folder, engine=engine)
-    expected = run(Pool(whole, NUM_PAGES, Model(Checkpoint(case.folder), engine).kv_dtype), case.prompts)
+    expected = run(Pool(whole, NUM_PAGES, ModelBundle(Checkpoint(case.folder), engine).kv_dtype), case.prompts)
     with shared(case.folder, engine=engine) as pool:
         for ours, theirs in zip(run(pool, case.prompts), expected, strict=True):
             error = (ours - theirs).abs().median()
@@ -223,7 +224,7 @@ def test_a_checkpoint_that_a_rank_refuses(tmp_path: Path, capfd: pytest.CaptureF
     with started(path.parent, failures) as ranks:
         group = ranks.connect(CPU)
         load(folder, group)
-        with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\) ended with exit code 1"), ranks.together():
+        with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\) ended with exit code 1"), ranks.collective():
             gather_memory(group, CPU)
     said = capfd.readouterr().err
     assert "triptych: rank 1: " in said
@@ -317,25 +318,20 @@ def test_sizes_that_do_not_divide(tmp_path: Path, changes: dict[str, Any], size:
 
 
 def test_an_instance_refuses_a_size_before_it_starts_anything(tmp_path: Path) -> None:
-    engine, channel = replace(FP32, tensor_parallel_size="3"), Channel()
+    engine, channel = replace(FP32, tensor_parallel_size=RankSizes(3)), Channel()
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3 doesn't divide the model's query heads"):
         build_instance(
-            model=Model(Checkpoint(make_checkpoint(tmp_path)), engine),
-            name="pd0",
-            role=Role.PD,
+            InstanceSpec(model=str(tmp_path), role=Role.PD, name="pd0", join="127.0.0.1:1", engine=engine),
+            model=ModelBundle(Checkpoint(make_checkpoint(tmp_path)), engine),
             channel=channel,
             frontend=Address("tcp://127.0.0.1:1"),
-            engine=engine,
-            transfer=TransferConfig(),
-            cluster_host="127.0.0.1",
-            lease=LeaseConfig(),
         )
     channel.close()
-    assert not [child for child in psutil.Process().children() if "triptych.server.rank" in child.cmdline()]
+    assert not [child for child in psutil.Process().children() if "triptych.server.rank_main" in child.cmdline()]
 
 
 def test_the_kv_cache_of_a_rank(tmp_path: Path) -> None:
-    config = Model(Checkpoint(make_checkpoint(tmp_path)), FP32).adapter.decoder_config
+    config = ModelBundle(Checkpoint(make_checkpoint(tmp_path)), FP32).adapter.decoder_config
     assert config.shard(1) == config
     assert config.shard(2).kv_bytes(4) == config.kv_bytes(4) // 2
     assert config.shard(4).kv_bytes(4) == config.kv_bytes(4) // 2, "half of the ranks have the same kv head"

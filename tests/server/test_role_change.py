@@ -13,8 +13,8 @@ import pytest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import FLOAT32, Messages, Running, running
 from tests.support.image_cases import CASES
-from triptych.cluster.operator import Operator
-from triptych.config import ClusterConfig
+from triptych.cluster.control_client import ControlClient
+from triptych.config import ClusterConfig, RankSizes
 from triptych.engine.loop import EngineLoop
 from triptych.engine.split_loops import DecodeLoop, PrefillLoop
 from triptych.errors import StartError
@@ -48,7 +48,7 @@ def answers(folder: Path) -> list[list[int]]:
 
 async def set_role(service: Running, name: str, role: Role, *, timeout: float = 20.0, force: bool = False) -> None:
     def change() -> None:
-        with Operator(service.frontend.control, ClusterConfig()) as operator:
+        with ControlClient(service.frontend.control, ClusterConfig()) as operator:
             operator.set_role(name, role, timeout, force=force)
 
     await asyncio.to_thread(change)
@@ -56,7 +56,7 @@ async def set_role(service: Running, name: str, role: Role, *, timeout: float = 
 
 async def status(service: Running) -> dict[str, InstanceStatus]:
     def ask() -> list[InstanceStatus]:
-        with Operator(service.frontend.control, ClusterConfig()) as operator:
+        with ControlClient(service.frontend.control, ClusterConfig()) as operator:
             return operator.status().instances
 
     return {one.name: one for one in await asyncio.to_thread(ask)}
@@ -67,14 +67,14 @@ def instance(service: Running, name: str) -> Instance:
 
 
 def host(service: Running, name: str) -> EngineLoop:
-    return next(one for one in instance(service, name).hosts if isinstance(one, EngineLoop))
+    return next(one for one in instance(service, name).loops if isinstance(one, EngineLoop))
 
 
 def what_is_loaded(service: Running, name: str) -> list[object]:
-    composer = instance(service, name).composer
-    assert isinstance(composer, Components)
-    assert composer.language is not None
-    parts = composer.language
+    components = instance(service, name).loop_builder
+    assert isinstance(components, Components)
+    assert components.engine is not None
+    parts = components.engine
     return [parts, parts.cache, parts.engine.runner, parts.engine.scheduler, host(service, name).runner]
 
 
@@ -182,7 +182,7 @@ def test_changes_under_load_lose_no_request(folder: Path, answers: list[list[int
 @pytest.mark.parametrize(
     ("topology", "change", "force", "reason"),
     [
-        ("1E1PD", "pd1=EPD", True, "it has not loaded the towers, so it can't encode"),
+        ("1E1PD", "pd1=EPD", True, "it has not loaded the encoder, so it can't encode"),
         ("1E1PD", "e0=PD", True, "it has not loaded the decoder"),
         ("1E1PD", "x=PD", True, "no instance of that name"),
         ("1P1D", "p0=PD", False, "no other instance prefills"),
@@ -206,7 +206,7 @@ def test_one_that_is_not_done_in_time_goes_on_as_it_was(folder: Path) -> None:
     opened = threading.Event()
 
     def slow(instance: Instance) -> None:
-        one = next(host for host in instance.hosts if isinstance(host, EngineLoop))
+        one = next(host for host in instance.loops if isinstance(host, EngineLoop))
         run = one.runner.run
         one.runner.run = lambda *arguments: (opened.wait(20), run(*arguments))[1]  # type: ignore[method-assign]
 
@@ -273,9 +273,9 @@ def test_status_shows_pools_and_what_is_under_way(folder: Path) -> None:
 
 
 def test_nobody_answers_where_no_frontend_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triptych.cluster.operator.ANSWERS_WITHIN", 0.2)
+    monkeypatch.setattr("triptych.cluster.control_client.ANSWER_TIMEOUT", 0.2)
     with (
-        Operator("127.0.0.1:9", ClusterConfig()) as operator,
+        ControlClient("127.0.0.1:9", ClusterConfig()) as operator,
         pytest.raises(StartError, match=r"no answer from the frontend at 127\.0\.0\.1:9"),
     ):
         operator.status()
@@ -286,7 +286,7 @@ def test_ranks_that_share_a_decoder_go_along(folder: Path, answers: list[list[in
     """An instance keeps as many of them as it was started with."""
 
     async def run() -> None:
-        engine = replace(FLOAT32, tensor_parallel_size=sizes)
+        engine = replace(FLOAT32, tensor_parallel_size=RankSizes.parse(sizes))
         async with running(folder, "1E1P1D", engine) as service:
             for change in ("p1=PD", "d2=P", "p1=D", "d2=PD"):
                 name, role = change.split("=")

@@ -36,7 +36,7 @@ def test_cancels_are_no_errors_wherever_they_find_a_request(folder: Path, caplog
                     service.frontend.router.cancel(stream.request)
             assert len(await service.answer(MESSAGES)) == 32
             async with asyncio.timeout(10):
-                while not all(host.idle for instance in service.instances for host in instance.hosts):
+                while not all(host.idle for instance in service.instances for host in instance.loops):
                     await asyncio.sleep(0.01)
             assert all(lease.outstanding == 0 for lease in service.frontend.router.registry)
 

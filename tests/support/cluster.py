@@ -17,7 +17,7 @@ import psutil
 
 from tests.support.commands import Command, triptych
 from tests.support.serving import image, image_part, served, text_part
-from triptych.cluster.operator import Operator
+from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.messages.work import InstanceStatus
 
@@ -164,7 +164,7 @@ class Cluster:
         """Rank 1 of an instance, which then ends by itself, with all that it was."""
         command = self.parts.pop(name)
         command.descendants = psutil.Process(command.process.pid).children(recursive=True)
-        next(child for child in command.descendants if "triptych.server.rank" in child.cmdline()).kill()
+        next(child for child in command.descendants if "triptych.server.rank_main" in child.cmdline()).kill()
         self.ended.append(command)
         assert command.end(5) == 1
 
@@ -180,7 +180,7 @@ class Cluster:
 
     def instances(self) -> dict[str, InstanceStatus]:
         """Those that have joined, by name."""
-        with Operator(f"127.0.0.1:{self.control}", ClusterConfig()) as operator:
+        with ControlClient(f"127.0.0.1:{self.control}", ClusterConfig()) as operator:
             return {one.name: one for one in operator.status().instances}
 
     def has_its_pages(self, name: str) -> bool:

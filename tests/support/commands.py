@@ -175,7 +175,7 @@ def worker(command: Command) -> psutil.Process:
 
     def look() -> bool:
         children = psutil.Process(command.process.pid).children(recursive=True)
-        found.extend(child for child in children if "triptych.server.rank" in child.cmdline())
+        found.extend(child for child in children if "triptych.server.rank_main" in child.cmdline())
         return bool(found)
 
     wait_for(look, 30, command)

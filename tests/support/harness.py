@@ -12,14 +12,23 @@ from typing import Any
 import torch
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.config import EngineConfig, FrontendConfig, LeaseConfig, ObserveConfig, ServeConfig, TransferConfig
+from triptych.config import (
+    EncodeConfig,
+    EngineConfig,
+    FrontendConfig,
+    LeaseConfig,
+    ObserveConfig,
+    ServeConfig,
+    TransferConfig,
+)
 from triptych.engine.loop import EngineLoop
 from triptych.engine.scheduler import CountReadyTokens, Scheduler, SchedulerOutput
 from triptych.messages.channel import Channel
 from triptych.messages.work import SamplingParams
-from triptych.server.build import Model, build_instance
+from triptych.server.build import build_instance
 from triptych.server.frontend import Frontend
 from triptych.server.instance import Instance
+from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role, Topology
 from triptych.types import Address
 
@@ -57,7 +66,7 @@ class Running:
         return list(await asyncio.gather(*(self.answer(messages, **sampling) for messages in requests)))
 
     def engine_loops(self) -> list[EngineLoop]:
-        return [host for instance in self.instances for host in instance.hosts if isinstance(host, EngineLoop)]
+        return [host for instance in self.instances for host in instance.loops if isinstance(host, EngineLoop)]
 
 
 @asynccontextmanager
@@ -67,6 +76,7 @@ async def running(
     engine: EngineConfig = FLOAT32,
     *,
     frontend: FrontendConfig | None = None,
+    encode: EncodeConfig | None = None,
     transfer: TransferConfig | None = None,
     observe: ObserveConfig | None = None,
     prepare: Callable[[Instance], None] = lambda _: None,
@@ -76,8 +86,9 @@ async def running(
     config = ServeConfig(
         model=folder,
         engine=engine,
+        encode=encode or EncodeConfig(),
         transfer=transfer or TransferConfig(),
-        frontend=frontend or FrontendConfig(port=0),
+        frontend=frontend or FrontendConfig.of(port=0),
         lease=LeaseConfig(lease_expiry=60.0),
         observe=observe or ObserveConfig(),
     )
@@ -97,7 +108,7 @@ async def running(
         for name in list(service.threads):
             await service.end(name)
         for instance in service.instances:
-            for host in instance.hosts:
+            for host in instance.loops:
                 host.check_idle()
 
 
@@ -106,7 +117,7 @@ def together(number: int) -> Callable[[Instance], None]:
     that they compete for its pages."""
 
     def prepare(instance: Instance) -> None:
-        for host in instance.hosts:
+        for host in instance.loops:
             if isinstance(host, EngineLoop) and host.decodes:
                 hold(host.scheduler)
 
@@ -127,17 +138,9 @@ def together(number: int) -> Callable[[Instance], None]:
 def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> Instance:
     """An instance that joins the frontend at ``control`` once it runs."""
     torch.set_num_threads(1)
-    return build_instance(
-        model=Model(Checkpoint(config.model), config.engine),
-        name=name,
-        role=role,
-        channel=Channel(),
-        frontend=Address(f"tcp://{control}"),
-        engine=config.engine,
-        transfer=config.transfer,
-        cluster_host="127.0.0.1",
-        lease=config.lease,
-    )
+    model = ModelBundle(Checkpoint(config.model), config.engine)
+    frontend = Address(f"tcp://{control}")
+    return build_instance(config.instance(role, name, control), model=model, channel=Channel(), frontend=frontend)
 
 
 def run_instance(instance: Instance) -> None:

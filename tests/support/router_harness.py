@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from triptych.config import EngineConfig, FrontendConfig, LeaseConfig
+from triptych.config import AdmissionConfig, EncodeConfig, EngineConfig, LeaseConfig
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import EncodeNeeded, Heartbeat, MissingItem, Register, SamplingParams
@@ -49,8 +49,9 @@ class RouterHarness:
     """A router, the clock on its wall, and what it has sent."""
 
     def __init__(self, *addresses: Address, max_queue: int = 8, **settings: Any) -> None:
-        """``settings`` of the frontend, and of the engine those that have its names."""
+        """``settings`` of admission, of the engine and of encoding, by their names."""
         engine = {name: settings.pop(name) for name in list(settings) if name in EngineConfig.__dataclass_fields__}
+        encode = {name: settings.pop(name) for name in list(settings) if name in EncodeConfig.__dataclass_fields__}
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
         self.disconnected: list[tuple[Address, int]] = []
@@ -60,8 +61,9 @@ class RouterHarness:
             send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
             disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
             fingerprint="model",
-            frontend=FrontendConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
+            admission=AdmissionConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
             engine=EngineConfig(**engine),
+            encode=EncodeConfig(**encode),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             clock=lambda: self.now,
         )

@@ -90,7 +90,7 @@ class Served:
         """No request in the router, no page and no block taken, no item left to encode."""
         if self.running.frontend.router.num_requests:
             return False
-        for host in (host for instance in self.running.instances for host in instance.hosts):
+        for host in (host for instance in self.running.instances for host in instance.loops):
             if isinstance(host, EncodeLoop) and host.debug_state().jobs:
                 return False
             if isinstance(host, EngineLoop) and (host.scheduler.pool.num_used or host.source.stats().used):
@@ -110,7 +110,7 @@ def served(
     steps, encoder, preprocessor = Gate(), Gate(), Gate()
 
     def prepare(instance: Instance) -> None:
-        for host in instance.hosts:
+        for host in instance.loops:
             if isinstance(host, EngineLoop):
                 host.runner.run = steps.guard(host.runner.run)  # type: ignore[method-assign]
             if isinstance(host, EncodeLoop):
@@ -120,7 +120,7 @@ def served(
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    config = FrontendConfig(port=0, **frontend)
+    config = FrontendConfig.of(port=0, **frontend)
     service = running(folder, topology, engine, frontend=config, observe=observe, prepare=prepare)
 
     def on_loop(work: Any) -> Any:

@@ -18,7 +18,7 @@ from triptych.server.instance import Instance
 
 
 def engine_loop(instance: Instance) -> EngineLoop:
-    return next(host for host in instance.hosts if isinstance(host, EngineLoop))
+    return next(host for host in instance.loops if isinstance(host, EngineLoop))
 
 
 class Recording:
@@ -35,12 +35,12 @@ class Recording:
 
 
 def encode_loops(service: Running) -> list[EncodeLoop]:
-    return [host for instance in service.instances for host in instance.hosts if isinstance(host, EncodeLoop)]
+    return [host for instance in service.instances for host in instance.loops if isinstance(host, EncodeLoop)]
 
 
 def count_parts(instance: Instance, seen: list[int]) -> None:
     """Notes how many parts go through the tower."""
-    for host in instance.hosts:
+    for host in instance.loops:
         if isinstance(host, EncodeLoop):
             encoder = host.encoder
 

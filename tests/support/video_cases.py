@@ -18,7 +18,7 @@ from tests.support.image_cases import picture as still
 from tests.support.image_cases import png
 from tests.support.planners import seconds_of
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
-from triptych.config import EngineConfig
+from triptych.config import EncodeConfig, EngineConfig
 from triptych.media.frames import PackedFrames, pack_frames
 from triptych.models.base import VISION
 from triptych.models.registry import family_of, resolve
@@ -102,11 +102,13 @@ class Model:
         return inputs
 
 
-def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
+def answered(
+    model: Model, topology: str, engine: EngineConfig = FLOAT32, encode: EncodeConfig | None = None
+) -> list[list[int]]:
     """What a service says to all of a model's cases at once."""
 
     async def run() -> list[list[int]]:
-        async with running(model.folder, topology, engine) as service:
+        async with running(model.folder, topology, engine, encode=encode) as service:
             return await service.answers(list(model.cases.values()))
 
     return asyncio.run(run())

@@ -195,7 +195,7 @@ async def _read_request(request: Request, service: Service) -> tuple[bytes, Requ
 
     Raises what ``read_body`` raises, and InvalidRequest for an invalid header."""
     charge = service.memory_budget.for_request()
-    body = await read_body(request, service.frontend.max_body_mb * 2**20, charge)
+    body = await read_body(request, service.frontend.http.max_body_mb * 2**20, charge)
     return body.text, RequestContext(
         scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
         deadline=time.monotonic() + _timeout(request, service),
@@ -206,7 +206,7 @@ async def _read_request(request: Request, service: Service) -> tuple[bytes, Requ
 
 def _timeout(request: Request, service: Service) -> float:
     """Return the request's time limit in seconds: the service's own, or less if a header says so."""
-    timeout = service.frontend.request_timeout
+    timeout = service.frontend.admission.request_timeout
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
             seconds = float(given)
@@ -228,7 +228,7 @@ async def _stream(
 
     Waits for the first event, so that a request that fails before it gets the error's HTTP status."""
     first = await _cancel_on_disconnect(request, _first(events))
-    return EventStream(_with_errors(first, events, on_error), service.frontend.client_timeout)
+    return EventStream(_with_errors(first, events, on_error), service.frontend.http.client_timeout)
 
 
 async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -27,7 +27,7 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
     context = context.with_timeout(request.timeout)
     check_model(service, request.model)
     num_choices = len(request.prompts) * (request.n or 1)
-    if num_choices > (limit := service.frontend.max_queue):
+    if num_choices > (limit := service.frontend.admission.max_queue):
         raise InvalidRequest(f"prompt: {num_choices} choices exceed the limit of {limit}", "prompt")
     started = time.time()
     with service.router.preparing(has_media=False, priority=request.priority or 0, timeout=context.remaining):

@@ -95,12 +95,12 @@ def check_parts(service: Service, parts: dict[Place, MediaPart], settings: Media
     With audio_in_video, a video counts as an audio clip, too."""
     if settings.audio_in_video and not service.prompt_builder.audio_in_video:
         raise InvalidRequest("the model doesn't use the audio of videos", "mm_processor_kwargs.use_audio_in_video")
-    limits = service.frontend.media_limits
+    limits = service.frontend.media.limit_mm_per_prompt
     numbers = Counter(MODALITIES[type(part)] for part in parts.values())
     if settings.audio_in_video:
         numbers["audio"] += numbers["video"]
     for modality, number in numbers.items():
-        if number > (limit := limits[modality]):
+        if number > (limit := limits.of(modality)):
             raise InvalidRequest(f"{number} {PLURALS[modality]}, at most {limit} are allowed", "messages")
 
 

@@ -65,17 +65,17 @@ class RequireKey:
 
 def add_security(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
     """Wrap the app in the configured key check and CORS rules. Raises ConfigError for malformed keys."""
-    if keys := config.api_keys():
+    if keys := config.auth.api_keys():
         app = RequireKey(app, ApiKeys(keys))
-    if config.allowed_origins:
+    if config.cors.allowed_origins:
         # outermost, because browsers send preflight requests without a key
         app = CORSMiddleware(
             app,
-            allow_origins=config.allowed_origins,
-            allow_methods=config.allowed_methods,
-            allow_headers=config.allowed_headers,
+            allow_origins=config.cors.allowed_origins,
+            allow_methods=config.cors.allowed_methods,
+            allow_headers=config.cors.allowed_headers,
             expose_headers=EXPOSED_HEADERS,
-            allow_credentials=config.allow_credentials,
+            allow_credentials=config.cors.allow_credentials,
         )
     return app
 

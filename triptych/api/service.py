@@ -81,7 +81,7 @@ class Service:
     """Runs what would block the event loop: planning of prompts, formatting of log probabilities."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory_budget", MemoryBudget(self.frontend.max_inflight_mb * 2**20))
+        object.__setattr__(self, "memory_budget", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
 
     @property
     def input_modalities(self) -> list[str]:

@@ -19,14 +19,14 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line: the usage of a command with all settings fills several screens."""
+    """Parser whose errors are one line: the usage of a command with all settings fills several screens."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def make_parser() -> Parser:
-    """The parser of the whole command line. A subparser sets ``run``, the function of its command, and ``parser``."""
+    """Return the parser of the whole command line. A subparser sets ``run``, its command's function, and ``parser``."""
     parser = Parser(
         prog="triptych",
         description="Serves multimodal language models as encode, prefill and decode processes.",
@@ -44,7 +44,7 @@ def make_parser() -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parses, runs, exits. An error that the operator can mend is one line, not a traceback."""
+    """Parse the arguments, run the command and exit. An error that the operator can fix is one line."""
     parser = make_parser()
     try:
         parsed, unknown = parser.parse_known_args(arguments)
@@ -63,12 +63,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _set_up_logs(parsed: argparse.Namespace) -> None:
-    """As the command's settings say, if it has any. Raises ConfigError."""
+    """Set up logs by the command's settings, if it has any. Raises ConfigError."""
     name = "frontend" if parsed.command == "serve" else parsed.command
     if not hasattr(parsed, "log_format"):
         logs.set_up(logs.LogSettings(process=name))
         return
-    # what is said of the settings themselves should have the right form, too
+    # errors in the settings themselves should have the right format, too
     given = parsed.log_format or os.environ.get("TRIPTYCH_LOG_FORMAT", "")
     logs.set_up(logs.LogSettings(given if given in LOG_FORMATS else "text", process=name))
     observe = flags.settings(ObserveConfig, parsed)

@@ -1,4 +1,4 @@
-"""Asks a running service a question about files and shows the answer as it streams."""
+"""Sends a running service a question about files and shows the answer as it streams."""
 
 import base64
 import json
@@ -17,18 +17,18 @@ from triptych.cli.waterfall import waterfall
 from triptych.errors import ConfigError, StartError
 
 _SUFFIXES = {"video": (".mp4", ".mov", ".webm", ".mkv"), "audio": (".wav", ".flac", ".mp3", ".ogg", ".opus")}
-"""What other files than pictures are called."""
+"""Suffixes of files that aren't pictures."""
 
 
 def request_body(model: str, files: Sequence[str | Path], question: str, **settings: Any) -> dict[str, Any]:
-    """A streamed chat request. Raises ConfigError for a file that can't be read."""
+    """Return a streamed chat request. Raises ConfigError for a file that can't be read."""
     message = {"role": "user", "content": [*map(_part, map(Path, files)), {"type": "text", "text": question}]}
     return {"model": model, "messages": [message], "stream": True} | settings
 
 
 async def show_answer(url: str, body: dict[str, Any], console: Console) -> str | None:
-    """Writes the answer to standard output as it comes, then the timeline to ``console``. Returns the answer, or None
-    when the service says what is wrong, which is shown. Raises StartError when it doesn't answer as it should."""
+    """Write the answer to standard output as it comes, then the timeline to ``console``. Returns the answer, or None
+    when the service reports an error, which is shown. Raises StartError for an invalid or missing response."""
     answer: list[str] = []
     last: dict[str, Any] = {}
     try:
@@ -50,7 +50,7 @@ async def show_answer(url: str, body: dict[str, Any], console: Console) -> str |
 
 
 async def _chunks(url: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-    """What the service answers; an error is the last of it. Raises StartError when the answer doesn't come or end."""
+    """Yield the chunks of the response; an error is the last. Raises StartError when it is missing or incomplete."""
     timeout = httpx.Timeout(None, connect=10.0)
     try:
         async with (
@@ -69,7 +69,7 @@ async def _chunks(url: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, An
                         return
     except httpx.HTTPError as error:
         raise StartError(f"no answer from {url}: {error or type(error).__name__}") from None
-    raise StartError(f"no whole answer from {url}: it broke off")
+    raise StartError(f"no complete answer from {url}: the stream ended early")
 
 
 def _parsed(url: str, text: str) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _parsed(url: str, text: str) -> dict[str, Any]:
                 return dict(body)
     except ValueError:
         pass
-    raise StartError(f"no answer from {url}: it says {text[:200]!r}")
+    raise StartError(f"no answer from {url}: it sent {text[:200]!r}")
 
 
 def _part(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``triptych bench``: measures on this machine what the documentation claims."""
+"""``triptych bench``: reproduces measurements of the documentation on this machine."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""``triptych demo``: serves the bundled model and asks it about the bundled pictures, over HTTP."""
+"""``triptych demo``: serves the bundled model and sends it questions about the bundled pictures over HTTP."""
 
 import argparse
 import asyncio
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.questions < 0:
         raise ConfigError(f"--questions {arguments.questions} is too small")
     config = flags.serve_config(arguments)
-    config = dataclasses.replace(config, frontend=dataclasses.replace(config.frontend, served_model_name=flags.DEMO))
+    config = dataclasses.replace(config, frontend=config.frontend.having({"served_model_name": flags.DEMO}))
     return asyncio.run(_run(config, Topology.parse(arguments.topology), arguments.questions, arguments.verbose))
 
 

@@ -1,4 +1,4 @@
-"""``triptych doctor``: whether this machine can serve a model with these settings, before anything is loaded."""
+"""``triptych doctor``: checks, without loading it, whether this machine can serve a model with these settings."""
 
 import argparse
 import importlib.util
@@ -15,7 +15,7 @@ from rich.table import Table
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags
-from triptych.config import FrontendConfig, ObserveConfig, ServeConfig, is_loopback, parse_cpus, parse_ranks
+from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.models.registry import family_of, resolve
@@ -23,20 +23,23 @@ from triptych.observe.machine import available_bytes, check_cores
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
 from triptych.prompt.prompt import PromptBuilder
+from triptych.server.worker_extra import check_installed
 from triptych.topology import Role
 
 SUMMARY = "check machine, model, fabrics and ports, and show what each role would load, without loading it"
 FEW_FILES = 4096
-"""Descriptors below which a few thousand clients would be turned away."""
+"""Descriptors that are too few for a few thousand clients."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. ``wrong`` is what keeps the service from starting, empty when nothing does."""
+    """Result of one check."""
 
     what: str
+    """What was checked."""
     found: str
     wrong: str = ""
+    """What keeps the service from starting, or empty."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_installed("doctor")
     config = flags.serve_config(arguments)
     checkpoint_config = load_config(config.model)
     family = family_of(checkpoint_config)
@@ -71,13 +75,13 @@ def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
     for name in ("shm", "nixl", "mooncake") if config.transfer.fabric == "auto" else (config.transfer.fabric,):
         yield _fabric(config, name)
     yield _tried("cluster secret", lambda: _secret(config))
-    yield _tried("API keys", lambda: _keys(config.frontend))
-    yield _tried("TLS", lambda: _tls(config.frontend))
-    yield _tried("where media may come from", lambda: _media(config.frontend))
+    yield _tried("API keys", lambda: _keys(config.frontend.auth))
+    yield _tried("TLS", lambda: _tls(config.frontend.tls))
+    yield _tried("where media may come from", lambda: _media(config.frontend.fetch))
     yield _tried("request log", lambda: _request_log(config.observe))
     for what, host, port in (
-        ("--port", config.frontend.host, config.frontend.port),
-        ("--control-port", config.cluster.cluster_host, config.frontend.control_port),
+        ("--port", config.frontend.http.host, config.frontend.http.port),
+        ("--control-port", config.cluster.cluster_host, config.frontend.http.control_port),
     ):
         yield _tried(what, lambda host=host, port=port: _port(host, port))  # type: ignore[misc]
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -95,14 +99,14 @@ def _tried(what: str, look: Callable[[], str]) -> Check:
 
 
 def _memory(config: ServeConfig, stages: dict[str, int]) -> Check:
-    """Weights as the files have them: what a process makes of them may be half as much, or twice."""
+    """Compare free memory with the weights as stored: in a process they may take half as much, or twice."""
     needed, there = stages["encoder"] + stages["decoder"], available_bytes()
     found = f"{there / 2**30:.1f} GiB available, the weights have {needed / 2**30:.1f} GiB"
     return Check("memory", found, f"{found}: too little" if needed > there else "")
 
 
 def _device(config: ServeConfig) -> str:
-    import torch  # here, because the frontend's process has this module too, and stays without it
+    import torch  # here, because the frontend's process imports this module, too
 
     from triptych.layers.devices import find_device, free_bytes
 
@@ -120,28 +124,28 @@ def _prompts(config: ServeConfig) -> str:
 
 
 def _cores(config: ServeConfig) -> str:
-    named, allowed = parse_cpus(config.engine.cpus), os.sched_getaffinity(0)
+    named, allowed = config.engine.cpus.cores, os.sched_getaffinity(0)
     check_cores(named)
     return str(len(named or allowed))
 
 
 def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:
-    sizes = parse_ranks(config.engine.tensor_parallel_size)
-    for size in sizes.values():
-        decoder.shard(size)
-    return f"{max(sizes.values())} processes at most for each language instance"
+    sizes = config.engine.tensor_parallel_size
+    for role in Role:
+        decoder.shard(sizes.of(role))
+    return f"{sizes.largest} processes at most for each language instance"
 
 
-def _keys(config: FrontendConfig) -> str:
+def _keys(config: AuthConfig) -> str:
     return f"{len(keys)} are accepted" if (keys := config.api_keys()) else "none: requests need no key"
 
 
-def _tls(config: FrontendConfig) -> str:
-    config.check_ssl()
+def _tls(config: TlsConfig) -> str:
+    config.check_files()
     return "the certificate and its key can be used" if config.ssl_certfile else "off: plain HTTP"
 
 
-def _media(config: FrontendConfig) -> str:
+def _media(config: MediaFetchConfig) -> str:
     AllowedHosts(config.allowed_media_domains)
     if config.allowed_local_media_path:
         MediaFolder(config.allowed_local_media_path)
@@ -150,7 +154,7 @@ def _media(config: FrontendConfig) -> str:
 
 
 def _request_log(config: ObserveConfig) -> str:
-    """Looked at without making it: a service that starts appends to it."""
+    """Check the file without creating it."""
     path = Path(config.request_log_file)
     if not config.enable_log_requests or not config.request_log_file:
         return "on standard output" if config.enable_log_requests else "off"
@@ -166,7 +170,7 @@ def _request_log(config: ObserveConfig) -> str:
 
 
 def _fabric(config: ServeConfig, name: str) -> Check:
-    """Opened as an instance would, and closed again. One that only ``auto`` would use may be missing."""
+    """Open and close a fabric as an instance would. One that only ``auto`` would use may be missing."""
     from triptych.transfer.fabrics.opening import open_fabrics
 
     try:
@@ -185,7 +189,7 @@ def _secret(config: ServeConfig) -> str:
 
 
 def _port(host: str, port: int) -> str:
-    """Raises OSError when it can't be listened on."""
+    """Try to listen on a port. Raises StartError, or OSError for a host without an address."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""``triptych run``: one question about some files, answered on the terminal, and where the time went."""
+"""``triptych run``: answers one question about some files on the terminal, and shows where the time went."""
 
 import argparse
 import asyncio
@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = flags.serve_config(arguments)
-    frontend = dataclasses.replace(config.frontend, port=0, served_model_name=flags.model_name(arguments, config))
-    config = dataclasses.replace(config, frontend=frontend)
+    name = flags.model_name(arguments, config)
+    config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "served_model_name": name}))
     *files, question = arguments.inputs
     if Path(question).is_file():
         raise ConfigError(f"the question is missing: {question} is a file, and the last argument must be a question")
     given = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     settings = {name: value for name, value in given.items() if value is not None}
-    body = request_body(frontend.served_model_name, files, question, **settings)
+    body = request_body(name, files, question, **settings)
     return asyncio.run(_run(config, flags.topology(arguments, config, "1EPD"), body, arguments.verbose))
 
 

@@ -10,20 +10,12 @@ import signal
 from typing import Any
 
 from triptych.cli import flags
-from triptych.cluster.local import SUPERVISOR_VARIABLE
 from triptych.cluster.service import LocalService
-from triptych.config import (
-    ClusterConfig,
-    ServeConfig,
-    as_flags,
-    check_ranks,
-    parse_cpus,
-    processes_of,
-    threads_per_process,
-)
+from triptych.config import RENAMED_ROLES, ClusterConfig, ServeConfig, flag
 from triptych.errors import ConfigError
 from triptych.observe import logs
-from triptych.observe.machine import end_with_parent, pin_to_cores
+from triptych.observe.machine import pin_to_cores
+from triptych.server import instance_main
 from triptych.topology import Role, Topology
 
 SUMMARY = "serve a model: all processes of a topology, or one instance that joins a frontend"
@@ -56,26 +48,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     flags.fill_in_start(arguments)
     config = flags.serve_config(arguments)
-    pin_to_cores(parse_cpus(config.engine.cpus))
-    frontend = dataclasses.replace(config.frontend, served_model_name=flags.model_name(arguments, config))
-    config = dataclasses.replace(config, frontend=frontend)
+    pin_to_cores(config.engine.cpus.cores)
+    name = flags.model_name(arguments, config)
+    config = dataclasses.replace(config, frontend=config.frontend.having({"served_model_name": name}))
+    if new := RENAMED_ROLES.get(arguments.role):
+        raise ConfigError(f"--role {arguments.role} is called {new} now")
     if arguments.role is None or arguments.role == FRONTEND:
         if arguments.join is not None:
             raise ConfigError("--join is for --role and an instance, such as --role E")
         topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY) if arguments.role is None else None
         if topology is not None:
-            check_ranks(config.engine, topology.roles)
+            config.engine.tensor_parallel_size.check(topology.roles)
         return asyncio.run(_serve(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 
 
 async def _serve(config: ServeConfig, topology: Topology | None) -> int:
-    """The frontend and the instances of the topology, if any, until a signal or a death."""
+    """Serve with the frontend and the instances of the topology, if any, until a signal or the end of an instance."""
     interrupted, terminated = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, interrupted.set)
     loop.add_signal_handler(signal.SIGTERM, terminated.set)
-    async with LocalService(config, topology, show=_show) as service:
+    async with LocalService(config, topology, show=_print_line) as service:
         ended = [asyncio.create_task(event.wait()) for event in (interrupted, terminated)]
         starting = asyncio.create_task(service.wait_until_ready())
         await asyncio.wait({starting, *ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -91,35 +85,35 @@ async def _serve(config: ServeConfig, topology: Topology | None) -> int:
             log.error("%s; stopping the others", service.lost.result())
             return 1
         if terminated.is_set() and not interrupted.is_set():
-            log.info("SIGTERM: no new requests; finishing those that run")
+            log.info("SIGTERM: rejecting new requests; finishing those that are running")
             await service.drain(interrupted)
         return 0
 
 
 def _announce(service: LocalService, config: ServeConfig, topology: Topology | None) -> None:
     what = str(topology) if topology else "the frontend alone"
-    _tell(f"ready: {config.frontend.served_model_name} as {what} on {service.url}/v1")
-    trust = as_flags(config.cluster) if config.cluster != ClusterConfig() else []
+    _print_announcement(f"ready: {config.frontend.http.served_model_name} as {what} on {service.url}/v1")
+    trust = _given_flags(config.cluster)
     join = ["triptych", "serve", str(config.model), "--role", "E", "--join", service.control, *trust]
-    _tell(f"instances can join with: {shlex.join(join)}")
-    _tell(f"who is there, and doing what: {shlex.join(['triptych', 'status', '--control', service.control, *trust])}")
+    _print_announcement(f"instances can join with: {shlex.join(join)}")
+    status = ["triptych", "status", "--control", service.control, *trust]
+    _print_announcement(f"to list instances and their load: {shlex.join(status)}")
+
+
+def _given_flags(cluster: ClusterConfig) -> list[str]:
+    """Return the flags by which another process of the service gets the same cluster settings."""
+    given = {name: value for name, value in dataclasses.asdict(cluster).items() if cluster != ClusterConfig() and value}
+    return [word for name, value in given.items() for word in (flag(name), value)]
 
 
 def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str | None) -> int:
-    """One instance in this process, until the frontend or a signal ends it."""
-    if supervisor := os.environ.get(SUPERVISOR_VARIABLE):
-        end_with_parent(int(supervisor))
+    """Run one instance in this process until the frontend or a signal ends it."""
     if join is None:
         raise ConfigError(f"--role {role} needs --join HOST:PORT")
     flags.check_control("--join", join, config.cluster)
     name = name or f"{role.value.lower()}-{os.getpid()}"
     logs.rename(name)
-    # before torch is imported, which reads it once
-    threads = threads_per_process(config.engine, processes_of(config.engine, role))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    from triptych.server.main import run_instance
-
-    run_instance(config, role, join, name, threads)
+    instance_main.run(config.instance(role, name, join))
     return 0
 
 
@@ -131,9 +125,9 @@ def _role(text: str) -> Role:
         raise ConfigError(f"--role {text} is not one of {known}") from None
 
 
-def _tell(text: str) -> None:
-    _show(logs.announcement(text))
+def _print_announcement(text: str) -> None:
+    _print_line(logs.announcement(text))
 
 
-def _show(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)

@@ -1,32 +1,32 @@
-"""Where values come from besides flags: ``TRIPTYCH_*`` variables and a file in TOML. And what is said of names that
-nobody knows."""
+"""Reads settings from ``TRIPTYCH_*`` variables and from a TOML file, and explains unknown names."""
 
 import difflib
 import logging
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from triptych.config import RENAMED_SETTINGS
 from triptych.errors import ConfigError
 
 PREFIX = "TRIPTYCH_"
 
 Values = Mapping[str, Any]
-"""Settings' names, with underscores, and what was given for them."""
+"""Name of a setting, with underscores → what was given for it."""
 
-# Kubernetes tells pods of each service in their namespace; of services that are called triptych or triptych-something
-# by variables that begin like ours.
+# Kubernetes sets variables in pods for each service of their namespace; those for a service called triptych or
+# triptych-something begin like ours.
 _FROM_KUBERNETES = re.compile(
     rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)", re.ASCII
 )
 _ADDRESSES = ("tcp://", "udp://", "sctp://")
 
-ELSEWHERE = {
+OTHER_PROJECTS = {
     "trust_remote_code": "no code of a checkpoint is ever run",
-    "gpu_memory_utilization": "give the KV cache's part with --kv-cache-memory, such as 25% or 8GiB",
+    "gpu_memory_utilization": "use --kv-cache-memory, such as 25% or 8GiB",
     "mm_encoder_only": "use --role E",
     "encoder_only": "use --role E",
     "language_only": "use --role PD",
@@ -40,29 +40,30 @@ ELSEWHERE = {
     "pipeline_parallel_size": "not supported; see --tensor-parallel-size",
     "enforce_eager": "use --no-cuda-graphs",
     "enable_chunked_prefill": "prefill is always chunked; see --max-num-batched-tokens",
-    "mm_processor_cache_gb": "encode instances remember embeddings: --encode-cache-mb",
+    "mm_processor_cache_gb": "encode instances cache embeddings: --encode-cache-mb",
     "limit_mm_data_per_request": "use --limit-mm-per-prompt",
     "max_images": "use --limit-mm-per-prompt image=N",
     "max_videos": "use --limit-mm-per-prompt video=N",
-    "swap_space": "nothing is swapped; a sequence that loses its pages is computed again",
+    "swap_space": "nothing is swapped; a preempted request is computed again",
     "disable_log_requests": "requests aren't logged unless --enable-log-requests is given",
     "model": "give the model first: triptych serve MODEL",
 }
-"""Flags of vLLM and SGLang that are called otherwise here, or that there is nothing for."""
+"""Flags of vLLM and SGLang that have another name here, or no counterpart."""
 
 log = logging.getLogger(__name__)
 
 
 def from_environment(known: Collection[str]) -> Values:
-    """What the variables say, as text. Raises ConfigError for one that isn't a setting's, unless it is Kubernetes'."""
+    """Return the settings given by variables, as text. Raises ConfigError for a variable that is no setting, unless
+    Kubernetes set it."""
     values = {}
     for variable, value in sorted(os.environ.items()):
         if not variable.startswith(PREFIX) or _FROM_KUBERNETES.fullmatch(variable):
             continue
         if value.startswith(_ADDRESSES):
-            # TRIPTYCH_PORT is a setting, too. Nobody means an address by it, and to refuse it would make the name of a
-            # service decide whether Triptych starts
-            log.warning("%s=%s comes from Kubernetes, not from you; ignoring it", variable, value)
+            # TRIPTYCH_PORT is a setting, too, but never an address. Refusing it would make the name of a service decide
+            # whether Triptych starts
+            log.warning("%s=%s was set by Kubernetes; ignoring it", variable, value)
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in known:
@@ -72,8 +73,8 @@ def from_environment(known: Collection[str]) -> Values:
 
 
 def from_file(path: Path, known: Collection[str]) -> Values:
-    """What a TOML file says: a line for each setting, under the names that flags have, with - or _. Raises ConfigError
-    for a file that can't be read, and for a name in it that isn't a setting's."""
+    """Return the settings of a TOML file: a line for each, under the names that flags have, with - or _. Raises
+    ConfigError for a file that can't be read, and for a name in it that is no setting."""
     try:
         with path.open("rb") as file:
             table = tomllib.load(file)
@@ -95,7 +96,7 @@ def from_file(path: Path, known: Collection[str]) -> Values:
 
 
 def unknown_flags(given: Iterable[str], known: Collection[str]) -> str:
-    """What to say of arguments that nobody has taken."""
+    """Return the error message for arguments that no parser accepted."""
     first = next(iter(given))
     name = first.partition("=")[0].removeprefix("--").replace("-", "_")
     if not first.startswith("--"):
@@ -115,8 +116,11 @@ def as_variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def _instead(name: str, known: Collection[str], spelled: Any) -> str:
-    if name in ELSEWHERE:
-        return f": {ELSEWHERE[name]}"
+def _instead(name: str, known: Collection[str], spelled: Callable[[str], str]) -> str:
+    """Return the part of an error message that says what to use instead of ``name``, as ``spelled`` there."""
+    if name in RENAMED_SETTINGS:
+        return f": it is called {spelled(RENAMED_SETTINGS[name])} now"
+    if name in OTHER_PROJECTS:
+        return f": {OTHER_PROJECTS[name]}"
     close = difflib.get_close_matches(name, known, 1, 0.75)
     return f"; did you mean {spelled(close[0])}?" if close else ""

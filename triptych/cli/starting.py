@@ -1,4 +1,4 @@
-"""Starts a service for a command that uses it itself, and says why when that fails."""
+"""Starts a service for a command that sends requests to it, and shows the logs when that fails."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from triptych.cluster.service import LocalService
-from triptych.config import ServeConfig, parse_cpus
+from triptych.config import ServeConfig
 from triptych.errors import StartError
 from triptych.observe.machine import pin_to_cores
 from triptych.topology import Topology
@@ -22,24 +22,25 @@ T = TypeVar("T")
 async def started(
     config: ServeConfig, topology: Topology, console: Console, verbose: bool
 ) -> AsyncIterator[LocalService]:
-    """A service that is ready. What its instances say is shown as it comes when ``verbose``, else only if they fail."""
-    pin_to_cores(parse_cpus(config.engine.cpus))
-    said: list[str] = []
+    """Return a service that is ready. The logs of its instances are shown as they come when ``verbose``, otherwise only
+    if the start fails."""
+    pin_to_cores(config.engine.cpus.cores)
+    kept: list[str] = []
     if not verbose:
         logging.getLogger("triptych").setLevel(logging.WARNING)
-    async with LocalService(config, topology, show=_say if verbose else said.append) as service:
+    async with LocalService(config, topology, show=_print_error if verbose else kept.append) as service:
         try:
             with console.status(f"starting {topology}"):
                 await service.wait_until_ready()
         except StartError:
-            for line in said:
-                _say(line)
+            for line in kept:
+                _print_error(line)
             raise
         yield service
 
 
 async def unless_lost(service: LocalService, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. Raises StartError, with an explanation, when an instance dies before it is there."""
+    """Return the work's result. Raises StartError, with an explanation, when an instance ends before."""
     working = asyncio.ensure_future(work)
     first: set[asyncio.Future[Any]] = {working, service.lost}
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -49,5 +50,5 @@ async def unless_lost(service: LocalService, work: Coroutine[Any, Any, T]) -> T:
     return await working
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``triptych status``: who is there in a running service, and doing what; and another role for one of them."""
+"""``triptych status``: shows the instances of a running service and their load, and changes their roles."""
 
 import argparse
 import math
@@ -9,18 +9,17 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.cli import flags
-from triptych.cluster.operator import Operator
+from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
 from triptych.messages.stats import PoolUsage
 from triptych.messages.work import InstanceStatus, Status
 from triptych.topology import Role
 
-SUMMARY = "show a running service's instances, or give one of them another role"
+SUMMARY = "show the instances of a running service, or change the role of one"
 
-
-NOT_A_TERMINAL = 160
-"""Columns when nothing says how many there are: room for each instance's pools in one line each."""
+DEFAULT_WIDTH = 160
+"""Columns when the output isn't a terminal: room for each of an instance's pools in one line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,28 +50,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="even if requests are rejected meanwhile, or an instance is left without work",
     )
-    flags.add_trust(parser)
+    flags.add_group(parser, ClusterConfig)
 
 
 def run(arguments: argparse.Namespace) -> int:
     cluster = flags.settings(ClusterConfig, arguments)
     flags.check_control("--control", arguments.control, cluster)
-    changes = [_change(text) for text in arguments.set_role]
+    changes = [_parse_change(text) for text in arguments.set_role]
     timeout = _seconds(arguments.drain_timeout)
-    with Operator(arguments.control, cluster) as operator:
+    with ControlClient(arguments.control, cluster) as client:
         for instance, role in changes:
-            operator.set_role(instance, role, timeout, force=arguments.force)
-        status = operator.status()
+            client.set_role(instance, role, timeout, force=arguments.force)
+        status = client.status()
     if arguments.json:
         sys.stdout.write(msgspec.json.encode(status).decode() + "\n")
     else:
-        console = Console(width=None if sys.stdout.isatty() else NOT_A_TERMINAL)
+        console = Console(width=None if sys.stdout.isatty() else DEFAULT_WIDTH)
         console.print(_summary(status), markup=False)
         console.print(_table(status))
     return 0
 
 
-def _change(text: str) -> tuple[str, Role]:
+def _parse_change(text: str) -> tuple[str, Role]:
     instance, _, role = text.rpartition("=")
     if not instance or role.upper() not in list(Role):
         raise ConfigError(f"--set-role {text!r} is not INSTANCE=ROLE, where roles are {', '.join(Role)}")

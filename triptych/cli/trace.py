@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _wanted(
     line: str, request: str | None, since: datetime | None, until: datetime | None
 ) -> Iterator[tuple[str, list[Interval]]]:
-    """What one line has to add; nothing for a line that isn't a request's, since other programs may write there too."""
+    """Yield a line's timeline if it is wanted; nothing for a line of another program, which may write there too."""
     if (found := read_line(line)) is None:
         return
     name, moment, timeline = found
@@ -66,7 +66,7 @@ def _wanted(
 
 
 def _moment(name: str, text: str | None) -> datetime | None:
-    """In this machine's time zone unless it says another."""
+    """Return the time that ``text`` gives, by default in this machine's time zone."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""A request's timeline as a picture of bars on the terminal."""
+"""Draws a request's timeline as bars on the terminal."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ COLOURS = {
 
 
 def waterfall(timeline: list[dict[str, Any]]) -> Table:
-    """One row per interval: what, when it began, how long it took, and a bar on a common scale. Times in ms."""
+    """Return a table with a row for each interval: stage, start, duration, and a bar on a common scale. Times in ms."""
     table = Table("stage", "began", "took", "", title="where the time went (ms)", title_justify="left")
     table.columns[1].justify = table.columns[2].justify = "right"
     total = max((row["end_ms"] for row in timeline), default=0.0) or 1.0

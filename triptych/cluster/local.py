@@ -1,26 +1,23 @@
-"""Starts, watches and stops the instances of one machine: a process each."""
+"""Starts, watches and stops the instances of one machine, each in its own process."""
 
 import asyncio
 import contextlib
 import os
 from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from triptych import children
-from triptych.config import ServeConfig, as_flags, kv_cache_memory_per_instance, processes_of, threads_per_process
+from triptych.config import InstanceSpec
 from triptych.errors import StartError
 from triptych.observe import logs
 from triptych.observe.machine import describe_exit
-from triptych.topology import Role, Topology
 
-SUPERVISOR_VARIABLE = "TRIPTYCH_SUPERVISOR"
-"""Tells an instance the process id of who watches it; it ends when that process does (see cli/serve.py)."""
 STOP_GRACE = 5.0
 """Seconds that an instance gets to end by itself."""
 
 MAX_LINE = 2**20
-"""Bytes of a line that is shown whole: one in JSON may hold a long traceback."""
+"""Bytes of the longest output line that is shown in full: one in JSON may hold a long traceback."""
 
 Print = Callable[[str], None]
 
@@ -34,27 +31,26 @@ class _Child:
 
 
 class LocalCluster:
-    """The instances of a topology as child processes. ``lost`` is done, with an explanation, once one has ended
-    that nobody told to."""
+    """Instances as child processes."""
 
-    def __init__(self, config: ServeConfig, topology: Topology, join: str, show: Print) -> None:
+    def __init__(self, specs: Sequence[InstanceSpec], show: Print) -> None:
+        """``show`` is given each line that they print."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._config = config
-        self._topology = topology
-        self._join = join
+        """Done, with an explanation, once an instance has ended unasked."""
+        self._specs = specs
         self._show = show
         self._children: list[_Child] = []
         self._stopping = False
 
     async def start(self) -> None:
-        """Starts all processes; they load their weights and join at the frontend by themselves."""
-        for name, role in _names(self._topology):
-            child = await self._spawn(name, role)
+        """Start all processes; they load their weights and join the frontend by themselves."""
+        for spec in self._specs:
+            child = await self._spawn(spec)
             child.relay = asyncio.create_task(self._watch(child))
             self._children.append(child)
 
     async def stop(self) -> None:
-        """Asks every process to end, makes those that don't, and waits until all output is shown."""
+        """Ask every process to end, kill those that don't, and wait until all output is shown."""
         self._stopping = True
         for child in self._children:
             if child.process.returncode is None:
@@ -68,24 +64,12 @@ class LocalCluster:
                 child.process.kill()
         await asyncio.gather(*relays, return_exceptions=True)
 
-    async def _spawn(self, name: str, role: Role) -> _Child:
-        engine = self._config.engine
-        num_processes = sum(processes_of(engine, role) for role in self._topology.roles)
-        threads = threads_per_process(engine, num_processes)
-        environment = children.environment() | {
-            SUPERVISOR_VARIABLE: str(os.getpid()),
-            "OMP_NUM_THREADS": str(threads),
-            "PYTHONUNBUFFERED": "1",
-        }
-        command = children.command("triptych", "serve", str(self._config.model))
-        command += ["--role", role.value, "--join", self._join, "--name", name]
-        num_decoders = max(1, sum(role.has_decoder for role in self._topology.roles))
-        command += as_flags(engine, *self._config.shared)
-        command += ["--threads", str(threads), "--kv-cache-memory", kv_cache_memory_per_instance(engine, num_decoders)]
+    async def _spawn(self, spec: InstanceSpec) -> _Child:
+        environment = children.environment() | {"OMP_NUM_THREADS": str(spec.engine.threads), "PYTHONUNBUFFERED": "1"}
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
+            *children.command("triptych.server.instance_main", "--name", spec.name),
+            stdin=PIPE,
             stdout=PIPE,
             stderr=STDOUT,
             env=environment,
@@ -93,14 +77,17 @@ class LocalCluster:
             process_group=0,
             limit=MAX_LINE,
         )
-        return _Child(name, process)
+        assert process.stdin is not None
+        process.stdin.write(replace(spec, supervisor=os.getpid()).to_json())
+        process.stdin.close()
+        return _Child(spec.name, process)
 
     async def _watch(self, child: _Child) -> None:
-        """Shows what a process says, each line with its name, until it ends."""
+        """Show a process's output, each line with its name, until it ends."""
         assert child.process.stdout is not None
         while line := await _next_line(child.process.stdout):
             shown, child.last_line = logs.relayed(line, child.name)
-            # where nobody reads the output any more, the child must be watched all the same
+            # the child must be watched even when the output can't be written any more
             with contextlib.suppress(OSError):
                 self._show(shown)
         code = await child.process.wait()
@@ -112,7 +99,7 @@ class LocalCluster:
 
 
 async def wait_until_ready(cluster: LocalCluster, is_ready: Callable[[], bool], timeout: float) -> None:
-    """Returns once ``is_ready``. Raises StartError when an instance ends before that, or time runs out."""
+    """Return once ``is_ready`` is true. Raises StartError when an instance ends before that, or on a timeout."""
     try:
         async with asyncio.timeout(timeout):
             while not is_ready():
@@ -123,13 +110,8 @@ async def wait_until_ready(cluster: LocalCluster, is_ready: Callable[[], bool], 
         raise StartError(f"the instances weren't ready within {timeout:g} s") from None
 
 
-def _names(topology: Topology) -> list[tuple[str, Role]]:
-    """``e0``, ``e1``, ``pd0``, …"""
-    return [(f"{role.value.lower()}{index}", role) for role, count in topology.groups for index in range(count)]
-
-
 async def _next_line(stream: asyncio.StreamReader) -> str:
-    """The next line without its end, or the empty string when there is none; one that is too long comes in parts."""
+    """Return the next line without its end, or the empty string at the end of the output."""
     try:
         line = await stream.readline()
     except ValueError:

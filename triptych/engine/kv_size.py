@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from triptych.config import EngineConfig, parse_memory
+from triptych.config import EngineConfig
 from triptych.errors import StartError
 
 GIB = 2**30
@@ -52,8 +52,7 @@ def kv_size(engine: EngineConfig, *, token_bytes: int, model_context: int, avail
 def _num_pages(engine: EngineConfig, page_bytes: int, longest: int, available: int) -> int:
     if engine.kv_cache_tokens:
         return -(-engine.kv_cache_tokens // engine.page_size)
-    memory = parse_memory(engine.kv_cache_memory, "--kv-cache-memory")
-    num_bytes = int(memory * available) if isinstance(memory, float) else memory
+    num_bytes = engine.kv_cache_memory.of(available)
     most = engine.max_num_seqs * -(-longest // engine.page_size)
     return min(num_bytes // page_bytes, most)  # no more than max_num_seqs requests of the longest kind can use
 

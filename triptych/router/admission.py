@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from triptych.config import EngineConfig, FrontendConfig
+from triptych.config import AdmissionConfig, EngineConfig
 from triptych.errors import Overloaded, RateLimited
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.work import Generate
@@ -94,7 +94,7 @@ class AdmissionState:
 class Admission:
     """Admits requests against limits and deadlines, and queues them until an instance has room."""
 
-    def __init__(self, config: FrontendConfig, engine: EngineConfig) -> None:
+    def __init__(self, config: AdmissionConfig, engine: EngineConfig) -> None:
         """``engine`` holds the settings of this service's instances. Instances with other settings get as many requests
         as if they had these."""
         self.forecast = Forecast()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from triptych import errors
-from triptych.config import EngineConfig, FrontendConfig, LeaseConfig
+from triptych.config import AdmissionConfig, EncodeConfig, EngineConfig, LeaseConfig
 from triptych.errors import (
     DeadlineExceeded,
     InstanceLost,
@@ -83,9 +83,10 @@ class Router:
         send: Send,
         disconnect: Callable[[Address], object],
         fingerprint: str,
-        frontend: FrontendConfig,
+        admission: AdmissionConfig,
         lease: LeaseConfig,
         engine: EngineConfig | None = None,
+        encode: EncodeConfig | None = None,
         expects_encoders: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -97,7 +98,7 @@ class Router:
         self._send = send
         self._disconnect = disconnect
         self._fingerprint = fingerprint
-        self._config = frontend
+        self._config = admission
         self._lease = lease
         self._clock = clock
         self._ticked = clock()
@@ -108,10 +109,10 @@ class Router:
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.registry))
         engine = engine or EngineConfig()
-        self._admission = Admission(frontend, engine)
+        self._admission = Admission(admission, engine)
         self._encode_dispatcher = EncodeDispatcher(
             encode_instances=lambda: self.registry.encode_instances(begun=True),
-            batch_patches=engine.encode_batch_patches,
+            batch_patches=(encode or EncodeConfig()).encode_batch_patches,
             send=self._notify,
             rate=self._admission.forecast.encode_rate,
             clock=clock,

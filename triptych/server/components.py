@@ -1,4 +1,4 @@
-"""What an instance has loaded, and the hosts that it is wired into for a role."""
+"""What an instance has loaded, and the stage loops that it is wired into for a role."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,92 +29,90 @@ from triptych.transfer.sender import Sender
 
 @dataclass(frozen=True)
 class EngineComponents:
-    """The decoder's side: it stays, weights, KV cache and all it knows of prefixes, whatever is done with it.
-    ``embedding_width`` counts elements of ``row_dtype`` in a media row; ``receive_blocks`` are blocks for rows of each
-    kind."""
+    """What prefill and decode need. It outlives changes of role: weights, KV cache and prefix cache stay."""
 
     engine: EngineCore
     cache: KVTensors
-    row_dtype: torch.dtype
+    embedding_dtype: torch.dtype
     embedding_width: int
+    """Elements of an embedding."""
     receive_blocks: dict[RowKind, int]
+    """Blocks of the receive buffer for rows of each kind."""
     block_rows: int
+    """Rows in a block of the receive buffer."""
     check_always: bool
+    """Whether rows are checked end to end over every fabric."""
 
 
 @dataclass(frozen=True)
 class Components:
-    """All that is loaded. ``check_role`` raises StartError for a role that these settings don't allow;
-    ``make_encode_loop`` is None where no tower is loaded, ``language`` where no decoder is."""
+    """All that an instance has loaded."""
 
     instance: Instance
-    check_role: Callable[[Role], None]
-    media_layout: RowLayout
+    check_device: Callable[[Role], None]
+    """Raises StartError for a role that the device doesn't support."""
+    embedding_layout: RowLayout
     kv_layout: RowLayout
     fabrics: Sequence[Fabric]
     sender: Sender
     make_encode_loop: Callable[[], EncodeLoop] | None
-    language: EngineComponents | None
+    """None where no encoder is loaded."""
+    engine: EngineComponents | None
+    """None where no decoder is loaded."""
 
-    def check(self, role: Role) -> None:
-        """Raises StartError, saying why, for a role that can't be had with these parts."""
+    def check_role(self, role: Role) -> None:
+        """Raise StartError, with the reason, for a role that these components don't allow."""
         if role.encodes and self.make_encode_loop is None:
-            raise StartError("it has not loaded the towers, so it can't encode")
-        if role.has_decoder and self.language is None:
+            raise StartError("it has not loaded the encoder, so it can't encode")
+        if role.has_decoder and self.engine is None:
             raise StartError("it has not loaded the decoder, so it can neither prefill nor decode")
-        self.check_role(role)
+        self.check_device(role)
 
-    def compose(self, role: Role) -> RoleLoops:
-        """New hosts, with a receive buffer of their own if they need one. Raises as ``check`` does, and what allocating
-        and registering memory raise; then nothing is left behind."""
-        self.check(role)
-        language = self._engine_loop(role, self.language) if role.has_decoder and self.language else None
-        hosts: list[tuple[StageLoop, TransferSide | None]] = []
+    def build_loops(self, role: Role) -> RoleLoops:
+        """Return new loops, with a receive buffer of their own if they need one. Raises what ``check_role`` does, and
+        what allocating and registering memory raise; then nothing is left behind."""
+        self.check_role(role)
+        engine_loop = self._engine_loop(role, self.engine) if role.has_decoder and self.engine else None
+        loops: list[tuple[StageLoop, TransferSide | None]] = []
         if role.encodes and self.make_encode_loop:
-            hosts.append((self.make_encode_loop(), None))
+            loops.append((self.make_encode_loop(), None))
         if role.encodes or role.sends_kv:
-            # before the language host: when all is given up, transfers end without a word, and nobody is told twice
-            hosts.append((SenderLoop(self.sender), TransferSide.CONSUMER))
-        if language:
-            hosts.append((language, TransferSide.PRODUCER))
-        return RoleLoops(hosts, layouts(self.media_layout, self.kv_layout, has_decoder=self.language is not None))
+            # before the engine's loop: when everything is aborted, the transfers end first, without a second message
+            loops.append((SenderLoop(self.sender), TransferSide.CONSUMER))
+        if engine_loop:
+            loops.append((engine_loop, TransferSide.PRODUCER))
+        return RoleLoops(loops, layouts(self.embedding_layout, self.kv_layout, has_decoder=self.engine is not None))
 
     def _engine_loop(self, role: Role, parts: EngineComponents) -> EngineLoop:
-        """The engine behind prefill and decode, or behind one of them."""
+        """Return the loop for prefill and decode, or for one of them."""
         instance, engine = self.instance, parts.engine
         address, send = instance.channel.address, instance.send
         place = {"address": address, "frontend": instance.frontend}
+        dtype, width = parts.embedding_dtype, parts.embedding_width
         if role.takes_kv:
-            receiver, no_rows = (
-                self._receiver(self.kv_layout, parts),
-                MediaEmbeddings.none(parts.embedding_width, parts.row_dtype),
-            )
-            arriving = KVSource(receiver, CacheRows(parts.cache), instance.name, address, no_rows=no_rows)
-            return DecodeLoop(engine, arriving, **place, send=send)
-        receiver = self._receiver(self.media_layout, parts)
-        incoming = EmbeddingSource(receiver, instance.name, address, parts.row_dtype, parts.embedding_width)
+            receiver, no_rows = self._receiver(self.kv_layout, parts), MediaEmbeddings.none(width, dtype)
+            kv_source = KVSource(receiver, CacheRows(parts.cache), instance.name, address, no_rows=no_rows)
+            return DecodeLoop(engine, kv_source, **place, send=send)
+        receiver = self._receiver(self.embedding_layout, parts)
+        embedding_source = EmbeddingSource(receiver, instance.name, address, dtype, width)
         if role.sends_kv:
-            outgoing = KVSink(self.sender, CacheRows(parts.cache), engine.scheduler.pool, self.kv_layout)
+            kv_sink = KVSink(self.sender, CacheRows(parts.cache), engine.scheduler.pool, self.kv_layout)
             wake, name = instance.channel.wake, instance.name
-            return PrefillLoop(engine, incoming, outgoing, wake=wake, name=name, **place, send=send)
-        return EngineLoop(engine, incoming, **place, send=send)
+            return PrefillLoop(engine, embedding_source, kv_sink, wake=wake, name=name, **place, send=send)
+        return EngineLoop(engine, embedding_source, **place, send=send)
 
     def _receiver(self, layout: RowLayout, parts: EngineComponents) -> Receiver:
-        buffer = RowBuffer(
-            layout, parts.receive_blocks[layout.kind], parts.block_rows, self.fabrics, allocate=SharedMemory
-        )
-        grant_rows = LAYER_ROWS if layout.kind is RowKind.KV else 0
+        blocks = parts.receive_blocks[layout.kind]
         return Receiver(
-            buffer,
+            RowBuffer(layout, blocks, parts.block_rows, self.fabrics, allocate=SharedMemory),
             self.instance.channel.address,
             self.instance.send,
-            grant_rows=grant_rows,
+            grant_rows=LAYER_ROWS if layout.kind is RowKind.KV else 0,
             check_always=parts.check_always,
         )
 
 
-def layouts(media: RowLayout, kv: RowLayout, *, has_decoder: bool) -> list[RowLayout]:
-    """What rows an instance makes or takes, in its role or in another that it can have: KV caches are all alike, and so
-    are media rows, so that an instance that changes its role fits, and a request that goes on elsewhere has the same
-    tokens."""
-    return [media, kv] if has_decoder else [media]
+def layouts(embeddings: RowLayout, kv: RowLayout, *, has_decoder: bool) -> list[RowLayout]:
+    """Return the layouts that an instance registers: those of all roles that it may change to, so that after a change
+    it still fits the cluster, and a request that continues elsewhere gets the same tokens."""
+    return [embeddings, kv] if has_decoder else [embeddings]

@@ -1,8 +1,7 @@
-"""The frontend: HTTP in, work out to the instances, tokens back. No torch, no transformers."""
+"""The frontend: HTTP requests in, work to instances, tokens back. It imports neither torch nor transformers."""
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from triptych.api.security import add_security
 from triptych.api.service import GenerationDefaults, Service
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
-from triptych.config import FrontendConfig, ServeConfig
+from triptych.config import FrontendConfig, MediaConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.work import Deregister, Stop
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK = 0.1
-"""Seconds between looks at leases and deadlines."""
-LAST_ANSWERS = 1
-"""Seconds that answers get to reach their clients once their requests have ended with the service."""
+"""Seconds between two checks of leases and deadlines."""
+LAST_RESPONSES = 1
+"""Seconds that responses get to reach their clients when the service ends."""
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers: signals are the command's business."""
+    """uvicorn without signal handlers: the command handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -68,19 +67,19 @@ class Frontend:
     requests are served as soon as instances have joined at ``control``."""
 
     def __init__(self, config: ServeConfig, *, expects_encoders: bool = True) -> None:
-        """``expects_encoders`` as the router takes it, for a model that takes media. Reads the checkpoint's small files
-        and binds both ports.
-        Raises StartError when that fails."""
+        """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
+
+        ``expects_encoders`` is passed to the router, for a model that takes media."""
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        caps = _media_caps(config.frontend)
+        caps = _media_caps(config.frontend.media)
         builder = PromptBuilder(config.model, config.engine.max_model_len or None, caps)
         secret = config.cluster.secret()
-        config.frontend.check_ssl()
+        config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
-        self._socket = _listen(config.frontend.host, config.frontend.port)
+        self._socket = _listen(config.frontend.http.host, config.frontend.http.port)
         try:
-            self.channel = Channel(config.cluster.cluster_host, config.frontend.control_port, secret)
+            self.channel = Channel(config.cluster.cluster_host, config.frontend.http.control_port, secret)
         except BadAddress as error:
             self._socket.close()
             raise StartError(str(error)) from None
@@ -88,20 +87,21 @@ class Frontend:
             send=self.channel.send,
             disconnect=self.channel.disconnect,
             fingerprint=builder.fingerprint,
-            frontend=config.frontend,
+            admission=config.frontend.admission,
             lease=config.lease,
             engine=config.engine,
+            encode=config.encode,
             expects_encoders=expects_encoders and takes_media,
         )
         self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
         self._traces = _open_traces(config.observe.otlp_traces_endpoint)
         self.service = Service(
-            model_name=config.frontend.served_model_name or config.model.name,
+            model_name=config.frontend.http.served_model_name or config.model.name,
             router=self.router,
             prompt_builder=builder,
             tokenizer=builder.tokenizer,
             media=self._media,
-            uuid_cache=UuidMediaCache(config.frontend.mm_uuid_cache_mb * 2**20),
+            uuid_cache=UuidMediaCache(config.frontend.media.mm_uuid_cache_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
             frontend=config.frontend,
             # traces first: they give a request its trace id
@@ -109,15 +109,15 @@ class Frontend:
         )
         settings = uvicorn.Config(
             add_security(create_app(self.service), config.frontend),
-            ssl_certfile=config.frontend.ssl_certfile or None,
-            ssl_keyfile=config.frontend.ssl_keyfile or None,
+            ssl_certfile=config.frontend.tls.ssl_certfile or None,
+            ssl_keyfile=config.frontend.tls.ssl_keyfile or None,
             http=BoundedHttp,
             ws="none",
             log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=LAST_ANSWERS,
+            timeout_graceful_shutdown=LAST_RESPONSES,
         )
         self._server = _HttpServer(settings)
         self._tasks: list[asyncio.Task[None]] = []
@@ -126,7 +126,7 @@ class Frontend:
     def url(self) -> str:
         """Where the HTTP server listens."""
         host, port = self._socket.getsockname()[:2]
-        scheme = "https" if self._config.frontend.ssl_certfile else "http"
+        scheme = "https" if self._config.frontend.tls.ssl_certfile else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
@@ -148,15 +148,15 @@ class Frontend:
         ticking, serving = self._tasks
         self.router.draining = self._server.should_exit = True
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
-        # whoever still waits for an answer gets an error, not a stream that breaks off
+        # requests that are still running get an error, not a stream that breaks off
         self.router.end_all(InstanceLost("the service has ended"))
         for lease in self.router.registry:
-            with contextlib.suppress(TriptychError):  # one that can't be told must not keep the others running
+            with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
                 self.channel.send(lease.address, Stop())
             self.router.handle(Deregister(lease.address))
         ticking.cancel()
         await asyncio.gather(ticking, serving, return_exceptions=True)
-        # those that the server gave up on still have to let go of their requests
+        # responses that the server has cancelled still have to release their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
         self.service.executor.close()
@@ -168,11 +168,11 @@ class Frontend:
             self._log.close()
 
     async def drain(self) -> None:
-        """Admits nothing more and waits for what runs, up to the drain timeout."""
+        """Stop admitting requests, and wait for those that run, up to the drain timeout."""
         self.router.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.lease.drain_timeout):
-                # a request may have ended while its answer is still on its way out of the HTTP server
+                # a request may have ended while the HTTP server is still sending its response
                 while self.router.num_requests or self._server.server_state.tasks:
                     await asyncio.sleep(TICK / 2)
 
@@ -180,9 +180,9 @@ class Frontend:
         for message in self.channel.drain():
             try:
                 self.router.handle(message)
-            except Exception:  # a message that the router trips over must not cost the others theirs
+            except Exception:  # a message that fails must not affect the others
                 log.exception("couldn't handle %s", type(message).__name__)
-        if self.channel.pending and not self._server.should_exit:  # the descriptor says nothing of what is left
+        if self.channel.pending and not self._server.should_exit:  # the descriptor doesn't signal what is left
             asyncio.get_running_loop().call_soon(self._take_messages)
 
     async def _tick(self) -> None:
@@ -191,11 +191,11 @@ class Frontend:
             self._take_messages()
             try:
                 self.router.tick()
-            except Exception:  # leases and deadlines must go on being looked after
+            except Exception:  # leases and deadlines must still be checked
                 log.exception("the router's tick failed")
 
 
-def _media_caps(config: FrontendConfig) -> MediaCaps:
+def _media_caps(config: MediaConfig) -> MediaCaps:
     return MediaCaps(
         config.max_image_pixels,
         config.max_request_pixels,
@@ -206,23 +206,23 @@ def _media_caps(config: FrontendConfig) -> MediaCaps:
 
 
 def _media_source(config: FrontendConfig) -> MediaSource:
-    """Raises ConfigError for hosts or a folder that aren't any."""
-    limits = WebLimits(config.media_fetch_timeout, min(config.media_fetch_timeout, WebLimits.idle_seconds))
-    networks = [ipaddress.ip_network(network) for network in config.allowed_media_networks]
+    """Return where media comes from. Raises ConfigError for invalid hosts or an invalid folder."""
+    fetch, media = config.fetch, config.media
+    limits = WebLimits(fetch.media_fetch_timeout, min(fetch.media_fetch_timeout, WebLimits.idle_seconds))
     return MediaSource(
-        web=WebFetcher(AllowedHosts(config.allowed_media_domains), networks, limits),
-        folder=MediaFolder(config.allowed_local_media_path) if config.allowed_local_media_path else None,
+        web=WebFetcher(AllowedHosts(fetch.allowed_media_domains), fetch.networks, limits),
+        folder=MediaFolder(fetch.allowed_local_media_path) if fetch.allowed_local_media_path else None,
         limits=MediaLimits(
-            max_bytes=config.max_image_mb * 2**20,
-            max_video_bytes=config.max_video_mb * 2**20,
-            max_audio_bytes=config.max_audio_mb * 2**20,
-            max_total_bytes=config.max_media_mb * 2**20,
+            max_bytes=media.max_image_mb * 2**20,
+            max_video_bytes=media.max_video_mb * 2**20,
+            max_audio_bytes=media.max_audio_mb * 2**20,
+            max_total_bytes=media.max_media_mb * 2**20,
         ),
     )
 
 
 def _open_traces(endpoint: str) -> "Traces | None":
-    """None for no endpoint. Raises StartError when the extra isn't installed."""
+    """Return the exporter, or None without an endpoint. Raises StartError when the extra isn't installed."""
     if not endpoint:
         return None
     try:

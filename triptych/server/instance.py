@@ -1,7 +1,7 @@
-"""An instance: one process, one channel, one compute thread, and the hosts that its role asks for.
+"""An instance: one process, one channel, one compute thread, and the stage loops of its role.
 
-The loop is the whole of it: receive → let each host advance → heartbeat. Everything slow happens on the compute thread
-or in workers, which wake the loop when they are done.
+``run`` repeats: receive → advance each stage loop → heartbeat. Everything slow happens on the compute thread or in
+workers, which wake the loop when they are done.
 """
 
 import logging
@@ -39,37 +39,38 @@ from triptych.types import Address
 log = logging.getLogger(__name__)
 
 REGISTER_AGAIN = 4
-"""Heartbeats after which a registration that hasn't been answered, though the frontend answers otherwise, is lost."""
-REMIND_EVERY = 10.0
+"""Heartbeats after which an unanswered registration counts as lost, if the frontend answers other messages."""
+REMINDER_INTERVAL = 10.0
 """Seconds between log lines about a frontend that doesn't answer."""
 MAX_FAILURES = 5
 FAILURE_WINDOW = 60.0
-"""An instance starts over after a bug, but not ``MAX_FAILURES`` times within this many seconds: then the bug isn't one
-request's, and an instance that is idle because it fails at everything would be given every new request."""
+"""An instance resets itself after a bug, but ends at the ``MAX_FAILURES``-th failure within this many seconds: then the
+cause isn't one request, and an instance that fails at everything looks idle and attracts every new request."""
 
 
 class RoleLoops(NamedTuple):
-    """The hosts of a role, each with who it talks to in transfers, as ``Instance.add`` takes them; and how rows look
-    that they make or take."""
+    """The stage loops of a role."""
 
-    hosts: list[tuple[StageLoop, TransferSide | None]]
+    loops: list[tuple[StageLoop, TransferSide | None]]
+    """Each loop with its peer in transfers, as ``Instance.add_loop`` takes them."""
     layouts: list[RowLayout]
+    """Layouts of the rows that the instance produces or consumes."""
 
 
 class LoopBuilder(Protocol):
-    """Makes hosts for a role of what is loaded."""
+    """Builds the stage loops of a role from what is loaded."""
 
-    def check(self, role: Role) -> None:
-        """Raises StartError, saying why, for a role that can't be had."""
+    def check_role(self, role: Role) -> None:
+        """Raise StartError, with the reason, for a role that can't be taken."""
 
-    def compose(self, role: Role) -> RoleLoops:
-        """The role's hosts. Raises as ``check`` does, OSError, MemoryError, and any TriptychError; then nothing has
-        changed."""
+    def build_loops(self, role: Role) -> RoleLoops:
+        """Return the role's loops. Raises what ``check_role`` does, OSError, MemoryError, and any TriptychError; then
+        nothing has changed."""
 
 
 @dataclass(frozen=True)
-class _Change:
-    """Another role, once all is done in the present one. Times are those of ``time.monotonic``."""
+class _PendingRole:
+    """A role to take once the instance is idle. Times are those of ``time.monotonic``."""
 
     role: Role
     began: float
@@ -77,9 +78,9 @@ class _Change:
 
 
 class Instance:
-    """Runs a role's hosts until it is told to stop, or, with a ``composer``, to go on in another role."""
+    """Runs a role's stage loops until it is stopped. With a ``loop_builder`` it can change its role."""
 
-    composer: LoopBuilder | None = None
+    loop_builder: LoopBuilder | None = None
 
     def __init__(
         self,
@@ -98,19 +99,19 @@ class Instance:
         self.channel = channel
         self.frontend = frontend
         self._lease = lease
-        self.hosts: list[StageLoop] = []
+        self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
         self._handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
-            (Registered, None): self._on_welcome,
-            (RegistrationRefused, None): self._on_rejected,
-            (RegisterAgain, None): lambda _: self._on_forgotten(),
+            (Registered, None): self._on_registered,
+            (RegistrationRefused, None): self._on_refused,
+            (RegisterAgain, None): lambda _: self._on_register_again(),
             (PeerLost, None): self._on_peer_lost,
             (Stop, None): lambda _: self.stop(),
             (ChangeRole, None): self._on_change_role,
         }
-        self._host_handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {}
-        self._change: _Change | None = None
-        self._registered = False
+        self._loop_handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {}
+        self._pending_role: _PendingRole | None = None
+        self.registered = False
         self._stopping = False
         self._failure: StartError | None = None
         self._last_heartbeat = time.monotonic()
@@ -118,158 +119,165 @@ class Instance:
         self._register_deadline = self._remind_at = 0.0
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
-    def add(self, host: StageLoop, far_end: TransferSide | None = None) -> None:
-        """Takes in a host. ``far_end`` is who it talks to in transfers, if it does: of two hosts in one instance, one
-        is the producer and one the consumer, and what either end says goes to the other."""
-        self.hosts.append(host)
-        for kind, handler in host.handlers.items():
-            self._host_handlers[kind, far_end if kind in (Done, Abort) else None] = handler
+    def add_loop(self, loop: StageLoop, peer: TransferSide | None = None) -> None:
+        """Add a stage loop. ``peer`` is the end of transfers that it exchanges messages with, if any: an instance may
+        have a producer and a consumer, and ``Done`` and ``Abort`` go to the loop whose peer sent them."""
+        self.loops.append(loop)
+        for kind, handler in loop.handlers.items():
+            self._loop_handlers[kind, peer if kind in (Done, Abort) else None] = handler
 
-    def become(self, role: Role) -> None:
-        """Exchanges the hosts for those of that role. Raises what the composer raises; then all is as it was."""
-        assert self.composer is not None
-        composition = self.composer.compose(role)
-        for host in self.hosts:
-            host.close()
-        self.hosts.clear()
-        self._host_handlers.clear()
-        self.role, self._layouts = role, composition.layouts
-        for host, far_end in composition.hosts:
-            self.add(host, far_end)
+    def take_role(self, role: Role) -> None:
+        """Replace the stage loops by those of that role. Raises what the loop builder raises; then nothing has
+        changed."""
+        assert self.loop_builder is not None
+        built = self.loop_builder.build_loops(role)
+        for loop in self.loops:
+            loop.close()
+        self.loops.clear()
+        self._loop_handlers.clear()
+        self.role, self._layouts = role, built.layouts
+        for loop, peer in built.loops:
+            self.add_loop(loop, peer)
 
     def at_end(self, close: Callable[[], object]) -> None:
-        """What to call when ``run`` ends, after the hosts are closed; the last one first."""
+        """Register a function to call when ``run`` ends, after the loops are closed; the last one is called first."""
         self._at_end.append(close)
 
     def send(self, to: Address, message: Message) -> None:
-        """For the hosts. A peer that can't be reached is the registry's business: its lease runs out."""
+        """Send a stage loop's message. An unreachable peer is left to the registry: its lease expires."""
         try:
             self.channel.send(to, message)
         except TriptychError as error:
             log.warning("couldn't send %s: %s", type(message).__name__, error)
 
     def stop(self) -> None:
-        """Ends ``run`` soon. May be called from any thread, and from a signal handler."""
+        """Make ``run`` return soon. May be called from any thread, and from a signal handler."""
         self._stopping = True
         self.channel.wake()
 
     def fail(self, failure: StartError) -> None:
-        """Makes ``run`` raise the failure soon, before a host acts on anything else. May be called from any thread."""
+        """Make ``run`` raise the failure soon, before a stage loop acts on anything else. May be called from any
+        thread."""
         self._failure = failure
         self.channel.wake()
 
     def run(self) -> None:
-        """Registers and serves until ``stop``. Raises StartError when the frontend doesn't take the instance, what
-        ``fail`` was given, and what a host raised when starting over hasn't helped."""
+        """Register, and serve until ``stop``. Raises StartError when the frontend refuses the instance, the failure
+        given to ``fail``, and what a stage loop raised when resetting hasn't helped."""
+        self._last_heartbeat = time.monotonic()  # loading may have taken longer than a lease lasts
         self._register()
         try:
             while not self._stopping:
-                self._turn()
-                if not self._registered:
-                    self._expect_answer()
+                self._run_once()
+                if not self.registered:
+                    self._check_registration()
         finally:
-            # however it ends: nobody should wait for the lease to run out
+            # however it ends: the frontend needn't wait for the lease to expire
             self.send(self.frontend, Deregister(self.channel.address))
             self.compute.close()
-            for host in self.hosts:
-                host.close()
+            for loop in self.loops:
+                loop.close()
             for close in reversed(self._at_end):
                 close()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
-        messages = self.channel.receive(min(until_heartbeat, *(host.next_advance for host in self.hosts)))
+        messages = self.channel.receive(min(until_heartbeat, *(loop.next_advance for loop in self.loops)))
         if self._failure is not None:
             raise self._failure
-        self._notice_lapse()
+        self._check_lease()
         for message in messages:
             self._handle(message)
         self._advance()
-        self._change_role()
+        self._take_pending_role()
         if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
-            self._notice_lapse()
+            self._check_lease()
             self._last_heartbeat = time.monotonic()
             self.send(self.frontend, Heartbeat(self.channel.address, self._stats()))
             self._check_idle()
 
     def _stats(self) -> InstanceStats:
         stats = InstanceStats(busy_seconds=self.compute.busy_seconds, resident_bytes=resident_bytes())
-        for host in self.hosts:
-            host.add_stats(stats)
+        for loop in self.loops:
+            loop.add_stats(stats)
         return stats
 
     def _advance(self) -> None:
-        """A bug costs what is under way here, since nobody knows what it left half done, but neither the model that is
-        loaded nor the other processes, which the supervisor would end with this one."""
+        """Advance all stage loops. A bug costs the work in flight, whose state is unknown then, but neither the loaded
+        model nor the other processes, which the supervisor would end with this one."""
         try:
-            for host in self.hosts:
-                host.advance()
+            for loop in self.loops:
+                loop.advance()
         except Exception:
-            log.exception("this instance failed; giving up what was under way")
+            log.exception("this instance failed; aborting the work in flight")
             self._failures.append(time.monotonic())
             if len(self._failures) == MAX_FAILURES and self._failures[-1] - self._failures[0] < FAILURE_WINDOW:
                 log.error("it failed %d times within %g s; ending", MAX_FAILURES, FAILURE_WINDOW)
                 raise
-            self._start_over()
+            self._reset()
 
-    def _notice_lapse(self) -> None:
-        """A loop that stood still (SIGSTOP, a suspended machine) for longer than the lease works for nobody now."""
-        still = time.monotonic() - self._last_heartbeat
-        if self._registered and still > self._expiry - self._lease.heartbeat:
-            log.warning("stood still for %.1f s, as long as the lease; giving up what was under way", still)
-            self._start_over()
+    def _check_lease(self) -> None:
+        """Abort everything if this process was stopped (SIGSTOP, a suspended machine) for longer than its lease."""
+        stopped = time.monotonic() - self._last_heartbeat
+        if self.registered and stopped > self._expiry - self._lease.heartbeat:
+            log.warning("was stopped for %.1f s and lost its lease; aborting the work in flight", stopped)
+            self._reset()
 
-    def _start_over(self) -> None:
-        """Gives up everything, in this order: nothing may be written any more once the frontend tells the others that
-        what this instance held is free. It fails the requests, if it hasn't already, before it takes the instance on
-        again."""
-        for host in self.hosts:
-            host.on_lease_lost()
-        self._registered = False
-        self._change = None  # whoever asked for it is told that this instance has left
+    def _reset(self) -> None:
+        """Abort everything and register again. The order matters: once the frontend reports this instance as gone, the
+        others reuse the blocks that they granted to it, so nothing may be written any more. The frontend fails the
+        requests, if it hasn't already, before it accepts the registration."""
+        for loop in self.loops:
+            loop.on_lease_lost()
+        self.registered = False
+        self._pending_role = None  # the frontend answers the operator, because this instance has left
         self.send(self.frontend, Deregister(self.channel.address))
         self._register()
 
-    def _change_role(self) -> None:
-        """Takes on the role that it was told to, as soon as nothing is under way. It registers anew, and the frontend
-        tells the others to let go of what they shared with it, as of any that comes back."""
-        if (change := self._change) is None:
+    def _take_pending_role(self) -> None:
+        """Take the pending role once this instance is idle, and register again; the frontend then has the peers drop
+        their transfers with it, as for any instance that registers again."""
+        if (pending := self._pending_role) is None:
             return
-        if self.channel.pending or not all(host.idle for host in self.hosts):
-            if time.monotonic() > change.deadline:
-                self._keep_role(f"it was not done with its work within {change.deadline - change.began:g} s")
+        if self.channel.pending or not all(loop.idle for loop in self.loops):
+            if time.monotonic() > pending.deadline:
+                self._keep_role(f"it was not done with its work within {pending.deadline - pending.began:g} s")
             return
         before, began = self.role, time.monotonic()
         try:
-            self.become(change.role)
+            self.take_role(pending.role)
         except (TriptychError, OSError, MemoryError) as error:
             self._keep_role(str(error))
             return
         now = time.monotonic()
         log.info(
-            "%s now, was %s; drained in %.3f s, changed in %.3f s", self.role, before, began - change.began, now - began
+            "role changed from %s to %s; drained in %.3f s, changed in %.3f s",
+            before,
+            self.role,
+            began - pending.began,
+            now - began,
         )
-        self._change = None
-        self._registered = False
+        self._pending_role = None
+        self.registered = False
         self._register()
 
     def _keep_role(self, reason: str) -> None:
-        log.warning("it remains %s: %s", self.role, reason)
-        self._change = None
+        log.warning("the role remains %s: %s", self.role, reason)
+        self._pending_role = None
         self.send(self.frontend, RoleKept(self.channel.address, reason))
 
     def _check_idle(self) -> None:
         try:
-            for host in self.hosts:
-                host.check_idle()
+            for loop in self.loops:
+                loop.check_idle()
         except BlockError as error:
-            log.error("while idle: %s", error)  # a bug, and worth knowing, but no reason to stop serving
+            log.error("while idle: %s", error)  # a bug, but no reason to stop serving
 
     def _handle(self, message: Message) -> None:
-        """One message. One that can't be served must not harm the others: messages come from outside."""
+        """Handle a message. It comes from outside, so a bad one must not harm other requests."""
         end = message.by if isinstance(message, Done | Abort) else None
         key = (type(message), end)
-        handler = self._handlers.get(key) or self._host_handlers.get(key)
+        handler = self._handlers.get(key) or self._loop_handlers.get(key)
         if handler is None:
             log.warning("%s is not for a %s instance", type(message).__name__, self.role)
             return
@@ -279,15 +287,15 @@ class Instance:
             raise
         except TriptychError as error:
             log.error("%s: %s", type(message).__name__, error)
-        except Exception:  # whatever a peer sent, the others' requests go on
+        except Exception:  # whatever a peer sent, other requests continue
             log.exception("couldn't handle %s", type(message).__name__)
 
     def _register(self) -> None:
-        self._asked = time.monotonic()
-        self._register_deadline = self._asked + self._lease.start_timeout
-        self._remind_at = self._asked + REMIND_EVERY
+        self._sent_registration = time.monotonic()
+        self._register_deadline = self._sent_registration + self._lease.start_timeout
+        self._remind_at = self._sent_registration + REMINDER_INTERVAL
         log.info("joining the frontend at %s", self.frontend.removeprefix("tcp://"))
-        context_length = max((host.context_length for host in self.hosts), default=0)
+        context_length = max((loop.context_length for loop in self.loops), default=0)
         register = Register(
             name=self.name,
             role=self.role,
@@ -299,48 +307,48 @@ class Instance:
         )
         self.send(self.frontend, register)
 
-    def _expect_answer(self) -> None:
-        """A frontend may be started later. But one that was given another secret never answers, and can't say why."""
+    def _check_registration(self) -> None:
+        """Log a reminder, or raise StartError, when the frontend hasn't answered. It may be started later, but one with
+        another secret never answers."""
         if (now := time.monotonic()) < min(self._register_deadline, self._remind_at):
             return
-        self._remind_at = now + REMIND_EVERY
-        silence = (
-            f"no answer from the frontend at {self.frontend}: is it there, and has it the same --cluster-secret-file?"
-        )
+        self._remind_at = now + REMINDER_INTERVAL
+        problem = f"no answer from the frontend at {self.frontend}: is it running, with the same --cluster-secret-file?"
         if now >= self._register_deadline:
-            raise StartError(silence)
-        log.warning("%s", silence)
+            raise StartError(problem)
+        log.warning("%s", problem)
 
-    def _on_forgotten(self) -> None:
-        """The frontend doesn't know this instance (any more): what was under way has no owner. A heartbeat or two may
-        be answered so before the new registration is; if it goes on, that one was lost with a frontend that died."""
-        if self._registered:
-            self._start_over()
-        elif time.monotonic() - self._asked > REGISTER_AGAIN * self._lease.heartbeat:
+    def _on_register_again(self) -> None:
+        """Register again, because the frontend has no lease for this instance, so the work in flight has no owner.
+        Heartbeats sent before the new registration may get this answer, too; if it keeps coming, that registration was
+        lost with a frontend that died."""
+        if self.registered:
+            self._reset()
+        elif time.monotonic() - self._sent_registration > REGISTER_AGAIN * self._lease.heartbeat:
             self._register()
 
-    def _on_welcome(self, message: Registered) -> None:
-        self._registered = True
+    def _on_registered(self, message: Registered) -> None:
+        self.registered = True
         self._expiry = message.expiry
         log.info("ready")
 
-    def _on_rejected(self, message: RegistrationRefused) -> None:
-        if (message.name, message.pid) == (self.name, os.getpid()):  # somebody else may have claimed its address
+    def _on_refused(self, message: RegistrationRefused) -> None:
+        if (message.name, message.pid) == (self.name, os.getpid()):  # another process may have used its address
             raise StartError(f"the frontend refuses this instance: {message.reason}")
 
     def _on_change_role(self, message: ChangeRole) -> None:
         try:
-            if self.composer is None:
+            if self.loop_builder is None:
                 raise StartError("it can't change its role")
-            self.composer.check(message.role)
+            self.loop_builder.check_role(message.role)
         except StartError as error:
             self._keep_role(str(error))
             return
         now = time.monotonic()
-        self._change = _Change(message.role, now, now + message.timeout)
-        log.info("to become %s once it is done with its work", message.role)
+        self._pending_role = _PendingRole(message.role, now, now + message.timeout)
+        log.info("draining to change its role to %s", message.role)
 
     def _on_peer_lost(self, message: PeerLost) -> None:
-        for host in self.hosts:
-            host.peer_lost(message)
+        for loop in self.loops:
+            loop.peer_lost(message)
         self.channel.disconnect(message.address)

@@ -1,7 +1,7 @@
-"""Tensor parallelism as rank 0, the instance, sees it: starts the other ranks, watches them and ends them.
+"""The tensor-parallel ranks of an instance, as rank 0 sees them: starts, watches and ends the other ranks.
 
-They are child processes that run ``roles/worker.py``: the same steps as rank 0, each on its own shard. They have no
-socket towards the service, and hold nothing that would have to be put in order before they end.
+They are child processes that run ``server/rank_main.py``: the same steps as rank 0, each on its own shard. They have no
+socket of the service and hold no state that needs cleaning up, so they can be killed at any time.
 """
 
 import contextlib
@@ -31,72 +31,78 @@ from triptych.observe.machine import describe_exit
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 0.02
-"""Seconds between two looks at whether the ranks have started."""
-NOTICE_WITHIN = 2.0
-"""Seconds that the death of a process may be noticed later than its sockets' closing."""
+"""Seconds between two checks of whether the ranks have started."""
+EXIT_DELAY = 2.0
+"""Seconds by which the end of a process may be noticed later than the closing of its sockets."""
 
 
-class RankConfig(msgspec.Struct, frozen=True):
-    """What a rank other than 0 is told, on its command line. ``rendezvous`` and ``cache`` are the paths of files that
-    only processes of this user can open: where the ranks meet, and where their KV cache lies if they share one.
-    ``parent`` is the process id of rank 0."""
+class RankSpec(msgspec.Struct, frozen=True):
+    """All that the process of a rank other than 0 needs; rank 0 writes it to its standard input."""
 
     model: str
+    """The checkpoint folder."""
     engine: EngineConfig
     rank: int
     num_ranks: int
     parent: int
+    """Process id of rank 0."""
     threads: int
     rendezvous: str
+    """Path of a file, which only processes of this user can open, through which the ranks find each other."""
     cache: str
+    """Path of a file, which only processes of this user can open, for a KV cache that the ranks share."""
     logs: LogSettings
 
 
 class Ranks(Protocol):
-    """The other ranks of an instance. ``cache`` is the path of the file for a KV cache that all of them share."""
+    """The other ranks of an instance."""
 
     cache: str
+    """Path of the file for a KV cache that all ranks share."""
 
     def connect(self, device: torch.device) -> Group:
-        """Rank 0's end of the group, once all ranks run. Raises StartError when one of them ends before."""
+        """Wait until all ranks run, and return rank 0's end of the group. Raises StartError when one ends before."""
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        """Around what all ranks do together. If it fails anywhere, the ranks no longer agree on where they are, so the
-        instance has to end: raises StartError with the cause."""
+    def collective(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for collective operations of all ranks. If one fails anywhere, the ranks are out of step and
+        the instance has to end: raises StartError with the cause."""
 
-    def lead(self, forward: Forward, group: Group, row_dtype: torch.dtype) -> Forward:
-        """Rank 0's ``forward`` as its runner sees it: hands each step on, media rows in ``row_dtype``, before it
-        computes its own part. What was copied into a shared cache before is there for the others, who wait for the
-        step; and once it is over on rank 0, nobody reads or writes the cache any more."""
+    def broadcasting(self, forward: Forward, group: Group, embedding_dtype: torch.dtype) -> Forward:
+        """Return rank 0's ``forward`` for its runner, which broadcasts each step, with embeddings in
+        ``embedding_dtype``, before it computes its own part.
+
+        The other ranks wait for the step, so they see what was copied into a shared cache before it. When it returns on
+        rank 0, no rank reads or writes the cache any more."""
 
     def close(self) -> None:
-        """Ends all of them."""
+        """End all of them."""
 
 
 class NoRanks:
-    """An instance that is one process."""
+    """The ranks of an instance that is a single process: there are no others."""
 
     cache = ""
 
     def connect(self, device: torch.device) -> Group:
         return SINGLE_RANK
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def collective(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def lead(self, forward: Forward, group: Group, row_dtype: torch.dtype) -> Forward:
+    def broadcasting(self, forward: Forward, group: Group, embedding_dtype: torch.dtype) -> Forward:
         return forward
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
 class ChildRanks:
-    """Ranks 1, 2, … as child processes. ``on_failure`` is told once, from any thread, why the group can't go on."""
+    """Ranks 1, 2, … as child processes."""
 
     def __init__(self, model: str, engine: EngineConfig, size: int, on_failure: Callable[[StartError], None]) -> None:
-        """Starts them, so that with this process there are ``size`` ranks. Call it on the main thread: the kernel ends
-        them when the thread that started them ends."""
+        """Start them, so that with this process there are ``size`` ranks. ``on_failure`` is called once, from any
+        thread, with the reason why the group can't continue. Call this on the main thread: the kernel ends child
+        processes when the thread that started them ends."""
         self._size = size
         self._on_failure = on_failure
         self._failure: StartError | None = None
@@ -105,16 +111,16 @@ class ChildRanks:
         self._closing = False
         self._group: ProcessGroup | None = None
         # Files without a name in a file system, so that nothing is left behind however this process ends. The first is
-        # never closed: the store opens it once more when it is destroyed, and would look for it for minutes.
+        # never closed: the store opens it again when it is destroyed, and would retry for minutes.
         path = _path(os.memfd_create("triptych-ranks"))
         cache = os.memfd_create("triptych-kv", os.MFD_CLOEXEC)
         self.cache = _path(cache)
-        self._close_cache = weakref.finalize(self, os.close, cache)  # what is mapped of it stays
+        self._close_cache = weakref.finalize(self, os.close, cache)  # mappings of it stay valid
         threads = torch.get_num_threads()
         self._store = rendezvous(path, self._size)
         self._processes = [
             _start(
-                RankConfig(
+                RankSpec(
                     model=model,
                     engine=engine,
                     rank=rank,
@@ -137,29 +143,29 @@ class ChildRanks:
             self._noticed.wait(CHECK_INTERVAL)
             if self._failure is not None:
                 raise self._failure
-        with self.together():
+        with self.collective():
             self._group = ProcessGroup(self._store, 0, self._size, device)
         return self._group
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         try:
             yield
         except StartError:
             raise
         except Exception as error:
-            if not self._noticed.wait(NOTICE_WITHIN):
-                log.error("what all ranks do together failed here", exc_info=error)
+            if not self._noticed.wait(EXIT_DELAY):
+                log.error("a collective operation of all ranks failed here", exc_info=error)
             self._fail(StartError(f"tensor-parallel rank 0 of {self._size} failed: {error}"))
             raise self._failure or error from error
 
-    def lead(self, forward: Forward, group: Group, row_dtype: torch.dtype) -> Forward:
-        def lead_forward(batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None = None) -> Tensor:
-            with self.together():
-                send_step(batch, group, row_dtype)
+    def broadcasting(self, forward: Forward, group: Group, embedding_dtype: torch.dtype) -> Forward:
+        def broadcast_forward(batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None = None) -> Tensor:
+            with self.collective():
+                send_step(batch, group, embedding_dtype)
                 return forward(batch, cache, after_layer)
 
-        return lead_forward
+        return broadcast_forward
 
     def close(self) -> None:
         self._closing = True
@@ -176,7 +182,8 @@ class ChildRanks:
             self._fail(StartError(f"{who} {describe_exit(code)}"))
 
     def _fail(self, failure: StartError) -> None:
-        """Only the first failure is one: the others follow from it. Who waits for it goes on when it has been told."""
+        """Report the first failure; later ones follow from it. Threads that wait for a failure continue after the
+        report."""
         with self._lock:
             if self._failure is None:
                 self._failure = failure
@@ -187,11 +194,15 @@ class ChildRanks:
 
 
 def _path(file: int) -> str:
-    """Of an open file of this process, for other processes of the same user."""
+    """Return a path by which other processes of this user can open a file that this process has open."""
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def _start(config: RankConfig) -> "subprocess.Popen[bytes]":
-    command = children.command("triptych.server.rank", msgspec.json.encode(config).decode())
-    environment = children.environment() | {"OMP_NUM_THREADS": str(config.threads)}
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, cwd=children.FOLDER)
+def _start(spec: RankSpec) -> "subprocess.Popen[bytes]":
+    command = children.command("triptych.server.rank_main", "--rank", str(spec.rank))
+    environment = children.environment() | {"OMP_NUM_THREADS": str(spec.threads)}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=children.FOLDER)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # a process that has ended is noticed by its watcher
+        process.stdin.write(msgspec.json.encode(spec))
+    return process

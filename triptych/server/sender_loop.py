@@ -1,4 +1,4 @@
-"""The producer's end of all transfers of an instance, whichever of its stages made the rows."""
+"""The producer's side of an instance's transfers, of embeddings and of KV rows."""
 
 import logging
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class SenderLoop:
-    """Keeps a sender going that the instance's other hosts give rows to."""
+    """Drives the sender that the instance's other stage loops hand rows to."""
 
     context_length = 0
 
@@ -35,12 +35,12 @@ class SenderLoop:
         self.sender.consumer_lost(lost.address)
 
     def on_lease_lost(self) -> None:
-        """Nothing may be written any more: the consumers are told that this instance is gone, and may grant the same
-        blocks to others."""
+        """Drop all transfers. Nothing may be written any more, because consumers, once they learn that this instance is
+        gone, may grant the same blocks to others."""
         self.sender.drop_all()
 
     def check_idle(self) -> None:
-        """Nothing here is handed out in pieces; the sender keeps rows only while a transfer is under way."""
+        """There is nothing to check: the sender holds rows only while a transfer is in flight."""
 
     @property
     def idle(self) -> bool:

@@ -382,9 +382,9 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
         for item in fabrics:
             instance.at_end(item.close)
         if role.encodes:
-            instance.add(ProducerLoop(instance, fabrics, pipe), far_end=TransferSide.CONSUMER)
+            instance.add_loop(ProducerLoop(instance, fabrics, pipe), peer=TransferSide.CONSUMER)
         else:
-            instance.add(ConsumerLoop(instance, fabrics, pipe), far_end=TransferSide.PRODUCER)
+            instance.add_loop(ConsumerLoop(instance, fabrics, pipe), peer=TransferSide.PRODUCER)
         instance.run()
     except StartError as error:
         pipe.send(error)

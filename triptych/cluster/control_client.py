@@ -1,5 +1,5 @@
-"""What operators ask a running service, over the socket that its instances join at: who may do that may do anything
-(docs/decisions/0010-trust.md), and who reaches the HTTP port alone may not."""
+"""Client of a running service's control socket, for operators. Whoever reaches that socket is trusted with everything
+(docs/decisions/0010-trust.md); clients of the HTTP port are not."""
 
 import time
 from types import TracebackType
@@ -12,15 +12,15 @@ from triptych.messages.codec import Message
 from triptych.messages.work import GetStatus, RoleRefused, RoleSet, SetRole, Status
 from triptych.topology import Role
 
-ANSWERS_WITHIN = 5.0
-"""Seconds within which a frontend that is there says something."""
+ANSWER_TIMEOUT = 5.0
+"""Seconds within which a running frontend answers."""
 
 
-class Operator:
+class ControlClient:
     """A connection to the frontend whose control address is ``control`` (HOST:PORT). A context manager."""
 
     def __init__(self, control: str, cluster: ClusterConfig) -> None:
-        """Raises StartError when this process can't listen for answers."""
+        """Raise StartError when this process can't listen for answers."""
         host, _, port = control.rpartition(":")
         self._control = control
         try:
@@ -29,7 +29,7 @@ class Operator:
         except BadAddress as error:
             raise StartError(str(error)) from None
 
-    def __enter__(self) -> "Operator":
+    def __enter__(self) -> "ControlClient":
         return self
 
     def __exit__(
@@ -38,17 +38,17 @@ class Operator:
         self._channel.close(linger=0)
 
     def status(self) -> Status:
-        """Who is there, and what they have in hand. Raises StartError when nobody answers."""
-        status: Status = self._ask(GetStatus(self._channel.address), (Status,), ANSWERS_WITHIN)
+        """Return the instances and their load. Raises StartError when the frontend doesn't answer."""
+        status: Status = self._ask(GetStatus(self._channel.address), (Status,), ANSWER_TIMEOUT)
         return status
 
     def set_role(self, instance: str, role: Role, timeout: float, *, force: bool = False) -> None:
-        """Returns once the instance of that name has the role; it gets ``timeout`` seconds to finish what it works on.
-        ``force`` as in ``SetRole``. Raises StartError, with the reason, when it keeps the one that it has."""
-        asked = SetRole(self._channel.address, instance, role, timeout, force)
-        answer: RoleSet | RoleRefused = self._ask(asked, (RoleSet, RoleRefused), timeout + ANSWERS_WITHIN)
+        """Return once the instance of that name has the role; it gets ``timeout`` seconds to finish its work. ``force``
+        as in ``SetRole``. Raises StartError, with the reason, when it keeps its role."""
+        question = SetRole(self._channel.address, instance, role, timeout, force)
+        answer: RoleSet | RoleRefused = self._ask(question, (RoleSet, RoleRefused), timeout + ANSWER_TIMEOUT)
         if isinstance(answer, RoleRefused):
-            raise StartError(f"{instance} does not become {role}: {answer.reason}")
+            raise StartError(f"{instance} does not change its role to {role}: {answer.reason}")
 
     def _ask(self, question: Message, answers: tuple[type[Any], ...], timeout: float) -> Any:
         deadline = time.monotonic() + timeout
@@ -58,5 +58,5 @@ class Operator:
                 if isinstance(message, answers):
                     return message
         raise StartError(
-            f"no answer from the frontend at {self._control}: is it there, and has it the same --cluster-secret-file?"
+            f"no answer from the frontend at {self._control}: is it running, with the same --cluster-secret-file?"
         )

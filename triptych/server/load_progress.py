@@ -1,4 +1,4 @@
-"""Shows how far loading a model has come: a bar on a terminal, and a line every few seconds elsewhere."""
+"""Progress of loading a model: a bar on a terminal, and a log line every few seconds elsewhere."""
 
 import contextlib
 import logging
@@ -11,21 +11,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 log = logging.getLogger(__name__)
 
-LINE_EVERY = 2.0
+LINE_INTERVAL = 2.0
 """Seconds between two lines."""
 
 
-class Loading:
-    """Of ``total`` bytes. A context manager: the bar is gone afterwards."""
+class LoadProgress:
+    """Progress of loading ``total`` bytes. A context manager, which removes the bar at its end."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._loaded = 0
-        self._next_line = time.monotonic() + LINE_EVERY
+        self._next_line = time.monotonic() + LINE_INTERVAL
         self._bar: Progress | None = None
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> "Loading":
+    def __enter__(self) -> "LoadProgress":
         if sys.stderr.isatty():
             columns = TextColumn("loading"), BarColumn(), DownloadColumn(True), TransferSpeedColumn()
             bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
@@ -39,10 +39,10 @@ class Loading:
         self._stack.close()
 
     def advance(self, num_bytes: int) -> None:
-        """So many more bytes are about to be taken in."""
+        """Count ``num_bytes`` more, which are about to be loaded."""
         self._loaded += num_bytes
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._loaded)
         elif self._loaded < self._total and (now := time.monotonic()) >= self._next_line:
-            self._next_line = now + LINE_EVERY
+            self._next_line = now + LINE_INTERVAL
             log.info("loading: %.0f %% of %.2f GiB", 100 * self._loaded / self._total, self._total / 2**30)

@@ -1,0 +1,70 @@
+"""The spec of an instance: it survives serialization, and it divides a machine among a topology."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from triptych.config import (
+    ClusterConfig,
+    CpuSet,
+    EncodeConfig,
+    EngineConfig,
+    FrontendConfig,
+    InstanceSpec,
+    LeaseConfig,
+    MemorySize,
+    ObserveConfig,
+    RankSizes,
+    ServeConfig,
+    TransferConfig,
+)
+from triptych.errors import ConfigError
+from triptych.topology import Role, Topology
+
+CONFIG = ServeConfig(
+    model=Path("/models/m"),
+    engine=EngineConfig(
+        dtype="bfloat16",
+        threads=3,
+        cpus=CpuSet.parse("0-2,7"),
+        tensor_parallel_size=RankSizes.parse("P=2,D=1"),
+        kv_cache_memory=MemorySize.parse("30%"),
+        enable_prefix_caching=False,
+    ),
+    encode=EncodeConfig(decode_timeout=1.5),
+    transfer=TransferConfig(inject_faults="drop=0.5"),
+    cluster=ClusterConfig(cluster_host="fd00::1", cluster_secret_file="/run/secrets/cluster"),
+    frontend=FrontendConfig.of(api_key=("hidden",)),
+    lease=LeaseConfig(heartbeat=0.25),
+    observe=ObserveConfig(log_level="debug"),
+)
+
+
+def test_a_spec_survives_serialization_and_holds_no_api_key() -> None:
+    spec = replace(CONFIG.instance(Role.P, "p0", "10.0.0.1:8001"), supervisor=42)
+    assert InstanceSpec.from_json(spec.to_json()) == spec
+    assert spec.num_ranks == 2
+    assert b"hidden" not in spec.to_json()
+
+
+def test_a_spec_is_checked_when_it_is_read() -> None:
+    written = CONFIG.instance(Role.P, "p0", "10.0.0.1:8001").to_json()
+    with pytest.raises((ConfigError, msgspec.ValidationError), match="--page-size 0 is too small"):
+        InstanceSpec.from_json(written.replace(b'"page_size":16', b'"page_size":0'))
+
+
+def test_a_topology_divides_one_machine() -> None:
+    config = replace(CONFIG, engine=replace(CONFIG.engine, threads=0))
+    specs = config.instances(Topology.parse("2E1P2D"), "127.0.0.1:1")
+    assert [(spec.name, spec.role) for spec in specs] == [
+        ("e0", Role.E), ("e1", Role.E), ("p0", Role.P), ("d0", Role.D), ("d1", Role.D)
+    ]  # fmt: skip
+    assert {str(spec.engine.kv_cache_memory) for spec in specs} == {"10%"}
+    assert {spec.engine.threads for spec in specs} == {EngineConfig().threads_per_process(6)}
+    amount = replace(CONFIG, engine=replace(CONFIG.engine, kv_cache_memory=MemorySize.parse("1GiB")))
+    assert {spec.engine.kv_cache_memory for spec in amount.instances(Topology.parse("2PD"), "a:1")} == {
+        MemorySize(2**30)
+    }
+    assert {spec.engine.threads for spec in amount.instances(Topology.parse("2PD"), "a:1")} == {3}

@@ -1,0 +1,79 @@
+"""Every setting, as frozen dataclasses by concern. A field's name is its flag's (``max_num_seqs`` ↔
+``--max-num-seqs``), its environment variable's (``TRIPTYCH_MAX_NUM_SEQS``) and its key in a file; ``cli/flags.py``
+maps all of them onto it."""
+
+from triptych.config.addresses import is_loopback, is_unspecified
+from triptych.config.admission import AdmissionConfig
+from triptych.config.cluster import ClusterConfig
+from triptych.config.cpu_set import CpuSet
+from triptych.config.encode import EncodeConfig
+from triptych.config.engine import DTYPES, QUANTIZATIONS, EngineConfig
+from triptych.config.frontend import FrontendConfig
+from triptych.config.http import HttpConfig
+from triptych.config.instance_spec import InstanceSpec
+from triptych.config.item_limits import ItemLimits
+from triptych.config.lease import LeaseConfig
+from triptych.config.media import MAX_MESSAGE_BYTES, MediaConfig, MediaFetchConfig
+from triptych.config.memory_size import MemorySize
+from triptych.config.observe import LOG_FORMATS, ObserveConfig
+from triptych.config.rank_sizes import RankSizes
+from triptych.config.renamed import RENAMED_ROLES, RENAMED_SETTINGS
+from triptych.config.security import AuthConfig, CorsConfig, TlsConfig
+from triptych.config.service import ServeConfig
+from triptych.config.settings import Settings, flag, names_of, setting
+from triptych.config.transfer import FABRICS, TransferConfig
+
+CONFIG_GROUPS: tuple[type[Settings], ...] = (
+    HttpConfig,
+    AdmissionConfig,
+    MediaConfig,
+    MediaFetchConfig,
+    AuthConfig,
+    TlsConfig,
+    CorsConfig,
+    EngineConfig,
+    EncodeConfig,
+    TransferConfig,
+    LeaseConfig,
+    ClusterConfig,
+    ObserveConfig,
+)
+"""All groups of settings, in the order of ``--help`` and the documentation. The first line of each docstring is its
+title."""
+
+__all__ = [
+    "CONFIG_GROUPS",
+    "DTYPES",
+    "FABRICS",
+    "LOG_FORMATS",
+    "MAX_MESSAGE_BYTES",
+    "QUANTIZATIONS",
+    "RENAMED_ROLES",
+    "RENAMED_SETTINGS",
+    "AdmissionConfig",
+    "AuthConfig",
+    "ClusterConfig",
+    "CorsConfig",
+    "CpuSet",
+    "EncodeConfig",
+    "EngineConfig",
+    "FrontendConfig",
+    "HttpConfig",
+    "InstanceSpec",
+    "ItemLimits",
+    "LeaseConfig",
+    "MediaConfig",
+    "MediaFetchConfig",
+    "MemorySize",
+    "ObserveConfig",
+    "RankSizes",
+    "ServeConfig",
+    "Settings",
+    "TlsConfig",
+    "TransferConfig",
+    "flag",
+    "is_loopback",
+    "is_unspecified",
+    "names_of",
+    "setting",
+]

@@ -1,0 +1,31 @@
+"""Settings of how much work the frontend takes on."""
+
+from dataclasses import dataclass
+
+from triptych.config.settings import Settings, setting
+from triptych.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AdmissionConfig(Settings):
+    """How many requests the frontend admits, and for how long."""
+
+    max_queue: int = setting(256, "requests waiting or running at a time; more are rejected with 503", ge=1)
+    max_queue_per_client: int = setting(
+        0,
+        "of these, requests of one client (an API key, or an address); more are rejected with 429; 0 for no limit",
+        ge=0,
+    )
+    max_inflight_mb: int = setting(
+        2048,
+        "bodies and media files of all requests at a time, in MiB; what exceeds it is rejected with 503. One client "
+        "may use half of it, and is rejected with 429 beyond",
+        ge=1,
+    )
+    request_timeout: float = setting(600.0, "seconds after which a request that isn't finished fails", gt=0)
+
+    def check_together(self) -> None:
+        if self.max_queue_per_client > self.max_queue:
+            raise ConfigError(
+                f"--max-queue-per-client {self.max_queue_per_client} exceeds --max-queue {self.max_queue}"
+            )

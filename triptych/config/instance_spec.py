@@ -1,0 +1,49 @@
+"""All that one instance process needs, as one value."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from triptych.config.cluster import ClusterConfig
+from triptych.config.encode import EncodeConfig
+from triptych.config.engine import EngineConfig
+from triptych.config.lease import LeaseConfig
+from triptych.config.observe import ObserveConfig
+from triptych.config.transfer import TransferConfig
+from triptych.topology import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceSpec:
+    """All that one instance process needs. It holds no secret: those stay in the files that it names."""
+
+    model: str
+    """The checkpoint folder, an absolute path."""
+    role: Role
+    name: str
+    """The instance's name in logs, metrics and ``triptych status``."""
+    join: str
+    """``HOST:PORT``, the control address of the frontend."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """``threads`` and ``kv_cache_memory`` are those of this instance alone."""
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    lease: LeaseConfig = field(default_factory=LeaseConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    supervisor: int = 0
+    """Process id of the parent whose end ends the instance, or 0 for none."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the instance consists of."""
+        return self.engine.tensor_parallel_size.of(self.role)
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "InstanceSpec":
+        """Read what ``to_json`` wrote. Raises ConfigError for settings out of their bounds, and
+        msgspec.DecodeError."""
+        return msgspec.json.decode(data, type=cls)

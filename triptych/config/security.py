@@ -1,0 +1,80 @@
+"""Settings of who may send requests, and of how connections are encrypted."""
+
+import ssl
+from dataclasses import dataclass
+
+from triptych.config.private_files import read_private
+from triptych.config.settings import Settings, setting
+from triptych.errors import ConfigError
+
+MAX_KEYS_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class AuthConfig(Settings):
+    """Which API keys requests need."""
+
+    api_key: tuple[str, ...] = setting(
+        (),
+        "API keys of which requests must have one, separated by commas; other users of this machine can read flags, so "
+        "prefer a file",
+    )
+    api_key_file: str = setting("", "file with API keys, one a line, that its owner alone may read", path=True)
+
+    def api_keys(self) -> list[str]:
+        """Return all keys, including those of the file; without any, requests need no key. Raises ConfigError for a
+        file that has no key or can't be used."""
+        keys = list(self.api_key)
+        if self.api_key_file:
+            name = f"--api-key-file {self.api_key_file}"
+            text = read_private(self.api_key_file, name, MAX_KEYS_BYTES)
+            if len(text) > MAX_KEYS_BYTES:
+                raise ConfigError(f"{name} has more than {MAX_KEYS_BYTES} bytes")
+            found = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
+            if not found:
+                raise ConfigError(f"{name} has no key")
+            keys += found
+        return keys
+
+
+@dataclass(frozen=True)
+class TlsConfig(Settings):
+    """The certificate for HTTPS."""
+
+    ssl_certfile: str = setting("", "file with the certificate and its chain, for HTTPS", path=True)
+    ssl_keyfile: str = setting(
+        "", "file with the private key of the certificate, that its owner alone may read", path=True
+    )
+
+    def check_together(self) -> None:
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
+
+    def check_files(self) -> None:
+        """Raise ConfigError when the certificate and its key can't be used."""
+        if not self.ssl_certfile:
+            return
+        read_private(self.ssl_keyfile, f"--ssl-keyfile {self.ssl_keyfile}", 0)
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                self.ssl_certfile, self.ssl_keyfile, password=""
+            )
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM"
+            raise ConfigError(
+                f"--ssl-certfile {self.ssl_certfile} and --ssl-keyfile {self.ssl_keyfile}: {reason}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class CorsConfig(Settings):
+    """Which web pages may send requests (CORS)."""
+
+    allowed_origins: tuple[str, ...] = setting((), "origins whose pages may send requests (CORS); none unless given")
+    allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")
+    allowed_headers: tuple[str, ...] = setting(("*",), "headers that such pages may send")
+    allow_credentials: bool = setting(False, "let such pages send cookies")
+
+    def check_together(self) -> None:
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("--allow-credentials and --allowed-origins * exclude each other")

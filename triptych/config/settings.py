@@ -1,0 +1,78 @@
+"""How a setting is declared, and the one place where values are checked."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from triptych.errors import ConfigError
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    choices: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
+    path: bool = False,
+    parse: Callable[[str], Any] | None = None,
+) -> Any:
+    """Return a dataclass field with what ``--help``, the documentation and the check of its values need.
+
+    ``meaning`` is its help text. ``ge`` and ``gt`` are its lower bound, ``le`` its upper one; a number needs a lower
+    bound. ``choices`` are the values of a text. ``also`` are other names that it accepts: vLLM's, where they mean the
+    same. A ``path`` is made absolute when it is read, since child processes run in another folder. ``parse`` makes a
+    value of a text and raises ConfigError without naming the setting. Raises TypeError for a number without a bound.
+    """
+    if type(default) in (int, float) and ge is None and gt is None:
+        raise TypeError(f"a number needs ge or gt: {meaning}")
+    bounds = {"ge": ge, "gt": gt, "le": le}
+    return field(
+        default=default,
+        metadata={"help": meaning, "also": also, "choices": choices, "path": path, "parse": parse} | bounds,
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of every group of settings. Raises ConfigError for a value out of its bounds, naming the flag."""
+
+    def __init_subclass__(cls) -> None:
+        for name in inspect.get_annotations(cls):
+            declared = cls.__dict__.get(name)
+            if not isinstance(declared, Field) or "help" not in declared.metadata:
+                raise TypeError(f"{cls.__name__}.{name} is not declared with setting()")
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            _check_value(item, getattr(self, item.name))
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Check settings against each other, and what bounds can't express. Raises ConfigError."""
+
+
+def flag(name: str) -> str:
+    """Return the command-line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def names_of(item: Field[Any]) -> tuple[str, ...]:
+    """Return all names of a setting, its own first."""
+    return item.name, *item.metadata["also"]
+
+
+def _check_value(item: Field[Any], value: Any) -> None:
+    given, bounds = f"{flag(item.name)} {value}", item.metadata
+    if bounds["choices"] and value not in bounds["choices"]:
+        raise ConfigError(f"{given} is not one of {', '.join(bounds['choices'])}")
+    # each comparison is negated, because nan compares false
+    if (least := bounds["ge"]) is not None and not value >= least:
+        raise ConfigError(f"{given} is too small: at least {least}")
+    if (limit := bounds["gt"]) is not None and not value > limit:
+        raise ConfigError(f"{given} is too small: more than {limit}")
+    if (most := bounds["le"]) is not None and not value <= most:
+        raise ConfigError(f"{given} is too large: at most {most}")

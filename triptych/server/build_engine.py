@@ -1,0 +1,125 @@
+"""Builds what an instance prefills and decodes with."""
+
+import logging
+
+import torch
+
+from triptych.config import EngineConfig
+from triptych.engine.gpu_runner import GpuRunner
+from triptych.engine.grammar.service import GrammarService
+from triptych.engine.group import CacheSize, agree_on_size, gather_memory, make_forward
+from triptych.engine.kv_cache import PagePool
+from triptych.engine.kv_size import KVSize, gib, kv_size
+from triptych.engine.loop import EngineCore
+from triptych.engine.runner import Forward, Runner
+from triptych.engine.scheduler import MAX_SCORED, Scheduler
+from triptych.layers.attention.base import KVTensors
+from triptych.layers.decoder import Decoder
+from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.devices import dtype_name, widens_kv
+from triptych.layers.parallel import Group, rank_device
+from triptych.messages.rows import RowKind
+from triptych.server.components import EngineComponents
+from triptych.server.instance import Instance
+from triptych.server.model_bundle import ModelBundle
+from triptych.server.ranks import Ranks
+from triptych.topology import Role
+
+log = logging.getLogger(__name__)
+
+FIRST_USE = 32 * 2**20
+"""Bytes that PyTorch's kernels and its allocator keep once they have been used."""
+
+
+def build_engine(
+    *,
+    model: ModelBundle,
+    decoder: Decoder,
+    instance: Instance,
+    role: Role,
+    engine: EngineConfig,
+    ranks: Ranks,
+    group: Group,
+    check_always: bool,
+) -> EngineComponents:
+    """Return the engine and its KV cache, the whole of it if ranks share one. All ranks take part: they report their
+    free memory, agree on the size of the KV cache, and allocate it. Raises StartError for settings that don't fit."""
+    device = rank_device(model.device, 0)
+    blocks = {RowKind.MEDIA: engine.receive_blocks, RowKind.KV: engine.kv_receive_blocks}
+    layout = model.kv_layout if role.takes_kv else model.row_layout
+    receive_bytes = blocks[layout.kind] * engine.receive_block_rows * layout.row_bytes
+    size = _agreed_size(model, decoder.config, engine, ranks, group, receive_bytes=receive_bytes)
+    _warn_of_slow_kv(model.weights.activations, model.kv_dtype, device)
+    with ranks.collective():
+        # a page more than the pool hands out: the padding of CUDA graphs is written there
+        agreed = agree_on_size(group, CacheSize(size.num_pages + 1, size.context_length))
+        cache = model.make_cache(group, agreed.num_pages, ranks.cache)
+        forward = make_forward(decoder, cache.own, engine, size.context_length)
+    grammars = GrammarService(model.checkpoint.folder, decoder.config.vocab_size, instance.channel.wake)
+    instance.at_end(grammars.close)
+    scheduler = Scheduler(
+        PagePool(size.num_pages, engine.page_size),
+        engine.max_num_seqs,
+        engine.max_num_batched_tokens,
+        reuse_prefixes=engine.enable_prefix_caching,
+    )
+    broadcasting = ranks.broadcasting(forward, group, model.weights.activations)
+    return EngineComponents(
+        engine=EngineCore(
+            scheduler=scheduler,
+            runner=_runner(broadcasting, cache.own, engine.page_size, device),
+            compute=instance.compute,
+            grammars=grammars,
+            context_length=size.context_length,
+            vocab_size=decoder.config.vocab_size,
+        ),
+        cache=cache.whole,
+        embedding_dtype=model.weights.activations,
+        embedding_width=model.adapter.embedding_width,
+        receive_blocks=blocks,
+        block_rows=engine.receive_block_rows,
+        check_always=check_always,
+    )
+
+
+def _agreed_size(
+    model: ModelBundle, config: DecoderConfig, engine: EngineConfig, ranks: Ranks, group: Group, *, receive_bytes: int
+) -> KVSize:
+    """Return the size of the KV cache, from the free memory of all ranks. ``config`` is that of this rank's shard."""
+    device, whole = rank_device(model.device, 0), model.adapter.decoder_config
+    with ranks.collective():
+        memory = gather_memory(group, device)
+    size = kv_size(
+        engine,
+        token_bytes=(whole if device.type == "cpu" else config).kv_bytes(model.kv_dtype.itemsize),
+        model_context=model.planner.context_length,
+        available=memory.free,
+    )
+    logits = engine.max_num_seqs + min(MAX_SCORED, engine.max_num_batched_tokens)
+    ranks_sharing_memory = group.size if device.type == "cpu" else 1
+    largest_step = config.step_bytes(engine.max_num_batched_tokens, logits, size.context_length)
+    step = ranks_sharing_memory * (FIRST_USE + largest_step)
+    log.info("%s", size)
+    log.info(
+        "memory: %s now, at most %s besides what encoding takes: with a full KV cache, a full receive buffer (%s) and "
+        "a step of the largest size (%s)",
+        *map(gib, (memory.used, memory.used + size.num_bytes + receive_bytes + step, receive_bytes, step)),
+    )
+    return size
+
+
+def _warn_of_slow_kv(activations: torch.dtype, kv: torch.dtype, device: torch.device) -> None:
+    if widens_kv(activations, kv, device):
+        log.warning(
+            "each step widens all keys and values from %s, in every layer: long contexts are faster with "
+            "--kv-cache-dtype %s",
+            dtype_name(kv),
+            dtype_name(activations),
+        )
+
+
+def _runner(forward: Forward, cache: KVTensors, page_size: int, device: torch.device) -> Runner:
+    """Return the runner for a device. ``forward`` computes a step on all ranks."""
+    if device.type == "cpu":
+        return Runner(forward, cache, page_size)
+    return GpuRunner(forward, cache, page_size, device)

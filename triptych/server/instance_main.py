@@ -1,0 +1,40 @@
+"""Entry point of an instance's process. Its parent writes an ``InstanceSpec`` to its standard input."""
+
+import logging
+import os
+import sys
+
+from triptych.config import InstanceSpec
+from triptych.errors import StartError
+from triptych.observe import logs
+from triptych.observe.machine import end_with_parent
+from triptych.server.worker_extra import check_installed
+
+
+def run(spec: InstanceSpec) -> None:
+    """Run an instance in this process until the frontend or a signal ends it. Raises StartError when it can't start."""
+    check_installed("an instance")
+    os.environ["OMP_NUM_THREADS"] = str(spec.engine.threads)
+    # imported now, because torch reads that variable once, when it is imported
+    from triptych.server.instance_process import run_instance
+
+    run_instance(spec)
+
+
+def main() -> None:
+    spec = InstanceSpec.from_json(sys.stdin.buffer.read())
+    if spec.supervisor:
+        end_with_parent(spec.supervisor)
+    level = logging.getLevelNamesMapping()[spec.observe.log_level.upper()]
+    logs.set_up(logs.LogSettings(spec.observe.log_format, level, spec.name))
+    try:
+        run(spec)
+    except StartError as error:
+        logs.fatal(str(error))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

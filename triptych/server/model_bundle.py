@@ -1,0 +1,71 @@
+"""A checkpoint folder as instances see it."""
+
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.checkpoint.fingerprint import fingerprint
+from triptych.checkpoint.reader import Checkpoint
+from triptych.config import EngineConfig
+from triptych.engine.group import GroupCache, make_cache
+from triptych.layers.decoder import Decoder
+from triptych.layers.devices import dtype_name, find_device, kv_dtype, weight_format
+from triptych.layers.encoder import Encoder, ModelAdapter
+from triptych.layers.parallel import Group, rank_device
+from triptych.messages.rows import RowKind, RowLayout
+from triptych.models.base import ModelConfig, Planner
+from triptych.models.registry import family_of, resolve
+from triptych.topology import Role
+
+
+class ModelBundle:
+    """A checkpoint, its family's code, and the device and dtypes that it is served with."""
+
+    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig) -> None:
+        """Raises CheckpointError for a checkpoint that can't be served, and StartError for settings that don't fit."""
+        self.checkpoint = checkpoint
+        self.config: ModelConfig = load_config(checkpoint.folder)
+        self.family = family_of(self.config)
+        processors = load_preprocessor_config(checkpoint.folder), load_video_config(checkpoint.folder)
+        self.planner: Planner = resolve(self.family.planner)(self.config, *processors)
+        self.adapter: ModelAdapter = resolve(self.family.adapter)(self.config)
+        self.device = find_device(engine.device)
+        self.weights = weight_format(engine, self.device, checkpoint.tensors)
+        self.kv_dtype = kv_dtype(engine, self.device, self.weights)
+        self.page_size = engine.page_size
+        self.fingerprint = fingerprint(checkpoint.folder)
+
+    def num_bytes(self, role: Role) -> int:
+        """Return what a role loads of the checkpoint, in bytes."""
+        stages = self.adapter.weight_bytes_by_stage(self.checkpoint.tensors)
+        return stages["encoder"] * role.encodes + stages["decoder"] * role.has_decoder
+
+    def load_encoder(self) -> Encoder:
+        return self.adapter.load_encoder(self.checkpoint, self.weights, self.device)
+
+    def load_decoder(self, group: Group) -> Decoder:
+        """Load the shard of this rank of the group."""
+        return self.adapter.load_decoder(self.checkpoint, self.weights, rank_device(self.device, group.rank), group)
+
+    def make_cache(self, group: Group, num_pages: int, path: str) -> GroupCache:
+        """Allocate the KV cache; see ``engine.group.make_cache``."""
+        return make_cache(
+            self.adapter.decoder_config,
+            group,
+            num_pages=num_pages,
+            page_size=self.page_size,
+            dtype=self.kv_dtype,
+            device=rank_device(self.device, group.rank),
+            path=path,
+        )
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """Layout of embeddings. Their dtype is the one that the decoder computes in, so that nothing is converted after
+        a transfer."""
+        dtype, width = self.weights.activations, self.adapter.embedding_width
+        return RowLayout(self.fingerprint, dtype_name(dtype), width, width * dtype.itemsize)
+
+    @property
+    def kv_layout(self) -> RowLayout:
+        """Layout of KV rows: one token's keys, or its values, in one layer, as the KV cache holds them."""
+        dtype, config = self.kv_dtype, self.adapter.decoder_config
+        width = config.num_kv_heads * config.head_dim
+        return RowLayout(self.fingerprint, dtype_name(dtype), width, width * dtype.itemsize, RowKind.KV)
