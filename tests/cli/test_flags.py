@@ -5,6 +5,7 @@ import logging
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
