@@ -1,3 +1,5 @@
+import msgspec
+
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Heartbeat, Register
@@ -52,12 +54,14 @@ def test_the_same_process_keeps_its_lease_and_another_starts_over() -> None:
     assert registry.add(register("a", pid=2), 6.0) is not first
 
 
-def test_rows_that_do_not_fit_are_named_with_whose_they_are() -> None:
+def test_an_instance_whose_rows_differ_is_refused_with_the_difference() -> None:
     registry = Registry(expiry=10.0)
     registry.add(register("e0", Role.E), 0.0)
-    assert registry.incompatibility(LAYOUT) == ""
-    assert registry.incompatibility(RowLayout("model", "float16", 4, 8)) == (
-        "e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there"
+    same, other = register("x"), msgspec.structs.replace(register("x"), layouts=[RowLayout("model", "float16", 4, 8)])
+    assert registry.incompatibility(same, LAYOUT.model) == ""
+    assert registry.incompatibility(same, "another") == "it serves another model than this frontend"
+    assert registry.incompatibility(other, "model").endswith(
+        "those of e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there"
     )
     registry.remove(Address("e0"))
-    assert registry.incompatibility(RowLayout("model", "float16", 4, 8)) == ""
+    assert registry.incompatibility(other, "model") == ""

@@ -43,6 +43,12 @@ class DispatchedRequest:
         reported = [one.end - one.start for one in self.stream.record.intervals if one.stage in ("prefill", "decode")]
         return min(sum(reported), now - self.dispatched) if reported else None
 
+    def finish_prefill(self) -> None:
+        """Take its remote prefill, if it has one, off that instance's account."""
+        if self.remote_prefill is not None:
+            self.remote_prefill.instance.outstanding -= self.remote_prefill.cost
+            self.remote_prefill = None
+
     @property
     def language_instances(self) -> set[Address]:
         """Addresses of the language instances that work on it."""

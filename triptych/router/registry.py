@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from triptych.messages.rows import RowLayout
+from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Heartbeat, InstanceStatus, Register
 from triptych.topology import Role
@@ -97,7 +97,20 @@ class Registry:
         for lease in self:
             lease.last_seen = now
 
-    def incompatibility(self, layout: RowLayout) -> str:
+    def incompatibility(self, message: Register, fingerprint: str) -> str:
+        """Return why an instance can't join; empty if it can.
+
+        Any encode instance may send rows to any language instance, and any prefill instance to any decode instance, so
+        all must agree on the row layout."""
+        for layout in message.layouts:
+            if layout.model != fingerprint:
+                return "it serves another model than this frontend"
+            if difference := self._difference(layout):
+                setting = " (--kv-cache-dtype)" if layout.kind is RowKind.KV else ""
+                return f"the {layout.kind} rows of {message.name} don't fit those of {difference}{setting}"
+        return "" if message.layouts else "its registration has no row layout"
+
+    def _difference(self, layout: RowLayout) -> str:
         """Return how a layout differs from a registered instance's of the same kind, with its name; empty if it
         doesn't."""
         for lease in self:

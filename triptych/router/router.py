@@ -22,7 +22,6 @@ from triptych.errors import (
     Unavailable,
 )
 from triptych.messages.codec import Message, Send
-from triptych.messages.rows import RowKind
 from triptych.messages.work import (
     Cancel,
     Deregister,
@@ -118,9 +117,8 @@ class Router:
             clock=clock,
         )
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(self._admission))
-        self.metrics.watch(
-            "num_items_queued", "media items queued at the frontend", lambda: len(self._encode_dispatcher)
-        )
+        num_items = "num_items_queued", "media items queued at the frontend"
+        self.metrics.watch(*num_items, lambda: len(self._encode_dispatcher))
         self._streams: dict[RequestId, TokenStream] = {}
         self._requests: dict[RequestId, DispatchedRequest] = {}
         self._role_changes = RoleChanges(self.registry, send=self._notify, reply=self._reply)
@@ -401,13 +399,7 @@ class Router:
         """Cancel a request's remote prefill, if it has one, and release it."""
         if entry.remote_prefill is not None and self.registry.get(entry.remote_prefill.instance.address):
             self._notify(entry.remote_prefill.instance.address, Cancel(entry.generate.request))
-        self._finish_prefill(entry)
-
-    @staticmethod
-    def _finish_prefill(entry: DispatchedRequest) -> None:
-        if entry.remote_prefill is not None:
-            entry.remote_prefill.instance.outstanding -= entry.remote_prefill.cost
-            entry.remote_prefill = None
+        entry.finish_prefill()
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -447,17 +439,9 @@ class Router:
             if not self.registry.encode_instances(begun=True):
                 self._fail(entry.stream.request, Unavailable("no encode instance is ready"))
                 return
-            item = entry.queued.prompt.items[needed.item]
-            task = EncodeTask(
-                entry.stream.request,
-                needed.item,
-                item,
-                needed.transfer,
-                message.consumer,
-                entry.queued.deadline,
-                entry.queued.client,
-                entry.generate.cache_salt,
-            )
+            queued, item = entry.queued, entry.queued.prompt.items[needed.item]
+            names = entry.stream.request, needed.item, item, needed.transfer, message.consumer
+            task = EncodeTask(*names, queued.deadline, queued.client, entry.generate.cache_salt)
             if self._encode_dispatcher.enqueue(task, entry.queued.priority):
                 self.metrics.reencoded()
         self._update_computing(entry.stream.request)
@@ -481,7 +465,7 @@ class Router:
     def _on_tokens(self, message: Tokens) -> None:
         if (entry := self._current(message.request)) is None:
             return
-        self._finish_prefill(entry)
+        entry.finish_prefill()
         self.last_token = self._clock()
         try:
             report = entry.stream.read(message)
@@ -534,7 +518,7 @@ class Router:
         if held is not None and not is_same(held, message):
             self._role_changes.registered(message)
             self._remove_instance(held, "was replaced by another at its address, or changed its role")
-        if incompatibility := self._incompatibility(message):
+        if incompatibility := self.registry.incompatibility(message, self._fingerprint):
             log.warning("refused %s: %s", message.name, incompatibility)
             self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility))
             self._disconnect(message.address)
@@ -544,17 +528,6 @@ class Router:
         self._notify(lease.address, Registered(self._lease.lease_expiry))
         self._encode_dispatcher.dispatch()
         self._dispatch_queued()
-
-    def _incompatibility(self, message: Register) -> str:
-        """Return why an instance can't join; empty if it can. Any encode instance may send rows to any language
-        instance, and any prefill instance to any decode instance, so all must agree on the row layout."""
-        for layout in message.layouts:
-            if layout.model != self._fingerprint:
-                return "it serves another model than this frontend"
-            if incompatibility := self.registry.incompatibility(layout):
-                setting = " (--kv-cache-dtype)" if layout.kind is RowKind.KV else ""
-                return f"the {layout.kind} rows of {message.name} don't fit those of {incompatibility}{setting}"
-        return "" if message.layouts else "its registration has no row layout"
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         if not self.registry.refresh(message, self._clock()):
