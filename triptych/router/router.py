@@ -109,7 +109,7 @@ class Router:
         self.metrics.registry.register(InstanceCollector(self.registry))
         engine = engine or EngineConfig()
         self._admission = Admission(admission, engine)
-        self._encode_dispatcher = EncodeDispatcher(
+        encodes = self._encode_dispatcher = EncodeDispatcher(
             encode_instances=lambda: self.registry.encode_instances(begun=True),
             batch_patches=(encode or EncodeConfig()).encode_batch_patches,
             send=self._notify,
@@ -117,8 +117,7 @@ class Router:
             clock=clock,
         )
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(self._admission))
-        num_items = "num_items_queued", "media items queued at the frontend"
-        self.metrics.watch(*num_items, lambda: len(self._encode_dispatcher))
+        self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(encodes))
         self._streams: dict[RequestId, TokenStream] = {}
         self._requests: dict[RequestId, DispatchedRequest] = {}
         self._role_changes = RoleChanges(self.registry, send=self._notify, reply=self._reply)
