@@ -95,9 +95,9 @@ def test_long_items_alternate_and_few_are_started() -> None:
         turn = scheduler.next()
         assert turn is not None
         assert scheduler.next() is None, "one worker, one time slice"
-        order.append(jobs.index(job))
-        scheduler.slice_ended(job, 0.2)
-        scheduler.add(job)
+        order.append(jobs.index(turn))
+        scheduler.slice_ended(turn, 0.2)
+        scheduler.add(turn)
     assert order == [0, 1, 0, 1, 0, 1]
     scheduler.remove(jobs[0])
     assert {jobs.index(run_slice(scheduler)) for _ in range(4)} == {1, 2}
