@@ -62,4 +62,4 @@ def test_a_command_that_computes_names_the_extra(arguments: str, what: str) -> N
     with started(*arguments.split()) as process:
         out, errors = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
-    assert errors == f"triptych: {what} needs {', '.join(PACKAGES)}: pip install 'triptych[worker]'\n"
+    assert errors == f"triptych: {what} needs {', '.join(PACKAGES)}: pip install '.[worker]' in a checkout\n"

@@ -56,7 +56,7 @@ def test_rows_travel_from_host_to_host(
     fabric: str, hosts: tuple[Host, Host], folder: Path, tmp_path: Path, answer: str
 ) -> None:
     if not any(map(_installed, [fabric] if fabric != "auto" else ["nixl", "mooncake"])):
-        pytest.skip(f"nothing for --fabric {fabric} is installed: pip install 'triptych[nixl,mooncake]'")
+        pytest.skip(f"nothing for --fabric {fabric} is installed: pip install '.[nixl,mooncake]' in a checkout")
     here, there = hosts
     secret = ("--cluster-secret-file", secret_in(tmp_path / "secret"))
     door_flags = ("--role", "frontend", "--port", "0", "--control-port", "8001", *secret)

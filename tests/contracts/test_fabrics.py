@@ -433,8 +433,8 @@ def test_a_writer_outlives_one_owner_and_reaches_the_next(name: str) -> None:
 @pytest.mark.parametrize(
     ("fabric", "module", "command"),
     [
-        (NixlFabric, "nixl_cu12", r"pip install 'triptych\[nixl\]'"),
-        (MooncakeFabric, "mooncake", r"pip install 'triptych\[mooncake\]'"),
+        (NixlFabric, "nixl_cu12", r"pip install '\.\[nixl\]'"),
+        (MooncakeFabric, "mooncake", r"pip install '\.\[mooncake\]'"),
     ],
 )
 def test_a_missing_library_names_the_command_that_installs_it(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.walkthroughs import APPEND, PAGES, copy_repository, follow, steps
+from tests.support.walkthroughs import APPEND, PAGES, copy_repository, follow, run_ruff, steps
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -12,12 +12,13 @@ def test_a_walk_through_works(page: Path, tmp_path: Path) -> None:
     copy_repository(tmp_path)
     for step in steps(page):
         follow(step, tmp_path)
+    run_ruff(sorted({step.path for step in steps(page) if step.language == "python"}), tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_walk_through_ends_with_tests_and_checks_that_pass(page: Path) -> None:
+def test_a_walk_through_has_tests_and_runs_them(page: Path) -> None:
     found = list(steps(page))
-    assert "pytest" in found[-1].text
+    assert any(step.language == "sh" and "pytest" in step.text for step in found)
     assert any(step.title.startswith("tests/") for step in found)
 
 

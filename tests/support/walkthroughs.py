@@ -1,7 +1,7 @@
 """Runs the walk-throughs of docs/contributing: their code blocks, in order, in a copy of the repository.
 
 A Python block's title says where it goes: the path of a new file, or ``at the end of`` the path of a file. Shell blocks
-are run. Blocks of other languages are for readers.
+are run, with free ports for 8100 to 8199. Blocks of other languages are for readers.
 """
 
 import os
@@ -9,11 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.commands import ROOT
+from tests.support.doc_examples import free_port
 
 PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
 COPIED = ("triptych", "tests", "bench", "demo", "scripts", "pyproject.toml")
@@ -21,6 +22,9 @@ APPEND = "at the end of "
 TIMEOUT = 300.0
 
 _BLOCK = re.compile(r'^```(python|sh)(?: title="([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_END_JOBS = "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
+"""Ends background jobs that a failing command leaves."""
+_PORT = re.compile(r"\b81\d\d\b")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,11 @@ class Step:
     language: str
     title: str
     text: str
+
+    @property
+    def path(self) -> str:
+        """The file that a Python block goes to."""
+        return self.title.removeprefix(APPEND)
 
 
 def steps(page: Path) -> Iterator[Step]:
@@ -53,7 +62,7 @@ def follow(step: Step, folder: Path) -> None:
         _run(step.text, folder)
         return
     assert step.title, f"a Python block without a title: {step.text[:80]!r}"
-    path = folder / step.title.removeprefix(APPEND)
+    path = folder / step.path
     if step.title.startswith(APPEND):
         with path.open("a") as file:
             file.write("\n\n" + step.text)
@@ -63,10 +72,17 @@ def follow(step: Step, folder: Path) -> None:
     path.write_text(step.text)
 
 
+def run_ruff(paths: Collection[str], folder: Path) -> None:
+    """Check the files with the project's rules. Raises AssertionError with what is wrong."""
+    _run(f"ruff check --no-cache {' '.join(paths)}", folder)
+
+
 def _run(commands: str, folder: Path) -> None:
+    for port in set(_PORT.findall(commands)):
+        commands = commands.replace(port, str(free_port()))
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands],
+        ["bash", "-euo", "pipefail", "-c", _END_JOBS + commands],
         cwd=folder,
         env=os.environ | {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -44,11 +44,11 @@ def open_fabric(name: str) -> Fabric:
             return SharedMemoryFabric()
         case "nixl":
             if not any(find_spec(module) for module in NIXL_MODULES):
-                pytest.skip("NIXL isn't installed: pip install 'triptych[nixl]'")
+                pytest.skip("NIXL isn't installed: pip install '.[nixl]' in a checkout")
             return NixlFabric()
         case "mooncake":
             if not find_spec("mooncake"):
-                pytest.skip("Mooncake isn't installed: pip install 'triptych[mooncake]'")
+                pytest.skip("Mooncake isn't installed: pip install '.[mooncake]' in a checkout")
             return MooncakeFabric()
     raise ValueError(name)
 

@@ -52,5 +52,5 @@ def run(arguments: argparse.Namespace) -> int:
     if report.plot(results, picture):
         console.print(f"wrote {picture}")
     else:
-        console.print("no plot without matplotlib: pip install 'triptych[bench]'", markup=False)
+        console.print("no plot without matplotlib: pip install '.[bench]' in a checkout", markup=False)
     return 0

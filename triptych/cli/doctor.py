@@ -88,7 +88,7 @@ def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
     yield Check("open files", f"{soft}" + ("" if soft >= FEW_FILES else f"; raise it (ulimit -n {FEW_FILES})"))
     if config.observe.otlp_traces_endpoint:
         missing = not importlib.util.find_spec("opentelemetry.exporter")
-        yield Check("traces", "installed", "pip install 'triptych[otel]'" if missing else "")
+        yield Check("traces", "installed", "pip install '.[otel]' in a checkout" if missing else "")
 
 
 def _tried(what: str, look: Callable[[], str]) -> Check:

@@ -66,8 +66,8 @@ class EngineConfig(Settings):
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "float16, bfloat16 or float32: what keys and values are rounded to; auto: what weights are (float16 with "
-        "--quantization int8; on GPUs what activations are, and nothing else)",
+        "format of keys and values in the KV cache: float16, bfloat16 or float32; auto: that of --dtype, and float16 "
+        "with --dtype auto; on GPUs only auto, or the format of activations, which it stands for",
         choices=DTYPES,
     )
     enable_prefix_caching: bool = setting(True, "reuse KV cache pages for the common prefixes of prompts")

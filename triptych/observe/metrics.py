@@ -65,7 +65,7 @@ class Metrics:
         self._success = self._counter("request_success", "choices that ended without an error", "finished_reason")
         self._failure = self._counter("request_failure", "choices that failed, by error name", "error")
         self._rejections = self._counter("admission_rejections", "requests rejected, by error name", "error")
-        self._reencoded = self._counter("reencode", "items encoded again, after a preemption or a lost instance")
+        self._reencoded = self._counter("reencode", "items requested again, because their request was preempted")
         self._recovered = self._counter(
             "recovered_requests", "requests continued on another instance, by the stage lost", "stage"
         )

@@ -558,8 +558,8 @@ class Router:
     def _remove_instance(self, lease: InstanceLease, why: str) -> None:
         """Remove an instance that is gone, report that to the others, and recover its requests.
 
-        Requests that it decoded continue elsewhere. Consumers of rows that it had encoded ask for them again, and so
-        do decode instances that it prefilled for."""
+        Requests that it decoded continue elsewhere, and decode instances that it prefilled for ask for another prefill.
+        Requests that lack rows of it as an encode instance fail."""
         self.registry.remove(lease.address)
         self._role_changes.lost(lease, why)
         self._encode_dispatcher.consumer_lost(lease.address)

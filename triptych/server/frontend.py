@@ -228,7 +228,7 @@ def _open_traces(endpoint: str) -> "Traces | None":
     try:
         from triptych.observe.traces import Traces
     except ImportError:
-        raise StartError("--otlp-traces-endpoint needs another package: pip install 'triptych[otel]'") from None
+        raise StartError("--otlp-traces-endpoint needs another package: pip install '.[otel]' in a checkout") from None
     return Traces(endpoint)
 
 

@@ -11,7 +11,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "PIL", "av", "xgrammar")
 def check_installed(what: str) -> None:
     """Raise StartError, naming the extra, when ``what`` needs packages that aren't installed."""
     if missing := [name for name in PACKAGES if not _is_installed(name)]:
-        raise StartError(f"{what} needs {', '.join(missing)}: pip install 'triptych[worker]'")
+        raise StartError(f"{what} needs {', '.join(missing)}: pip install '.[worker]' in a checkout")
 
 
 def _is_installed(name: str) -> bool:

@@ -281,9 +281,11 @@ def load() -> Any:
     try:
         return importlib.import_module("mooncake.engine").TransferEngine()
     except ModuleNotFoundError as error:
-        raise StartError(f"the mooncake fabric needs Mooncake: pip install 'triptych[mooncake]' ({error})") from None
+        raise StartError(
+            f"the mooncake fabric needs Mooncake: pip install '.[mooncake]' in a checkout ({error})"
+        ) from None
     except ImportError as error:
         raise StartError(
-            "the mooncake fabric needs Mooncake (pip install 'triptych[mooncake]') and the libraries that it links "
-            f"to (apt-get install libibverbs1 librdmacm1): {error}"
+            "the mooncake fabric needs Mooncake (pip install '.[mooncake]' in a checkout) and the libraries that it "
+            f"links to (apt-get install libibverbs1 librdmacm1): {error}"
         ) from None

@@ -288,4 +288,4 @@ def load() -> ModuleType:
             return importlib.import_module(f"{name}._bindings")
         except ImportError as error:
             reasons.append(str(error))
-    raise StartError(f"the nixl fabric needs NIXL: pip install 'triptych[nixl]' ({'; '.join(reasons)})")
+    raise StartError(f"the nixl fabric needs NIXL: pip install '.[nixl]' in a checkout ({'; '.join(reasons)})")
