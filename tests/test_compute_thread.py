@@ -16,9 +16,7 @@ def thread() -> Iterator[ComputeThread]:
     one.close()
 
 
-def test_a_job_that_is_alone_has_begun_when_submit_returns(
-    thread: ComputeThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_job_has_started_when_submit_returns(thread: ComputeThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute_thread, "START_TIMEOUT", 60.0)
     for _ in range(50):
         end = threading.Event()

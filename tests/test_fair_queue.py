@@ -75,7 +75,7 @@ def test_while_two_clients_have_work_neither_gets_ahead_by_more_than_a_piece(one
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 50))
-def test_who_comes_late_neither_waits_for_the_crowd_nor_is_owed_anything(crowd: int, served: int) -> None:
+def test_a_late_client_neither_waits_for_others_nor_has_credit(crowd: int, served: int) -> None:
     queue: FairQueue[int] = FairQueue()
     for number in range(crowd + served):
         queue.add(number, "a", 5.0)
@@ -89,9 +89,7 @@ def test_who_comes_late_neither_waits_for_the_crowd_nor_is_owed_anything(crowd: 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(WORK, max_size=60), WORK, st.booleans())
-def test_no_more_is_started_before_new_work_than_was_foretold(
-    before: list[Any], new: tuple[Any, ...], of_its_kind: bool
-) -> None:
+def test_cost_ahead_bounds_the_work_started_first(before: list[Any], new: tuple[Any, ...], of_its_kind: bool) -> None:
     queue: FairQueue[int] = FairQueue()
     for number, (client, cost, priority, kind) in enumerate(before):
         queue.add(number, client, cost, priority, kind)
@@ -133,7 +131,7 @@ def test_what_cost_more_than_was_thought_is_charged_for() -> None:
     assert [ticket.client for ticket in drained(queue)[:3]] == [other] * 3
 
 
-def test_clients_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_of_idle_clients_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "MAX_IDLE_COUNTERS", 16)
     queue: FairQueue[int] = FairQueue()
     for number in range(1000):

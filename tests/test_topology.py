@@ -47,7 +47,7 @@ def test_reads_what_makes_sense(text: str, roles: list[Role]) -> None:
         ("1E1PD1P", "no decode instance for"),
     ],
 )
-def test_says_what_is_wrong_with_the_rest(text: str, reason: str) -> None:
+def test_invalid_topologies_are_rejected_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(TopologyError, match=reason):
         Topology.parse(text)
 

@@ -23,8 +23,8 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment with a PYTHONPATH for child processes: the user's own, with absolute paths, and
-    the folder that ``triptych`` was imported from, unless it is installed. Empty entries, which stand for the working
+    """Return this process's environment with a PYTHONPATH for child processes. It has the user's entries as absolute
+    paths and, unless ``triptych`` is installed, the folder it was imported from. Empty entries, which mean the working
     directory, are dropped."""
     given = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     installed = _ROOT in (*site.getsitepackages(), site.getusersitepackages())

@@ -1,8 +1,7 @@
-"""The one thread of an instance that computes, so that its loop stays responsive to messages.
+"""An instance's compute thread, which keeps the instance's loop responsive to messages.
 
-All multi-core work runs on it, loading included. OpenMP keeps a team of threads for every thread that has used it. Once
-a process has more of them than cores, each of the dozens of synchronizations in a step goes through the kernel
-(decision 3).
+All multi-core work runs on it, including loading. OpenMP keeps a thread team for every thread that has used it. If a
+process has more OpenMP threads than cores, each synchronization in a step goes through the kernel (decision 3).
 """
 
 import threading
@@ -15,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 START_TIMEOUT = 0.01
-"""Seconds that ``submit`` waits for a job to begin, on a machine with other load."""
+"""Maximum seconds that ``submit`` waits for a job to start; only reached on a machine with other load."""
 
 
 class ComputeThread:
@@ -31,8 +30,8 @@ class ComputeThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        """Queue a job. If it is the only one, wait until it has begun: otherwise the calling thread, and those that it
-        wakes next, would occupy the core that the job needs to start, while the other cores are idle."""
+        """Queue a job, and wait until it has started if no other job is queued. Without the wait, the calling thread
+        may occupy the core that the job needs, while other cores are idle."""
         alone, begun = self._num_submitted == self._num_ended, threading.Event()
         self._num_submitted += 1
 
@@ -52,5 +51,5 @@ class ComputeThread:
         return future
 
     def close(self) -> None:
-        """Wait for the running job, and drop the others."""
+        """Wait for the running job to finish, and drop the queued ones."""
         self._executor.shutdown(wait=True, cancel_futures=True)

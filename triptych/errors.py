@@ -18,8 +18,8 @@
     │   └── CheckpointError, TopologyError, ConfigError
     └── BadAddress, BadMessage
 
-Each docstring says first what happened, then what the client or the operator can do about it. The HTTP status of each
-error stands in ``triptych/api/errors.py``.
+Each docstring first describes what happened, then what the client or the operator can do. ``triptych/api/errors.py``
+maps errors to HTTP statuses.
 """
 
 
@@ -97,7 +97,7 @@ class BodyTooSlow(RequestError):
 class MediaError(RequestError):
     """A media item can't be used.
 
-    ``param`` names the item; the class says what is wrong with it.
+    ``param`` names the item, and the class names the fault.
     """
 
 
@@ -124,14 +124,14 @@ class MediaTooLarge(MediaError):
 
 
 class MediaMismatch(MediaError):
-    """The decoded item differs from what its header says.
+    """The decoded item contradicts its header.
 
     The file is damaged or was written incorrectly: encode it again.
     """
 
 
 class BadMediaSize(MediaError):
-    """The item is empty, or the model can't take its shape.
+    """The item is empty, or the model doesn't support its shape.
 
     Send an item with at least one pixel or sample, of a less extreme aspect ratio.
     """
@@ -189,7 +189,7 @@ class Overloaded(ServiceError):
     """
 
     retry_after: int
-    """Seconds after which there may be room."""
+    """Seconds after which a retry may be admitted."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -197,7 +197,7 @@ class Overloaded(ServiceError):
 
 
 class RateLimited(Overloaded):
-    """The client has as many requests in flight, or holds as much memory with them, as it may.
+    """The client is at its limit of requests in flight, or of memory that they hold.
 
     Wait for some of them to end, then send the request again. The operator can raise ``--max-queue-per-client`` and
     ``--max-inflight-mb``.

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_IDLE_COUNTERS = 1024
-"""Clients with nothing queued whose counters are kept."""
+"""Maximum number of clients without queued work whose counters are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,15 +100,15 @@ class FairQueue(Generic[T]):
             self._drop_idle_counters()
 
     def charge(self, client: str, cost: float) -> None:
-        """Adjust a client's counter by how much more work cost than estimated; negative if it cost less."""
+        """Add a correction to a client's counter: the actual cost of its work minus the estimated cost."""
         if client in self._counters:
             self._counters[client] = max(0.0, self._counters[client] + cost)
 
     def cost_ahead(self, client: str, cost: float, priority: int = 0, kind: str | None = None) -> float:
-        """Return the cost of the queued work that will start before new work of this cost, of one kind or of all.
+        """Return the cost of the queued work that starts before new work of this cost; ``kind`` None counts all kinds.
 
-        That is all work of lower priority numbers, the client's own, and of each other client at most as much as this
-        client gets by then."""
+        Counted are all work of lower priority numbers and the client's own work. Another client's work of the same
+        priority counts up to what this client is charged by then."""
         own = urgent = 0.0
         others: dict[str, float] = {}
         for (flow_priority, flow_client, flow_kind), flow in self._flows.items():
@@ -137,7 +137,7 @@ class FairQueue(Generic[T]):
         if len(self._counters) <= MAX_IDLE_COUNTERS + len(self._flows):
             return
         waiting = {client for _, client, _ in self._flows}
-        # the smallest ones: these clients would start at the others' level anyway
+        # drop the smallest counters: these clients would restart at the others' level anyway
         idle = sorted((client for client in self._counters if client not in waiting), key=self._counters.__getitem__)
         for client in idle[: len(idle) - MAX_IDLE_COUNTERS // 2]:
             del self._counters[client]

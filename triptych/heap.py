@@ -1,4 +1,5 @@
-"""Keeps long-lived objects out of the garbage collector, and stops glibc from returning freed memory to the system."""
+"""Memory settings of a process: exempts long-lived objects from garbage collection, and makes glibc keep freed
+memory."""
 
 import ctypes
 import gc
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 def gc_frozen() -> Iterator[None]:
     """Freeze all objects allocated so far, so that full collections walk only newer ones.
 
-    A full collection over a loaded process stops it for long enough to be noticed by clients."""
+    A full collection pauses a loaded process for long enough to delay clients."""
     gc.collect()
     gc.freeze()
     try:
@@ -23,8 +24,8 @@ def gc_frozen() -> Iterator[None]:
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 NEVER = -1
 MMAP_THRESHOLD, MAX_MMAP_THRESHOLD = 2**30, 2**25
-"""Size in bytes from which an allocation is mapped separately, and returned to the system when freed; and the largest
-value that some versions of glibc accept for it."""
+"""In bytes. Larger allocations are mapped separately, and returned to the system when freed. The second value is the
+maximum of glibc versions that reject the first."""
 
 
 def share_heap() -> None:
@@ -34,10 +35,10 @@ def share_heap() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make this process keep the memory that it frees, after returning once what has been freed so far.
+    """Return freed memory to the system once, and keep all memory that is freed later.
 
-    A step needs as much memory as the step before. Memory that was returned comes back page by page, each with a page
-    fault and cleared, thousands of times in one step over a prompt."""
+    Successive steps need similar amounts of memory. Memory that was returned is mapped again page by page, with a page
+    fault for each, thousands of times in one prefill step."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     _mallopt(M_TRIM_THRESHOLD, NEVER)

@@ -20,11 +20,11 @@ class StageLoop(Protocol):
     def handlers(self) -> Handlers: ...
 
     def advance(self) -> None:
-        """Collect results, and start what can start. Called after every batch of messages and after every job."""
+        """Collect finished jobs and start new ones. Called after every batch of messages and after every job."""
 
     @property
     def next_advance(self) -> float:
-        """Seconds after which ``advance`` must be called even if nothing happens; infinite for never."""
+        """Seconds after which ``advance`` must be called without a message or a finished job; infinity for never."""
 
     def peer_lost(self, lost: PeerLost) -> None:
         """Handle the loss of an instance, from which nothing more will arrive."""
@@ -41,8 +41,8 @@ class StageLoop(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether the loop can be closed without loss: no work is under way, no message is unhandled, and peers hold
-        none of its resources."""
+        """Whether the loop can be closed without losing work: nothing is in progress, all messages are handled, and
+        peers hold none of its resources."""
 
     def close(self) -> None:
         """Release the loop's own resources. What another loop may use again (weights, caches) stays."""

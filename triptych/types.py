@@ -121,7 +121,7 @@ class PartRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 LONG_DECODE_PIXELS = 2**26
-"""Decoded pixels, sampled frames or not, from which decoding a video would delay other items."""
+"""Decoded pixels, including frames that aren't sampled, from which a video is encoded in time slices."""
 
 
 class ItemPlan(msgspec.Struct, frozen=True):
@@ -139,8 +139,8 @@ class ItemPlan(msgspec.Struct, frozen=True):
     rows_per_part: Positive
     """Rows of each part that is encoded by itself; the last part may have fewer."""
     cost: float
-    """Work of encoding it, in multiplications per patch of the model's vision tower: linear in patches, plus
-    attention's square."""
+    """Encoding cost, in units of the work that the vision tower's linear layers do for one patch. Attention adds a term
+    that is quadratic in patches."""
     bounds: PixelBounds = MODEL_BOUNDS
     """As requested."""
     sampling: FrameSampling = MODEL_SAMPLING
@@ -164,8 +164,8 @@ class ItemPlan(msgspec.Struct, frozen=True):
         return len(self.parts) or -(-self.rows // self.rows_per_part)
 
     def is_time_sliced(self, batch_patches: int) -> bool:
-        """Return whether the item is encoded in time slices, alternating with others: it has several parts, and either
-        more patches than one batch, or many pixels to decode."""
+        """Return whether the item is encoded in time slices that alternate with other items'. It is if it has several
+        parts and either exceeds a batch or takes long to decode."""
         header = self.header
         decoded = header.width * header.height * header.frames if isinstance(header, VideoHeader) else 0
         return self.num_parts > 1 and (self.patches > batch_patches or decoded > LONG_DECODE_PIXELS)

@@ -83,7 +83,9 @@ def status(whole: Cluster, *arguments: str) -> contextlib.AbstractContextManager
         pytest.param(signal.SIGSTOP, SEEDED, "bootstrapping", marks=slow),
     ],
 )
-def test_the_other_goes_on(whole: Cluster, how: signal.Signals, settings: dict[str, Any], state: str) -> None:
+def test_the_other_instance_continues(
+    whole: Cluster, how: signal.Signals, settings: dict[str, Any], state: str
+) -> None:
     victim, asking = begin(whole, settings, state)
     if how is signal.SIGKILL:
         whole.kill(victim)
@@ -122,7 +124,7 @@ def test_one_that_is_killed_while_it_drains_is_named(whole: Cluster) -> None:
     assert whole.is_right(asking), asking.answer
 
 
-def test_the_command_changes_roles_and_shows_who_is_there(whole: Cluster) -> None:
+def test_the_status_command_changes_roles_and_lists_instances(whole: Cluster) -> None:
     with status(whole, "--set-role", "d0=PD", "--set-role", "d0=p", "--set-role", "d0=D", "--json") as command:
         assert command.end() == 0, command.text
         seen = {one["name"]: one["role"] for one in json.loads(command.lines[-1])["instances"]}

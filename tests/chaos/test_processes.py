@@ -119,7 +119,7 @@ def test_standing_still_for_less_than_the_lease_costs_nothing(whole: Cluster) ->
     assert all(whole.is_right(asking) for asking in asked)
 
 
-def test_a_frontend_that_stands_still_loses_nobody(whole: Cluster) -> None:
+def test_a_suspended_frontend_expires_no_lease(whole: Cluster) -> None:
     asked = [*reach(whole, "transferring"), whole.ask()]
     whole.parts["door"].send(signal.SIGSTOP)
     time.sleep(1.5 * LEASE)
@@ -134,7 +134,7 @@ def test_a_full_pool_makes_requests_wait_and_nothing_else(whole: Cluster) -> Non
     assert all(whole.is_right(asking) for asking in asked)
 
 
-def test_a_frontend_that_is_killed_and_comes_back_finds_everybody(whole: Cluster) -> None:
+def test_instances_register_with_a_restarted_frontend(whole: Cluster) -> None:
     asked = reach(whole, "transferring")
     whole.kill("door")
     assert asked[0].result().status == 0

@@ -35,7 +35,7 @@ def test_a_machine_that_can_serve(folder: Path, capsys: pytest.CaptureFixture[st
     assert all(line.startswith("ok") for line in checks.values())
 
 
-def test_a_port_that_somebody_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         code, checks = examined(capsys, folder, "--port", str(port), "--device", "cpu")

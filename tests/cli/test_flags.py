@@ -285,7 +285,7 @@ class TestFile:
         assert config.lease.drain_timeout == 5.5
         assert config.engine.page_size == EngineConfig().page_size
 
-    def test_it_may_say_what_to_serve(self, folder: Path, tmp_path: Path) -> None:
+    def test_the_file_may_name_model_and_topology(self, folder: Path, tmp_path: Path) -> None:
         path = self.write(tmp_path, f"model = {str(folder)!r}\ntopology = '1EPD'\n")
         arguments = parsed("--config", path)
         flags.fill_in_start(arguments)
@@ -378,6 +378,6 @@ def test_the_default_topology_is_the_models(folder: Path, tmp_path: Path) -> Non
     assert str(flags.topology(asked, flags.serve_config(asked), "1E1PD")) == "1P1D"
 
 
-def test_ranks_for_a_role_that_nobody_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_for_a_role_outside_the_topology_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "serve", "demo", "--topology", "1E1PD", "--tensor-parallel-size", "P=2")
     assert "names P, but the topology has E, PD" in said

@@ -103,7 +103,7 @@ def test_what_makes_no_sense_is_refused(
     assert len(errors.splitlines()) == 1
 
 
-def test_it_shows_who_is_there(status: Callable[..., tuple[int, str, str]]) -> None:
+def test_it_lists_the_instances(status: Callable[..., tuple[int, str, str]]) -> None:
     with frontend() as (control, _):
         code, text, _ = status("--control", control)
         assert code == 0
@@ -126,7 +126,7 @@ def test_changes_are_asked_for_one_by_one_until_one_is_refused(status: Callable[
     assert seen == [("pd0", Role.P, 7.0, False), ("pd0", Role.P, 7.0, True), ("a=b", Role.D, 7.0, True)]
 
 
-def test_only_who_has_the_secret_is_heard(
+def test_only_operators_with_the_secret_get_an_answer(
     status: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triptych.cluster.control_client.ANSWER_TIMEOUT", 0.5)

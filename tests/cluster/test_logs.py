@@ -68,7 +68,7 @@ def test_text_has_times_too(folder: Path) -> None:
         command.wait_for_line(rf"^{TIME.pattern} INFO epd0 joined as EPD")
 
 
-def test_an_instance_that_fails_says_why_in_its_last_object(folder_without_a_key: Path) -> None:
+def test_a_failed_instance_logs_the_reason_last(folder_without_a_key: Path) -> None:
     with triptych("serve", folder_without_a_key, *FAST, "--log-format", "json") as command:
         assert command.end(60) == 1
     last = objects(command.errors)[-1]

@@ -35,7 +35,7 @@ def ask(url: str, num_characters: int) -> httpx.Response:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-def test_a_prompt_of_32k_tokens_takes_the_memory_that_was_foretold(tmp_path: Path, dtype: str) -> None:
+def test_a_prompt_of_32k_tokens_takes_the_estimated_memory(tmp_path: Path, dtype: str) -> None:
     folder = make_checkpoint(tmp_path / "long", sizes=replace(DENSE, context=CONTEXT, layers=2, heads=2, kv_heads=1))
     settings = ("--dtype", dtype, "--kv-cache-tokens", str(CONTEXT), "--max-num-seqs", "4", "--port", "0")
     with triptych("serve", folder, "--topology", "1EPD", "--threads", "1", *settings) as service:

@@ -35,7 +35,7 @@ def in_a_process_that_computes(threads: int) -> int:
     return int(subprocess.check_output([sys.executable, "-c", COMPUTES], cwd=ROOT, env=environment))
 
 
-def test_the_compute_thread_alone_has_others_work_with_it() -> None:
+def test_only_the_compute_thread_uses_an_openmp_team() -> None:
     """If the thread that loads kept a team, too, OpenMP would go to sleep between all of a step's operations."""
     more = in_a_process_that_computes(3) - in_a_process_that_computes(1)
     assert in_an_instance(3) - in_an_instance(1) == more

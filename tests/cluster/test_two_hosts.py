@@ -78,7 +78,7 @@ def test_rows_travel_from_host_to_host(
         assert there.num_sent() - sent_before >= ROW_BYTES
 
 
-def test_who_has_not_the_secret_is_not_let_in_and_says_what_may_be_wrong(folder: Path, tmp_path: Path) -> None:
+def test_an_instance_without_the_secret_is_rejected_and_logs_likely_causes(folder: Path, tmp_path: Path) -> None:
     ours, theirs = (("--cluster-secret-file", secret_in(tmp_path / name)) for name in ("ours", "theirs"))
     with triptych("serve", folder, "--role", "frontend", "--port", "0", *ours) as door:
         door.wait_until_ready()

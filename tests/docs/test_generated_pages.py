@@ -38,7 +38,7 @@ def test_links_of_root_pages_and_paths_in_backticks_are_right() -> None:
         ("tests/nothing", False),
     ],
 )
-def test_paths_are_told_from_other_words(code: str, is_there: bool) -> None:
+def test_paths_are_distinguished_from_other_words(code: str, is_there: bool) -> None:
     assert docs_check.exists(code) is is_there
 
 

@@ -182,7 +182,7 @@ def test_a_grammar_beyond_the_limits_fails_alone(monkeypatch: pytest.MonkeyPatch
     assert masks_of(made, other, [A])
 
 
-def test_rejected_grammars_are_remembered(made: Service) -> None:
+def test_rejected_grammars_are_cached(made: Service) -> None:
     assert isinstance(made.wait(made.start("regex", "(")), InvalidRequest)
     before = made.num_processes
     again = made.start("regex", "(", client="another")
@@ -424,7 +424,7 @@ def test_a_process_that_cannot_be_started_fails_its_own_requests(
     assert all(made.wait(made.start("regex", "b" * number, client="c")) is None for number in range(1, 6))
 
 
-def test_a_compile_timeout_is_not_remembered(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+def test_a_compile_timeout_is_not_cached(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
     assert made.wait(made.start("regex", "a")) is None  # the server is there
     with monkeypatch.context() as patched:
         patched.setattr(service, "COMPILE_TIMEOUT", 0.0)

@@ -108,7 +108,7 @@ def test_weights_that_need_no_change_stay_in_the_file(checkpoint_folder: Callabl
 
 @pytest.mark.parametrize("hidden_over_intermediate", [1, 2])
 @pytest.mark.parametrize("layout", ["saved", "published"])
-def test_square_experts_are_told_apart(tmp_path: Path, hidden_over_intermediate: int, layout: Any) -> None:
+def test_the_layout_of_square_experts_is_detected(tmp_path: Path, hidden_over_intermediate: int, layout: Any) -> None:
     """Where one of an expert's two weights is square, its shape doesn't tell the layouts apart; the other's does."""
     sizes = replace(MOE, expert_intermediate=MOE.hidden // hidden_over_intermediate)
     expected = load_decoder(make_checkpoint(tmp_path / "expected", sizes=sizes, layout="saved"))

@@ -204,7 +204,7 @@ def test_addresses_by_the_thousand_cost_a_bounded_number_of_descriptors(pair: tu
     assert receive(other, 2) == [beat(1), beat(2)]
 
 
-def test_a_forgotten_peer_gets_what_was_sent_and_can_be_written_to_again(pair: tuple[Channel, Channel]) -> None:
+def test_a_disconnected_peer_gets_pending_messages_and_can_be_reconnected(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     with no_growth():
         for number in range(5):
@@ -243,7 +243,7 @@ def test_keys_are_those_of_the_secret() -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours"), [(None, SECRET), (b"another secret of 24 byt", SECRET), (SECRET, None)], ids=str
 )
-def test_peers_without_the_same_secret_say_nothing_to_each_other(
+def test_peers_with_different_secrets_exchange_no_messages(
     theirs: bytes | None, ours: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with channel(secret=ours) as inbox, channel(secret=ours) as friend, channel(secret=theirs) as stranger:
@@ -256,7 +256,7 @@ def test_peers_without_the_same_secret_say_nothing_to_each_other(
 
 
 @pytest.mark.parametrize("knows_server_key", [True, False])
-def test_the_right_key_of_the_server_alone_lets_nobody_in(knows_server_key: bool) -> None:
+def test_the_servers_public_key_alone_does_not_authenticate(knows_server_key: bool) -> None:
     keys = ClusterKeys.derive(SECRET)
     mine = CurveKey(*zmq.curve_keypair())
     with channel(secret=SECRET) as inbox, zmq.Context() as context, context.socket(zmq.PUSH) as stranger:

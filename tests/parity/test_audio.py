@@ -96,7 +96,7 @@ def test_clips_that_share_a_window_share_the_work(model: Hears) -> None:
     asyncio.run(run())
 
 
-def test_a_chat_goes_on_without_encoding_its_clip_again(model: Hears) -> None:
+def test_a_second_chat_turn_does_not_encode_the_clip_again(model: Hears) -> None:
     question = CASES["several windows"]
     more = [*question, {"role": "assistant", "content": "It hums."}, {"role": "user", "content": "And then?"}]
     seen: list[int] = []

@@ -62,7 +62,7 @@ async def answers_with_a_loss(service: Running, victim: str, settings: dict[str,
         pytest.param("1E1PD1P1D", "d3", marks=pytest.mark.slow),
     ],
 )
-def test_answers_go_on_where_others_generate(
+def test_answers_continue_on_another_instance(
     model: Model, topology: str, victim: str, settings: dict[str, Any]
 ) -> None:
     async def run() -> tuple[list[list[int]], list[list[int]]]:

@@ -62,7 +62,7 @@ def test_answers_are_the_same_without_the_cache(model: Model) -> None:
     assert asyncio.run(run()) == model.answers
 
 
-def test_a_chat_goes_on_without_encoding_its_pictures_again(model: Model) -> None:
+def test_a_second_chat_turn_does_not_encode_images_again(model: Model) -> None:
     async def run() -> None:
         async with running(model.folder, "1E1PD") as service:
             await service.answer(chat("What differs?"), max_tokens=4)

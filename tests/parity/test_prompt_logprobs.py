@@ -84,7 +84,7 @@ def test_prompt_logprobs_are_those_of_transformers(model: Model, topology: str, 
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
-def test_what_is_known_of_a_prompt_is_computed_all_the_same(model: Model, topology: str) -> None:
+def test_cached_prompt_tokens_are_computed_for_prompt_logprobs(model: Model, topology: str) -> None:
     """And others find what was computed for it."""
 
     async def run() -> None:
@@ -109,7 +109,7 @@ def test_what_is_known_of_a_prompt_is_computed_all_the_same(model: Model, topolo
     asyncio.run(run())
 
 
-def test_preempted_prompts_are_told_once_and_whole(model: Model) -> None:
+def test_preempted_requests_report_prompt_logprobs_once_and_completely(model: Model) -> None:
     """Answers of 32 tokens, during which others come."""
     longest = max(len(prompt.tokens) for prompt in model.prompts) + 32
     pages = -(-longest // FLOAT32.page_size) + 1
@@ -125,7 +125,7 @@ def test_preempted_prompts_are_told_once_and_whole(model: Model) -> None:
     check_all(model, found, 32)
 
 
-def test_each_request_is_told_as_much_as_it_asks_for(model: Model) -> None:
+def test_each_request_gets_the_number_of_logprobs_it_requests(model: Model) -> None:
     async def run() -> list[tuple[PromptLogprobs, list[int]]]:
         async with running(model.folder, "1E1PD") as service:
             wanted = [0, 20, 3]

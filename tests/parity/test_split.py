@@ -111,7 +111,7 @@ def test_preemption_where_it_decodes(model: Model) -> None:
     assert answers == model.answers
 
 
-def test_preempted_twins_go_on_with_each_others_pages(model: Model) -> None:
+def test_preempted_requests_with_equal_prompts_reuse_each_others_pages(model: Model) -> None:
     """What one lost, the other has kept: nothing is prefilled again, nor is anything decoded twice."""
     engine = replace(FLOAT32, kv_cache_tokens=FLOAT32.page_size * 13)
     texts = [[{"role": "user", "content": "x" * length}] for length in (41, 57)]
@@ -126,7 +126,7 @@ def test_preempted_twins_go_on_with_each_others_pages(model: Model) -> None:
     asyncio.run(run())
 
 
-def test_sampling_goes_on_where_prefill_began(model: Model) -> None:
+def test_sampling_continues_from_the_prefill_instances_token(model: Model) -> None:
     """Seeds, penalties, bias, log probabilities and grammars: as in one instance."""
     choices = '["a cat", "two dogs", "no idea"]'
     settings: list[dict[str, Any]] = [
@@ -161,7 +161,7 @@ async def reports(service: Running, messages: Any, **sampling: Any) -> list[tupl
     return [(token, top, told[-1].finish_reason) for token, top in zip(tokens, likeliest, strict=True)]
 
 
-def test_what_the_decode_instance_knows_is_not_sent_again(model: Model) -> None:
+def test_kv_that_the_decode_instance_has_is_not_sent(model: Model) -> None:
     async def run() -> None:
         async with running(model.folder, "1E1P1D") as service:
             for messages, answer in zip(REQUESTS, model.answers, strict=True):
@@ -189,7 +189,7 @@ def test_text_needs_no_encoder(model: Model) -> None:
     assert asyncio.run(run()) == expected
 
 
-def test_without_an_encoder_pictures_are_refused_and_said_to_be(model: Model) -> None:
+def test_without_an_encoder_images_are_rejected_and_not_listed(model: Model) -> None:
     async def run() -> None:
         async with running(model.folder, "1P1D") as service:
             router = service.frontend.router

@@ -65,7 +65,7 @@ def test_batches(model: Model, patches: int) -> None:
     assert answered(model, "1E1PD", encode=encode) == model.answers
 
 
-def test_a_chat_goes_on_without_encoding_its_video_again(model: Model) -> None:
+def test_a_second_chat_turn_does_not_encode_the_video_again(model: Model) -> None:
     question = CASES["mp4"]
     more = [*question, {"role": "assistant", "content": "It moves."}, {"role": "user", "content": "And then?"}]
 

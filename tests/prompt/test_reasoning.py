@@ -76,7 +76,7 @@ def test_thoughts_are_the_same_for_any_split(text: str, reasoning: Reasoning, cu
         ("see <think>\n<|im_start|>assistant\n", Reasoning.POSSIBLE),
     ],
 )
-def test_what_a_prompt_says_about_thoughts(prompt: str, reasoning: Reasoning) -> None:
+def test_reasoning_is_detected_from_the_prompt(prompt: str, reasoning: Reasoning) -> None:
     assert reasoning_at_end(prompt) is reasoning
 
 

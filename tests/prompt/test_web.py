@@ -339,7 +339,7 @@ def test_answers_that_bring_nothing(answer: bytes) -> None:
         answered(answer)
 
 
-def test_the_size_is_limited_however_it_is_told() -> None:
+def test_the_size_is_limited_with_and_without_content_length() -> None:
     with pytest.raises(MediaTooLarge):
         answered(b"HTTP/1.1 200 X\r\ncontent-length: 1001\r\n\r\n")
     with pytest.raises(MediaTooLarge):

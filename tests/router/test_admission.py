@@ -60,7 +60,7 @@ def finish(harness: RouterHarness, stream: TokenStream) -> None:
     harness.router.handle(Tokens(name(harness, stream), [1], finish_reason="length", intervals=worked))
 
 
-def test_who_could_not_be_sent_anywhere_has_had_nothing() -> None:
+def test_a_request_that_could_not_be_dispatched_is_refunded() -> None:
     harness = harness_of()
     sent = harness.send
 
@@ -78,7 +78,7 @@ def test_who_could_not_be_sent_anywhere_has_had_nothing() -> None:
     assert late.request in placed(harness)
 
 
-def test_rows_that_were_known_cost_their_client_nothing() -> None:
+def test_cached_embeddings_cost_their_client_nothing() -> None:
     harness = harness_of(E0, PD0, encode_batch_patches=1, max_num_seqs=32)
     known = need(harness, harness.submit(*[100.0] * 4, client="a"), 4)
     for transfer in known:
@@ -228,7 +228,7 @@ def test_queued_items_leave_with_their_request_and_are_requested_again_once() ->
     assert harness.outstanding() == 0
 
 
-def test_who_waits_too_long_in_line_or_for_an_instance_that_is_gone_is_told() -> None:
+def test_requests_that_exceed_their_deadline_in_the_queue_fail() -> None:
     harness = harness_of(E0, PD0)
     running = [harness.submit() for _ in range(ROOM)]
     late, patient = harness.submit(timeout=5.0), harness.submit()
@@ -271,7 +271,7 @@ def test_items_that_wait_for_an_encoder_that_is_gone_fail_their_requests() -> No
     assert harness.outstanding() == 0
 
 
-def test_a_client_with_its_share_is_refused_and_nobody_else() -> None:
+def test_a_client_at_its_limit_is_rejected_and_others_are_not() -> None:
     harness = harness_of(PD0, max_queue_per_client=2)
     streams = [harness.submit(client="a") for _ in range(2)]
     with pytest.raises(RateLimited):
@@ -292,7 +292,7 @@ def busy_harness(seconds_each: float, **settings: Any) -> RouterHarness:
     return harness
 
 
-def test_who_cannot_be_answered_in_time_is_refused_at_once_and_told_when_to_come_back() -> None:
+def test_requests_that_cannot_meet_their_deadline_are_rejected_with_retry_after() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     admitted = []
     began = time.monotonic()
@@ -312,7 +312,7 @@ def test_who_cannot_be_answered_in_time_is_refused_at_once_and_told_when_to_come
     assert harness.router.num_requests == 0
 
 
-def test_nobody_is_refused_for_what_was_measured_while_little_was_or_nobody_waits() -> None:
+def test_no_rejection_without_enough_samples_or_without_a_queue() -> None:
     harness = harness_of(PD0, request_timeout=1.0)
     stream = harness.submit()
     harness.wait(0.75, PD0)
@@ -326,7 +326,7 @@ def test_nobody_is_refused_for_what_was_measured_while_little_was_or_nobody_wait
 
 
 def admitted_by(harness: RouterHarness) -> int:
-    """How many requests are let in before one is refused."""
+    """Return the number of requests that are admitted before one is rejected."""
     for number in range(200):
         try:
             harness.submit()
@@ -356,7 +356,7 @@ def lessons(harness: RouterHarness) -> list[float]:
     return told
 
 
-def test_those_who_were_too_late_tell_too_in_line_and_at_work() -> None:
+def test_late_requests_update_the_forecast_queued_or_running() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     told, margin = lessons(harness), harness.router.debug_state().forecast.margin
     streams = [harness.submit() for _ in range(2 * ROOM)]
@@ -367,7 +367,8 @@ def test_those_who_were_too_late_tell_too_in_line_and_at_work() -> None:
 
 
 def pictures_ahead(harness: RouterHarness, cost: float) -> list[TokenStream]:
-    """As many requests with a picture as an instance is given, which wait for it there, and ten in line."""
+    """Dispatch as many requests with an image as an instance takes, which wait there for embeddings, and queue ten
+    more."""
     pictures = []
     for _ in range(ROOM):
         pictures.append(harness.submit(cost))
@@ -377,7 +378,7 @@ def pictures_ahead(harness: RouterHarness, cost: float) -> list[TokenStream]:
     return pictures
 
 
-def test_pictures_in_line_keep_no_text_out_whose_places_are_free() -> None:
+def test_queued_media_requests_cause_no_rejection_of_text_requests() -> None:
     harness = busy_harness(2.0, request_timeout=600.0)
     harness.register(E0)
     pictures = pictures_ahead(harness, 1.0)
@@ -392,7 +393,7 @@ def test_pictures_in_line_keep_no_text_out_whose_places_are_free() -> None:
         harness.router.cancel(stream.request)
 
 
-def test_media_in_line_that_encoders_will_be_long_at_keep_no_text_out() -> None:
+def test_an_encode_backlog_causes_no_rejection_of_text_requests() -> None:
     harness = busy_harness(2.0, request_timeout=600.0)
     harness.register(E0)
     encode_rate = harness.router.debug_state().forecast.encode_rate
@@ -420,7 +421,7 @@ def test_what_an_answer_waited_at_its_instance_is_not_its_work_if_a_stop_string_
     assert forecast.mean_cost > mean_cost, "what it cost is known"
 
 
-def test_nobody_is_refused_who_would_be_alone() -> None:
+def test_a_request_is_not_rejected_by_an_idle_service() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     stream = harness.submit(timeout=0.5)
     with pytest.raises(Overloaded):
@@ -428,14 +429,14 @@ def test_nobody_is_refused_who_would_be_alone() -> None:
     harness.router.cancel(stream.request)
 
 
-def test_prompts_that_are_being_made_keep_nobody_out_of_an_idle_house() -> None:
+def test_prompts_in_preparation_cause_no_rejection_while_idle() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     with ExitStack() as making:
         for _ in range(200):
             making.enter_context(harness.router.preparing(has_media=False))
 
 
-def test_who_has_little_time_is_told_before_its_prompt_is_made() -> None:
+def test_a_request_with_a_short_timeout_is_rejected_before_planning() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     harness.submit()
     with pytest.raises(Overloaded), harness.router.preparing(has_media=False, timeout=2.0):
@@ -456,7 +457,7 @@ def test_a_probe_of_the_stages_is_let_in_whatever_the_forecast_and_teaches_nothi
     assert (forecast.mean_cost, told) == (before, [])
 
 
-def test_who_hangs_up_early_tells_nothing_and_late_how_long_it_took_at_least() -> None:
+def test_cancelled_requests_update_the_forecast_only_if_late() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     told = lessons(harness)
     early, late = harness.submit(), harness.submit()

@@ -20,12 +20,12 @@ def test_few_exceed_the_margin() -> None:
     assert margin_of(*[1.0, 1.5] * 50).factor(0.0) > 1.5
 
 
-def test_a_few_requests_say_nothing_and_one_that_hung_says_little() -> None:
+def test_few_samples_give_no_margin_and_an_outlier_little() -> None:
     assert margin_of(*[3.0] * (MIN_SAMPLES - 1)).factor(0.0) == 1
     assert margin_of(*[1.0] * 50, 1000.0).factor(0.0) < MAX_MARGIN
 
 
-def test_odd_requests_do_not_keep_everybody_out() -> None:
+def test_unusual_requests_do_not_cause_rejections_for_all() -> None:
     assert margin_of(*[0.01, 100.0] * 50).factor(0.0) == MAX_MARGIN
     mended = margin_of(*[0.01, 100.0] * 50, *[1.0] * 100)
     assert mended.factor(0.0) == pytest.approx(1.0, abs=0.05)

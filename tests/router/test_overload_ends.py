@@ -83,7 +83,7 @@ class Service:
         return forecast.seconds(1.0, forecast.cost_of(1, max_tokens), 0.0, self.harness.now)[1]
 
 
-def test_short_requests_that_waited_say_nothing_of_long_ones() -> None:
+def test_delayed_short_requests_do_not_affect_the_forecast_of_long_ones() -> None:
     service = Service()
     for _ in range(SLOTS + 1):
         service.submit(1500)
@@ -128,7 +128,7 @@ def test_whatever_the_history_an_idle_service_admits_and_forecasts_come_back_to_
     assert service.work(300) == 0, "disconnected"
 
 
-def test_nobody_is_refused_for_what_was_measured_long_ago_though_somebody_is_always_here() -> None:
+def test_old_measurements_cause_no_rejections_even_under_constant_load() -> None:
     """Refused requests teach nothing: what is known must fade by itself."""
     service = Service()
     for _ in range(40):

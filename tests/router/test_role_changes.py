@@ -82,7 +82,7 @@ class RouterHarness:
         self.router.handle(PrefillNeeded(stream.request, Address(name), transfer, 0, list(generated)))
 
 
-def test_an_idle_instance_is_told_and_its_operator_hears_when_it_has_changed() -> None:
+def test_an_idle_instance_gets_its_role_and_the_operator_an_answer() -> None:
     harness = RouterHarness("p0", "p1", "d0")
     assert harness.set_role("p0", Role.D) == [ChangeRole(Role.D, 30.0)]
     assert harness.answers() == []
@@ -110,7 +110,7 @@ def test_a_draining_instance_gets_nothing_new_but_ends_what_it_has() -> None:
     assert harness.router.registry.get(Address("pd0")).outstanding == 0  # type: ignore[union-attr]
 
 
-def test_the_last_that_prefills_goes_on_for_requests_that_have_begun() -> None:
+def test_a_draining_prefill_instance_still_serves_requests_in_flight() -> None:
     """With --force: nobody new is let in, and nobody who is in is lost."""
     harness = RouterHarness("p0", "d0")
     stream = harness.submit()
@@ -162,7 +162,7 @@ def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
     assert harness.set_role("pd0", Role.P, force=True)[-1] == ChangeRole(Role.P, 30.0)
 
 
-def test_a_request_that_an_instance_still_has_when_it_changes_goes_on_elsewhere() -> None:
+def test_a_request_left_at_a_role_change_continues_elsewhere() -> None:
     """It can't have any; but if it does, the request isn't lost."""
     harness = RouterHarness("pd0", "pd1")
     stream = harness.submit()
@@ -227,14 +227,14 @@ def test_a_second_change_waits_for_the_first() -> None:
     assert isinstance(other, RoleRefused), "what one is about to become doesn't count before it is"
 
 
-def test_a_name_that_two_have_is_nobodys() -> None:
+def test_an_ambiguous_instance_name_is_refused() -> None:
     harness = RouterHarness("pd0")
     harness.router.handle(Register("pd0", Role.PD, Address("another"), [LAYOUT], 2, context_length=100))
     (answer,) = harness.set_role("pd0", Role.P)
     assert answer == RoleRefused("pd0", Role.P, "2 instances of that name")
 
 
-def test_nobody_changes_while_the_service_ends() -> None:
+def test_role_changes_are_refused_during_shutdown() -> None:
     harness = RouterHarness("p0", "p1", "d0")
     harness.router.draining = True
     assert harness.set_role("p0", Role.D) == [RoleRefused("p0", Role.D, "the service is shutting down")]

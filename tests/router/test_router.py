@@ -182,7 +182,7 @@ def test_an_error_that_no_request_may_end_in_is_internal(name: str) -> None:
         tokens_of(stream)
 
 
-def test_an_instance_that_falls_silent_takes_its_requests_along_and_the_others_are_told() -> None:
+def test_requests_of_a_lost_instance_fail_and_peers_are_notified() -> None:
     harness = RouterHarness(E0, PD0)
     lost = harness.submit()
     harness.wait(10, E0)
@@ -197,7 +197,7 @@ def test_an_instance_that_falls_silent_takes_its_requests_along_and_the_others_a
     assert harness.outstanding() == 0
 
 
-def test_a_request_whose_instance_is_lost_goes_on_at_another_from_where_it_was() -> None:
+def test_a_request_of_a_lost_instance_continues_on_another() -> None:
     harness = RouterHarness(E0, PD0, PD1)
     lost, kept = harness.submit(2.0), harness.submit()
     (transfer,) = harness.need(lost, 0)
@@ -266,7 +266,7 @@ def test_an_encoder_that_leaves_fails_only_what_it_had_not_encoded() -> None:
     assert harness.outstanding() == 0
 
 
-def test_whoever_is_gone_is_forgotten_after_all_that_was_to_say_and_may_come_back() -> None:
+def test_a_lost_instance_is_disconnected_after_the_last_message_and_may_register_again() -> None:
     harness = RouterHarness(E0, PD0, PD1)
     harness.submit(1.0)
     harness.router.handle(Deregister(PD0))
@@ -320,7 +320,7 @@ def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_t
     assert harness.of(Registered) == [(E0, Registered(10.0)), (PD0, Registered(10.0))]
 
 
-def test_a_frontend_that_stood_still_gives_everybody_time_to_be_heard() -> None:
+def test_a_suspended_frontend_renews_all_leases() -> None:
     harness = RouterHarness(E0, PD0)
     stream = harness.submit()
     harness.wait(1, E0, PD0)
@@ -355,7 +355,7 @@ def test_another_process_at_the_same_address_takes_over_nothing() -> None:
     assert len(harness.router.registry) == 1
 
 
-def test_a_prefill_that_another_takes_over_is_ended_and_has_no_say_any_more() -> None:
+def test_a_replaced_prefill_is_cancelled_and_its_messages_are_ignored() -> None:
     harness = RouterHarness(P0, P1, D0)
     stream = harness.submit()
     for number in range(2):
@@ -371,7 +371,7 @@ def test_a_prefill_that_another_takes_over_is_ended_and_has_no_say_any_more() ->
         tokens_of(stream)
 
 
-def test_messages_about_what_nobody_knows_change_nothing() -> None:
+def test_messages_about_unknown_requests_are_ignored() -> None:
     harness = RouterHarness(E0, PD0)
     harness.sent.clear()
     unknown, transfer = RequestId("unknown"), TransferId("unknown")
@@ -396,7 +396,7 @@ def test_a_need_for_an_item_that_is_not_there_is_passed_over() -> None:
     assert [message.transfer for _, message in harness.of(Encode)] == transfers[1:]
 
 
-def test_a_peer_that_cannot_be_reached_harms_nobody_else() -> None:
+def test_an_unreachable_peer_does_not_affect_others() -> None:
     harness = RouterHarness(E0, PD0)
     stream = harness.submit(1.0)
 

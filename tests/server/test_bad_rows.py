@@ -235,7 +235,7 @@ def test_a_token_that_is_not_in_the_vocabulary_fails_its_request_at_once(folder:
     assert "1000000" in str(end)
 
 
-def test_a_model_that_overflows_for_everybody(tmp_path: Path) -> None:
+def test_a_model_that_overflows_for_every_request(tmp_path: Path) -> None:
     """Each request fails by name."""
     folder = spoil(make_checkpoint(tmp_path / "tiny", tied=True), 7, torch.inf)
 

@@ -60,7 +60,7 @@ def test_rows_are_kept_for_their_consumer_as_long_as_its_request_may_take() -> N
     assert sender.idle
 
 
-def test_a_timeout_that_is_none_is_said_as_the_longest_there_is() -> None:
+def test_no_timeout_is_sent_as_the_maximum() -> None:
     assert time_left(float("inf"), 0.0) == NO_TIMEOUT
     with pytest.raises(ConfigError, match="--request-timeout nan"):
         AdmissionConfig(request_timeout=float("nan"))

@@ -184,7 +184,7 @@ def fail() -> None:
     raise RuntimeError("a bug")
 
 
-def test_it_registers_beats_and_leaves_when_told_to_stop(start: Callable[..., InstanceHarness]) -> None:
+def test_it_registers_sends_heartbeats_and_deregisters_on_stop(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.join()
     (register,) = [message for message in harness.received if isinstance(message, Register)]
@@ -296,7 +296,7 @@ def test_a_message_that_cannot_be_handled_harms_nothing_else(
     assert harness.error is None
 
 
-def test_a_peer_that_is_lost_is_told_to_every_host(start: Callable[..., InstanceHarness]) -> None:
+def test_every_stage_loop_receives_peer_lost(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.join()
     lost = PeerLost(Address("tcp://127.0.0.1:1"), [TransferId("t")])
@@ -404,7 +404,7 @@ def test_a_change_that_cannot_be_leaves_all_as_it_was(
     assert harness.count(Register) == 1
 
 
-def test_one_that_is_not_done_in_time_says_so_and_goes_on(start: Callable[..., InstanceHarness]) -> None:
+def test_it_reports_that_it_keeps_its_role_when_it_cannot_drain_in_time(start: Callable[..., InstanceHarness]) -> None:
     harness = start(host=Recorder(idle=False))
     harness.instance.loop_builder = RecorderBuilder()
     harness.join()

@@ -61,7 +61,7 @@ def test_an_instance_with_another_is_refused(folder: Path, role: Role) -> None:
     asyncio.run(run())
 
 
-def test_an_instance_says_how_its_rows_look_in_every_role_that_it_can_have(folder: Path) -> None:
+def test_an_instance_registers_the_layouts_of_all_its_possible_roles(folder: Path) -> None:
     async def run() -> None:
         async with running(folder, "1EPD1E", DEFAULT) as service:
             whole, encoder = service.instances

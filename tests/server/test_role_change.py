@@ -111,7 +111,7 @@ def test_every_change_leaves_the_answers_as_they_were(
     asyncio.run(run())
 
 
-def test_what_was_prefilled_in_one_role_is_known_in_the_next(folder: Path) -> None:
+def test_the_prefix_cache_survives_a_role_change(folder: Path) -> None:
     async def run() -> None:
         async with running(folder, "1P1D") as service:
             first = await service.answer(TEXT, max_tokens=4)
@@ -130,7 +130,7 @@ def test_what_was_prefilled_in_one_role_is_known_in_the_next(folder: Path) -> No
     asyncio.run(run())
 
 
-def test_an_encoder_may_go_on_without_encoding_and_begin_again(folder: Path, answers: list[list[int]]) -> None:
+def test_an_instance_can_drop_and_regain_its_encode_stage(folder: Path, answers: list[list[int]]) -> None:
     async def run() -> None:
         async with running(folder, "1E1EPD") as service:
             for role in (Role.PD, Role.E, Role.EPD):
@@ -201,7 +201,7 @@ def test_refusals_leave_all_as_it_was(folder: Path, topology: str, change: str, 
     asyncio.run(run())
 
 
-def test_one_that_is_not_done_in_time_goes_on_as_it_was(folder: Path) -> None:
+def test_an_instance_keeps_its_role_when_it_cannot_drain_in_time(folder: Path) -> None:
     """And what it works on ends as it should."""
     opened = threading.Event()
 
@@ -229,7 +229,7 @@ def test_one_that_is_not_done_in_time_goes_on_as_it_was(folder: Path) -> None:
     asyncio.run(run())
 
 
-def test_one_that_finds_no_memory_for_its_new_buffer_goes_on_as_it_was(
+def test_an_instance_keeps_its_role_without_memory_for_the_new_buffer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
@@ -272,7 +272,7 @@ def test_status_shows_pools_and_what_is_under_way(folder: Path) -> None:
     asyncio.run(run())
 
 
-def test_nobody_answers_where_no_frontend_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_role_fails_without_a_frontend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triptych.cluster.control_client.ANSWER_TIMEOUT", 0.2)
     with (
         ControlClient("127.0.0.1:9", ClusterConfig()) as operator,

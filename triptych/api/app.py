@@ -205,7 +205,7 @@ async def _read_request(request: Request, service: Service) -> tuple[bytes, Requ
 
 
 def _timeout(request: Request, service: Service) -> float:
-    """Return the request's time limit in seconds: the service's own, or less if a header says so."""
+    """Return the request's time limit in seconds: the service's own, or a lower one from the header."""
     timeout = service.frontend.admission.request_timeout
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:

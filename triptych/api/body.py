@@ -79,8 +79,8 @@ async def read_body(request: Request, max_bytes: int, charge: Callable[[int], No
 def extract_inline_media(body: bytearray) -> Body:
     """Replace inline media by placeholders.
 
-    Only extracts what is certainly one JSON string: a base64 ``data:`` URL under a media key, or the data of
-    input_audio, without any escape but ``\\/``."""
+    Only extracts what is certainly one JSON string without any escape but ``\\/``: a base64 ``data:`` URL under a media
+    key, or the data of input_audio."""
     whole = memoryview(body)
     texts: list[bytes | memoryview] = []
     inline: dict[str, memoryview] = {}

@@ -26,7 +26,7 @@ class _Job:
 
 
 class FairExecutor:
-    """Runs jobs on threads, next for the client that has used the least time.
+    """Runs jobs on threads. The client that has used the least time goes next.
 
     One client never occupies every thread, so its long jobs don't block the others. Belongs to one event loop."""
 

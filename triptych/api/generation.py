@@ -28,10 +28,10 @@ N = TypeVar("N")
 
 @dataclass(frozen=True)
 class RequestContext:
-    """What the service knows of a request beside its body."""
+    """Properties of a request that its body doesn't hold."""
 
     scope: str
-    """Digest of the client's API key: what the client caches is only visible within it."""
+    """Digest of the client's API key. Cached media are visible only to requests of the same scope."""
     deadline: float
     """When the request expires, by ``time.monotonic``."""
     media: RequestMedia

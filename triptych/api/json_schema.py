@@ -1,8 +1,8 @@
 """Check that a JSON schema or a regular expression can be fully enforced.
 
-xgrammar ignores keywords that it doesn't support, so schemas with such keywords are rejected, by keyword and path.
-xgrammar reads a schema's first keyword of ``_GROUPS`` and nothing beside it; without one, the keywords of the schema's
-type. Tests compare this table with what xgrammar's grammars allow.
+xgrammar ignores keywords that it doesn't support, so schemas with such keywords are rejected, by keyword and path. If a
+schema has keywords of ``_GROUPS``, xgrammar reads only the first of them. Otherwise it reads the keywords of the
+schema's type. Tests compare this table with what xgrammar's grammars allow.
 """
 
 import json

@@ -49,7 +49,7 @@ class MediaSettings:
     """A request's settings for processing its media; the model's own where the request has none."""
 
     bounds: PixelBounds = MODEL_BOUNDS
-    """Of the area that images and frames are resized to."""
+    """Bounds of the area that images and frames are resized to."""
     sampling: FrameSampling = MODEL_SAMPLING
     """Which frames of a video are used."""
     audio_in_video: bool = False

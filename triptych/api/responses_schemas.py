@@ -223,7 +223,7 @@ class ResponsesRequest(ExtraFields):
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     max_tool_calls: int | None = Field(None, ge=1, le=2**31 - 1)
-    """Limits calls of built-in tools, of which there are none."""
+    """Limits calls of built-in tools. Has no effect, because there are none."""
     metadata: Metadata | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, max_length=8

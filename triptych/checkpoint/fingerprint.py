@@ -13,10 +13,10 @@ _CONFIG_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_
 def fingerprint(folder: Path) -> str:
     """Return the hexadecimal 256-bit BLAKE3 digest of a checkpoint's configs and tensor headers.
 
-    It covers config.json, the processors' configurations, and the name, size and header of each safetensors file, each
-    field preceded by its length; a missing config file counts as empty. Weights aren't read, which keeps this fast for
-    any model: the digest distinguishes models and formats, but not two trainings of one model. Raises CheckpointError,
-    naming the file, if one can't be read.
+    It covers config.json, the processors' configurations, and the name, size and header of each safetensors file. Each
+    field is preceded by its length; a missing config file counts as empty. Weights aren't read, which keeps this fast
+    for any model: the digest distinguishes models and formats, but not two trainings of one model. Raises
+    CheckpointError, naming the file, if one can't be read.
     """
     folder = Path(folder)
     digest = blake3()

@@ -32,9 +32,9 @@ class Checkpoint:
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return the named tensors, on the CPU, in the file's dtype.
 
-        They are views of memory-mapped files: unless they are written to or converted, their memory is the page cache,
-        shared by all processes that map the file and reclaimable under memory pressure. Raises CheckpointError, naming
-        the key, for a key that the folder doesn't have.
+        They are views of memory-mapped files. Unless they are written to or converted, their memory is the page cache:
+        shared by all processes that map the file, and reclaimable. Raises CheckpointError, naming the key, for a key
+        that the folder doesn't have.
         """
         keys_by_file: dict[Path, list[str]] = defaultdict(list)
         for key in keys:

@@ -41,8 +41,8 @@ class TensorInfo:
 def read_folder(folder: Path | str) -> dict[str, TensorInfo]:
     """Return every tensor of a checkpoint folder by name, without loading any.
 
-    Raises CheckpointError, naming the file or the tensor, for a folder without safetensors, a damaged header, a
-    missing shard, an index that names a file outside the folder, and an index that disagrees with its shards.
+    Raises CheckpointError, naming the file or the tensor, for a folder without safetensors, a damaged header or a
+    missing shard. Raises it, too, for an index that names a file outside the folder or disagrees with its shards.
     """
     folder = Path(folder)
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
@@ -79,7 +79,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _shard_path(index: Path, name: str) -> Path:
-    """Return the shard's path, which must be in the index's own folder: an index may not make us open other files."""
+    """Return the shard's path, which must be in the index's own folder, so that an index can't name other files."""
     if not name.endswith(".safetensors") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
     shard = index.with_name(name)

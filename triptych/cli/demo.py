@@ -1,4 +1,4 @@
-"""``triptych demo``: serves the bundled model and sends it questions about the bundled pictures over HTTP."""
+"""``triptych demo``: serves the bundled model and asks it about the bundled pictures over HTTP."""
 
 import argparse
 import asyncio

@@ -28,7 +28,7 @@ from triptych.topology import Role
 
 SUMMARY = "check machine, model, fabrics and ports, and show what each role would load, without loading it"
 FEW_FILES = 4096
-"""Descriptors that are too few for a few thousand clients."""
+"""Limit on open files below which ``doctor`` warns: too low for thousands of clients."""
 
 
 @dataclass(frozen=True)

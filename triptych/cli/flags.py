@@ -37,7 +37,7 @@ TEXT_ONLY = "1PD"
 """The default topology of a model that takes no media."""
 
 DEMO = "demo"
-"""The bundled model's name, wherever a MODEL is asked for."""
+"""Name of the bundled model, accepted wherever a command takes a MODEL."""
 
 G = TypeVar("G", bound=Settings)
 

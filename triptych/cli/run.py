@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "inputs", nargs="+", metavar="FILE|QUESTION", help="picture, video and audio files, then the question"
     )
-    parser.add_argument("--topology", help="instances to start for it (default: 1EPD; for text alone: 1PD)")
+    parser.add_argument("--topology", help="instances to start (default: 1EPD; for text-only models: 1PD)")
     parser.add_argument(
         "--max-tokens",
         type=int,
-        help="length of the longest answer, in tokens (default: what the model's context leaves)",
+        help="maximum tokens of the answer (default: the rest of the model's context)",
     )
     parser.add_argument("--temperature", type=flags.number, help="0 is greedy (default: the checkpoint's own)")
     parser.add_argument("--verbose", action="store_true", help="show the logs of the instances")

@@ -44,7 +44,7 @@ OTHER_PROJECTS = {
     "limit_mm_data_per_request": "use --limit-mm-per-prompt",
     "max_images": "use --limit-mm-per-prompt image=N",
     "max_videos": "use --limit-mm-per-prompt video=N",
-    "swap_space": "nothing is swapped; a preempted request is computed again",
+    "swap_space": "nothing is swapped; preempted requests are recomputed",
     "disable_log_requests": "requests aren't logged unless --enable-log-requests is given",
     "model": "give the model first: triptych serve MODEL",
 }
@@ -117,7 +117,7 @@ def as_variable(name: str) -> str:
 
 
 def _instead(name: str, known: Collection[str], spelled: Callable[[str], str]) -> str:
-    """Return the part of an error message that says what to use instead of ``name``, as ``spelled`` there."""
+    """Return the suggestion that ends an error message: what to use instead of ``name``, as ``spelled`` there."""
     if name in RENAMED_SETTINGS:
         return f": it is called {spelled(RENAMED_SETTINGS[name])} now"
     if name in OTHER_PROJECTS:

@@ -36,19 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INSTANCE=ROLE",
         action="append",
         default=[],
-        help="let that instance finish its requests and continue in that role, with the weights it has; may be "
-        "repeated: changes are made one after the other (default: none)",
+        help="drain the instance, and change its role to one that its loaded weights allow; may be repeated, and "
+        "changes are made in order (default: none)",
     )
     group.add_argument(
         "--drain-timeout",
         metavar="SECONDS",
         default="30",
-        help="seconds that it may take to finish; if it takes longer, nothing changes (default: 30)",
+        help="seconds for the instance to drain; if it takes longer, it keeps its role (default: 30)",
     )
     group.add_argument(
         "--force",
         action="store_true",
-        help="even if requests are rejected meanwhile, or an instance is left without work",
+        help="change the role even if requests are rejected meanwhile, or an instance is left without work",
     )
     flags.add_group(parser, ClusterConfig)
 
@@ -94,11 +94,11 @@ def _summary(status: Status) -> str:
 
 
 def _table(status: Status) -> Table:
-    table = Table("instance", "role", "process", "heard", "work", "pools")
+    table = Table("instance", "role", "process", "last heartbeat", "work", "pools")
     for one in status.instances:
-        heard = f"{one.silent:.1f} s ago"
+        heartbeat = f"{one.silent:.1f} s ago"
         work = f"{one.load.running} running, {one.load.waiting} waiting"
-        table.add_row(one.name, _role(one), str(one.pid), heard, work, "\n".join(map(_pool, one.load.pools)))
+        table.add_row(one.name, _role(one), str(one.pid), heartbeat, work, "\n".join(map(_pool, one.load.pools)))
     return table
 
 

@@ -1,5 +1,5 @@
-"""Client of a running service's control socket, for operators. Whoever reaches that socket is trusted with everything
-(docs/decisions/0010-trust.md); clients of the HTTP port are not."""
+"""Client of a running service's control socket, for operators. Every process that can connect to this socket is fully
+trusted (docs/decisions/0010-trust.md); clients of the HTTP port are not."""
 
 import time
 from types import TracebackType

@@ -14,7 +14,7 @@ from triptych.observe import logs
 from triptych.observe.machine import describe_exit
 
 STOP_GRACE = 5.0
-"""Seconds that an instance gets to end by itself."""
+"""Seconds for an instance to exit before it is killed."""
 
 MAX_LINE = 2**20
 """Bytes of the longest output line that is shown in full: one in JSON may hold a long traceback."""
@@ -36,7 +36,7 @@ class LocalCluster:
     def __init__(self, specs: Sequence[InstanceSpec], show: Print) -> None:
         """``show`` is given each line that they print."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done, with an explanation, once an instance has ended unasked."""
+        """Done, with an explanation, once an instance has exited without being stopped."""
         self._specs = specs
         self._show = show
         self._children: list[_Child] = []

@@ -1,6 +1,6 @@
-"""Every setting, as frozen dataclasses by concern. A field's name is its flag's (``max_num_seqs`` ↔
-``--max-num-seqs``), its environment variable's (``TRIPTYCH_MAX_NUM_SEQS``) and its key in a file; ``cli/flags.py``
-maps all of them onto it."""
+"""Every setting, as frozen dataclasses by concern. A field's name determines its flag (``max_num_seqs`` ↔
+``--max-num-seqs``), its environment variable (``TRIPTYCH_MAX_NUM_SEQS``) and its key in a file. ``cli/flags.py`` maps
+them onto the field."""
 
 from triptych.config.addresses import is_loopback, is_unspecified
 from triptych.config.admission import AdmissionConfig

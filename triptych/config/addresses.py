@@ -1,4 +1,4 @@
-"""What a host name or address says about who can reach it."""
+"""Classification of host names and addresses by who can reach them."""
 
 import ipaddress
 

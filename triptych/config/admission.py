@@ -10,16 +10,19 @@ from triptych.errors import ConfigError
 class AdmissionConfig(Settings):
     """How many requests the frontend admits, and for how long."""
 
-    max_queue: int = setting(256, "requests waiting or running at a time; more are rejected with 503", ge=1)
+    max_queue: int = setting(
+        256, "maximum requests in flight: being prepared, queued or running; more are rejected with 503", ge=1
+    )
     max_queue_per_client: int = setting(
         0,
-        "of these, requests of one client (an API key, or an address); more are rejected with 429; 0 for no limit",
+        "maximum requests in flight of one client (an API key, or an address); more are rejected with 429; 0 for no "
+        "limit",
         ge=0,
     )
     max_inflight_mb: int = setting(
         2048,
-        "bodies and media files of all requests at a time, in MiB; what exceeds it is rejected with 503. One client "
-        "may use half of it, and is rejected with 429 beyond",
+        "memory for bodies and media files of all requests in flight, in MiB; more is rejected with 503. One client may"
+        " use half of it; beyond that, its requests are rejected with 429",
         ge=1,
     )
     request_timeout: float = setting(600.0, "seconds after which a request that isn't finished fails", gt=0)

@@ -8,9 +8,9 @@ from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
 
 MIN_SECRET_BYTES = 16
-"""What a cluster secret has at least; 16 random bytes can't be guessed."""
+"""Minimum length of a cluster secret: 16 random bytes can't be guessed."""
 MAX_SECRET_BYTES = 4096
-"""A longer file is something else, given by mistake."""
+"""Maximum length of a cluster secret: a longer file was probably given by mistake."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from triptych.config.settings import Settings, setting
 class EncodeConfig(Settings):
     """How encode instances decode, encode and cache media."""
 
-    encode_batch_patches: int = setting(1024, "patches encoded together; an item that has more goes alone", ge=1)
+    encode_batch_patches: int = setting(1024, "maximum patches in one batch; a larger item is encoded by itself", ge=1)
     decode_workers: int = setting(
         0,
-        "processes in which one encode instance decodes media; 0 takes one for every four threads, at least one",
+        "processes of one encode instance that decode media; 0: one for every four threads, at least one",
         ge=0,
     )
     decode_memory_mb: int = setting(2048, "memory that decoding one media item may take, in MiB", ge=1)

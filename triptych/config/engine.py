@@ -26,42 +26,44 @@ class EngineConfig(Settings):
     )
     dtype: str = setting(
         "auto",
-        "float16: weights in fp16, packed, but activations and sums in fp32 (on GPUs all in fp16); bfloat16, or "
-        "float32 for exact comparison with a reference: weights and activations; auto: float16, whatever the "
-        "checkpoint has (on GPUs: what it has)",
+        "dtype of weights and activations. float16: on CPUs packed fp16 weights with fp32 activations, on GPUs fp16; "
+        "bfloat16; float32, for exact comparison with a reference; auto: float16 on CPUs, the checkpoint's dtype on "
+        "GPUs",
         choices=DTYPES,
     )
     quantization: str = setting(
         "none",
-        "int8, on CPUs: the decoder's weights in int8, activations rounded as they come; its head stays in fp16",
+        "int8 (CPUs only): the decoder's weights in int8, activations quantized dynamically; the LM head stays in fp16",
         choices=QUANTIZATIONS,
     )
     tensor_parallel_size: RankSizes = setting(
         RankSizes(),
-        "processes on this machine that share the decoder of a language instance, its weights and its KV cache: a "
-        "number for all, or one for each role, as in P=2,D=1",
+        "tensor-parallel processes of each instance with a decoder: a number for all roles, or one per role, as in "
+        "P=2,D=1",
         parse=RankSizes.parse,
     )
-    threads: int = setting(0, "threads that one process computes with; 0 shares the cores out evenly", ge=0)
+    threads: int = setting(0, "compute threads of one process; 0 divides the cores evenly", ge=0)
     cpus: CpuSet = setting(
         CpuSet(),
-        "cores that the processes of this command run on, such as 0-3,8; all that it may use unless given",
+        "cores that the processes of this command are pinned to, such as 0-3,8; default: all available cores",
         parse=CpuSet.parse,
     )
-    max_num_seqs: int = setting(32, "requests that one language instance works on at a time", ge=1)
+    max_num_seqs: int = setting(32, "maximum requests that one language instance runs at a time", ge=1)
     max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks", ge=1)
     cuda_graphs: bool = setting(True, "on GPUs, run steps that only decode as CUDA graphs, recorded at the start")
-    max_model_len: int = setting(0, "longest request in tokens; 0 takes what model and KV cache allow", ge=0)
+    max_model_len: int = setting(
+        0, "maximum length of a request in tokens, prompt and answer; 0: the limit of model and KV cache", ge=0
+    )
     page_size: int = setting(16, "tokens in a page of the KV cache", ge=1, also=("block_size",))
     kv_cache_memory: MemorySize = setting(
         MemorySize(share=0.25),
-        "memory for the KV cache: an amount for each language instance (8GiB, 500MB), or the share of the memory that "
-        "is free once the weights are loaded (25%), divided among the instances of one command",
+        "KV cache memory: an amount per language instance (8GiB, 500MB), or a share of the memory that is free after "
+        "loading (25%), divided among the instances of one command",
         parse=MemorySize.parse,
     )
     kv_cache_tokens: int = setting(
         0,
-        "tokens that the KV cache of one language instance holds; 0 takes what --kv-cache-memory has room for",
+        "capacity of one language instance's KV cache in tokens; 0: what fits in --kv-cache-memory",
         ge=0,
     )
     kv_cache_dtype: str = setting(
@@ -75,7 +77,7 @@ class EngineConfig(Settings):
     receive_blocks: int = setting(64, "blocks in the receive pool of one language instance", ge=1)
     kv_receive_blocks: int = setting(
         1024,
-        "blocks in the receive pool of one decode instance, whose rows are a token's keys or values in a layer",
+        "blocks in the KV receive pool of one decode instance; a row is a token's keys or values in one layer",
         ge=1,
     )
 

@@ -14,8 +14,6 @@ class HttpConfig(Settings):
     host: str = setting("127.0.0.1", "address that the HTTP server listens on")
     port: int = setting(8000, "port that the HTTP server listens on; 0 takes any free one", ge=0, le=MAX_PORT)
     control_port: int = setting(0, "port at which instances join the frontend; 0 takes any free one", ge=0, le=MAX_PORT)
-    served_model_name: str = setting("", "the name that requests give as model; without it, the name of the folder")
+    served_model_name: str = setting("", "name of the model in the API; default: the folder's name")
     max_body_mb: int = setting(64, "largest request body, in MiB", ge=1)
-    client_timeout: float = setting(
-        60.0, "seconds after which the stream of a client that reads nothing of it is closed", gt=0
-    )
+    client_timeout: float = setting(60.0, "seconds after which a stream is closed if its client reads nothing", gt=0)

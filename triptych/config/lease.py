@@ -10,8 +10,7 @@ from triptych.errors import ConfigError
 class LeaseConfig(Settings):
     """How instances stay registered, start and end."""
 
-    # the expiry is four heartbeats, because a loop that is late isn't a dead process; docs/transfer.md says how late
-    # it can be
+    # the expiry is four heartbeats, so that a loop that is late isn't taken for a dead process
     heartbeat: float = setting(0.5, "seconds between two heartbeats of an instance", gt=0)
     lease_expiry: float = setting(2.0, "seconds without a heartbeat after which an instance counts as gone", gt=0)
     start_timeout: float = setting(600.0, "seconds that loading a model may take", ge=0)

@@ -8,7 +8,8 @@ from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-"""The largest message between processes; an item travels in one, beside less than 1 MiB about it."""
+"""Maximum size of a message between processes. A media file is sent in one message, with less than 1 MiB of other
+fields."""
 MAX_FILE_MB = MAX_MESSAGE_BYTES // 2**20 - 1
 MAX_IMAGE_PIXELS = 50_000_000
 """More than decoders get memory for."""
@@ -28,17 +29,15 @@ class MediaConfig(Settings):
     max_image_pixels: int = setting(MAX_IMAGE_PIXELS, "pixels of one image, as stored", ge=1, le=MAX_IMAGE_PIXELS)
     max_request_pixels: int = setting(500_000_000, "pixels of all images of one request together", ge=1)
     max_video_mb: int = setting(64, "largest video file, in MiB", ge=1, le=MAX_FILE_MB)
-    max_video_seconds: float = setting(3600.0, "length of the longest video, in seconds", gt=0)
+    max_video_seconds: float = setting(3600.0, "maximum length of a video, in seconds", gt=0)
     max_video_gigapixels: float = setting(
-        100.0, "pixels (10^9) of all of a video's frames, sampled or not: what decoding it may take", gt=0
+        100.0, "maximum pixels (10^9) of all frames of one video, including frames that aren't sampled", gt=0
     )
     max_audio_mb: int = setting(64, "largest audio file, in MiB", ge=1, le=MAX_FILE_MB)
-    max_audio_seconds: float = setting(3600.0, "length of the longest audio clip, in seconds", gt=0)
-    max_audio_gigasamples: float = setting(
-        1.0, "samples (10^9) of all of an audio clip's channels: what decoding it may take", gt=0
-    )
+    max_audio_seconds: float = setting(3600.0, "maximum length of an audio clip, in seconds", gt=0)
+    max_audio_gigasamples: float = setting(1.0, "maximum samples (10^9) of one audio clip, over all channels", gt=0)
     max_media_mb: int = setting(256, "media files of one request together, in MiB", ge=1)
-    max_item_tokens: int = setting(16_384, "tokens that one image, video or audio clip may become", ge=1)
+    max_item_tokens: int = setting(16_384, "maximum tokens of one image, video or audio clip", ge=1)
     mm_uuid_cache_mb: int = setting(256, "cache for media that clients gave a uuid, in MiB", ge=0)
 
 

@@ -15,18 +15,16 @@ class ObserveConfig(Settings):
 
     log_level: str = setting(
         "info",
-        "least severe messages that are logged: debug (with each state of each transfer), info, warning or error",
+        "log level: debug (includes each state of each transfer), info, warning or error",
         choices=LOG_LEVELS,
     )
-    log_format: str = setting("text", "how it is logged: text, or json, one object a line", choices=LOG_FORMATS)
+    log_format: str = setting("text", "log format: text, or json with one object per line", choices=LOG_FORMATS)
     enable_log_requests: bool = setting(
-        False, "write a line of JSON for each request: how it ended and where its time went, no prompts and no answers"
+        False, "write a line of JSON per request: outcome and timeline, without prompts and answers"
     )
-    request_log_file: str = setting(
-        "", "file that these lines are appended to; standard output unless given", path=True
-    )
+    request_log_file: str = setting("", "file that the request log is appended to; default: standard output", path=True)
     otlp_traces_endpoint: str = setting(
-        "", "URL of an OpenTelemetry collector that the trace of each request is sent to (http://host:4318/v1/traces)"
+        "", "URL of the OpenTelemetry collector for request traces (http://host:4318/v1/traces)"
     )
 
     def check_together(self) -> None:

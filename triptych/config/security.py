@@ -16,10 +16,12 @@ class AuthConfig(Settings):
 
     api_key: tuple[str, ...] = setting(
         (),
-        "API keys of which requests must have one, separated by commas; other users of this machine can read flags, so "
-        "prefer a file",
+        "accepted API keys, separated by commas; every request needs one. Other users of this machine can read flags, "
+        "so prefer a file",
     )
-    api_key_file: str = setting("", "file with API keys, one a line, that its owner alone may read", path=True)
+    api_key_file: str = setting(
+        "", "file with accepted API keys, one per line; only its owner may have access", path=True
+    )
 
     def api_keys(self) -> list[str]:
         """Return all keys, including those of the file; without any, requests need no key. Raises ConfigError for a
@@ -42,9 +44,7 @@ class TlsConfig(Settings):
     """The certificate for HTTPS."""
 
     ssl_certfile: str = setting("", "file with the certificate and its chain, for HTTPS", path=True)
-    ssl_keyfile: str = setting(
-        "", "file with the private key of the certificate, that its owner alone may read", path=True
-    )
+    ssl_keyfile: str = setting("", "file with the certificate's private key; only its owner may have access", path=True)
 
     def check_together(self) -> None:
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):

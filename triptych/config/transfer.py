@@ -13,8 +13,8 @@ class TransferConfig(Settings):
 
     fabric: str = setting(
         "auto",
-        "transport of rows between processes: shm, nixl, mooncake, or auto: shm within a machine, otherwise what both "
-        "ends have installed",
+        "fabric that moves rows between processes: shm, nixl, mooncake, or auto: shm within a machine, otherwise one "
+        "that both sides have installed",
         choices=FABRICS,
     )
     checksum: str = setting(
@@ -22,8 +22,8 @@ class TransferConfig(Settings):
         "check rows end to end: auto (over fabrics that cross machines) or always",
         choices=("auto", "always"),
     )
-    mooncake_protocol: str = setting("tcp", "what Mooncake sends over: tcp or rdma", choices=("tcp", "rdma"))
+    mooncake_protocol: str = setting("tcp", "protocol of Mooncake: tcp or rdma", choices=("tcp", "rdma"))
     mooncake_devices: str = setting("", "network devices for Mooncake's rdma, separated by commas")
     inject_faults: str = setting(
-        "", "for tests: break that share of writes on purpose, as in drop=0.01,corrupt=0.05,delay=0.1"
+        "", "for tests: inject faults into a share of writes, as in drop=0.01,corrupt=0.05,delay=0.1"
     )

@@ -41,8 +41,8 @@ class EncodeJob:
 
     @property
     def flow(self) -> str:
-        """Flow in the fair queues. A client's long and short items are separate flows: its images don't wait for its
-        videos, and a steady stream of images leaves its videos half of the capacity."""
+        """Flow in the fair queues. A client's long and short items are separate flows. Its images don't wait for its
+        videos, and a steady stream of images leaves half of the capacity to its videos."""
         return f"{'long' if self.long else 'short'} {self.client}"
 
 

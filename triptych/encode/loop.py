@@ -225,7 +225,7 @@ class EncodeLoop:
             self._fail(job, DeadlineExceeded("the request's deadline passed before its media were encoded"))
 
     def _remove(self, job: EncodeJob) -> None:
-        """Remove a job that is over, but not a newer one of the same key that started after its cancellation."""
+        """Remove a finished job, but not a newer job of the same key that started after its cancellation."""
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 

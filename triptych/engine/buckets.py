@@ -1,8 +1,7 @@
 """Batch sizes for which decode steps are recorded. A policy without tensors or a device."""
 
 STEP = 8
-"""Distance between the larger sizes. Weights are read once whatever the batch, so a few padding rows cost next to
-nothing."""
+"""Distance between the larger sizes. Padding rows are cheap, because reading the weights dominates a decode step."""
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Media embeddings that requests still wait for, moved from the receive pool into steps."""
+"""Receives media embeddings, and copies them from the receive pool into steps."""
 
 import time
 from collections.abc import Sequence
@@ -125,8 +125,8 @@ class EmbeddingSource(RowSource):
                 item.landed = time.time()
 
     def _pin(self, request_id: RequestId) -> None:
-        """Keep the request's blocks until it is done. It can't be preempted, so earlier requests may wait for its
-        pages; it must not wait for their blocks."""
+        """Pin the request's blocks until it is done. Earlier requests may wait for its pages, because it can't be
+        preempted. So it must not wait for their blocks."""
         for item in self._items.get(request_id, ()):
             if item.transfer is not None:
                 self._receiver.pin(item.transfer)

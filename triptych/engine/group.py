@@ -1,5 +1,5 @@
-"""What the ranks of a group do together before the first step: they report their memory, receive the size of the KV
-cache from rank 0, and allocate it. A single process is a group of one."""
+"""KV cache allocation of an instance's ranks. All ranks report their memory, rank 0 broadcasts the size, and each rank
+allocates its cache. A single process is a group of one."""
 
 import math
 from dataclasses import dataclass

@@ -34,8 +34,7 @@ class TokenCounts:
 
 @dataclass(eq=False)
 class History:
-    """A request's tokens, of which the first ``num_prompt`` are the prompt. The owner appends generated tokens to
-    ``tokens``."""
+    """A request's tokens; the first ``num_prompt`` are the prompt. The owner appends generated tokens to ``tokens``."""
 
     tokens: list[int]
     num_prompt: int

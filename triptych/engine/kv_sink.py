@@ -68,7 +68,7 @@ class KVSink:
                     self._provide(outgoing, layer, chunk.start)
 
     def layer_computed(self, layer: int, chunks: Sequence[Chunk]) -> None:
-        """Provide the keys and values of a layer, unless a step that failed later has provided them before."""
+        """Provide a layer's keys and values, unless a failed attempt of the same step has already provided them."""
         for chunk in chunks:
             outgoing = self._outgoing.get(chunk.request.id)
             if outgoing is not None and outgoing.pages:

@@ -96,8 +96,8 @@ class KVSource(RowSource):
         return complete
 
     def ready_tokens(self, request: Request) -> int:
-        """Return all tokens if the KV will arrive without waiting for anything else. With media or a grammar that is so
-        once the prefill instance offers it, after the last embedding and the first mask have arrived."""
+        """Return all tokens if the KV arrives without waiting for anything else. With media or a grammar, that is once
+        the prefill instance has offered it, after the last embedding and the first mask."""
         if not request.items and request.sampling.grammar is None:
             return len(request.tokens)
         incoming = self._incoming.get(request.id)
@@ -124,8 +124,8 @@ class KVSource(RowSource):
         ]
 
     def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
-        """Fail open transfers, and those that are complete but for the first token. The receiver doesn't know the
-        latter any more."""
+        """Fail open transfers, and those that lack only the first token. The receiver has already dropped the
+        latter."""
         super().producer_lost(producer, offering)
         for request_id, incoming in self._incoming.items():
             if incoming.complete and incoming.transfer in offering:

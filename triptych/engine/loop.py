@@ -34,8 +34,7 @@ from triptych.types import Address, RequestId
 log = logging.getLogger(__name__)
 
 MERGE_GAP = 0.005
-"""Two prefill steps closer than this, in seconds, are shown as one interval: the time to schedule a step, with a
-margin."""
+"""Prefill steps less than this many seconds apart form one interval: the time to schedule a step, with a margin."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class _Timings:
 
 @dataclass(frozen=True)
 class EngineCore:
-    """What computes: scheduler, runner and grammars, without a socket."""
+    """Scheduler, runner and grammars of an engine loop. Holds no socket."""
 
     scheduler: Scheduler
     runner: Runner
@@ -216,13 +215,12 @@ class EngineLoop:
             matching.close()
 
     def _fail(self, request_id: RequestId, error: str, message: str) -> None:
-        # first: removing it aborts transfers, and their other ends may report less about the cause
+        # before removal, which aborts transfers: the other side's failure would be less specific
         self._send(self._frontend, Failed(request_id, self._address, error, message))
         self._remove(request_id)
 
     def _fail_overdue(self) -> None:
-        """Fail requests past their deadline. The frontend cancels them too, but its message may be late, and useless
-        work delays others."""
+        """Fail requests past their deadline. The frontend cancels them as well, but its message may arrive late."""
         now = time.monotonic()
         for request_id in [request_id for request_id, deadline in self._deadlines.items() if deadline < now]:
             self._fail(request_id, "DeadlineExceeded", "the request's deadline has passed")
@@ -259,8 +257,8 @@ class EngineLoop:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start(self) -> None:
-        """Start the next step. Pages change owners only here, between steps: those of a request that ends during a step
-        can be released at once, because none is allocated before the step ends."""
+        """Start the next step. Pages are allocated only between steps, so those of a request that ends during a step
+        can be released immediately."""
         if self._running_step is not None:
             return
         if (step_batch := self._next_retry() or self._schedule_step()) is None:
@@ -340,8 +338,8 @@ class EngineLoop:
                 self._append_token(request, sampled)
 
     def _retry_in_halves(self, step_batch: StepBatch, error: BaseException) -> None:
-        """Retry the halves of a failed step until the requests that make it fail are found. The others continue with
-        the tokens that they would have had."""
+        """Retry the halves of a failed step until the failing requests are isolated. The others continue with unchanged
+        tokens."""
         if len(step_batch.chunks) > 1:
             log.warning("a step of %d requests failed (%r); trying its halves", len(step_batch.chunks), error)
             self._retries.extendleft(reversed(step_batch.halves()))
@@ -411,7 +409,7 @@ def _make_request(message: Generate, generated: list[int], context_length: int, 
         )
     sampling = message.sampling
     if len(generated) >= sampling.max_tokens:
-        raise InvalidRequest("the answer has all its tokens")
+        raise InvalidRequest("the answer already has max_tokens tokens")
     named = [*message.tokens, *generated, *message.eos_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
     if min(named) < 0 or max(named) >= vocab_size:
         raise InvalidRequest(f"a token id is not in the vocabulary of {vocab_size}")
@@ -424,7 +422,7 @@ def _make_request(message: Generate, generated: list[int], context_length: int, 
                 raise InvalidRequest("an item's span is not in the prompt, or not in order")
             end = span.end
         if not item.placement.spans:
-            raise InvalidRequest("an item has no place in the prompt")
+            raise InvalidRequest("an item has no span in the prompt")
     request = Request(
         id=message.request,
         tokens=list(message.tokens),

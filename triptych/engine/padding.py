@@ -15,9 +15,8 @@ def only_decodes(batch: ForwardBatch) -> bool:
 
 
 def padded(batch: ForwardBatch, num_rows: int, scratch_page: int, page_size: int) -> ForwardBatch:
-    """Pad a decode step to ``num_rows`` rows. Each padding row is the first token of a request of its own, and writes
-    its K and V to the first slot of the scratch page, which no request uses. Rows are independent, so the other results
-    don't change; nor does ``logits_index``."""
+    """Pad a decode step to ``num_rows`` rows. A padding row is a request of one token, whose K and V go to the first
+    slot of the scratch page. Rows are independent, so other results don't change; nor does ``logits_index``."""
     rows = num_rows - len(batch.tokens)
     attention = batch.attention
     scratch = torch.tensor([scratch_page], dtype=torch.int64)

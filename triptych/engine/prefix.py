@@ -1,9 +1,9 @@
 """Hashes of full KV pages: pages with equal hashes hold equal keys and values.
 
-The keys and values of a token depend on all tokens up to it, including the content of media, and on their positions,
-which follow from these. So a page's hash covers the previous page's hash, the page's tokens, and which rows of which
-item its media tokens stand for. The first hash covers the request's salt: clients with different salts share no pages,
-and so cannot infer each other's prompts from response times.
+The keys and values of a token depend on all tokens up to it, including the content of media. Positions follow from
+these. So a page's hash covers the previous page's hash, the page's tokens, and which rows of which item its media
+tokens stand for. The first hash covers the request's salt: clients with different salts share no pages, and so cannot
+infer each other's prompts from response times.
 """
 
 from array import array

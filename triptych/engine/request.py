@@ -46,7 +46,7 @@ class Request:
     """Whether KV is being sent from the pages. Then the request has the pages of all its tokens and can't be
     preempted."""
     num_bypassed: int = 0
-    """How often later requests have taken pages that this one had or needed."""
+    """Times that later requests have taken pages that this one held or needed."""
     num_computed: int = 0
     """Leading tokens whose keys and values are in ``pages``."""
     num_reused: int = 0

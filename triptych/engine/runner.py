@@ -78,8 +78,8 @@ class Runner:
         self._page_size = page_size
 
     def batch(self, chunks: Sequence[Chunk], media: MediaEmbeddings) -> ForwardBatch:
-        """Pack a step's tokens in the order of ``chunks``. Built from lists by few functions: between steps none of
-        this is in the processor's caches, and each further call costs more than the work."""
+        """Pack a step's tokens in the order of ``chunks``. Built from lists in few calls: caches are cold between
+        steps, so each call costs more than its work."""
         inputs = [self.chunk_inputs(chunk) for chunk in chunks]
         starts = accumulate((chunk.length for chunk in chunks), initial=0)
         wanted = [start + token for start, chunk in zip(starts, chunks, strict=False) for token in chunk.wanted]

@@ -41,18 +41,18 @@ class SampledToken:
 
 
 SampleResult = SampledToken | TriptychError | None
-"""Result of a row: a token, the error that ends its request, or None if its grammar mask was late and its last token
-must be computed again."""
+"""Result of a row: a token, or the error that ends its request. None means that the grammar mask was late and the last
+token must be computed again."""
 
 
 def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampleResult]:
     """Sample one token per row. ``logits`` is float32 of shape (rows, vocabulary) on any device, and isn't changed.
 
-    A row's result is NonFiniteLogits if its logits have a NaN or an infinity that isn't a ban, NoTokenAllowed if every
-    token is excluded, and None if its mask was late.
+    A row's result is NonFiniteLogits if its logits have a NaN, or an infinity that isn't a ban. It is NoTokenAllowed if
+    every token is excluded, and None if its mask was late.
 
-    On a GPU this synchronizes once, for the result; twice if a row's top-p, or ties with the last token that its limits
-    keep, reach beyond ``NUCLEUS`` tokens.
+    On a GPU this synchronizes once, for the result. It synchronizes twice if a row's top-p, or ties with the last token
+    that its limits keep, reach beyond ``NUCLEUS`` tokens.
     """
     vocabulary = logits.shape[1]
     batch = SamplingBatch(inputs, vocabulary, logits.device)

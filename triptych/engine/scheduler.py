@@ -13,8 +13,8 @@ pages run out. A request may preempt those of lower precedence:
 - One of the others at a time joins the first group (``_update_precedence``): one bypassed ``MAX_BYPASSED`` times.
 
 Preempted requests are recomputed later. While the request of highest precedence lacks pages, no other gets pages that
-it needs; each request is bypassed a bounded number of times; and any request fits in the pool alone. So all requests
-end.
+it needs. Each request is bypassed a bounded number of times, and any request fits in the pool by itself. So every
+request finishes.
 
 A prefill instance sends KV from a request's pages, so these can't be preempted. It allocates all of a request's pages
 and begins to send once the request is fully ready; what it computes before that can be preempted.
@@ -37,8 +37,8 @@ MAX_SCORED = 64
 as a request that decodes."""
 
 MAX_BYPASSED = 8
-"""How often later requests may take pages that a blocked one has or needs. Each time it may have to be recomputed and
-its media encoded again."""
+"""Maximum times that later requests may take pages that a blocked one holds or needs. Each time, it may be recomputed
+and its media encoded again."""
 
 CountReadyTokens = Callable[[Request], int]
 """Returns a request's number of ready leading tokens. Text is always ready, a media token once its embedding has
@@ -81,7 +81,7 @@ class SchedulerOutput:
     admitted: list[Request] = field(default_factory=list)
     """Requests prefilled elsewhere, which now have their pages."""
     preempted: list[Request] = field(default_factory=list)
-    """Requests that have lost their pages, and with them their media embeddings."""
+    """Preempted requests. They have lost their pages and their media embeddings."""
 
     @property
     def num_tokens(self) -> int:
@@ -205,7 +205,7 @@ class Scheduler:
         self._schedule_in_order(step)
         if step.chunks:
             return False
-        # one without pages has released its slot; and the first may have found all its ready tokens in the cache
+        # a request without pages has released its slot, or the prefix cache had all ready tokens of the first one
         return self._num_running < running or (self._first is not None and self._first.blocked)
 
     def _schedule_in_order(self, step: SchedulerOutput) -> None:
@@ -274,8 +274,8 @@ class Scheduler:
         return True
 
     def _can_start(self, step: SchedulerOutput, request: Request) -> bool:
-        """Whether a request may start. Without this check, requests that don't fit beside the running ones would start,
-        be preempted and start again."""
+        """Whether a request may start. Without this check, a request that doesn't fit beside the running ones would be
+        preempted and restarted repeatedly."""
         if request in (self._first, self._protected):
             return True
         missing = self.pool.pages_for(len(request.tokens)) - len(request.pages) - self.pool.num_free
@@ -314,7 +314,7 @@ class Scheduler:
         return [one for one in holders if id(one) not in busy and self._rank(one) > self._rank(request)]
 
     def _rank(self, request: Request) -> tuple[bool, int]:
-        """Precedence of a request; a lower one may preempt a higher one."""
+        """Sort key of a request's precedence: a request may preempt those with larger keys."""
         return not (request.fully_ready or request is self._protected), request.arrival
 
     def _release(self, request: Request) -> None:
@@ -340,8 +340,8 @@ class Scheduler:
         request.num_computed = request.num_reused = len(request.pages) * self.pool.page_size
 
     def _reuse_text_prefix(self, request: Request) -> None:
-        """The same, up to the first item, for a request that starts late or again: its media transfers are under
-        way."""
+        """Start with the cached pages before the first media item. For a request whose media transfers are already in
+        progress: it waited for pages, or was preempted."""
         media = request.items[0].placement.start if request.items else len(request.tokens)
         self._reuse_prefix(request, min(media, len(request.tokens) - 1))
 

@@ -28,7 +28,7 @@ from triptych.types import Address, RequestId
 log = logging.getLogger(__name__)
 
 MAX_PREFILL_ATTEMPTS = 3
-"""How many prefill instances in a row may be lost before the decode instance fails the request."""
+"""Consecutive losses of prefill instances after which the decode instance fails the request."""
 
 
 class PrefillLoop(EngineLoop):
@@ -148,8 +148,8 @@ class PrefillLoop(EngineLoop):
 
 
 class DecodeLoop(EngineLoop):
-    """Has requests prefilled elsewhere once it has pages for them, and continues from the token that arrives with their
-    KV."""
+    """Decodes requests that prefill instances prefill. Asks for a prefill once it has pages, and continues from the
+    token that arrives with the KV."""
 
     prefills = False
 

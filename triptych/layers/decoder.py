@@ -22,7 +22,7 @@ __all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch", "MoEConfig
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step of T tokens, of which M are media tokens and L need logits."""
+    """One step of T tokens: M of them are media tokens, and L need logits."""
 
     tokens: Tensor
     """int64 [T]; a media token's id must be in the vocabulary, but its embedding isn't used."""
@@ -46,8 +46,8 @@ class ForwardBatch:
 
 
 AfterLayer = Callable[[int], object]
-"""Called with a layer's index once its keys and values are in the cache on every rank; the all-reduce that ends a layer
-guarantees this, since a rank contributes only after writing."""
+"""Called with a layer's index once its keys and values are in the cache on every rank. The all-reduce at the layer's
+end guarantees this, because a rank contributes only after writing."""
 
 
 class Decoder(nn.Module):

@@ -99,9 +99,9 @@ class DecoderConfig:
     def step_bytes(self, tokens: int, logits: int, context_length: int) -> int:
         """Estimate the peak memory of a step in bytes, in fp32, without weights and KV cache.
 
-        That is the residual stream and media features, plus the largest of: attention over the longest context (three
-        copies of queries, keys and values and, without compiled kernels, a mask and gathered pages); the MLP, with
-        attention's output; and the logits with the sampler's copies.
+        That is the residual stream and media features, plus the largest of three: attention over the longest context,
+        the MLP with attention's output, and the logits with the sampler's copies. Attention takes three copies of
+        queries, keys and values and, without compiled kernels, a mask and gathered pages.
         """
         stream = tokens * self.hidden_size * (2 + self.num_deepstack_layers)
         heads = self.num_heads + 2 * self.num_kv_heads

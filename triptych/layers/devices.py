@@ -72,8 +72,8 @@ def kv_dtype(engine: EngineConfig, device: torch.device, weights: WeightFormat) 
 
 
 def widens_kv(activations: torch.dtype, kv: torch.dtype, device: torch.device) -> bool:
-    """Return whether attention first converts keys and values to the activations' dtype: on CPUs, if the dtypes differ
-    and the compiled kernel is missing or doesn't support them."""
+    """Return whether attention first converts keys and values to the activations' dtype. It does on CPUs if the dtypes
+    differ and the compiled kernel is missing or doesn't support them."""
     if kv == activations or device.type != "cpu":
         return False
     kernel = paged_attention()

@@ -79,8 +79,8 @@ class WeightFormat(Protocol):
         device."""
 
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
-        """Make a layer that isn't quantized even if others are: the projection to the vocabulary, because small
-        differences between its outputs decide which token is chosen, and a tower's layers."""
+        """Make a layer that is never quantized: a tower's layers, and the projection to the vocabulary, where small
+        differences decide which token is chosen."""
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         """Make the whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""

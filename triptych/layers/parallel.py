@@ -19,8 +19,8 @@ from triptych.layers.decoder_config import per_rank
 CONNECT_TIMEOUT = timedelta(seconds=30)
 """How long ranks may take to connect to each other, once all of them are ready."""
 NO_TIMEOUT = timedelta(days=3650)
-"""Practically infinite, because an idle group waits for its next step. Closed sockets and the supervisor reveal a dead
-rank."""
+"""Practically infinite, because an idle group waits for its next step. A dead rank is detected by its closed sockets
+and by the supervisor."""
 
 
 class Group(Protocol):

@@ -1,7 +1,7 @@
 """Operations between a model's matrix products: in one pass by the compiled kernels if they exist, else by PyTorch.
 
-The kernels are for float32 on CPUs. There, each further pass over a prompt's activations costs a read of all of them,
-and for a single token the overhead of a PyTorch call exceeds the work.
+The kernels are for float32 on CPUs. There, each additional pass reads all activations of a prompt again. For a single
+token, the overhead of a PyTorch call exceeds the work.
 """
 
 import ctypes

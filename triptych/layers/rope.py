@@ -1,9 +1,9 @@
 """Rotary position embedding, in one axis or in three (M-RoPE).
 
-M-RoPE (Qwen2-VL, arXiv:2409.12191, section 2.1) gives every token a temporal, a height and a width position, and
-assigns a section of the rotary frequencies to each of them. Qwen3-VL (arXiv:2511.21631) interleaves the axes, T H W T H
-W … T T, so that each covers low and high frequencies. The references are ``Qwen2VLRotaryEmbedding`` and
-``Qwen3VLTextRotaryEmbedding`` in transformers.
+M-RoPE (Qwen2-VL, arXiv:2409.12191, section 2.1) gives every token a temporal, a height and a width position. Each axis
+has a section of the rotary frequencies. Qwen3-VL (arXiv:2511.21631) interleaves the axes, T H W T H W … T T, so that
+each covers low and high frequencies. The references are ``Qwen2VLRotaryEmbedding`` and ``Qwen3VLTextRotaryEmbedding``
+in transformers.
 """
 
 from collections.abc import Mapping

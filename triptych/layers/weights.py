@@ -140,8 +140,8 @@ class WeightReader:
         return RMSNorm(self.vector(name, size), eps)
 
     def finish(self) -> None:
-        """Raise CheckpointError, naming one, if the checkpoint has decoder tensors that weren't read: config and
-        weights disagree, or the model has parts that would silently be left out."""
+        """Raise CheckpointError, naming one, if the checkpoint has decoder tensors that weren't read. Then config and
+        weights disagree, or the model has unsupported parts."""
         unread = sorted(key for key in self._checkpoint.tensors if self._keys.owns(key) and key not in self._read)
         if unread:
             raise CheckpointError(f"{self._checkpoint.folder}: the decoder has no place for tensor {unread[0]!r}")

@@ -263,9 +263,9 @@ def _ip(endpoint: re.Match[str]) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
 class _SingleKeyCredentials:
     """Accepts only peers that have the client key.
 
-    CURVE alone accepts any peer that knows the inbox's public key. That key is derived from the secret and never sent,
-    but CURVE doesn't promise that public keys stay secret: one that leaked (in a log, in a core dump) must not be
-    enough to send messages.
+    CURVE alone accepts any peer that has the inbox's public key. That key is derived from the secret and never sent,
+    but CURVE doesn't treat public keys as secret. A leaked one (in a log, in a core dump) must not be enough to send
+    messages.
     """
 
     def __init__(self, key: bytes) -> None:

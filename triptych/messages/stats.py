@@ -39,7 +39,7 @@ class ReceiverCounters(_Counters):
     resent: Count = 0
     """Grants that were repeated because the rows arrived corrupted."""
     relocated: Count = 0
-    """Times that the buffer was relocated, to be safe from a write that could not be cancelled."""
+    """Times that the buffer was relocated because a write could not be cancelled."""
     rows: Count = 0
     bytes: Count = 0
     completed: Count = 0
@@ -56,18 +56,18 @@ class ReceivePool(Struct):
 
 
 class PoolUsage(Struct, frozen=True):
-    """How much of a bounded pool is in use."""
+    """Usage of a bounded pool."""
 
     name: str
-    """Ends in the unit: pages, blocks or bytes."""
+    """For display. Its last word is the unit: pages, blocks or bytes."""
     size: Count
     used: Count
     cached: Count = 0
-    """Kept for reuse, and evicted when room is needed."""
+    """Not in use but kept for reuse, and evicted when space is needed."""
 
 
 class Load(Struct, frozen=True):
-    """An instance's load at a glance."""
+    """Summary of an instance's load."""
 
     running: Count = 0
     """Requests or items that it works on."""
@@ -123,7 +123,7 @@ class InstanceStats(Struct):
     received: ReceivePool | None = None
     sent: SenderCounters | None = None
     busy_seconds: Seconds = 0.0
-    """How long its compute thread has worked so far."""
+    """Total run time of its compute thread so far."""
     resident_bytes: Count = 0
     """Memory of its process."""
 

@@ -118,7 +118,7 @@ class InstanceStatus(Struct, frozen=True):
     address: Address
     pid: int
     outstanding: float
-    """Cost of the work that it has been assigned and has not done, as in ``router/registry.py``."""
+    """Cost of its assigned, unfinished work, as in ``router/registry.py``."""
     silent: float
     """Seconds since its last heartbeat."""
     load: Load
@@ -145,7 +145,7 @@ class SetRole(Struct, frozen=True, tag=True):
     timeout: Seconds
     """Time to drain."""
     force: bool = False
-    """Change it even if the service can then answer fewer requests, or none, meanwhile or afterwards."""
+    """Change the role even if the service can answer fewer requests, or none, during or after the change."""
 
 
 class RoleSet(Struct, frozen=True, tag=True):
@@ -174,7 +174,7 @@ class GrammarKind(enum.StrEnum):
     """Any JSON object; the text is empty."""
     REGEX = "regex"
     CHOICE = "choice"
-    """A JSON array of strings, one of which is the answer."""
+    """A JSON array of strings; the answer is one of them."""
     GRAMMAR = "grammar"
     """A grammar in xgrammar's EBNF."""
     STRUCTURAL_TAG = "structural_tag"
@@ -190,8 +190,8 @@ class GrammarSpec(Struct, frozen=True):
 
 MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Logits are divided or multiplied by it. Values outside make seen tokens certain or impossible, and may overflow
-float32."""
+"""Bounds of the factor by which logits are divided or multiplied. Values outside make seen tokens certain or
+impossible, and may overflow float32."""
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 MAX_TOP_K = 2**31 - 1
@@ -222,7 +222,7 @@ class SamplingParams(Struct, frozen=True):
 
 
 class PlacedItem(Struct, frozen=True):
-    """Where one item's rows belong in the prompt. They are made about ``rows_per_part`` at a time."""
+    """Position of one item's rows in the prompt. The encoder produces about ``rows_per_part`` rows at a time."""
 
     key: str
     placement: Placement
@@ -263,8 +263,8 @@ class PrefillNeeded(Struct, frozen=True, tag=True):
 
 
 class Prefill(Struct, frozen=True, tag=True):
-    """Frontend → prefill instance: compute the KV of a prompt and the tokens generated after it, offer to the decode
-    instance what it lacks, and send it the next token."""
+    """Frontend → prefill instance: compute the KV of a prompt and of the tokens generated after it. Offer the decode
+    instance the KV that it lacks, and send it the next token."""
 
     generate: Generate
     generated: list[int]
@@ -337,7 +337,7 @@ class PromptLogprobs(Struct, frozen=True):
     little-endian, in row order."""
 
     most: Count
-    """How many of the most likely tokens are listed for each position."""
+    """Number of most likely tokens that are listed for each position."""
     tokens: bytes
     """int32 [N, 1 + most]: the prompt's own token, then the most likely ones, most likely first."""
     logprobs: bytes

@@ -13,8 +13,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Return the memory that can be allocated without swapping: the kernel's estimate for the machine, or what is left
-    of this process's control group (a container's limit) if that is less."""
+    """Return the bytes that can be allocated without swapping: the kernel's estimate or, if lower, what is left of this
+    process's control group (a container's limit)."""
     return min(_machine(Path("/proc/meminfo").read_text()), _container(_CGROUP))
 
 

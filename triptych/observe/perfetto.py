@@ -10,7 +10,7 @@ FRONTEND = "frontend"
 
 
 def trace_events(requests: Iterable[tuple[str, list[Interval]]]) -> dict[str, Any]:
-    """Return a trace of requests, each an id and its intervals, in the Trace Event Format's JSON Object Format:
+    """Return a trace of requests, each an id and its intervals, in the Trace Event Format's JSON Object Format. It has
     complete events with times in microseconds, and names of processes and threads."""
     events: list[dict[str, Any]] = []
     processes: dict[str, int] = {}

@@ -92,7 +92,7 @@ def note(*intervals: Interval) -> None:
 
 
 def at_end(release: Callable[[], object]) -> None:
-    """Call ``release`` when the current request is over; at once if there is none."""
+    """Call ``release`` when the current request ends; immediately if there is none."""
     if (record := CURRENT.get()) is not None:
         record.ending.callback(release)
     else:

@@ -1,7 +1,7 @@
 """Jinja's immutable sandbox, with bounds on a template's time and output.
 
-Templates come with checkpoints, but their input comes from clients: nested loops over messages, harmless in ordinary
-conversations, can take minutes for one that was crafted for it.
+Templates come with checkpoints, but their input comes from clients. Nested loops over messages are harmless in ordinary
+conversations, but can take minutes for a crafted one.
 """
 
 import threading

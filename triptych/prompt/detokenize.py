@@ -1,7 +1,7 @@
 """Incremental detokenization: whole characters only, and no text that may become part of a stop string.
 
-``tokenizers.decoders.DecodeStream`` isn't used, because it can't flush the bytes that it holds back at the end of a
-stream, so its text differs from that of a full decode.
+``tokenizers.decoders.DecodeStream`` isn't used: it can't flush the bytes that it holds back at the end of a stream. So
+its text may differ from that of a full decode.
 """
 
 from collections.abc import Sequence

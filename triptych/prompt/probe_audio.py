@@ -15,8 +15,8 @@ from triptych.types import AudioHeader
 def probe_audio(data: bytes) -> AudioHeader:
     """Return the header of a WAV, FLAC, MP3 or Ogg (Vorbis, Opus) file.
 
-    Raises UnsupportedMedia for anything else and for sample rates and channel counts out of bounds, TruncatedMedia for
-    a header that ends early, and BadMediaSize for audio without samples; never another exception.
+    Raises UnsupportedMedia for anything else and for sample rates and channel counts out of bounds. Raises
+    TruncatedMedia for a header that ends early, and BadMediaSize for audio without samples; never another exception.
     """
     try:
         header = _probe(data)

@@ -81,8 +81,8 @@ class PromptBuilder:
 
     ``context_length`` is the longest prompt in tokens: the model's own, or the given one if that is shorter. ``caps``
     limit the media of a request. ``modalities`` are those that both the model and its template support;
-    ``audio_in_video`` says whether a video's audio track can be used.
-    Raises CheckpointError for a folder that can't be served.
+    ``audio_in_video`` is whether a video's audio track can be used. Raises CheckpointError for a folder that can't be
+    served.
     """
 
     def __init__(self, folder: Path, context_length: int | None = None, caps: MediaCaps | None = None) -> None:
@@ -119,8 +119,8 @@ class PromptBuilder:
         ends the prompt with the start of an answer, ``continue_final_message`` with the last message's text instead.
         ``template_variables`` go to the template, such as ``tools``.
 
-        Raises InvalidRequest for text with the model's media tokens and for messages that the template rejects,
-        MediaError for an item that can't be used (both name the field), PromptTooLong, and InternalError if the
+        Raises InvalidRequest for text with the model's media tokens and for messages that the template rejects, and
+        MediaError for an item that can't be used; both name the field. Raises PromptTooLong, and InternalError if the
         template places an item twice.
         """
         self._refuse_media_tokens(messages, "messages")

@@ -38,7 +38,7 @@ class ReasoningParser:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """Add text and return what is now certain. ``in_reasoning`` says whether the reasoning continues."""
+        """Add text and return what is now certain. ``in_reasoning`` is True while the reasoning continues."""
         text = self._held + text
         self._held = ""
         if self._may_begin:

@@ -125,8 +125,8 @@ class ToolCallParser:
         """Read arguments up to their closing brace. Anything between that and the closing tag is ignored."""
         if not end.found:
             length = end.push(self._held)
-            told, self._held = self._held[:length], self._held[length:]
-            return [ToolCallArguments(self._calls - 1, told)] if told else None
+            ready, self._held = self._held[:length], self._held[length:]
+            return [ToolCallArguments(self._calls - 1, ready)] if ready else None
         _, tag, after = self._held.partition(END_CALL)
         if not tag:
             self._held = self._held[max(0, len(self._held) - len(END_CALL)) :]
@@ -144,10 +144,10 @@ class ToolCallParser:
         if not isinstance(call, dict) or call.get("name") not in self._names:
             return []
         arguments = call.get("arguments", call.get("parameters", {}))
-        told = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         index = self._begin()
         self.complete += 1
-        return [ToolCallStart(index, call["name"]), ToolCallArguments(index, told)]
+        return [ToolCallStart(index, call["name"]), ToolCallArguments(index, text)]
 
     def _begin(self) -> int:
         self._calls += 1

@@ -27,7 +27,7 @@ MAY_STALL, READY = "may stall", "ready"
 """Kinds of queued requests: those that an instance may not be able to start at once, and those that it can."""
 PROBE_PRIORITY = -(2**62)
 """Priority of readiness probes, ahead of every client. A probe checks the stages, not the queue, so the forecast
-neither rejects it nor learns from it."""
+doesn't apply to it and isn't updated by it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +95,8 @@ class Admission:
     """Admits requests against limits and deadlines, and queues them until an instance has room."""
 
     def __init__(self, config: AdmissionConfig, engine: EngineConfig) -> None:
-        """``engine`` holds the settings of this service's instances. Instances with other settings get as many requests
-        as if they had these."""
+        """``engine`` holds the settings of this service's instances. The same limits apply to instances that join with
+        other settings."""
         self.forecast = Forecast()
         self._max_dispatched = engine.max_num_seqs + max(2, engine.max_num_seqs // REQUESTS_PER_EXTRA)
         self._config = config
@@ -167,7 +167,8 @@ class Admission:
         return wait + work
 
     def add(self, request: QueuedRequest) -> None:
-        """Queue a request. One that may stall is queued apart from its client's others, so that it blocks none."""
+        """Queue a request. A request that may stall has a queue of its own, so that it doesn't block its client's other
+        requests."""
         kind = MAY_STALL if request.may_stall else READY
         self._tickets[request.generate.request] = self._queue.add(
             request, request.client, request.cost, request.priority, kind
@@ -178,8 +179,8 @@ class Admission:
     ) -> tuple[QueuedRequest, Instance] | None:
         """Dequeue the next request that an instance has room for, and choose that instance; None if there is none.
 
-        Requests that may stall and have no token yet are counted apart: a stalled request computes nothing, so each
-        instance has as many slots for these as for the others."""
+        Requests that may stall and have no token yet are counted separately, because a stalled request computes
+        nothing. Each instance has the same number of slots for these as for the others."""
         stalling = Counter(entry.instance.address for entry in running if entry.may_stall)
         others = Counter(entry.instance.address for entry in running if not entry.may_stall)
         for_ready = [one for one in instances if others[one.address] < self._max_dispatched]
@@ -264,7 +265,7 @@ class Admission:
             self.forecast.margin.add(request.expected, seconds, now)
 
     def _retry_after(self, seconds: float, now: float) -> int:
-        """Whole seconds after which there may be room."""
+        """Whole seconds after which a retry may be admitted."""
         rate = self.forecast.rate.per_second(now)
         one_more = self.forecast.mean_cost / rate if rate else 0.0
         return min(MAX_RETRY_AFTER, max(1, math.ceil(max(seconds, one_more))))

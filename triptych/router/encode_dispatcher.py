@@ -23,7 +23,7 @@ LONG_ITEMS = 4
 """Time-sliced items in flight at an encode instance, besides these. Bounded, because each keeps a decoder open."""
 
 LONG_ITEMS_PER_CLIENT = LONG_ITEMS - 1
-"""Of these, the most that may belong to one client, so that another client's item finds a slot."""
+"""Maximum of these items that may belong to one client, so that slots remain for other clients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +76,9 @@ class EncodeDispatcherState:
     requests: frozenset[RequestId]
     """Requests with items here."""
     in_flight: dict[TransferId, InFlightEncode]
-    """Items dispatched for requests that go on."""
+    """Dispatched items of requests that haven't ended."""
     unfinished: frozenset[InFlightEncode]
-    """Those of them whose encode instance still has work to do."""
+    """Those of them that their encode instance hasn't finished."""
     pending: frozenset[RequestId]
     """Requests with items that are not encoded yet."""
     queue: QueueState

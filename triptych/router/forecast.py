@@ -1,15 +1,15 @@
 """Forecasts how long a request will take, from recent throughput. Holds no device and no socket.
 
 Callers pass the time, in seconds. All measurements decay with time, even when no new ones are made, so that an old
-measurement can't keep requests out for ever.
+measurement can't cause rejections forever.
 """
 
 import math
 from dataclasses import dataclass, field
 
 DECODE_WEIGHT = 8.0
-"""Cost of a generated token, relative to a prompt token. Decoding is bound by memory bandwidth: on a CPU a request
-alone pays about that factor, and less where many are decoded in one batch."""
+"""Cost of a generated token, relative to a prompt token. Decoding is bound by memory bandwidth. The factor suits a
+single request on a CPU; in large batches a token costs less."""
 RATE_WINDOW = 30.0
 """Seconds of work that rates are averaged over. A rate without a sample for that long counts as unknown."""
 DECAY_SECONDS = 600.0
@@ -21,7 +21,7 @@ MIN_SAMPLES = 8
 DEVIATIONS = 2.0
 """Mean deviations that are added to the mean for the margin."""
 MAX_MARGIN = 2.0
-"""Largest margin, so that one client's unusual requests don't keep every other client out."""
+"""Maximum margin, so that one client's unusual requests don't cause rejections for all others."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Margin:
 
     def add(self, expected: float, seconds: float, now: float) -> None:
         """Add a request that took ``seconds`` or more, where ``expected`` were forecast."""
-        times = min(2 * MAX_MARGIN, seconds / expected)  # clipped: one that hung says little about the others
+        times = min(2 * MAX_MARGIN, seconds / expected)  # clipped, because a request that hung isn't representative
         self._mean.decay(now)
         if self._mean.count:
             self._deviation.add(abs(times - self._mean.value), now)
@@ -175,8 +175,8 @@ class Forecast:
             self._pace.add(seconds, cost, now)
 
     def seconds(self, ahead: float, cost: float, encode_ahead: float, now: float) -> tuple[float, float]:
-        """Return the seconds that a request of this cost will wait for the work ahead of it, and the seconds that it
-        will take then; 0 and 0 while too little is known."""
+        """Return a request's forecast waiting time and service time, in seconds. Both are 0 until there are enough
+        samples."""
         self._mean_cost.decay(now)
         if self._mean_cost.count < MIN_SAMPLES or not (rate := self.rate.per_second(now)):
             return 0.0, 0.0

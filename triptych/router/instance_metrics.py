@@ -112,7 +112,7 @@ SERIES = [
     Series("transfer_aborted", "transfers aborted by the sender", True, _sent(lambda sent: sent.aborted)),
     Series("engine_busy_seconds", "time spent computing and loading", True, _of_all(lambda one: one.busy_seconds)),
     Series("engine_resident_bytes", "memory of rank 0's process", False, _of_all(lambda one: one.resident_bytes)),
-    Series("engine_outstanding", "cost of work assigned and not done: tokens, or multiplications in the tower", False,
+    Series("engine_outstanding", "cost of assigned, unfinished work: tokens, or the plans' cost of items", False,
            lambda lease: [("", lease.outstanding)]),
 ]  # fmt: skip
 

@@ -8,9 +8,9 @@ class WorkTarget(Protocol):
     """An instance that work can be assigned to."""
 
     outstanding: int
-    """Cost of the work that it has been assigned and has not done."""
+    """Cost of its assigned, unfinished work."""
     num_assigned: int
-    """Pieces of work that it has been assigned so far."""
+    """Pieces of work assigned to it so far."""
 
 
 L = TypeVar("L", bound=WorkTarget)

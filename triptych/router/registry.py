@@ -1,4 +1,4 @@
-"""Which instances there are: leases, kept alive by heartbeats."""
+"""Registered instances: leases, kept alive by heartbeats."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,8 +25,7 @@ class InstanceLease:
     last_seen: float
     """When it last registered or sent a heartbeat."""
     outstanding: int = 0
-    """Cost of the work that it has been assigned and has not done: multiplications in the tower for an encode instance,
-    tokens for a language instance."""
+    """Cost of its assigned, unfinished work: plan cost for an encode instance, tokens for a language instance."""
     patches: int = 0
     """Patches of the media items among that work."""
     num_assigned: int = 0
@@ -37,7 +36,7 @@ class InstanceLease:
     """The role it will have once it has drained; until then it gets no new work. None if it keeps its role."""
 
     def assign(self, cost: int) -> None:
-        """Account for a piece of work. ``cost`` is a whole number, so that exactly nothing is left when all is done."""
+        """Account for an assigned piece of work. ``cost`` is a whole number, so that the sum returns to exactly 0."""
         self.outstanding += cost
         self.num_assigned += 1
 
@@ -100,7 +99,7 @@ class Registry:
     def incompatibility(self, message: Register, fingerprint: str) -> str:
         """Return why an instance can't join; empty if it can.
 
-        Any encode instance may send rows to any language instance, and any prefill instance to any decode instance, so
+        Any encode instance may send rows to any language instance, and any prefill instance to any decode instance. So
         all must agree on the row layout."""
         for layout in message.layouts:
             if layout.model != fingerprint:

@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 
 def role_change_impact(others: Sequence[Role], current: Role, target: Role) -> str:
-    """Return what a service of one instance and these others loses if the instance changes its role; empty if nothing.
-    While it drains, the instance has neither role."""
+    """Return why the service would lack a stage while or after the instance changes its role; empty if it wouldn't. A
+    draining instance has neither role."""
     before = _missing_stages([*others, current])
     missing = [stage for stage in _missing_stages(others) if stage not in before]
     if missing:
@@ -24,7 +24,7 @@ def role_change_impact(others: Sequence[Role], current: Role, target: Role) -> s
 
 
 def _missing_stages(roles: Iterable[Role]) -> list[str]:
-    """Return what none of these roles does for a request, as verbs."""
+    """Return the stages that none of these roles runs, as verbs."""
     roles = list(roles)
     prefills = any(role.prefills and role.decodes for role in roles) or any(role.sends_kv for role in roles)
     done = {

@@ -66,7 +66,7 @@ from triptych.types import Address, RequestId
 log = logging.getLogger(__name__)
 
 MAX_DISPATCHES = 3
-"""Times that a request may be dispatched. Bounded, because the request itself may be what crashes its instances."""
+"""Maximum dispatches of one request. Bounded, because the request itself may crash its instances."""
 MIN_QUEUE_SECONDS = 0.002
 """Waits shorter than this (seconds) aren't recorded as queueing."""
 
@@ -199,8 +199,8 @@ class Router:
         fetching or planning. ``submit`` checks again, since conditions may have changed.
 
         ``timeout`` is in seconds, None for the service's own limit. Raises Overloaded if the service is full or the
-        answer is not expected in time, RateLimited if the client is at its limit, Unavailable if no instance can serve
-        the request now, and MediaNotServed if the topology has no encode instance."""
+        answer is not expected in time, and RateLimited if the client is at its limit. Raises Unavailable if no instance
+        can serve the request now, and MediaNotServed if the topology has no encode instance."""
         client = current_client()
         self._check(has_media, client=client, priority=priority, timeout=timeout)
         with self._admission.preparing(client):

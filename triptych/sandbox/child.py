@@ -37,7 +37,8 @@ Handler = Callable[[bytes, bytes], Results]
 ServiceError."""
 
 GRACE_SECONDS = 5.0
-"""How long after its time limit a worker ends by itself. Usually its parent kills it first, unless that is gone."""
+"""Seconds after its time limit at which a worker exits by itself. Its parent kills it earlier, unless the parent is
+gone."""
 MAX_MESSAGE_TEXT = 500
 
 

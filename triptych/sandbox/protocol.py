@@ -86,7 +86,7 @@ class WorkerRequest(msgspec.Struct, frozen=True):
     request: bytes | None
     """Given for a new item, whose bulk comes in a memory file. None for an item that has started."""
     closed: list[int]
-    """Items of which no more results are wanted."""
+    """Items whose further results aren't needed."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):

@@ -30,7 +30,7 @@ _Result = tuple[bytes, mmap.mmap | None]
 START_SECONDS = 60.0
 """Time for a worker to import its modules."""
 ATTEMPTS = 2
-"""How often an item is tried whose worker dies. The first death may have had another cause."""
+"""Attempts per item if its worker dies. The first death may have another cause."""
 
 
 class _WorkerDied(Exception):
@@ -121,7 +121,7 @@ class _Worker:
         self.items: set[int] = set()
         """Items in progress."""
         self.closed: list[int] = []
-        """Items that are over, but the process doesn't know it yet."""
+        """Finished items that haven't been reported to the process."""
         self._lock = threading.Lock()
         self._known: set[int] = set()
         """Items that the process holds."""

@@ -42,8 +42,8 @@ def build_engine(
     group: Group,
     check_always: bool,
 ) -> EngineComponents:
-    """Return the engine and its KV cache, the whole of it if ranks share one. All ranks take part: they report their
-    free memory, agree on the size of the KV cache, and allocate it. Raises StartError for settings that don't fit."""
+    """Return the engine and its KV cache; a cache that ranks share has the heads of all. The ranks report their free
+    memory, agree on the size of the KV cache, and allocate it. Raises StartError for settings that don't fit."""
     device = rank_device(model.device, 0)
     blocks = {RowKind.MEDIA: engine.receive_blocks, RowKind.KV: engine.kv_receive_blocks}
     layout = model.kv_layout if role.takes_kv else model.row_layout

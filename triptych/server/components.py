@@ -113,6 +113,6 @@ class Components:
 
 
 def layouts(embeddings: RowLayout, kv: RowLayout, *, has_decoder: bool) -> list[RowLayout]:
-    """Return the layouts that an instance registers: those of all roles that it may change to, so that after a change
-    it still fits the cluster, and a request that continues elsewhere gets the same tokens."""
+    """Return the row layouts that an instance registers, for all roles that it may change to. So a role change keeps it
+    compatible with the cluster, and requests that move elsewhere get the same tokens."""
     return [embeddings, kv] if has_decoder else [embeddings]

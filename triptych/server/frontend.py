@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 TICK = 0.1
 """Seconds between two checks of leases and deadlines."""
 LAST_RESPONSES = 1
-"""Seconds that responses get to reach their clients when the service ends."""
+"""Seconds for responses to reach their clients at shutdown."""
 
 
 class _HttpServer(uvicorn.Server):

@@ -44,8 +44,9 @@ REMINDER_INTERVAL = 10.0
 """Seconds between log lines about a frontend that doesn't answer."""
 MAX_FAILURES = 5
 FAILURE_WINDOW = 60.0
-"""An instance resets itself after a bug, but ends at the ``MAX_FAILURES``-th failure within this many seconds: then the
-cause isn't one request, and an instance that fails at everything looks idle and attracts every new request."""
+"""Window in seconds in which failures are counted. An instance resets itself after an internal error, and exits at the
+``MAX_FAILURES``-th within the window. An instance that fails every request looks idle and would attract all new
+ones."""
 
 
 class RoleLoops(NamedTuple):
@@ -120,8 +121,8 @@ class Instance:
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
     def add_loop(self, loop: StageLoop, peer: TransferSide | None = None) -> None:
-        """Add a stage loop. ``peer`` is the end of transfers that it exchanges messages with, if any: an instance may
-        have a producer and a consumer, and ``Done`` and ``Abort`` go to the loop whose peer sent them."""
+        """Add a stage loop. ``peer`` is the side of transfers that it exchanges messages with, if any. An instance may
+        have a producer and a consumer: ``Done`` and ``Abort`` go to the loop whose peer sent them."""
         self.loops.append(loop)
         for kind, handler in loop.handlers.items():
             self._loop_handlers[kind, peer if kind in (Done, Abort) else None] = handler
@@ -144,7 +145,7 @@ class Instance:
         self._at_end.append(close)
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a stage loop's message. An unreachable peer is left to the registry: its lease expires."""
+        """Send a stage loop's message. A failure is only logged: the lease of an unreachable peer expires."""
         try:
             self.channel.send(to, message)
         except TriptychError as error:
@@ -203,8 +204,8 @@ class Instance:
         return stats
 
     def _advance(self) -> None:
-        """Advance all stage loops. A bug costs the work in flight, whose state is unknown then, but neither the loaded
-        model nor the other processes, which the supervisor would end with this one."""
+        """Advance all stage loops. After an internal error, the work in flight is aborted, because its state is
+        unknown. The process and the loaded model stay: if it exited, the supervisor would stop the whole service."""
         try:
             for loop in self.loops:
                 loop.advance()
@@ -212,7 +213,7 @@ class Instance:
             log.exception("this instance failed; aborting the work in flight")
             self._failures.append(time.monotonic())
             if len(self._failures) == MAX_FAILURES and self._failures[-1] - self._failures[0] < FAILURE_WINDOW:
-                log.error("it failed %d times within %g s; ending", MAX_FAILURES, FAILURE_WINDOW)
+                log.error("this instance failed %d times within %g s; exiting", MAX_FAILURES, FAILURE_WINDOW)
                 raise
             self._reset()
 
@@ -220,13 +221,13 @@ class Instance:
         """Abort everything if this process was stopped (SIGSTOP, a suspended machine) for longer than its lease."""
         stopped = time.monotonic() - self._last_heartbeat
         if self.registered and stopped > self._expiry - self._lease.heartbeat:
-            log.warning("was stopped for %.1f s and lost its lease; aborting the work in flight", stopped)
+            log.warning("this process was stopped for %.1f s and lost its lease; aborting the work in flight", stopped)
             self._reset()
 
     def _reset(self) -> None:
-        """Abort everything and register again. The order matters: once the frontend reports this instance as gone, the
-        others reuse the blocks that they granted to it, so nothing may be written any more. The frontend fails the
-        requests, if it hasn't already, before it accepts the registration."""
+        """Abort all work, then register again. The order matters: once the frontend reports this instance as lost,
+        consumers reuse the blocks that they granted to it. The frontend fails the requests, if it hasn't already,
+        before it accepts the registration."""
         for loop in self.loops:
             loop.on_lease_lost()
         self.registered = False
@@ -235,8 +236,8 @@ class Instance:
         self._register()
 
     def _take_pending_role(self) -> None:
-        """Take the pending role once this instance is idle, and register again; the frontend then has the peers drop
-        their transfers with it, as for any instance that registers again."""
+        """Take the pending role once this instance is idle, and register again. As for any repeated registration, the
+        frontend makes peers drop their transfers with it."""
         if (pending := self._pending_role) is None:
             return
         if self.channel.pending or not all(loop.idle for loop in self.loops):
@@ -287,7 +288,7 @@ class Instance:
             raise
         except TriptychError as error:
             log.error("%s: %s", type(message).__name__, error)
-        except Exception:  # whatever a peer sent, other requests continue
+        except Exception:  # a bad message must not affect other requests
             log.exception("couldn't handle %s", type(message).__name__)
 
     def _register(self) -> None:
@@ -319,9 +320,9 @@ class Instance:
         log.warning("%s", problem)
 
     def _on_register_again(self) -> None:
-        """Register again, because the frontend has no lease for this instance, so the work in flight has no owner.
-        Heartbeats sent before the new registration may get this answer, too; if it keeps coming, that registration was
-        lost with a frontend that died."""
+        """Register again: the frontend has no lease for this instance, so the work in flight has no owner and is
+        aborted. Heartbeats sent before the new registration may get the same answer. If it repeats, the registration
+        was lost with a frontend that died."""
         if self.registered:
             self._reset()
         elif time.monotonic() - self._sent_registration > REGISTER_AGAIN * self._lease.heartbeat:

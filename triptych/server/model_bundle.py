@@ -1,4 +1,4 @@
-"""A checkpoint folder as instances see it."""
+"""A checkpoint folder with its model family, device and dtypes, for instances."""
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.checkpoint.fingerprint import fingerprint

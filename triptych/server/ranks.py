@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 CHECK_INTERVAL = 0.02
 """Seconds between two checks of whether the ranks have started."""
 EXIT_DELAY = 2.0
-"""Seconds by which the end of a process may be noticed later than the closing of its sockets."""
+"""Maximum seconds between the closing of a process's sockets and its detected exit."""
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -61,7 +61,8 @@ class Ranks(Protocol):
     """Path of the file for a KV cache that all ranks share."""
 
     def connect(self, device: torch.device) -> Group:
-        """Wait until all ranks run, and return rank 0's end of the group. Raises StartError when one ends before."""
+        """Wait until all ranks run, and return rank 0's process group. Raises StartError when a rank exits before
+        that."""
 
     def collective(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for collective operations of all ranks. If one fails anywhere, the ranks are out of step and

@@ -1,4 +1,4 @@
-"""The producer's side of an instance's transfers, of embeddings and of KV rows."""
+"""Stage loop of an instance's sender, for embeddings and KV rows."""
 
 import logging
 
@@ -35,8 +35,8 @@ class SenderLoop:
         self.sender.consumer_lost(lost.address)
 
     def on_lease_lost(self) -> None:
-        """Drop all transfers. Nothing may be written any more, because consumers, once they learn that this instance is
-        gone, may grant the same blocks to others."""
+        """Drop all transfers and stop writing: once consumers are notified that this instance is lost, they may grant
+        the same blocks to others."""
         self.sender.drop_all()
 
     def check_idle(self) -> None:

@@ -57,7 +57,7 @@ class RowBuffer:
 
     @property
     def num_old_backings(self) -> int:
-        """How many memories the buffer has left and not released yet."""
+        """Number of former memory areas that aren't released yet."""
         return len(self._old_backings)
 
     def common_fabric(self, offered: Iterable[FabricId]) -> Fabric | None:
@@ -87,7 +87,7 @@ class RowBuffer:
         self._backing = new
 
     def release_old_backings(self, in_use: Collection[RegionHandle] = ()) -> None:
-        """Release the memory that the buffer has left, except the regions ``in_use``, which peers may still open."""
+        """Release former memory areas, except the regions ``in_use``, which peers may still open."""
         for backing in [old for old in self._old_backings if not set(old.handles.values()) & set(in_use)]:
             self._old_backings.remove(backing)
             self._release(backing)

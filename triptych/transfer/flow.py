@@ -1,4 +1,4 @@
-"""Flow control: how much of a receive pool one transfer may hold while others wait. Holds no memory and no socket."""
+"""Flow control: limits the blocks that one transfer may hold while others wait. Holds no memory and no socket."""
 
 from collections import deque
 
@@ -9,7 +9,7 @@ QUANTILE = 0.9
 
 
 class GrantCap:
-    """Adaptive cap on the blocks of one transfer, learned from the sizes of recent transfers.
+    """Adaptive cap on the blocks of one transfer, computed from the sizes of recent transfers.
 
     A transfer of common size is granted whole. While others wait, a far larger one is granted in parts of that size,
     so that it can't occupy the whole pool.

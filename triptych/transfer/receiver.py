@@ -4,13 +4,13 @@ Transfers queue for blocks in order of their position (first come first served, 
 order of their offers. The head of the queue, the first transfer that isn't completely granted, always gets a block:
 
 - One block is reserved for a transfer whose position is known before it is offered.
-- If rows that landed for a later transfer hold the last blocks, these blocks are revoked and granted again later; the
+- If rows that landed for a later transfer hold the last blocks, these blocks are revoked and granted again later. The
   producer keeps the rows until Done. Pinned transfers are exempt, because they are consumed without waiting for others.
 
 So a pool of any size, even of one block, completes transfers of any length in any order of offers.
 
-Corrupt rows are granted again. A lost producer may still be writing, for instance a process that was stopped in the
-middle of a copy. It can't be stopped from here, so the buffer relocates to other memory.
+Corrupt rows are granted again. A lost producer may still be writing, for instance a process that was suspended in the
+middle of a copy. The consumer can't stop it, so the buffer relocates to other memory.
 """
 
 import itertools
@@ -37,15 +37,15 @@ QueuePosition = tuple[int, ...]
 """Position in the queue for blocks: lower goes first."""
 
 MAX_RESUMES_PER_CAP = 4
-"""A transfer that holds rows gets further grants of at least its cap divided by this, because few large grants cost
-less than many small ones."""
+"""Divisor of a transfer's cap that gives the minimum size of its further grants. Few large grants cost less than many
+small ones."""
 MAX_RESENDS = 3
-"""How often corrupt rows are granted again before the transfer fails."""
+"""Times that corrupt rows are granted again before the transfer fails."""
 
 
 @dataclass(frozen=True)
 class TransferFailure:
-    """A transfer that won't complete. Whoever expected it must close it."""
+    """A transfer that won't complete. The caller of ``Receiver.expect`` must close it."""
 
     transfer: TransferId
     error: str
@@ -55,7 +55,7 @@ class TransferFailure:
 
 @dataclass
 class _OutstandingGrant:
-    """A grant whose rows haven't all been taken over."""
+    """A grant whose rows haven't all been accepted."""
 
     first_row: int
     segments: list[Segment]
@@ -65,7 +65,7 @@ class _OutstandingGrant:
     writing: bool = True
     """Whether the producer may be writing."""
     landed: bool = False
-    """Whether the rows are here and intact."""
+    """Whether the rows have arrived intact."""
     resends: int = 0
 
     @property
@@ -98,7 +98,7 @@ class _IncomingTransfer:
     granted: int = 0
     """Rows below this have been granted."""
     segments: list[Segment] = field(default_factory=list)
-    """Where the rows are that are granted and not consumed."""
+    """Blocks of the rows that are granted and not consumed."""
     grants: list[_OutstandingGrant] = field(default_factory=list)
     """In row order."""
     waiting: bool = False
@@ -287,7 +287,7 @@ class Receiver:
             self._fail(incoming, "InternalError", f"the two ends of a transfer are incompatible: {mismatch}")
 
     def on_wrote(self, wrote: Wrote) -> None:
-        """Take over the rows of one grant. Rows that match no outstanding grant are ignored; corrupt rows are granted
+        """Accept the rows of one grant. Rows that match no outstanding grant are ignored; corrupt rows are granted
         again."""
         incoming = self._transfers.get(wrote.transfer)
         grant = _answered_grant(incoming, wrote)
@@ -471,8 +471,8 @@ class Receiver:
         return any(grant.writing and grant.region == region for grant in incoming.grants)
 
     def _relocate_if_exposed(self, incomings: Collection[_IncomingTransfer]) -> bool:
-        """Relocate the buffer if a producer of these transfers may be writing to it. Returns whether that is ruled out
-        now: False if there is no memory to relocate to.
+        """Relocate the buffer if a producer of these transfers may be writing to it. Returns False if there is no
+        memory to relocate to; otherwise no such write can reach the buffer any more.
 
         Writes of live producers go to the old memory too. When they report them, the same rows are granted again.
         """

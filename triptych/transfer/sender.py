@@ -28,7 +28,7 @@ OnEnd = Callable[[bool], object]
 """Called with whether the consumer has received all rows it needed."""
 
 MAX_ATTEMPTS = 3
-"""How often the write of one grant is tried before the transfer fails."""
+"""Attempts to write one grant before the transfer fails."""
 POLL_INTERVAL = 100e-6
 """Seconds between two polls of writes in progress. Polling without a pause slows writes down on few cores, because the
 fabric's own threads need them."""
@@ -40,7 +40,7 @@ class _PendingWrite:
 
     grant: Grant
     missing: int
-    """How many of its rows don't exist yet; writing starts at 0."""
+    """Number of its rows that don't exist yet; writing starts at 0."""
     copies: list[Copy] = field(default_factory=list)
     began: float = 0.0
     deadline: float = 0.0
@@ -379,7 +379,7 @@ class Sender:
     # ── regions ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _note_region(self, consumer: Address, region: RegionHandle) -> None:
-        """Note a consumer's region. It has one at a time: another one replaces it."""
+        """Record a consumer's region, which replaces the earlier one."""
         if (known := self._regions.get(consumer)) != region:
             log.info("rows for %s go over %s", consumer.removeprefix("tcp://"), region.fabric)
             self._retire(known)

@@ -51,17 +51,17 @@ _PREDECESSORS: dict[TransferState, tuple[TransferState, ...]] = {
 class Deadlines:
     """Seconds that a transfer may spend in a state without progress: no message, no row written, landed or consumed.
 
-    The first three depend on load. They are long, and never shorter than the request's own deadline. They catch a live
-    peer that has lost track of the transfer.
+    The first three depend on load. They are long, and never shorter than the request's own deadline. They detect a live
+    peer that has dropped the transfer by mistake.
     """
 
     bootstrapping: float = 600.0
     waiting_for_input: float = 600.0
     transferring: float = 600.0
     write: float = 30.0
-    """Of a single write, which depends on the network alone."""
+    """For a single write, which depends only on the network."""
     failed: float = 30.0
-    """Of the answer to an Abort, until which the consumer keeps the blocks."""
+    """For the answer to an Abort. The consumer keeps the blocks until then."""
 
     def of(self, state: TransferState) -> float:
         return float("inf") if state is TransferState.SUCCESS else float(getattr(self, state.name.lower()))

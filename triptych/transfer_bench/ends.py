@@ -41,7 +41,7 @@ PING = TransferId("ping")
 START_TIMEOUT = 60.0
 ANSWER_TIMEOUT = 60.0
 LEASE = LeaseConfig(heartbeat=60.0, lease_expiry=600.0)
-"""Such that no heartbeat falls into a measurement."""
+"""Seconds, long enough that no heartbeat falls into a measurement."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class CompileQueue:
         self._running: Counter[str] = Counter()
 
     def add(self, spec: GrammarSpec, client: str) -> None:
-        """Queue a grammar for a client. It may be queued for several; the first turn counts."""
+        """Queue a grammar for a client. It may be queued for several clients; the first dequeue counts."""
         self._waiting.add((spec, client), client, _EXPECTED_SECONDS)
 
     def discard(self, spec: GrammarSpec) -> None:

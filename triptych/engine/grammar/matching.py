@@ -65,7 +65,7 @@ class Matching:
 
     @property
     def error(self) -> TriptychError | None:
-        """Why the request can't go on: GrammarTooCostly, InvalidRequest for an invalid grammar, or InternalError."""
+        """Why the request can't continue: GrammarTooCostly, InvalidRequest for an invalid grammar, or InternalError."""
         return self._error
 
     @property

@@ -1,4 +1,4 @@
-"""Messages between an instance and a grammar's process, carried in the sandbox's questions and results.
+"""Messages between an instance and a grammar's process, carried in the sandbox's requests and results.
 
 The process answers requests in order.
 """

@@ -1,9 +1,9 @@
-"""Matches answers to grammars in child processes. xgrammar can't be interrupted, and a grammar of a few characters can
-take minutes and gigabytes, to compile as well as for each token.
+"""Matches answers against grammars in child processes, because xgrammar can't be interrupted. Even a short grammar can
+take minutes and gigabytes, to compile or to match one token.
 
 A fork server loads xgrammar once. Each grammar in use has its own process, which compiles it and matches all requests
-that use it. A process that exceeds its processor time is ended by a kernel timer; the answers of its other requests are
-then matched again from the start in a new process.
+that use it. A kernel timer ends a process that exceeds its processor time. A new process then matches the answers of
+its other requests again from the start.
 """
 
 import contextlib
@@ -136,8 +136,8 @@ class GrammarService:
         os.close(self._wake_send)
 
     def debug_state(self) -> dict[str, Any]:
-        """Return internals for tests: whether the thread was started, the fork server's process id, how many processes
-        were forked, and the number of each compiled grammar's process."""
+        """Return internals for tests: whether the thread was started, the fork server's process id, the number of
+        forked processes, and each compiled grammar's process number."""
         return {
             "started": self._thread is not None,
             "server_pid": self._server.process.pid if self._server is not None else None,
@@ -400,7 +400,7 @@ class GrammarService:
                 queue.killed_at = now
                 self._kill(queue)
             elif queue.killed_at and now - queue.killed_at > SERVER_TIMEOUT:
-                server.process.kill()  # a server that works takes far less
+                server.process.kill()  # a working server responds far sooner
 
     def _server_ended(self) -> None:
         """Handle the end of the fork server, with which all its processes have ended."""

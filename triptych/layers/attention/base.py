@@ -62,8 +62,8 @@ class AttentionBatch:
     def mask(self, index: int, dtype: torch.dtype, window: int | None = None) -> Tensor | None:
         """Return a sequence's attention mask over its tokens from ``first_visible`` on: [q, kv - first], 0 or -inf.
 
-        It is computed once per step rather than once per layer. None if no mask or PyTorch's own causal mask will do:
-        for a single new token, and for a prompt's first chunk, unless a window begins inside it.
+        It is computed once per step rather than once per layer. None if no mask, or PyTorch's causal mask, suffices:
+        for a single new token, and for a prompt's first chunk unless a window begins inside it.
         """
         query_len, kv_len = self.query_lens[index], self.kv_lens[index]
         if query_len == 1 or (query_len == kv_len and (window is None or kv_len <= window)):
@@ -110,8 +110,8 @@ def leading_run(page_table: Tensor) -> PageRun:
 class KVTensors:
     """The paged KV cache of one rank.
 
-    On CPUs a token's heads may lie next to those of other ranks: then the heads of each token are contiguous in
-    memory, but the tensors aren't.
+    On CPUs a token's heads may lie next to those of other ranks. Then each token's heads are contiguous in memory, but
+    the tensors aren't.
     """
 
     keys: list[Tensor]

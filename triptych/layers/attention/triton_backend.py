@@ -11,8 +11,8 @@ from triptych.layers.attention.tables import PagedTables
 from triptych.layers.attention.triton_kernels import decode_kernel, prefill_kernel, reduce_kernel, write_kernel
 
 BLOCK_BYTES = 16 * 2**10
-"""Size of a prefill tile's queries, and the maximum of a block of keys or values: small enough that both, and the
-prefetched next block, fit any GPU's shared memory and registers (``tests/layers/test_triton_compiles.py``)."""
+"""Size of a prefill tile's queries, and the maximum of a block of keys or values. Both, and the prefetched next block,
+fit any GPU's shared memory and registers (``tests/layers/test_triton_compiles.py``)."""
 MIN_ROWS, MAX_ROWS = 16, 64
 """Rows of the smallest matrix that tensor cores multiply, and of the largest one used here."""
 MAX_SPLITS = 32

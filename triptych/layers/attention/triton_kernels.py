@@ -3,11 +3,11 @@
 Kernels read a step's tables (``tables.py``), int64 on the device. Caches are [pages, page_size, kv_heads, head_dim],
 contiguous; queries [T, heads, head_dim], contiguous except for the stride of T. The query heads that share a kv head
 are rows of one matrix, so that keys and values are read once for all of them. Softmax is computed online over blocks of
-keys (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135), to base 2, for which GPUs have
-an instruction: ``scale`` includes the factor log2(e).
+keys (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135). It uses base 2, for which GPUs
+have an instruction: ``scale`` includes the factor log2(e).
 
-Products accumulate in fp32. ``tf32x3`` multiplies fp32 operands as three TF32 products, which is nearly exact, while
-the default rounds them to one; fp32 on ordinary cores (``ieee``) would need more registers than there are.
+Products accumulate in fp32. ``tf32x3`` multiplies fp32 operands as three TF32 products, which is nearly exact; the
+default rounds them to one. fp32 on ordinary cores (``ieee``) would need too many registers.
 """
 
 import triton

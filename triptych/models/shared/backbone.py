@@ -111,8 +111,9 @@ def _build_moe_config(text: Mapping[str, Any], backbone: BackboneDefaults) -> Mo
 def detect_decoder_keys(config: DecoderConfig, checkpoint: Checkpoint, prefix: str, head: str) -> DecoderKeys:
     """Return the names of a decoder's tensors, with the layout of the experts' weights found in the checkpoint.
 
-    Stacked weights come in two orders, which the shape of one of the two tensors tells apart: ``gate_up_proj`` is
-    square, hence ambiguous, only if hidden = 2 * intermediate, and ``down_proj`` only if hidden = intermediate.
+    Stacked weights come in two orders, which the shape of at least one of the two tensors distinguishes.
+    ``gate_up_proj`` is square, hence ambiguous, only if hidden = 2 * intermediate; ``down_proj`` only if hidden =
+    intermediate.
     """
     keys = DecoderKeys(prefix, head)
     layer = next((index for index in range(config.num_layers) if config.is_moe_layer(index)), None)

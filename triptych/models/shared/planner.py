@@ -52,7 +52,7 @@ class VisionCostModel:
         """Return the work of encoding an image or temporal patch of n patches, in units of one patch's linear layers.
 
         A layer of hidden size h and intermediate size i takes n * (4h² + 2hi) multiplications in its linear layers
-        (query, key, value and output; two or three of the MLP) and 2n²h in attention (scores and weighted sum), where
+        (query, key, value and output; two or three of the MLP). Attention (scores and weighted sum) takes 2n²h, where
         windowed layers have n * window instead of n². Depth multiplies both alike.
         """
         attended = (1 - self.windowed_share) * patches + self.windowed_share * min(patches, self.window)
@@ -107,9 +107,9 @@ class PatchPlanner:
     ) -> ItemPlan:
         """Plan an image, a video or an audio clip; ``sound`` is the audio track of a video, if it is to be encoded.
 
-        Raises MediaTooLarge if an image or a frame exceeds ``max_source_pixels``, BadMediaSize for an aspect ratio
-        above 200, unsatisfiable bounds and too short audio, and UnsupportedMedia for invalid sampling and for audio if
-        the family takes none.
+        Raises MediaTooLarge if an image or a frame exceeds ``max_source_pixels``. Raises BadMediaSize for an aspect
+        ratio above 200, unsatisfiable bounds and too short audio, and UnsupportedMedia for invalid sampling or
+        unsupported audio.
         """
         if isinstance(header, AudioHeader):
             return self._plan_audio(header)

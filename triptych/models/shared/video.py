@@ -114,7 +114,7 @@ class VideoGeometry(ABC):
     """Frames per patch."""
     min_pixels: int
     max_pixels: int
-    """Bounds of the area after resizing: of a frame or of all frames, as the subclass says."""
+    """Bounds of the area after resizing: per frame or over all frames, depending on the subclass."""
     max_tokens: int | None
     """Further bound on the pixels, in tokens; None unless the config sets ``cap_pixels_per_frame``."""
 

@@ -51,5 +51,5 @@ class TextPlanner:
         raise MediaNotServed("this model takes text only")
 
     def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
-        """Return 0, 1, 2, … on all three axes, of which the decoder uses one."""
+        """Return 0, 1, 2, … on all three axes; the decoder uses only one."""
         return mrope_positions(num_tokens, [], [])

@@ -1,4 +1,5 @@
-"""Interface of a fabric: moves bytes into another process's registered memory. It knows no rows and no protocol."""
+"""Interface of a fabric, which moves bytes into another process's registered memory. Independent of rows and of the
+transfer protocol."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

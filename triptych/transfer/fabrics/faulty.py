@@ -20,13 +20,13 @@ class Faults:
     drop: float = 0.0
     """Nothing is written, and the write reports that it is done."""
     delay: float = 0.0
-    """The write takes ``seconds`` longer."""
+    """The write completes ``seconds`` later."""
     duplicate: float = 0.0
     """Everything is written twice."""
     reorder: float = 0.0
     """The copies land one by one, in random order."""
     corrupt: float = 0.0
-    """One byte arrives wrong."""
+    """One byte is corrupted."""
     half: float = 0.0
     """Half of the bytes are written, then the write fails."""
     seconds: float = 1.0
@@ -60,7 +60,7 @@ class FaultyFabric:
     def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = fabric.name
         self.scope = fabric.scope
-        self.checksums = True  # as over the network that it stands for
+        self.checksums = True  # as over the network that it simulates
         self.injected: dict[str, int] = dict.fromkeys(faults.probabilities, 0)
         self._fabric = fabric
         self._faults = faults

@@ -5,8 +5,8 @@ Limitations of Mooncake:
 - Nothing is authenticated or encrypted, and both of its ports listen on every address of the machine, whatever address
   is configured. A process that reaches them can read and write the regions registered here, but no other memory. It
   can also crash this process with a message that is JSON but not an object. Use a private network.
-- The first write to a peer requests the peer's segments and blocks until the answer: for a minute if the peer accepts
-  the connection but doesn't respond, like a stopped process. So a thread probes the peer before the first write.
+- The first write to a peer requests the peer's segments and blocks until the answer. If the peer accepts the connection
+  but doesn't respond, like a stopped process, that takes a minute. So a thread probes the peer before the first write.
 - The API can't drop what it has cached about a peer, so ``release`` doesn't either. A peer that restarts at the same
   port stays unreachable. Ports are chosen at random.
 - Closing takes about a second, because the handshake thread polls that rarely.
@@ -55,7 +55,7 @@ class MooncakeFabric:
         self._engine = load()
         with _forced(protocol):
             if self._engine.initialize(self._host, "P2PHANDSHAKE", protocol, devices) != 0:
-                raise StartError(f"Mooncake can't start {protocol} at {host}; MC_LOG_LEVEL=INFO says more")
+                raise StartError(f"Mooncake can't start {protocol} at {host}; set MC_LOG_LEVEL=INFO for details")
         # over TCP a source needs no registration, and while registered it would be open to everyone
         self._sources = RegistrationCache(self._register, self._deregister) if protocol == "rdma" else None
         self._owned: dict[str, tuple[int, Bytes]] = {}  # by location: address, array that keeps it alive

@@ -2,9 +2,9 @@
 
 Limitations of UCX:
 
-- Nothing is authenticated or encrypted: use a private network. Over TCP the owner's UCX writes wherever the writer's
-  UCX says, and only the writer's NIXL checks bounds. So a peer that forges UCX's protocol can write to any address of
-  the owner. RDMA cards check bounds against the registration.
+- Nothing is authenticated or encrypted: use a private network. Over TCP the owner's UCX writes to any address that the
+  writer's UCX sends, and only the writer's NIXL checks bounds. So a peer that forges UCX's protocol can write to any
+  address of the owner. RDMA cards check bounds against the registration.
 - UCX reads addresses and keys inside metadata without checking their length. A malicious handle can crash the process
   that writes to it. A digest catches handles that are corrupt by accident.
 - Within one machine UCX may write directly into the other process (cross memory attach), like the ``shm`` fabric. A
