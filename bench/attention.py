@@ -78,12 +78,12 @@ def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], 
         for layer in (*cache.keys, *cache.values):
             layer.normal_()
     widths = decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads
-    packed = torch.randn(len(slots), sum(widths), decoder.head_dim).split(widths, dim=1)
+    query, key, value = torch.randn(len(slots), sum(widths), decoder.head_dim).split(widths, dim=1)
 
     def all_layers(way: Way) -> None:
         cache = caches[way.dtype]
         for keys, values in zip(cache.keys, cache.values, strict=True):
-            way.attend(*packed, keys, values, batch)
+            way.attend(query, key, value, keys, values, batch)
 
     seconds = medians_in_turns({name: partial(all_layers, way) for name, way in ways.items()}, rounds)
     return {name: one / num_layers for name, one in seconds.items()}

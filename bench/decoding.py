@@ -12,7 +12,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from PIL import Image
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config
 from triptych.demo import MODEL_DIR
 from triptych.encode.workers import PreprocessWorkers
-from triptych.models.base import EncoderInput
+from triptych.models.base import Preprocessor
 from triptych.models.registry import family_of, resolve
 from triptych.prompt.probe import probe_image
 from triptych.sandbox.protocol import Limits
@@ -38,12 +37,13 @@ def jpeg(width: int, height: int) -> bytes:
     return out.getvalue()
 
 
-def milliseconds(work: Callable[[bytes, ItemPlan], EncoderInput], data: bytes, plan: ItemPlan, rounds: int) -> float:
+def milliseconds(work: Preprocessor, data: bytes, plan: ItemPlan, rounds: int) -> float:
     """Return the median time per image, including one read of the result."""
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
-        work(data, plan).patches.sum()
+        for part in work(data, plan):
+            part.patches.sum()
         times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)
 
@@ -63,7 +63,10 @@ def main() -> None:
             settings |= {"size": {"shortest_edge": 65_536, "longest_edge": arguments.max_pixels}}
             (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings))
         planner = resolve(family_of(config).planner)(config, settings)
-        inside = resolve(family_of(config).preprocessor)(config, settings)
+        family = family_of(config)
+        if family.preprocessor is None:
+            parser.error(f"{arguments.model} is a text-only model")
+        inside = resolve(family.preprocessor)(config, settings)
         workers = PreprocessWorkers(Path(folder), arguments.workers, Limits())
         workers.wait_until_ready()
         for size in SIZES:
@@ -73,7 +76,7 @@ def main() -> None:
             there = milliseconds(workers, data, plan, arguments.rounds)
             with ThreadPoolExecutor(arguments.workers) as threads:
                 began = time.perf_counter()
-                list(threads.map(lambda _, data=data, plan=plan: workers(data, plan), range(arguments.rounds)))
+                list(threads.map(lambda _, data=data, plan=plan: list(workers(data, plan)), range(arguments.rounds)))
                 rate = arguments.rounds / (time.perf_counter() - began)
             print(
                 f"{size[0]:5} x {size[1]:4}: {plan.grid[1] * plan.grid[2]:6} patches, in-process {here:7.1f} ms, in a "

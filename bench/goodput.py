@@ -68,7 +68,8 @@ class Arrival:
 def arrivals(mix: dict[Load, float], rate: float, requests: int, seed: int) -> list[Arrival]:
     """Return Poisson arrivals at ``rate`` per second, each of a random kind."""
     rng = random.Random(seed)
-    found, now = [], 0.0
+    found: list[Arrival] = []
+    now = 0.0
     while len(found) < requests:
         load = rng.choices(list(mix), weights=list(mix.values()))[0]
         found.append(Arrival(now, load, rng.randrange(2**31)))

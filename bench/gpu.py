@@ -175,7 +175,12 @@ class Bench:
             for index in range(images)
         ]
         patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])
-        upload = self.on_host(lambda: (to_device([patches], self.device), self._wait()))
+
+        def to_gpu() -> None:
+            to_device([patches], self.device)
+            self._wait()
+
+        upload = self.on_host(to_gpu)
         seconds = self.on_host(lambda: to_cpu(self.tower.encode(inputs)))
         num_patches = images * grid * grid
         return {

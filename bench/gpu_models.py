@@ -60,7 +60,7 @@ class RandomCheckpoint(Checkpoint):
 def made_up(index: int, num_tokens: int, pages: Iterable[int]) -> Request:
     """Return a request with ``num_tokens`` tokens in these pages."""
     tokens = [(31 * index + place) % 200 for place in range(num_tokens)]
-    positions = np.broadcast_to(np.arange(num_tokens), (3, num_tokens))
+    positions = np.broadcast_to(np.arange(num_tokens, dtype=np.float64), (3, num_tokens))
     greedy = SamplingParams(max_tokens=1, temperature=0)
     request = Request(RequestId(str(index)), tokens, positions, num_tokens, [], greedy, frozenset())
     request.pages = list(pages)

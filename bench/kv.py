@@ -47,19 +47,19 @@ def run_instance(config: ServeConfig, role: Role, join: str, at_end: bool) -> No
     from triptych.server import instance_main
 
     if at_end:
-        computed, leave = KVSink.computed, KVSink.leave
+        layer_computed, complete = KVSink.layer_computed, KVSink.complete
         kept: list[tuple[int, Any]] = []
 
         def keep(_: KVSink, layer: int, chunks: Any) -> None:
             kept.append((layer, chunks))
 
-        def send_and_leave(outgoing: KVSink, request: Any) -> None:
+        def send_and_complete(outgoing: KVSink, request: Any) -> None:
             for layer, chunks in kept:
-                computed(outgoing, layer, chunks)
+                layer_computed(outgoing, layer, chunks)
             kept.clear()
-            leave(outgoing, request)
+            complete(outgoing, request)
 
-        KVSink.computed, KVSink.leave = keep, send_and_leave  # type: ignore[method-assign]
+        KVSink.layer_computed, KVSink.complete = keep, send_and_complete  # type: ignore[assignment, method-assign]
     instance_main.run(config.instance(role, role.value.lower(), join))
 
 

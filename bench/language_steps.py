@@ -27,7 +27,7 @@ def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: 
     from triptych.server import instance_main
 
     spans: list[tuple[float, float]] = []
-    logits: Callable[..., Any] = Runner._logits
+    logits: Callable[..., Any] = Runner.logits
 
     def timed(runner: Runner, step: Any, after_layer: Any) -> Any:
         began = time.perf_counter()
@@ -37,7 +37,7 @@ def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: 
             out.write_text(json.dumps(spans[-200:])) if len(spans) % 20 == 0 else None
         return found
 
-    Runner._logits = timed  # type: ignore[assignment, method-assign]
+    Runner.logits = timed  # type: ignore[assignment, method-assign]
     instance_main.run(config.instance(Role.EPD, "all", join))
 
 

@@ -10,6 +10,7 @@ vocabulary is filled with invented words, so that every token decodes to text.
 import argparse
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ def main() -> None:
     """Writes the folder that the command line asks for."""
     arguments = parse_arguments()
     given = {field.name: getattr(arguments, field.name) for field in fields(Sizes)}
-    overrides = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v is not None}
+    overrides: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v is not None}
     sizes = replace(PRESETS[arguments.preset], **overrides)
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)

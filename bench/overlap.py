@@ -51,7 +51,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> Non
             ready = as_they_land(media, sequence)
             return ready if ready == len(sequence.tokens) else sequence.num_computed
 
-        EmbeddingSource.ready_tokens = once_all_have_landed  # type: ignore[method-assign]
+        EmbeddingSource.ready_tokens = once_all_have_landed  # type: ignore[assignment, method-assign]
     instance_main.run(config.instance(role, role.value.lower(), join))
 
 

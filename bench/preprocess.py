@@ -156,13 +156,14 @@ def reference(folder: Path, repeats: int, seconds: int) -> dict[str, list[float]
         from transformers import Qwen3VLVideoProcessor
         from transformers.video_utils import read_video_pyav
 
-        videos = Qwen3VLVideoProcessor(size=SIZE, cap_pixels_per_frame=False, **STATISTICS, **PATCHES)
+        settings: dict[str, Any] = {"size": SIZE, "cap_pixels_per_frame": False, **STATISTICS, **PATCHES}
+        videos = Qwen3VLVideoProcessor(**settings)
     except ImportError as error:
         print(f"transformers' video processor isn't measured: {error}", file=sys.stderr)
         return {name: milliseconds(work, repeats) for name, work in works.items()}
 
     def video() -> object:
-        frames, metadata = read_video_pyav(str(folder / FILES["video"]), videos.sample_frames)
+        frames, metadata = read_video_pyav(str(folder / FILES["video"]), videos.sample_frames)  # type: ignore[arg-type]
         return videos(videos=[frames], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt")
 
     works["video"] = video
@@ -173,7 +174,8 @@ def reference_images() -> Any:
     """The Pillow processor that this family's images are held equal to."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    return Qwen2VLImageProcessorPil(size=IMAGE_SIZE, **STATISTICS, **PATCHES)
+    settings: dict[str, Any] = {"size": IMAGE_SIZE, **STATISTICS, **PATCHES}
+    return Qwen2VLImageProcessorPil(**settings)
 
 
 def measured(python: str, side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ def onednn_int8_alone(weight: Tensor) -> Product:
     rounded, scales = int8.quantize_rows(weight)
     packed, multiply = torch.ops.onednn.qlinear_prepack(rounded, None), torch.ops.onednn.qlinear_pointwise
     zeros = torch.zeros(len(scales), dtype=torch.int64)
-    operands, as_float = (1.0, 64, packed, scales, zeros, None), (1.0, 0, torch.float32, "none", [], "")
+    operands = (1.0, 64, packed, scales, zeros, None)
+    as_float: tuple[Any, ...] = (1.0, 0, torch.float32, "none", [], "")
     activations = torch.randint(0, 128, (max(TOKENS), weight.shape[1]), dtype=torch.uint8)
     return lambda given: multiply(activations[: len(given)], *operands, *as_float)
 

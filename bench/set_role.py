@@ -22,7 +22,7 @@ from bench.measuring import report
 from triptych.cli.flags import model_folder
 from triptych.cluster.control_client import ControlClient
 from triptych.cluster.service import LocalService
-from triptych.config import EngineConfig, FrontendConfig, MemorySize, ServeConfig, as_flags
+from triptych.config import EngineConfig, FrontendConfig, MemorySize, ServeConfig
 from triptych.topology import Role, Topology
 from triptych.transfer_bench.measure import machine
 
@@ -46,10 +46,12 @@ def change_seconds(operator: ControlClient, rounds: int) -> dict[str, list[float
 
 def start_seconds(operator: ControlClient, config: ServeConfig, control: str, role: Role) -> float:
     """Start an instance, and end it again."""
-    command = [sys.executable, "-m", "triptych", "serve", str(config.model), "--role", role, "--join", control]
-    command += ["--name", STARTED, *as_flags(config.engine, *config.shared)]
+    command = [sys.executable, "-m", "triptych.server.instance_main", "--name", STARTED]
     began = time.monotonic()
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None
+    process.stdin.write(config.instance(role, STARTED, control).to_bytes())
+    process.stdin.close()
     try:
         wait_for(lambda: is_there(operator, STARTED))
         return time.monotonic() - began

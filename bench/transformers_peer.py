@@ -29,9 +29,9 @@ def inputs(folder: Path, builder: PromptBuilder, seed: int) -> dict[str, torch.T
     content = [{"type": "image", "data": data}, {"type": "text", "text": text["text"]}]
     prompt = builder.build([{"role": "user", "content": content}])
     config = load_config(folder)
-    preprocess = resolve(family_of(config).preprocessor)(
-        config, load_preprocessor_config(folder), load_video_config(folder)
-    )
+    preprocessor = family_of(config).preprocessor
+    assert preprocessor is not None
+    preprocess = resolve(preprocessor)(config, load_preprocessor_config(folder), load_video_config(folder))
     (item,) = prompt.items
     (made,) = preprocess(item.data, item.plan)
     tokens = torch.tensor([prompt.tokens])
@@ -59,7 +59,8 @@ def ask(model: PreTrainedModel, request: dict[str, torch.Tensor], tokens: int) -
             """Nothing is kept."""
 
     began = time.perf_counter()
-    model.generate(**request, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=Clock())
+    generate: Any = model.generate
+    generate(**request, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=Clock())
     first, last = times[1], times[-1]
     return first - began, (last - first) / (tokens - 1)
 

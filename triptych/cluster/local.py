@@ -65,6 +65,7 @@ class LocalCluster:
         await asyncio.gather(*relays, return_exceptions=True)
 
     async def _spawn(self, spec: InstanceSpec) -> _Child:
+        written = replace(spec, supervisor=os.getpid()).to_bytes()
         environment = children.environment() | {"OMP_NUM_THREADS": str(spec.engine.threads), "PYTHONUNBUFFERED": "1"}
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(
@@ -78,7 +79,7 @@ class LocalCluster:
             limit=MAX_LINE,
         )
         assert process.stdin is not None
-        process.stdin.write(replace(spec, supervisor=os.getpid()).to_json())
+        process.stdin.write(written)
         process.stdin.close()
         return _Child(spec.name, process)
 

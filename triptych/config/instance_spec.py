@@ -10,6 +10,7 @@ from triptych.config.engine import EngineConfig
 from triptych.config.lease import LeaseConfig
 from triptych.config.observe import ObserveConfig
 from triptych.config.transfer import TransferConfig
+from triptych.errors import ConfigError
 from triptych.topology import Role
 
 
@@ -39,11 +40,18 @@ class InstanceSpec:
         """Processes that the instance consists of."""
         return self.engine.tensor_parallel_size.of(self.role)
 
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
+    def to_bytes(self) -> bytes:
+        """Return the spec as MessagePack, which has infinite numbers, unlike JSON. Raises ConfigError for a path that
+        isn't UTF-8."""
+        try:
+            return msgspec.msgpack.encode(self)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"paths must be UTF-8: {error.object!r}") from None
 
     @classmethod
-    def from_json(cls, data: bytes) -> "InstanceSpec":
-        """Read what ``to_json`` wrote. Raises ConfigError for settings out of their bounds, and
-        msgspec.DecodeError."""
-        return msgspec.json.decode(data, type=cls)
+    def from_bytes(cls, data: bytes) -> "InstanceSpec":
+        """Read what ``to_bytes`` wrote. Raises ConfigError for anything else, and for settings out of their bounds."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"an instance's spec can't be read: {error}") from None

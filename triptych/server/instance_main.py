@@ -22,12 +22,13 @@ def run(spec: InstanceSpec) -> None:
 
 
 def main() -> None:
-    spec = InstanceSpec.from_json(sys.stdin.buffer.read())
-    if spec.supervisor:
-        end_with_parent(spec.supervisor)
-    level = logging.getLevelNamesMapping()[spec.observe.log_level.upper()]
-    logs.set_up(logs.LogSettings(spec.observe.log_format, level, spec.name))
+    logs.set_up(logs.LogSettings())
     try:
+        spec = InstanceSpec.from_bytes(sys.stdin.buffer.read())
+        if spec.supervisor:
+            end_with_parent(spec.supervisor)
+        level = logging.getLevelNamesMapping()[spec.observe.log_level.upper()]
+        logs.set_up(logs.LogSettings(spec.observe.log_format, level, spec.name))
         run(spec)
     except StartError as error:
         logs.fatal(str(error))
