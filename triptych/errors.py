@@ -212,7 +212,7 @@ class Unavailable(ServiceError):
 
 
 class InstanceLost(ServiceError):
-    """An instance was lost while it worked on the request, and no other could take over.
+    """An instance was lost while it worked on the request, and no other took over.
 
     Send the request again. The operator finds the reason in the lost instance's log.
     """
