@@ -13,7 +13,7 @@ from triptych.engine.group import GroupCache, make_cache
 from triptych.engine.kv_rows import CacheRows
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder_config import DecoderConfig, RopeConfig
-from triptych.layers.parallel import SINGLE_RANK, Dimension, Group, SingleRank
+from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension, SingleRank
 
 LAYERS, PAGES, PAGE_SIZE, DIM = 3, 5, 4, 8
 CONFIG = DecoderConfig(
@@ -69,7 +69,7 @@ def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: i
     with file_in_memory() as path:
         ranks = [cache_of(config, Rank(rank, size), path, dtype) for rank in range(size)]
         for rank, cache in enumerate(ranks):
-            heads = Dimension(kv_heads).part(Rank(rank, size))
+            heads = ShardedDimension(kv_heads).part(Rank(rank, size))
             for ours, whole in zip(cache.own.keys + cache.own.values, one.keys + one.values, strict=True):
                 assert ours.shape[2] == config.shard(size).num_kv_heads
                 ours.copy_(whole[:, :, heads])

@@ -23,7 +23,7 @@ def test_a_share_is_of_the_free_memory() -> None:
 
 
 def test_an_amount_is_rounded_to_whole_pages() -> None:
-    assert size(kv_cache_memory=MemorySize.parse("100kB")).num_pages == 6
+    assert size(kv_cache_memory=MemorySize.parse("100KB")).num_pages == 6
 
 
 def test_tokens_override_memory_and_fill_whole_pages() -> None:
@@ -46,7 +46,7 @@ def test_the_context_is_the_least_of_model_setting_and_capacity() -> None:
     ("settings", "words"),
     [
         (
-            {"kv_cache_memory": MemorySize.parse("500kB"), "max_model_len": 1000},
+            {"kv_cache_memory": MemorySize.parse("500KB"), "max_model_len": 1000},
             "--max-model-len 1000 takes .* holds 496 tokens",
         ),
         ({"max_model_len": MODEL + 1}, "--max-model-len 4097 exceeds the 4096 tokens"),

@@ -30,7 +30,7 @@ from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVT
 from triptych.layers.compiled_layer import FinishLayer
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
-from triptych.layers.parallel import Dimension, ProcessGroup
+from triptych.layers.parallel import ProcessGroup, ShardedDimension
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -184,7 +184,7 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
         torch.set_num_threads(1)
         group = ProcessGroup(store, rank, 2, CPU)
         decoder = adapter.load_decoder(checkpoint, FP32, CPU, group)
-        cache = KVTensors.within(memory, Dimension(config.num_kv_heads).part(group))
+        cache = KVTensors.within(memory, ShardedDimension(config.num_kv_heads).part(group))
         if rank == 0:
             return decoder(batch, cache, lambda layer: complete.append(not memory[layer].isnan().any()))
         for layer in layers_of(decoder):

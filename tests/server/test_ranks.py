@@ -33,7 +33,7 @@ from triptych.engine.group import CacheSize, agree_on_size, gather_memory
 from triptych.errors import CheckpointError, ConfigError, StartError
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import WEIGHT_FORMATS, PackedLinear, PlainLinear
-from triptych.layers.parallel import SINGLE_RANK, Dimension, Group, SingleRank
+from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension, SingleRank
 from triptych.messages.channel import Channel
 from triptych.server.build import build_instance
 from triptych.server.model_bundle import ModelBundle
@@ -277,7 +277,7 @@ def test_packed_weights_are_a_shards(tmp_path: Path) -> None:
 def test_one_rank_has_nothing_around_its_modules(tmp_path: Path) -> None:
     names = {type(module).__name__ for module in load(make_checkpoint(tmp_path, moe=True)).modules()}
     assert "Linear" in " ".join(names)
-    assert not names & {"AllReduce", "Gather"}
+    assert not names & {"AllReduce", "GatherLogits"}
 
 
 def test_misshapen_weights_are_found_whatever_the_shard(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_misshapen_weights_are_found_whatever_the_shard(tmp_path: Path) -> None:
     ],
 )
 def test_parts_of_a_dimension(units: int, size: int, parts: list[tuple[int, int]]) -> None:
-    found = [Dimension(units, 10).part(Rank(rank, size)) for rank in range(size)]
+    found = [ShardedDimension(units, 10).part(Rank(rank, size)) for rank in range(size)]
     assert [(part.start, part.stop) for part in found] == parts
 
 

@@ -96,7 +96,7 @@ def _summary(status: Status) -> str:
 def _table(status: Status) -> Table:
     table = Table("instance", "role", "process", "last heartbeat", "work", "pools")
     for one in status.instances:
-        heartbeat = f"{one.silent:.1f} s ago"
+        heartbeat = f"{one.seconds_since_heartbeat:.1f} s ago"
         work = f"{one.load.running} running, {one.load.waiting} waiting"
         table.add_row(one.name, _role(one), str(one.pid), heartbeat, work, "\n".join(map(_pool, one.load.pools)))
     return table

@@ -8,7 +8,7 @@ from triptych.errors import ConfigError
 
 @dataclass(frozen=True)
 class AdmissionConfig(Settings):
-    """How many requests the frontend admits, and for how long."""
+    """Admission and time limits of requests."""
 
     max_queue: int = setting(
         256, "maximum requests in flight: being prepared, queued or running; more are rejected with 503", ge=1

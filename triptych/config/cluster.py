@@ -15,7 +15,7 @@ MAX_SECRET_BYTES = 4096
 
 @dataclass(frozen=True)
 class ClusterConfig(Settings):
-    """Where the processes of a service meet, and whom they trust."""
+    """Cluster: addresses and trust between processes."""
 
     cluster_host: str = setting(
         "127.0.0.1",

@@ -7,7 +7,7 @@ from triptych.config.settings import Settings, setting
 
 @dataclass(frozen=True)
 class EncodeConfig(Settings):
-    """How encode instances decode, encode and cache media."""
+    """Encode instances."""
 
     encode_batch_patches: int = setting(1024, "maximum patches in one batch; a larger item is encoded by itself", ge=1)
     decode_workers: int = setting(

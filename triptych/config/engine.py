@@ -18,7 +18,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
 
 @dataclass(frozen=True)
 class EngineConfig(Settings):
-    """How instances compute, prefill and decode."""
+    """Compute, prefill and decode."""
 
     device: str = setting(
         "auto",

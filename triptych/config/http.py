@@ -9,7 +9,7 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True)
 class HttpConfig(Settings):
-    """Where the frontend listens, and what it serves."""
+    """HTTP server."""
 
     host: str = setting("127.0.0.1", "address that the HTTP server listens on")
     port: int = setting(8000, "port that the HTTP server listens on; 0 takes any free one", ge=0, le=MAX_PORT)

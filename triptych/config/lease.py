@@ -8,7 +8,7 @@ from triptych.errors import ConfigError
 
 @dataclass(frozen=True)
 class LeaseConfig(Settings):
-    """How instances stay registered, start and end."""
+    """Registration, start and end of instances."""
 
     # the expiry is four heartbeats, so that a loop that is late isn't taken for a dead process
     heartbeat: float = setting(0.5, "seconds between two heartbeats of an instance", gt=0)

@@ -17,7 +17,7 @@ MAX_IMAGE_PIXELS = 50_000_000
 
 @dataclass(frozen=True)
 class MediaConfig(Settings):
-    """What media a request may have."""
+    """Limits on media."""
 
     limit_mm_per_prompt: ItemLimits = setting(
         ItemLimits(),
@@ -43,7 +43,7 @@ class MediaConfig(Settings):
 
 @dataclass(frozen=True)
 class MediaFetchConfig(Settings):
-    """Where media may be fetched from."""
+    """Fetching media."""
 
     allowed_media_domains: tuple[str, ...] = setting(
         (), "hosts that media may be fetched from, as HOST or HOST:PORT; none unless given"

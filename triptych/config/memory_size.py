@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from triptych.errors import ConfigError
 
-_UNITS = {"kB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
+_UNITS = {"KB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
 _BYTES = {unit.lower(): num_bytes for unit, num_bytes in _UNITS.items()}
 _PATTERN = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?(%|{'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
 

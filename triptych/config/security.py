@@ -12,7 +12,7 @@ MAX_KEYS_BYTES = 2**20
 
 @dataclass(frozen=True)
 class AuthConfig(Settings):
-    """Which API keys requests need."""
+    """API keys."""
 
     api_key: tuple[str, ...] = setting(
         (),
@@ -41,7 +41,7 @@ class AuthConfig(Settings):
 
 @dataclass(frozen=True)
 class TlsConfig(Settings):
-    """The certificate for HTTPS."""
+    """TLS."""
 
     ssl_certfile: str = setting("", "file with the certificate and its chain, for HTTPS", path=True)
     ssl_keyfile: str = setting("", "file with the certificate's private key; only its owner may have access", path=True)
@@ -68,7 +68,7 @@ class TlsConfig(Settings):
 
 @dataclass(frozen=True)
 class CorsConfig(Settings):
-    """Which web pages may send requests (CORS)."""
+    """Cross-origin requests (CORS)."""
 
     allowed_origins: tuple[str, ...] = setting((), "origins whose pages may send requests (CORS); none unless given")
     allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")

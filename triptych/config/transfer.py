@@ -9,7 +9,7 @@ FABRICS = ("auto", "shm", "nixl", "mooncake")
 
 @dataclass(frozen=True)
 class TransferConfig(Settings):
-    """How rows are transferred between instances."""
+    """Transfer of rows between instances."""
 
     fabric: str = setting(
         "auto",

@@ -14,7 +14,7 @@ from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import free_bytes, used_bytes
-from triptych.layers.parallel import Dimension, Group
+from triptych.layers.parallel import Group, ShardedDimension
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class GroupCache:
 
 
 def gather_memory(group: Group, device: torch.device) -> GroupMemory:
-    """Gather the memory of all ranks on rank 0. Called by all ranks, once they have loaded their weights."""
+    """GatherLogits the memory of all ranks on rank 0. Called by all ranks, once they have loaded their weights."""
     group.all_reduce(torch.zeros(1, device=device))  # connects GPUs now, so that the memory counts and no step waits
     gathered = group.gather(torch.tensor([[used_bytes(device), free_bytes(device)]])).view(-1, 2)
     used, free = gathered.unbind(1)
@@ -84,7 +84,7 @@ def make_cache(
         return GroupCache(cache, cache)
     shape = (config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim)
     memory = torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
-    heads = Dimension(config.num_kv_heads).part(group)
+    heads = ShardedDimension(config.num_kv_heads).part(group)
     return GroupCache(own=KVTensors.within(memory, heads), whole=KVTensors.within(memory, slice(None)))
 
 

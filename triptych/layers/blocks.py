@@ -13,7 +13,7 @@ from triptych.layers.attention.base import AttentionBackend, AttentionBatch
 from triptych.layers.compiled_layer import AttendLayer, FinishLayer
 from triptych.layers.decoder_config import DecoderConfig, MoEConfig
 from triptych.layers.linear import Linear, PackedLinear, RMSNorm
-from triptych.layers.parallel import Dimension
+from triptych.layers.parallel import ShardedDimension
 from triptych.layers.pointwise import rotate, silu_and_mul
 from triptych.layers.products import CompiledProduct
 from triptych.layers.weights import WeightReader
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.window = config.window_of(index)
         if self.window is not None and not backend.takes_windows:
             raise ConfigError("layers with sliding windows are served on CPUs only so far")
-        queries, keys = Dimension(config.num_heads, head_dim), Dimension(config.num_kv_heads, head_dim)
+        queries, keys = ShardedDimension(config.num_heads, head_dim), ShardedDimension(config.num_kv_heads, head_dim)
         self.qkv = reader.column_parallel(
             {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys},
             config.hidden_size,
@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module):
 
 def load_dense_mlp(config: DecoderConfig, reader: WeightReader, prefix: str) -> GatedMLP:
     """Load this rank's part of a dense layer's MLP."""
-    hidden, intermediate = config.hidden_size, Dimension(config.intermediate_size)
+    hidden, intermediate = config.hidden_size, ShardedDimension(config.intermediate_size)
     return GatedMLP(
         gate_up=reader.column_parallel(
             {f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}, hidden
@@ -130,7 +130,7 @@ def load_dense_mlp(config: DecoderConfig, reader: WeightReader, prefix: str) -> 
 def load_mixture(config: DecoderConfig, moe: MoEConfig, reader: WeightReader, prefix: str) -> MixtureOfExperts:
     """Load a layer's router, and this rank's part of each expert. The router isn't packed: rounding could change which
     experts run."""
-    hidden, intermediate = config.hidden_size, Dimension(moe.moe_intermediate_size)
+    hidden, intermediate = config.hidden_size, ShardedDimension(moe.moe_intermediate_size)
     gate_ups = reader.expert_gate_ups(f"{prefix}.experts", moe.num_experts, intermediate, hidden)
     downs = reader.expert_downs(f"{prefix}.experts", moe.num_experts, hidden, intermediate)
     experts = [GatedMLP(gate_up, down) for gate_up, down in zip(gate_ups, downs, strict=True)]

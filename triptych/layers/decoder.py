@@ -13,7 +13,7 @@ from triptych.layers.blocks import DecoderLayer, LayerContext
 from triptych.layers.decoder_config import DecoderConfig, MoEConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.linear import WeightFormat, frozen
-from triptych.layers.parallel import SINGLE_RANK, Dimension, Group
+from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
 from triptych.layers.rope import Rope
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
 
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
             reader.ignore(HEAD)  # some tied checkpoints store it anyway
-        part = Dimension(config.vocab_size).part(reader.group)
+        part = ShardedDimension(config.vocab_size).part(reader.group)
         self.num_logits = config.vocab_size if reader.group.rank == 0 else part.stop - part.start
         self.head = reader.head(self.embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden))
 

@@ -137,7 +137,7 @@ class AllReduce(nn.Module):
         return self._group.all_reduce(self.module(activations))
 
 
-class Gather(nn.Module):
+class GatherLogits(nn.Module):
     """Concatenates the outputs of the ranks' ``module`` on rank 0."""
 
     def __init__(self, module: nn.Module, group: Group) -> None:
@@ -150,7 +150,7 @@ class Gather(nn.Module):
 
 
 @dataclass(frozen=True)
-class Dimension:
+class ShardedDimension:
     """A weight's dimension that is divided among the ranks in whole units, such as heads.
 
     If there are fewer units than ranks, consecutive ranks share a unit.

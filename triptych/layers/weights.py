@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers.linear import Linear, LMHead, PlainFormat, RMSNorm, WeightFormat
-from triptych.layers.parallel import AllReduce, Dimension, Gather, Group
+from triptych.layers.parallel import AllReduce, GatherLogits, Group, ShardedDimension
 
 HEAD = "head.weight"
 """The decoder's own name for the output projection."""
@@ -77,14 +77,14 @@ class WeightReader:
         self._read.add(key)
         return self._checkpoint.read([key])[key]
 
-    def column_parallel(self, layers: dict[str, Dimension], in_features: int, bias: bool = False) -> Linear:
+    def column_parallel(self, layers: dict[str, ShardedDimension], in_features: int, bias: bool = False) -> Linear:
         """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them."""
         parts = [(name, out, out.part(self.group)) for name, out in layers.items()]
         weights = [self.tensor(f"{name}.weight", (out.size, in_features))[part] for name, out, part in parts]
         biases = [self.tensor(f"{name}.bias", (out.size,))[part] for name, out, part in parts] if bias else []
         return self.weights.linear(concatenate(weights), concatenate(biases) if bias else None, self.device)
 
-    def row_parallel(self, name: str, out_features: int, inputs: Dimension, bias: bool = False) -> Linear:
+    def row_parallel(self, name: str, out_features: int, inputs: ShardedDimension, bias: bool = False) -> Linear:
         """Load a layer over this rank's part of the inputs; the ranks' outputs still have to be summed."""
         weight = self.tensor(f"{name}.weight", (out_features, inputs.size))[:, inputs.part(self.group)]
         vector = self.tensor(f"{name}.bias", (out_features,)) if bias else None
@@ -98,15 +98,17 @@ class WeightReader:
         """Make the projection to the vocabulary from ``weight`` [vocab, hidden]; rank 0 gathers all logits."""
         if self.group.size == 1:
             return self.weights.head(weight, self.device)
-        part = self.weights.high_precision(weight[Dimension(len(weight)).part(self.group)], None, self.device)
-        return LMHead(Gather(part, self.group))
+        part = self.weights.high_precision(weight[ShardedDimension(len(weight)).part(self.group)], None, self.device)
+        return LMHead(GatherLogits(part, self.group))
 
     def plain_linear(self, name: str, out_features: int, in_features: int) -> Linear:
         """Load a whole layer with its weight in the activations' dtype, whatever the weight format."""
         weight = self.tensor(f"{name}.weight", (out_features, in_features))
         return PlainFormat(self.weights.activations).linear(weight, None, self.device)
 
-    def expert_gate_ups(self, name: str, num_experts: int, intermediate: Dimension, in_features: int) -> list[Linear]:
+    def expert_gate_ups(
+        self, name: str, num_experts: int, intermediate: ShardedDimension, in_features: int
+    ) -> list[Linear]:
         """Load one column-parallel layer per expert, gate and up fused; ``name`` is the experts' prefix."""
         if self._keys.experts is ExpertLayout.SEPARATE:
             pairs = [(f"{name}.{expert}.gate_proj", f"{name}.{expert}.up_proj") for expert in range(num_experts)]
@@ -116,7 +118,9 @@ class WeightReader:
         fused = [weight.unflatten(0, (2, -1))[:, part].flatten(0, 1) for weight in stacked]
         return [self.weights.linear(weight, None, self.device) for weight in fused]
 
-    def expert_downs(self, name: str, num_experts: int, out_features: int, intermediate: Dimension) -> list[Linear]:
+    def expert_downs(
+        self, name: str, num_experts: int, out_features: int, intermediate: ShardedDimension
+    ) -> list[Linear]:
         """Load one row-parallel layer per expert; ``name`` is the experts' prefix."""
         if self._keys.experts is ExpertLayout.SEPARATE:
             names = [f"{name}.{expert}.down_proj" for expert in range(num_experts)]

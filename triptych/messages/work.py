@@ -119,7 +119,7 @@ class InstanceStatus(Struct, frozen=True):
     pid: int
     outstanding: float
     """Cost of its assigned, unfinished work, as in ``router/registry.py``."""
-    silent: float
+    seconds_since_heartbeat: float
     """Seconds since its last heartbeat."""
     load: Load
     next_role: Role | None = None

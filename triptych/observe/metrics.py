@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 
-from triptych.observe.requests import GenerationRecord, RequestRecord
+from triptych.observe.requests import ChoiceRecord, RequestRecord
 from triptych.observe.timeline import Interval
 
 PREFIX = "triptych:"
@@ -75,7 +75,7 @@ class Metrics:
 
     # ── generations: called by the router ────────────────────────────────────────────────────────────────────
 
-    def admitted(self, generation: GenerationRecord) -> None:
+    def admitted(self, generation: ChoiceRecord) -> None:
         if generation.counted:
             self._prompt_tokens.inc(generation.num_prompt)
             self._items.inc(generation.num_items)
@@ -84,7 +84,7 @@ class Metrics:
     def rejected(self, error: Exception) -> None:
         self._rejections.labels(type(error).__name__).inc()
 
-    def received_tokens(self, generation: GenerationRecord, count: int, now: float) -> None:
+    def received_tokens(self, generation: ChoiceRecord, count: int, now: float) -> None:
         """Count new tokens of a generation, also in its record."""
         if generation.counted:
             self._generation_tokens.inc(count)
@@ -96,7 +96,7 @@ class Metrics:
         generation.last_token = now
         generation.num_tokens += count
 
-    def ended(self, generation: GenerationRecord, now: float) -> None:
+    def ended(self, generation: ChoiceRecord, now: float) -> None:
         """Observe a generation that has its finish reason."""
         if not generation.counted:
             return

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 import msgspec
 
 from triptych.errors import StartError
-from triptych.observe.requests import GenerationRecord, RequestRecord
+from triptych.observe.requests import ChoiceRecord, RequestRecord
 from triptych.observe.timeline import Interval, as_json
 
 
@@ -93,6 +93,6 @@ def read_line(text: str) -> tuple[str, datetime, list[Interval]] | None:
     )
 
 
-def _first_token_ms(began: float, generations: Iterable[GenerationRecord]) -> float | None:
+def _first_token_ms(began: float, generations: Iterable[ChoiceRecord]) -> float | None:
     first = min((one.first_token for one in generations if one.first_token), default=None)
     return None if first is None else round((first - began) * 1000, 3)

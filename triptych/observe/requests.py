@@ -14,7 +14,7 @@ from triptych.observe.timeline import Interval
 
 
 @dataclass(eq=False)
-class GenerationRecord:
+class ChoiceRecord:
     """Record of one choice of a request, from admission to its end. Times are in seconds since the epoch, 0 for not
     yet."""
 
@@ -67,7 +67,7 @@ class RequestRecord:
     """The trace that it was exported as."""
     error: str | None = None
     """Name of the error that it was answered with."""
-    generations: list[GenerationRecord] = field(default_factory=list)
+    generations: list[ChoiceRecord] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)
     ending: ExitStack = field(default_factory=ExitStack)
     """Callbacks for when the request is over and its answer sent."""
@@ -111,10 +111,10 @@ def seconds_spent() -> float:
     return time.time() - record.began if record else 0.0
 
 
-def begin_generation(num_prompt: int, num_items: int) -> GenerationRecord:
+def begin_choice(num_prompt: int, num_items: int) -> ChoiceRecord:
     """Create the record of a new choice of the current request, or of none."""
     now, record = time.time(), CURRENT.get()
-    generation = GenerationRecord(num_prompt, num_items, record.began if record else now, record is not None, now)
+    generation = ChoiceRecord(num_prompt, num_items, record.began if record else now, record is not None, now)
     if record is not None:
         record.generations.append(generation)
     return generation

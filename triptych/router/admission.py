@@ -55,7 +55,7 @@ class QueuedRequest:
         return bool(self.prompt.items) or self.generate.sampling.grammar is not None
 
 
-class RunningRequest(Protocol):
+class InFlightRequest(Protocol):
     """A request that has been dispatched to an instance and has not ended."""
 
     queued: QueuedRequest
@@ -116,7 +116,7 @@ class Admission:
             if not self._preparing[client]:
                 del self._preparing[client]
 
-    def check_capacity(self, client: str, running: Collection[RunningRequest], now: float) -> None:
+    def check_capacity(self, client: str, running: Collection[InFlightRequest], now: float) -> None:
         """Raise RateLimited if the client is at its limit, and Overloaded if the service is at its limit."""
         here = len(running) + len(self._queue) + self._preparing.total()
         if here >= self._config.max_queue:
@@ -130,7 +130,7 @@ class Admission:
     def check(
         self,
         client: str,
-        running: Collection[RunningRequest],
+        running: Collection[InFlightRequest],
         *,
         has_media: bool,
         now: float,
@@ -175,7 +175,7 @@ class Admission:
         )
 
     def next_dispatch(
-        self, running: Collection[RunningRequest], instances: Collection[Instance]
+        self, running: Collection[InFlightRequest], instances: Collection[Instance]
     ) -> tuple[QueuedRequest, Instance] | None:
         """Dequeue the next request that an instance has room for, and choose that instance; None if there is none.
 

@@ -92,7 +92,7 @@ class Mean:
 
 
 @dataclass
-class Pace:
+class SecondsPerCost:
     """Seconds of computing per cost, as a ratio of sums. A mean of ratios would be dominated by cheap requests, which
     have the most overhead per cost, and would overestimate expensive ones."""
 
@@ -141,7 +141,7 @@ class Forecast:
     encode_rate: Rate = field(default_factory=Rate)
     margin: Margin = field(default_factory=Margin)
     _generated: Mean = field(default_factory=Mean)
-    _pace: Pace = field(default_factory=Pace)
+    _pace: SecondsPerCost = field(default_factory=SecondsPerCost)
     _mean_cost: Mean = field(default_factory=Mean)
 
     def cost(self, num_prompt: int, max_tokens: int) -> float:

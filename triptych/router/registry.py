@@ -48,7 +48,7 @@ class InstanceLease:
             address=self.address,
             pid=self.pid,
             outstanding=self.outstanding,
-            silent=max(0.0, now - self.last_seen),
+            seconds_since_heartbeat=max(0.0, now - self.last_seen),
             load=self.stats.load,
             next_role=self.next_role,
         )

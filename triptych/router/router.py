@@ -49,7 +49,7 @@ from triptych.messages.work import (
     time_left,
 )
 from triptych.observe.metrics import Metrics
-from triptych.observe.requests import begin_generation, current_client, seconds_spent
+from triptych.observe.requests import begin_choice, current_client, seconds_spent
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission, QueuedRequest
@@ -173,7 +173,7 @@ class Router:
             timeout=time_left(timeout, 0.0),
             client=client,
         )
-        stream = TokenStream(request, begin_generation(len(prompt.tokens), len(prompt.items)), read)
+        stream = TokenStream(request, begin_choice(len(prompt.tokens), len(prompt.items)), read)
         self.metrics.admitted(stream.record)
         now = self._clock()
         self._streams[request] = stream

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 from triptych.errors import InternalError, TriptychError
 from triptych.messages.work import Tokens
-from triptych.observe.requests import GenerationRecord
+from triptych.observe.requests import ChoiceRecord
 from triptych.observe.timeline import Interval
 from triptych.types import RequestId
 
@@ -24,7 +24,7 @@ answer is complete."""
 class TokenStream:
     """Asynchronous stream of one request's tokens. Ends after the tokens that carry a finish reason."""
 
-    def __init__(self, request: RequestId, record: GenerationRecord, read: TokenReader | None = None) -> None:
+    def __init__(self, request: RequestId, record: ChoiceRecord, read: TokenReader | None = None) -> None:
         self.request = request
         self.record = record
         self._read = read

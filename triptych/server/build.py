@@ -18,7 +18,7 @@ from triptych.server.components import Components, layouts
 from triptych.server.instance import Instance
 from triptych.server.load_progress import LoadProgress
 from triptych.server.model_bundle import ModelBundle
-from triptych.server.ranks import ChildRanks, NoRanks, Ranks
+from triptych.server.ranks import ChildRanks, NoChildRanks, Ranks
 from triptych.topology import Role
 from triptych.transfer.fabrics.opening import open_fabrics
 from triptych.transfer.sender import Sender
@@ -113,7 +113,7 @@ def _start_ranks(spec: InstanceSpec, model: ModelBundle, instance: Instance) -> 
     """Start the processes that share the decoder with this one, after checking that it can be sharded so."""
     check_device(model, spec.role)
     if (size := spec.num_ranks) == 1:
-        return NoRanks()
+        return NoChildRanks()
     check_ranks(model.device, size)
     model.adapter.decoder_config.shard(size)
     return ChildRanks(spec.model, spec.engine, size, instance.fail)

@@ -79,7 +79,7 @@ class Ranks(Protocol):
         """End all of them."""
 
 
-class NoRanks:
+class NoChildRanks:
     """The ranks of an instance that is a single process: there are no others."""
 
     cache = ""
