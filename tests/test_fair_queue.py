@@ -94,7 +94,7 @@ def test_cost_ahead_bounds_the_work_started_first(before: list[Any], new: tuple[
     for number, (client, cost, priority, kind) in enumerate(before):
         queue.add(number, client, cost, priority, kind)
     client, cost, priority, kind = new
-    foretold = queue.cost_ahead(client, cost, priority, kind if of_its_kind else None)
+    predicted = queue.cost_ahead(client, cost, priority, kind if of_its_kind else None)
     mine = queue.add(-1, client, cost, priority, kind)
     started = 0.0
     may_start = {number for number, one in enumerate([*before, new]) if not of_its_kind or one[3] == kind}
@@ -102,7 +102,7 @@ def test_cost_ahead_bounds_the_work_started_first(before: list[Any], new: tuple[
         assert ticket is not None
         started += ticket.cost
     largest = max((one[1] for one in before), default=0)
-    assert started <= foretold + len(CALLERS) * max(largest, cost)
+    assert started <= predicted + len(CALLERS) * max(largest, cost)
 
 
 def test_work_that_may_not_start_is_passed_by_also_by_its_own_clients_other_work() -> None:

@@ -1,4 +1,4 @@
-"""The linter refuses what would run code from outside, or open ports to everybody; and rules that it doesn't have."""
+"""The linter refuses what would run code from outside, or open ports to all addresses; and rules that it lacks."""
 
 import ast
 import re

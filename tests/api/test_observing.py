@@ -17,7 +17,7 @@ from tests.support.serving import CHAT, Served, image, image_part, served, text_
 from triptych.cli import main
 from triptych.config import ObserveConfig
 
-SECRET = "a prompt that nobody else may read"
+SECRET = "a prompt that stays private"
 
 
 @dataclass
@@ -213,7 +213,7 @@ def test_a_request_or_a_window_of_the_log_becomes_a_file_for_perfetto(
     assert later == {"second"}
     earlier = {event["args"]["request_id"] for event in traced("--until", second["time"]) if event["ph"] == "X"}
     assert {"first", "second"} <= earlier
-    for wrong in (["nobody"], ["--since", "noon"]):
+    for wrong in (["unknown"], ["--since", "noon"]):
         with pytest.raises(SystemExit) as ended:
             main(["trace", *wrong, "--log", str(log_file), "--out", str(tmp_path / "none.json")])
         assert ended.value.code == 1

@@ -1,4 +1,4 @@
-"""One of two instances that decode is killed, or stopped, or to become something else: the other goes on with what it
+"""One of two instances that decode is killed, or stopped, or to become something else: the other continues with what it
 had, and clients see a pause."""
 
 import contextlib

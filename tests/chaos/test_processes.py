@@ -1,5 +1,5 @@
 """Instances and the frontend are killed and stopped while requests are under way: what is asked ends, in the right
-answer or an error with a name; what is left goes on, and holds nothing more than before."""
+answer or an error with a name; what is left keeps serving, and holds nothing more than before."""
 
 import os
 import re

@@ -88,7 +88,7 @@ def ended(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, l
 
 @pytest.mark.parametrize("command", ["run", "demo"])
 def test_a_service_that_cannot_be_reached(start: Start, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    with socket.socket() as taken:  # bound, but nobody listens
+    with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         start(url)

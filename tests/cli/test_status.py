@@ -1,4 +1,4 @@
-"""``triptych status``: what it refuses before it asks anybody, who gets an answer, and what it shows."""
+"""``triptych status``: what it refuses before it connects, who gets an answer, and what it shows."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What real processes log: a time on every line and, asked for JSON, one object a line, whoever writes it."""
+"""What real processes log: a time on every line and, asked for JSON, one object a line, from every process."""
 
 import json
 import os

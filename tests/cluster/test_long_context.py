@@ -1,4 +1,4 @@
-"""Long prompts, in as much memory as was foretold."""
+"""Long prompts, in as much memory as was predicted."""
 
 import re
 from dataclasses import replace
@@ -15,7 +15,7 @@ SMALL = ("--port", "0", "--kv-cache-memory", "1MiB")
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 
 
-def foretold(service: Command, what: str) -> float:
+def predicted(service: Command, what: str) -> float:
     """Bytes that the log names."""
     found = service.wait_for_line(rf"{what} ([\d.]+) (MiB|GiB)", 1.0)
     return float(found[1]) * UNITS[found[2]]
@@ -40,8 +40,8 @@ def test_a_prompt_of_32k_tokens_takes_the_estimated_memory(tmp_path: Path, dtype
     settings = ("--dtype", dtype, "--kv-cache-tokens", str(CONTEXT), "--max-num-seqs", "4", "--port", "0")
     with triptych("serve", folder, "--topology", "1EPD", "--threads", "1", *settings) as service:
         url = service.wait_until_ready()
-        before, most = foretold(service, "memory:"), foretold(service, "at most")
-        kv_cache = foretold(service, r"pages,")
+        before, most = predicted(service, "memory:"), predicted(service, "at most")
+        kv_cache = predicted(service, r"pages,")
         response = ask(url, CONTEXT - 200)
         assert response.status_code == 200, response.text
         assert CONTEXT - 200 <= response.json()["usage"]["prompt_tokens"] <= CONTEXT

@@ -93,7 +93,7 @@ def test_instances_join_one_by_one(folder: Path, tmp_path: Path) -> None:
             assert httpx.get(f"{url}/ready", trust_env=False).status_code == 503
             door.send(signal.SIGTERM)
             assert door.end() == 0
-            assert encode.end() == 0, "it is told to stop"
+            assert encode.end() == 0, "the frontend stops it"
 
 
 def test_a_missing_key_is_named_on_the_terminal(folder_without_a_key: Path) -> None:

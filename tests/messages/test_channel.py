@@ -104,14 +104,14 @@ def test_a_peer_that_does_not_read_becomes_unavailable_and_others_do_not(
 ) -> None:
     one, other = pair
     monkeypatch.setattr(channels, "OUTBOX_MESSAGES", 10)
-    nobody = Address("tcp://127.0.0.1:1")
+    absent = Address("tcp://127.0.0.1:1")
     with pytest.raises(Unavailable):
         for number in range(1000):
-            one.send(nobody, beat(number))
+            one.send(absent, beat(number))
     one.send(other.address, beat(1))
     assert receive(other, 1) == [beat(1)]
-    one.disconnect(nobody)
-    one.send(nobody, beat(1))  # a new outbox
+    one.disconnect(absent)
+    one.send(absent, beat(1))  # a new outbox
 
 
 def test_two_peers_on_ipv6_understand_each_other() -> None:

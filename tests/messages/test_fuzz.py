@@ -1,7 +1,7 @@
-"""Hostile frames on every internal socket: nothing crashes, nothing grows, and the service goes on answering rightly.
+"""Hostile frames on every internal socket: nothing crashes, nothing grows, and the service keeps giving right answers.
 
 Kinds of messages are left out where they do what they say: ``Stop`` ends an instance, ``ChangeRole`` gives it another
-role. Whoever may send them may send anything, which is what the cluster secret decides (docs/decisions/0010-trust.md).
+role. A process that may send them may send anything. The cluster secret decides that (docs/decisions/0010-trust.md).
 """
 
 import asyncio
@@ -77,7 +77,7 @@ NUM_FRAMES = [2_000, pytest.param(100_000, marks=pytest.mark.slow)]
 IDS = [f"fuzz/{number}" for number in range(4)]
 ID_FIELDS, ADDRESS_FIELDS = ("transfer", "request", "key"), ("address", "consumer", "producer", "sender", "reply_to")
 NAMES = (*ID_FIELDS, *ADDRESS_FIELDS)
-FOREIGN = [f"tcp://127.66.{number}.1:9" for number in range(16)]  # loopback, where nobody listens
+FOREIGN = [f"tcp://127.66.{number}.1:9" for number in range(16)]  # loopback, where nothing listens
 NO_ADDRESSES = ["", "nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "inproc://zeromq.zap.01", "ipc:///tmp/x", "\0"]
 INTS = [0, 1, 2, 3, 7, 16, 64, 255, -1, 2**31, 2**32, 2**63 - 1, -(2**63)]
 FLOATS = [0.0, 1.0, 0.5, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]
@@ -105,7 +105,7 @@ class Nonsense:
         self._random = random.Random(seed)
         self._kinds = [kind for kind in KINDS if kind not in without]
         self._meant = [kind for kind in self._kinds if kind in meant] or self._kinds
-        # an instance's own registration with another address is that of an instance, as far as anybody can tell
+        # an instance's own registration with another address is that of an instance, as far as the router can tell
         self._seen = [message for message in seen if type(message) in self._kinds and type(message) is not Register]
         self._ids = ids
         self._addresses = [*addresses, *FOREIGN, *NO_ADDRESSES]
@@ -391,7 +391,7 @@ def is_idle(service: Running) -> bool:
 
 
 async def settled_answer(service: Running) -> list[int]:
-    """The answer, once instances that were told that they are forgotten are known again."""
+    """The answer, once instances that were asked to register again have done so."""
     async with asyncio.timeout(SETTLING):
         while True:
             try:
@@ -409,7 +409,7 @@ async def until(condition: Callable[[], object]) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keeps what is logged out of pytest's memory, which it would fill. Nothing may be logged with a traceback: those
-    are errors that nobody had thought of."""
+    are errors that were not foreseen."""
     unforeseen: list[str] = []
 
     class Listener(logging.Handler):

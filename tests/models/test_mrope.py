@@ -160,7 +160,7 @@ def test_as_the_reference(family: str, count: int) -> None:
 
 
 def test_positions_other_than_a_grid() -> None:
-    """A shape that isn't a grid: what follows goes on where the shape says."""
+    """A shape that isn't a grid: what follows continues where the shape says."""
     shape = MediaPositions(np.array([[0, 0, 5.0], [0, 1, 1], [3, 2, 1]]), advance=4)
     positions = mrope_positions(6, [Span(1, 3)], [shape])
     assert positions.prompt.tolist() == [[0, 1, 1, 6, 5, 6], [0, 1, 2, 2, 5, 6], [0, 4, 3, 2, 5, 6]]

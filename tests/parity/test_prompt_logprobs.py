@@ -29,7 +29,7 @@ async def reports(service: Running, messages: Messages, **sampling: Any) -> list
     return [report async for report in stream]
 
 
-async def told(service: Running, messages: Messages, **sampling: Any) -> tuple[PromptLogprobs, list[int]]:
+async def logprobs_of(service: Running, messages: Messages, **sampling: Any) -> tuple[PromptLogprobs, list[int]]:
     """What an answer says of its prompt, and its tokens."""
     first, *others = await reports(service, messages, **sampling)
     assert first.prompt_logprobs is not None, "they come with the first token"
@@ -73,7 +73,7 @@ def test_prompt_logprobs_are_those_of_transformers(model: Model, topology: str, 
 
     async def run() -> list[tuple[PromptLogprobs, list[int]]]:
         async with running(model.folder, topology, replace(FLOAT32, max_num_batched_tokens=chunk)) as service:
-            asking = (told(service, messages) for messages in REQUESTS)
+            asking = (logprobs_of(service, messages) for messages in REQUESTS)
             found, others = await asyncio.gather(
                 asyncio.gather(*asking), service.answers(REQUESTS[:3], max_tokens=8, cache_salt="other")
             )
@@ -95,7 +95,7 @@ def test_cached_prompt_tokens_are_computed_for_prompt_logprobs(model: Model, top
                 length = len(model.prompts[case].tokens)
                 await service.answer(REQUESTS[case], max_tokens=1)
                 before = computing.num_computed_tokens
-                scored, _ = await told(service, REQUESTS[case], max_tokens=1)
+                scored, _ = await logprobs_of(service, REQUESTS[case], max_tokens=1)
                 assert computing.num_computed_tokens - before == length
                 check(model, case, scored)
                 (last,) = await reports(service, REQUESTS[case], max_tokens=1)
@@ -117,7 +117,7 @@ def test_preempted_requests_report_prompt_logprobs_once_and_completely(model: Mo
 
     async def run() -> tuple[list[tuple[PromptLogprobs, list[int]]], int]:
         async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
-            found = await asyncio.gather(*(told(service, messages, max_tokens=32) for messages in REQUESTS))
+            found = await asyncio.gather(*(logprobs_of(service, messages, max_tokens=32) for messages in REQUESTS))
             return list(found), service.engine_loops()[0].scheduler.num_preemptions
 
     found, preemptions = asyncio.run(run())
@@ -130,7 +130,10 @@ def test_each_request_gets_the_number_of_logprobs_it_requests(model: Model) -> N
         async with running(model.folder, "1E1PD") as service:
             wanted = [0, 20, 3]
             found = await asyncio.gather(
-                *(told(service, REQUESTS[0], prompt_logprobs=most, temperature=0.9, seed=most) for most in wanted)
+                *(
+                    logprobs_of(service, REQUESTS[0], prompt_logprobs=most, temperature=0.9, seed=most)
+                    for most in wanted
+                )
             )
             for most, (scored, _) in zip(wanted, found, strict=True):
                 check(model, 0, scored, most)

@@ -75,7 +75,7 @@ def test_one_sequence_at_a_time(model: Model) -> None:
 
 
 def test_many_requests_with_all_pools_tiny(model: Model) -> None:
-    """No deadlock and no starvation, whoever waits for whom."""
+    """No deadlock and no starvation, whichever side waits."""
     longest = max(len(prompt.tokens) for prompt in model.prompts) + 4
     pages = -(-longest // FLOAT32.page_size) + 1
     engine = replace(
@@ -154,11 +154,11 @@ async def reports(service: Running, messages: Any, **sampling: Any) -> list[tupl
     prompt = front.prompt_builder.build(messages)
     settings = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | sampling))
     stream = front.router.submit(prompt, settings, sorted(front.tokenizer.eos_token_ids))
-    told = [report async for report in stream]
-    tokens = [token for report in told for token in report.tokens]
-    logprobs = [[top for top, _ in entry.top] for report in told for entry in report.logprobs]
+    reports = [report async for report in stream]
+    tokens = [token for report in reports for token in report.tokens]
+    logprobs = [[top for top, _ in entry.top] for report in reports for entry in report.logprobs]
     likeliest = logprobs or [[] for _ in tokens]
-    return [(token, top, told[-1].finish_reason) for token, top in zip(tokens, likeliest, strict=True)]
+    return [(token, top, reports[-1].finish_reason) for token, top in zip(tokens, likeliest, strict=True)]
 
 
 def test_kv_that_the_decode_instance_has_is_not_sent(model: Model) -> None:

@@ -1,4 +1,4 @@
-"""Thoughts, calls and text told apart, however the text is split."""
+"""Reasoning, tool calls and text are separated, however the text is split."""
 
 import itertools
 import json

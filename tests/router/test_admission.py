@@ -243,7 +243,7 @@ def test_requests_that_exceed_their_deadline_in_the_queue_fail() -> None:
 
 
 def test_nothing_is_encoded_for_a_language_instance_that_is_gone() -> None:
-    """Rows that were offered to it after the encoder was told that it is gone would be kept for ever."""
+    """Rows that were offered to it after the encoder learned that it is gone would be kept for ever."""
     harness = harness_of(E0, PD0, PD1, encode_batch_patches=1)
     streams = [harness.submit(*[1.0] * 9, client=client) for client in "abc"]
     assert [to for to, _ in harness.of(Generate)] == [PD0, PD1, PD0]
@@ -342,27 +342,27 @@ def test_fewer_are_let_in_where_requests_took_longer_than_forecast() -> None:
     assert 2 <= admitted_by(longer) <= 0.7 * admitted_by(as_reasoning)
 
 
-def lessons(harness: RouterHarness) -> list[float]:
+def recorded_errors(harness: RouterHarness) -> list[float]:
     """The durations of the requests that the margin records from now on."""
-    told: list[float] = []
+    recorded: list[float] = []
     margin = harness.router.debug_state().forecast.margin
     add = margin.add
 
     def noted(expected: float, seconds: float, now: float) -> None:
-        told.append(seconds)
+        recorded.append(seconds)
         add(expected, seconds, now)
 
     margin.add = noted  # type: ignore[method-assign]
-    return told
+    return recorded
 
 
 def test_late_requests_update_the_forecast_queued_or_running() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
-    told, margin = lessons(harness), harness.router.debug_state().forecast.margin
+    recorded, margin = recorded_errors(harness), harness.router.debug_state().forecast.margin
     streams = [harness.submit() for _ in range(2 * ROOM)]
     harness.wait(21, PD0)
     assert all(stream.record.error == "DeadlineExceeded" for stream in streams)
-    assert len(told) == 2 * ROOM
+    assert len(recorded) == 2 * ROOM
     assert margin.factor(harness.now) > 1.5
 
 
@@ -451,21 +451,21 @@ def test_a_probe_of_the_stages_is_let_in_whatever_the_forecast_and_teaches_nothi
     harness.submit()
     with pytest.raises(Overloaded):
         harness.submit(timeout=1.0)
-    before, told = forecast.mean_cost, lessons(harness)
+    before, recorded = forecast.mean_cost, recorded_errors(harness)
     probe = harness.submit(timeout=1.0, priority=PROBE_PRIORITY)
     finish(harness, probe)
-    assert (forecast.mean_cost, told) == (before, [])
+    assert (forecast.mean_cost, recorded) == (before, [])
 
 
 def test_cancelled_requests_update_the_forecast_only_if_late() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
-    told = lessons(harness)
+    recorded = recorded_errors(harness)
     early, late = harness.submit(), harness.submit()
     harness.router.cancel(early.request)
-    assert not told
+    assert not recorded
     harness.wait(10, PD0)
     harness.router.cancel(late.request)
-    assert len(told) == 1
+    assert len(recorded) == 1
 
 
 STEPS: dict[str, Callable[[RouterHarness, TokenStream], object]] = {

@@ -12,7 +12,7 @@ def margin_of(*times: float) -> Margin:
 
 def test_forecasts_that_came_true_are_taken_at_their_word() -> None:
     assert margin_of(*[1.0] * 50).factor(0.0) == 1
-    assert margin_of(*[0.5] * 50).factor(0.0) == 1, "nobody is let in for being quicker than thought"
+    assert margin_of(*[0.5] * 50).factor(0.0) == 1, "a margin below 1 would admit too much"
 
 
 def test_few_exceed_the_margin() -> None:

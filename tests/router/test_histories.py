@@ -114,7 +114,7 @@ class History:
         return report
 
     def complete(self) -> None:
-        """An answer has all that it needs; one in line hasn't begun."""
+        """An answer has all that it needs; a queued one hasn't begun."""
         if begun := [one for one in self.streams if one.record.first_token]:
             self.router.complete(self.rng.choice(begun).request)
 

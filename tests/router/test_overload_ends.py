@@ -142,7 +142,7 @@ def test_old_measurements_cause_no_rejections_even_under_constant_load() -> None
 
 
 def test_a_rate_is_what_is_done_not_what_has_ended() -> None:
-    """Four answers that take minutes: nobody ends, and yet work is done as fast as ever."""
+    """Four answers that take minutes: no request ends, and yet work is done as fast as ever."""
     service = Service()
     for _ in range(20):
         service.submit(30)

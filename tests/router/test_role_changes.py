@@ -111,7 +111,7 @@ def test_a_draining_instance_gets_nothing_new_but_ends_what_it_has() -> None:
 
 
 def test_a_draining_prefill_instance_still_serves_requests_in_flight() -> None:
-    """With --force: nobody new is let in, and nobody who is in is lost."""
+    """With --force: no new request is admitted, and no admitted one is lost."""
     harness = RouterHarness("p0", "d0")
     stream = harness.submit()
     harness.set_role("p0", Role.PD, force=True)
@@ -123,7 +123,7 @@ def test_a_draining_prefill_instance_still_serves_requests_in_flight() -> None:
     harness.register("p0", Role.PD)
     assert harness.router.can_serve
     harness.router.handle(Tokens(stream.request, [3]))
-    harness.need_prefill(stream, generated=(3,))  # it lost its pages, and nobody is there any more to prefill for it
+    harness.need_prefill(stream, generated=(3,))  # it lost its pages, and no prefill instance is left
     to, again = harness.of(Generate)[-1]
     assert (to, again.generated) == ("p0", [3])
 
@@ -140,7 +140,7 @@ def test_an_instance_that_keeps_its_role_is_given_work_again() -> None:
     assert harness.set_role("pd0", Role.P, force=True) == [ChangeRole(Role.P, 30.0)]
 
 
-@pytest.mark.parametrize("how", ["leaves", "falls silent"])
+@pytest.mark.parametrize("how", ["leaves", "stops its heartbeats"])
 def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
     harness = RouterHarness("pd0", "pd1", "pd2")
     stream = harness.submit()
@@ -156,7 +156,7 @@ def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
     (answer,) = harness.answers()
     assert isinstance(answer, RoleRefused)
     assert "has left" in answer.reason or "no heartbeat" in answer.reason
-    assert harness.of(Generate)[-1][0] == "pd1", "its request goes on"
+    assert harness.of(Generate)[-1][0] == "pd1", "its request continues"
     harness.register("pd0", Role.PD)
     harness.router.cancel(stream.request)
     assert harness.set_role("pd0", Role.P, force=True)[-1] == ChangeRole(Role.P, 30.0)
@@ -190,7 +190,7 @@ def test_without_another_generator_it_fails() -> None:
 @pytest.mark.parametrize(
     ("names", "change", "reason"),
     [
-        (["pd0"], ("nobody", Role.P), "no instance of that name"),
+        (["pd0"], ("absent", Role.P), "no instance of that name"),
         (
             ["p0", "d0"],
             ("p0", Role.D),

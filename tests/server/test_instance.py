@@ -1,4 +1,4 @@
-"""An instance's loop, with a real channel to a frontend that is the test's, and a host that records."""
+"""An instance's loop, with a real channel to a frontend that is the test's, and a loop that records."""
 
 import logging
 import os
@@ -42,9 +42,9 @@ FAST = LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=30.0)
 
 @dataclass
 class Recorder:
-    """Writes down what it is told; ``on_advance`` and ``on_cancel`` may be set to fail or to dawdle."""
+    """Records what it receives; ``on_advance`` and ``on_cancel`` may be set to fail or to dawdle."""
 
-    told: list[Any] = field(default_factory=list)
+    received: list[Any] = field(default_factory=list)
     on_advance: Callable[[], object] = lambda: None
     on_cancel: Callable[[], object] = lambda: None
     on_idle: Callable[[], object] = lambda: None
@@ -58,7 +58,7 @@ class Recorder:
         return {Cancel: self._on_cancel}
 
     def _on_cancel(self, message: Cancel) -> None:
-        self.told.append(message)
+        self.received.append(message)
         self.on_cancel()
 
     def advance(self) -> None:
@@ -66,10 +66,10 @@ class Recorder:
         self.on_advance()
 
     def peer_lost(self, lost: PeerLost) -> None:
-        self.told.append(lost)
+        self.received.append(lost)
 
     def on_lease_lost(self) -> None:
-        self.told.append("on_lease_lost")
+        self.received.append("on_lease_lost")
 
     def check_idle(self) -> None:
         self.on_idle()
@@ -78,7 +78,7 @@ class Recorder:
         stats.resident_bytes = 1
 
     def close(self) -> None:
-        self.told.append("close")
+        self.received.append("close")
 
 
 @dataclass
@@ -103,12 +103,12 @@ class RecorderBuilder:
 class InstanceHarness:
     """A frontend's end of the channel, and an instance whose loop runs in a thread."""
 
-    def __init__(self, lease: LeaseConfig, host: Recorder) -> None:
-        self.channel, self.host = Channel(), host
+    def __init__(self, lease: LeaseConfig, loop: Recorder) -> None:
+        self.channel, self.loop = Channel(), loop
         self.instance = Instance(
             name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), frontend=self.channel.address, lease=lease
         )
-        self.instance.add_loop(host, peer=TransferSide.PRODUCER)
+        self.instance.add_loop(loop, peer=TransferSide.PRODUCER)
         self.received: list[Message] = []
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -159,14 +159,14 @@ def _until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., InstanceHarness]]:
-    desks: list[InstanceHarness] = []
+    harnesses: list[InstanceHarness] = []
 
-    def start_one(lease: LeaseConfig = FAST, host: Recorder | None = None) -> InstanceHarness:
-        desks.append(InstanceHarness(lease, host or Recorder()))
-        return desks[-1]
+    def start_one(lease: LeaseConfig = FAST, loop: Recorder | None = None) -> InstanceHarness:
+        harnesses.append(InstanceHarness(lease, loop or Recorder()))
+        return harnesses[-1]
 
     yield start_one
-    for harness in desks:
+    for harness in harnesses:
         harness.close()
 
 
@@ -192,13 +192,13 @@ def test_it_registers_sends_heartbeats_and_deregisters_on_stop(start: Callable[.
     assert (register.name, register.role, register.address, register.layouts) == ("pd0", Role.PD, address, [LAYOUT])
     _until(lambda: harness.count(Heartbeat, 0.05) >= 3)
     beat = next(message for message in harness.received if isinstance(message, Heartbeat))
-    assert (beat.address, beat.stats.resident_bytes) == (address, 1), "its hosts have told of themselves"
+    assert (beat.address, beat.stats.resident_bytes) == (address, 1), "its loops have reported"
     harness.send(Stop())
     harness.end()
     harness.await_count(Deregister, 1)
     assert harness.received[-1] == Deregister(address)
     assert harness.error is None
-    assert harness.host.told == ["close"]
+    assert harness.loop.received == ["close"]
 
 
 def test_rejection_ends_it(start: Callable[..., InstanceHarness]) -> None:
@@ -208,7 +208,7 @@ def test_rejection_ends_it(start: Callable[..., InstanceHarness]) -> None:
     harness.end()
     assert isinstance(harness.error, StartError)
     assert "it serves another model" in str(harness.error)
-    assert harness.host.told == ["close"]
+    assert harness.loop.received == ["close"]
 
 
 def test_a_frontend_that_does_not_answer_ends_it(start: Callable[..., InstanceHarness]) -> None:
@@ -222,12 +222,12 @@ def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callab
     harness = start()
     harness.join()
     harness.send(RegisterAgain(), RegisterAgain(), RegisterAgain(), cancel("last"))
-    _until(lambda: cancel("last") in harness.host.told)
-    assert harness.host.told == ["on_lease_lost", cancel("last")]
+    _until(lambda: cancel("last") in harness.loop.received)
+    assert harness.loop.received == ["on_lease_lost", cancel("last")]
     harness.await_count(Register, 2)
     harness.send(Registered(30.0), RegisterAgain(), cancel("very last"))
-    _until(lambda: cancel("very last") in harness.host.told)
-    assert harness.host.told.count("on_lease_lost") == 2, "a new lease that is lost is another matter"
+    _until(lambda: cancel("very last") in harness.loop.received)
+    assert harness.loop.received.count("on_lease_lost") == 2, "a new lease that is lost is another matter"
 
 
 def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: Callable[..., InstanceHarness]) -> None:
@@ -239,8 +239,8 @@ def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: 
     harness.send(RegisterAgain())
     harness.await_count(Register, 2)
     harness.send(Registered(30.0), cancel("after"))
-    _until(lambda: cancel("after") in harness.host.told)
-    assert "on_lease_lost" not in harness.host.told
+    _until(lambda: cancel("after") in harness.loop.received)
+    assert "on_lease_lost" not in harness.loop.received
 
 
 def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., InstanceHarness]) -> None:
@@ -250,35 +250,35 @@ def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., I
     harness.send(RegisterAgain())
     harness.await_count(Register, 2)
     harness.send(Registered(30.0), cancel("after"))
-    _until(lambda: cancel("after") in harness.host.told)
+    _until(lambda: cancel("after") in harness.loop.received)
     assert harness.error is None
 
 
 def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Callable[..., InstanceHarness]) -> None:
     harness = start(LeaseConfig(heartbeat=0.05, lease_expiry=0.5))
     harness.join(expiry=0.5)
-    assert "on_lease_lost" not in harness.host.told
-    harness.host.on_advance = once(lambda: time.sleep(0.6))
+    assert "on_lease_lost" not in harness.loop.received
+    harness.loop.on_advance = once(lambda: time.sleep(0.6))
     harness.instance.channel.wake()
-    _until(lambda: "on_lease_lost" in harness.host.told)
+    _until(lambda: "on_lease_lost" in harness.loop.received)
     harness.await_count(Register, 2)
     leave, register = (
         harness.received.index(Deregister(harness.instance.channel.address)),
         _last(harness.received, Register),
     )
     assert leave < register, "the frontend is to fail what was under way, even if it noticed nothing"
-    assert harness.host.told.count("on_lease_lost") == 1
+    assert harness.loop.received.count("on_lease_lost") == 1
 
 
 def test_being_a_little_late_gives_nothing_up(start: Callable[..., InstanceHarness]) -> None:
     harness = start(LeaseConfig(heartbeat=0.05, lease_expiry=30.0))
     harness.join()
-    harness.host.on_advance = once(lambda: time.sleep(0.3))
+    harness.loop.on_advance = once(lambda: time.sleep(0.3))
     harness.send(cancel("after"))
-    _until(lambda: cancel("after") in harness.host.told)
+    _until(lambda: cancel("after") in harness.loop.received)
     beats = harness.count(Heartbeat)
     _until(lambda: harness.count(Heartbeat, 0.05) > beats)
-    assert harness.host.told == [cancel("after")]
+    assert harness.loop.received == [cancel("after")]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BlockError("freed twice")])
@@ -288,11 +288,11 @@ def test_a_message_that_cannot_be_handled_harms_nothing_else(
     def refuse() -> None:
         raise error
 
-    harness = start(host=Recorder(on_cancel=once(refuse)))
+    harness = start(loop=Recorder(on_cancel=once(refuse)))
     harness.join()
     harness.send(cancel("bad"), Registered(30.0), Deregister(Address("not for an instance")), cancel("good"))
-    _until(lambda: cancel("good") in harness.host.told)
-    assert harness.host.told == [cancel("bad"), cancel("good")]
+    _until(lambda: cancel("good") in harness.loop.received)
+    assert harness.loop.received == [cancel("bad"), cancel("good")]
     assert harness.error is None
 
 
@@ -301,7 +301,7 @@ def test_every_stage_loop_receives_peer_lost(start: Callable[..., InstanceHarnes
     harness.join()
     lost = PeerLost(Address("tcp://127.0.0.1:1"), [TransferId("t")])
     harness.send(lost)
-    _until(lambda: lost in harness.host.told)
+    _until(lambda: lost in harness.loop.received)
 
 
 def test_a_leak_is_logged_and_no_reason_to_end(
@@ -310,17 +310,17 @@ def test_a_leak_is_logged_and_no_reason_to_end(
     def leak() -> None:
         raise BlockError("two pages are missing")
 
-    harness = start(host=Recorder(on_idle=once(leak)))
+    harness = start(loop=Recorder(on_idle=once(leak)))
     harness.join()
     _until(lambda: "two pages are missing" in caplog.text)
     harness.send(cancel("after"))
-    _until(lambda: cancel("after") in harness.host.told)
+    _until(lambda: cancel("after") in harness.loop.received)
 
 
 def test_a_host_that_fails_starts_over(start: Callable[..., InstanceHarness], caplog: pytest.LogCaptureFixture) -> None:
     harness = start()
     harness.join()
-    harness.host.on_advance = once(fail)
+    harness.loop.on_advance = once(fail)
     harness.instance.channel.wake()
     harness.await_count(Register, 2)
     assert [type(message) for message in harness.received if not isinstance(message, Heartbeat)] == [
@@ -329,8 +329,8 @@ def test_a_host_that_fails_starts_over(start: Callable[..., InstanceHarness], ca
         Register,
     ]
     harness.send(Registered(30.0), cancel("after"))
-    _until(lambda: cancel("after") in harness.host.told)
-    assert harness.host.told == ["on_lease_lost", cancel("after")]
+    _until(lambda: cancel("after") in harness.loop.received)
+    assert harness.loop.received == ["on_lease_lost", cancel("after")]
     assert "RuntimeError: a bug" in caplog.text, "the traceback"
 
 
@@ -339,12 +339,12 @@ def test_a_host_that_keeps_failing_ends_the_instance(
 ) -> None:
     harness = start()
     harness.join()
-    before = harness.host.num_advances
-    harness.host.on_advance = fail
+    before = harness.loop.num_advances
+    harness.loop.on_advance = fail
     harness.instance.channel.wake()
     harness.end()
     assert isinstance(harness.error, RuntimeError)
-    assert harness.host.num_advances - before <= instances.MAX_FAILURES + 1, "it doesn't spin"
+    assert harness.loop.num_advances - before <= instances.MAX_FAILURES + 1, "it doesn't spin"
     assert any("ending" in record.message for record in caplog.records if record.levelno == logging.ERROR)
     _until(lambda: harness.count(Deregister, 0.05) == instances.MAX_FAILURES)
     assert isinstance(harness.received[-1], Deregister), "the frontend need not wait for the lease"
@@ -355,7 +355,7 @@ def test_failures_far_apart_end_nothing(start: Callable[..., InstanceHarness], m
     harness = start()
     harness.join()
     for number in range(instances.MAX_FAILURES + 2):
-        harness.host.on_advance = once(fail)
+        harness.loop.on_advance = once(fail)
         harness.instance.channel.wake()
         harness.await_count(Register, number + 2)
         harness.send(Registered(30.0))
@@ -363,23 +363,23 @@ def test_failures_far_apart_end_nothing(start: Callable[..., InstanceHarness], m
 
 
 def test_it_changes_its_role_once_all_is_done(start: Callable[..., InstanceHarness]) -> None:
-    harness, builder = start(host=Recorder(idle=False)), RecorderBuilder()
+    harness, builder = start(loop=Recorder(idle=False)), RecorderBuilder()
     harness.instance.loop_builder = builder
     harness.join()
     harness.send(ChangeRole(Role.P, 30.0), cancel("still here"))
-    _until(lambda: cancel("still here") in harness.host.told)
+    _until(lambda: cancel("still here") in harness.loop.received)
     assert builder.built == []
-    harness.host.idle = True
+    harness.loop.idle = True
     harness.instance.channel.wake()
     harness.await_count(Register, 2)
     register = harness.received[_last(harness.received, Register)]
     assert isinstance(register, Register)
     assert (register.role, register.layouts) == (Role.P, [OTHER_LAYOUT])
     assert harness.count(Deregister) == 0, "the frontend tells the others when it hears of the role"
-    assert harness.host.told == [cancel("still here"), "close"]
-    harness.send(Registered(30.0), cancel("for the new host"))
-    (host,) = builder.built
-    _until(lambda: host.told == [cancel("for the new host")])
+    assert harness.loop.received == [cancel("still here"), "close"]
+    harness.send(Registered(30.0), cancel("for the new loop"))
+    (loop,) = builder.built
+    _until(lambda: loop.received == [cancel("for the new loop")])
 
 
 @pytest.mark.parametrize(
@@ -400,31 +400,31 @@ def test_a_change_that_cannot_be_leaves_all_as_it_was(
     harness.await_count(RoleKept, 1)
     assert RoleKept(harness.instance.channel.address, reason) in harness.received
     harness.send(cancel("after"))
-    _until(lambda: harness.host.told == [cancel("after")])
+    _until(lambda: harness.loop.received == [cancel("after")])
     assert harness.count(Register) == 1
 
 
 def test_it_reports_that_it_keeps_its_role_when_it_cannot_drain_in_time(start: Callable[..., InstanceHarness]) -> None:
-    harness = start(host=Recorder(idle=False))
+    harness = start(loop=Recorder(idle=False))
     harness.instance.loop_builder = RecorderBuilder()
     harness.join()
     harness.send(ChangeRole(Role.P, 0.1))
     harness.await_count(RoleKept, 1)
-    harness.host.idle = True
+    harness.loop.idle = True
     harness.send(cancel("after"))
-    _until(lambda: harness.host.told == [cancel("after")])
+    _until(lambda: harness.loop.received == [cancel("after")])
     assert harness.count(Register) == 1
 
 
 def test_starting_over_forgets_the_change(start: Callable[..., InstanceHarness]) -> None:
-    harness, builder = start(host=Recorder(idle=False)), RecorderBuilder()
+    harness, builder = start(loop=Recorder(idle=False)), RecorderBuilder()
     harness.instance.loop_builder = builder
     harness.join()
     harness.send(ChangeRole(Role.P, 30.0), RegisterAgain())
     harness.await_count(Register, 2)
-    harness.host.idle = True
+    harness.loop.idle = True
     harness.send(Registered(30.0), cancel("after"))
-    _until(lambda: cancel("after") in harness.host.told)
+    _until(lambda: cancel("after") in harness.loop.received)
     assert builder.built == []
     assert harness.instance.role is Role.PD
 

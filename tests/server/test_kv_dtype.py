@@ -54,7 +54,7 @@ def test_an_instance_with_another_is_refused(folder: Path, role: Role) -> None:
         async with running(folder, "1PD", DEFAULT) as service:
             config = ServeConfig(model=folder, engine=replace(DEFAULT, kv_cache_dtype="float32"))
             other = make_instance(config, role, "other", service.frontend.control)
-            asyncio.get_running_loop().call_later(30, other.stop)  # if nobody refuses it
+            asyncio.get_running_loop().call_later(30, other.stop)  # if it isn't refused
             with pytest.raises(StartError, match="the kv rows of other don't fit those of pd0: dtype float32 here, fl"):
                 await asyncio.to_thread(run_instance, other)
 

@@ -67,8 +67,8 @@ def shared(
 ) -> Iterator[Pool]:
     """A pool whose decoder is rank 0's of a group that runs."""
     torch.set_num_threads(1)
-    told: list[StartError] = [] if failures is None else failures
-    ranks = ChildRanks(str(folder), engine, size, told.append)
+    failed: list[StartError] = [] if failures is None else failures
+    ranks = ChildRanks(str(folder), engine, size, failed.append)
     try:
         group = ranks.connect(CPU)
         decoder = load(folder, group, engine)
@@ -84,7 +84,7 @@ def shared(
     with suppress(FileNotFoundError):
         assert "triptych-kv" not in os.readlink(ranks.cache), "the shared cache lives as long as its tensors"
     if failures is None:
-        assert told == []
+        assert failed == []
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def test_a_rank_that_is_killed_before_it_arrives_or_while_nothing_happens(tmp_pa
 
 
 def test_a_checkpoint_that_a_rank_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 may have another one before its eyes, if somebody replaces it."""
+    """Rank 0 may see another one if the file is replaced."""
     folder = make_checkpoint(tmp_path / "whole")
     path = make_checkpoint(tmp_path / "broken") / "model.safetensors"
     tensors = load_file(path)
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_a_rank_refuses(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_a_rank_keeps_its_shard_alone(tmp_path: Path) -> None:
-    """What both ranks keep of each layer, together, is the layer; norms, routers and the embedding are everybody's."""
+    """What both ranks keep of each layer, together, is the layer; norms, routers and the embedding are replicated."""
     folder = make_checkpoint(tmp_path, moe=True, tied=False)
     whole = dict(load(folder, engine=PLAIN).named_parameters())
     shards = [dict(load(folder, Rank(rank), PLAIN).named_parameters()) for rank in range(2)]

@@ -91,7 +91,7 @@ def what_is_loaded(service: Running, name: str) -> list[object]:
 def test_every_change_leaves_the_answers_as_they_were(
     folder: Path, answers: list[list[int]], topology: str, changes: list[str]
 ) -> None:
-    """Each of P, D and PD becomes each other. Answers are asked for whenever somebody can give them."""
+    """Each of P, D and PD becomes each other. Requests are sent whenever an instance can serve them."""
     asked = [n for n, case in enumerate(REQUESTS) if topology[1] == "E" or isinstance(case[0]["content"], str)]
     requests = [REQUESTS[n] for n in asked] or [TEXT]
 

@@ -130,7 +130,7 @@ def _free_port() -> int:
 class Cluster:
     """``roles`` are those of the instances, by name; ``ranks`` how many processes an instance is, if several; ``parts``
     the processes: ``door`` and the instances; ``ended`` those that a test has killed. ``reference`` is the URL of a
-    service in this process, which nobody harms: it knows the right answers."""
+    service in this process, which is not disturbed: it gives the right answers."""
 
     folder: Path
     stack: ExitStack
@@ -169,7 +169,7 @@ class Cluster:
         assert command.end(5) == 1
 
     def restore(self) -> None:
-        """Starts what is missing, lets go on what is stopped, and waits until everybody has joined."""
+        """Starts what is missing, resumes what is stopped, and waits until all have joined."""
         for name in ("door", *self.roles):
             if name not in self.parts:
                 self.start(name)
@@ -213,9 +213,9 @@ class Cluster:
         return {name: _held(command.process.pid) for name, command in self.parts.items()}
 
     def take_baseline(self) -> None:
-        """Everybody is warm then: what has been used once is kept, as connections are."""
+        """All are warm then: what has been used once is kept, as connections are."""
         for _ in range(2):
-            asked = [self.ask_picture(), self.ask(), self.ask_picture(), self.ask()]  # some for everybody
+            asked = [self.ask_picture(), self.ask(), self.ask_picture(), self.ask()]  # some for each instance
             assert all(self.is_right(asking) for asking in asked)
         time.sleep(0.2)
         self.baseline = self.held()
@@ -244,14 +244,14 @@ def wait_for(condition: Callable[[], object], seconds: float) -> None:
 
 @contextmanager
 def cluster(folder: Path, roles: dict[str, str] = TOGETHER, ranks: dict[str, int] | None = None) -> Iterator[Cluster]:
-    """Started, warm, and with its baseline taken. At the end nobody may have complained in its log."""
+    """Started, warm, and with its baseline taken. At the end no log may hold a complaint."""
     with ExitStack() as stack:
         started = Cluster(folder, stack, roles, ranks or {})
         started.reference = stack.enter_context(served(folder, "1EPD")).url
         started.restore()
         started.take_baseline()
         yield started
-        time.sleep(2 * HEARTBEAT)  # so that everybody has looked at what it holds while idle
+        time.sleep(2 * HEARTBEAT)  # so that each has checked what it holds while idle
         assert "while idle" not in started.log()
         assert "Traceback" not in started.log()
 

@@ -62,7 +62,7 @@ def blocks(document: str) -> Iterator[Block]:
 
 
 def free_port() -> int:
-    """One that stays free until a service takes it: the kernel gives it to nobody who doesn't ask for it by number, as
+    """One that stays free until a service takes it: the kernel assigns it only to those that ask for it by number, as
     it may those that it chooses itself."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     others = [port for port in range(10_000, 65_536) if not first <= port <= last]
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 class Reader:
-    """Somebody who runs the examples of one document, one after the other, in one folder."""
+    """A reader who runs the examples of one document, one after the other, in one folder."""
 
     def __init__(self, environment: Environment, folder: Path, *, patient: bool) -> None:
         self._environment = environment
@@ -197,7 +197,7 @@ class Reader:
         return self._environment.variables | {"TRIPTYCH_PORT": str(self._port)}
 
     def _with_values(self, text: str) -> str:
-        """Placeholders, and what belongs to somebody else's machine, as they are here."""
+        """Placeholders, and what belongs to other machines, as they are here."""
         control = f"127.0.0.1:{self._control}"
         for placeholder, value in {
             r"\bMODEL\b(?=.*--tensor-parallel-size)": str(self._divisible),

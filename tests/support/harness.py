@@ -144,7 +144,7 @@ def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> I
 
 
 def run_instance(instance: Instance) -> None:
-    """Until it is told to stop, or the frontend refuses it: raises StartError."""
+    """Until it is stopped, or the frontend refuses it: raises StartError."""
     try:
         instance.run()
     finally:

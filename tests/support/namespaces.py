@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-"""Nobody else can see them, so that they may be the same in every run."""
+"""Other processes can't see them, so they may be the same in every run."""
 CABLE = "cable0"
 
 
