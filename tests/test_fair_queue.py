@@ -137,4 +137,4 @@ def test_counters_of_idle_clients_are_dropped(monkeypatch: pytest.MonkeyPatch) -
     for number in range(1000):
         queue.add(number, f"client {number}", 1.0)
         queue.pop()
-    assert len(queue._counters) <= 17
+    assert len(queue.debug_state().counters) <= 17

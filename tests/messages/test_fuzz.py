@@ -116,7 +116,7 @@ class Nonsense:
             return self._random.randbytes(int(2 ** self._random.uniform(0, 14)))
         if draw < 0.3:
             return msgspec.msgpack.encode(self._object(6))
-        message = self._message()
+        message = self.message()
         return self._mutated(encode(message)) if draw < 0.5 else encode(message)
 
     def _object(self, depth: int) -> Any:
@@ -149,10 +149,10 @@ class Nonsense:
                     del garbled[at : at + self._random.randrange(1, 9)]
         return bytes(garbled)
 
-    def _message(self) -> Message:
+    def message(self) -> Message:
         kind = self._random.choice(self._kinds if self._random.random() < 0.5 else self._meant)
         if kind in RESETTING and self._random.random() < 0.95:
-            return self._message()
+            return self.message()
         alike = [message for message in self._seen if type(message) is kind]
         if alike and self._random.random() < 0.7:
             return self._varied(self._random.choice(alike))
@@ -228,7 +228,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nonsense_covers_every_message_and_keeps_to_their_types() -> None:
     nonsense, kinds = Nonsense(0), set()
     for _ in range(3000):
-        message = nonsense._message()
+        message = nonsense.message()
         kinds.add(type(decode(encode(message))))
     assert kinds == set(KINDS)
 
@@ -237,7 +237,7 @@ def test_nonsense_covers_every_message_and_keeps_to_their_types() -> None:
 @pytest.mark.parametrize("secret", [None, b"a secret of 24 bytes ..."], ids=["plain", "curve"])
 def test_a_channel_takes_any_frame(secret: bytes | None, num_frames: int) -> None:
     inbox, friend = Channel(secret=secret), Channel(secret=secret)
-    outbox = friend._outbox(inbox.address)
+    outbox = friend.outbox(inbox.address)
     nonsense = Nonsense(1, addresses=[inbox.address])
     received: list[Message] = []
 
@@ -367,7 +367,7 @@ def nonsense_for(target: str, service: Running, seen: Sequence[Message]) -> tupl
     instance = next(instance for instance in service.instances if instance.role is ROLES[target])
     transfers = [transfers_of(host) for host in instance.loops]
     addresses = [channel.address for channel in (door.channel, *(other.channel for other in service.instances))]
-    kinds = {kind for kind, _ in instance._handlers}
+    kinds = {kind for kind, _ in instance.handlers}
     under_way = chain.from_iterable
     nonsense = Nonsense(
         2, addresses=addresses, ids=lambda: list(under_way(transfers)), seen=seen, meant=kinds, without=ENDING

@@ -110,7 +110,7 @@ def test_a_plan_whose_parts_are_not_its_rows_is_refused(model: Hears) -> None:
     async def run() -> None:
         async with running(model.folder, "1E1PD") as service:
             (host,) = encode_loops(service)
-            host._send = lambda _, message: sent.append(message)
+            host.send = lambda _, message: sent.append(message)
             wrong = msgspec.structs.replace(plan, parts=plan.parts[1:])
             host.handlers[Encode](Encode(TransferId("1"), Address("inproc://absent"), "key", wrong, b""))
             assert host.idle

@@ -67,13 +67,13 @@ def test_inline_media_are_held_before_they_are_decoded(monkeypatch: pytest.Monke
     """What can't be held costs nothing."""
     decoded: list[int] = []
     held: list[int] = []
-    strict = media_module._strict_base64
+    strict = media_module.strict_base64
 
     def noted(payload: memoryview, max_bytes: int) -> bytes:
         decoded.append(len(payload))
         return strict(payload, max_bytes)
 
-    monkeypatch.setattr(media_module, "_strict_base64", noted)
+    monkeypatch.setattr(media_module, "strict_base64", noted)
 
     def hold(num_bytes: int) -> None:
         held.append(num_bytes)

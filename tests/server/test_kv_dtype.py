@@ -65,12 +65,12 @@ def test_an_instance_registers_the_layouts_of_all_its_possible_roles(folder: Pat
     async def run() -> None:
         async with running(folder, "1EPD1E", DEFAULT) as service:
             whole, encoder = service.instances
-            assert [layout.kind for layout in encoder._layouts] == [RowKind.MEDIA]
-            assert [layout.kind for layout in whole._layouts] == [RowKind.MEDIA, RowKind.KV]
+            assert [layout.kind for layout in encoder.layouts] == [RowKind.MEDIA]
+            assert [layout.kind for layout in whole.layouts] == [RowKind.MEDIA, RowKind.KV]
             assert whole.loop_builder is not None
             for role in (Role.E, Role.D):
                 built = whole.loop_builder.build_loops(role)
-                assert built.layouts == whole._layouts
+                assert built.layouts == whole.layouts
                 for host, _ in built.loops:
                     host.close()
 

@@ -196,7 +196,7 @@ def test_a_rank_that_is_killed_before_it_arrives_or_while_nothing_happens(tmp_pa
     failures: list[StartError] = []
     folder = make_checkpoint(tmp_path)
     with started(folder, failures) as ranks:
-        ranks._processes[0].kill()
+        ranks.processes[0].kill()
         began = time.monotonic()
         with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\) was killed by SIGKILL"):
             ranks.connect(CPU)
@@ -204,12 +204,12 @@ def test_a_rank_that_is_killed_before_it_arrives_or_while_nothing_happens(tmp_pa
         assert len(failures) == 1
     with started(folder, failures) as ranks:
         ranks.connect(CPU)
-        ranks._processes[0].kill()
+        ranks.processes[0].kill()
         began = time.monotonic()
         while len(failures) < 2:
             assert time.monotonic() - began < 2
             time.sleep(0.001)
-        assert f"(process {ranks._processes[0].pid}) was killed by SIGKILL" in str(failures[1])
+        assert f"(process {ranks.processes[0].pid}) was killed by SIGKILL" in str(failures[1])
     assert len(failures) == 2, "to be ended is no failure"
 
 

@@ -97,7 +97,7 @@ class EncodeLoop:
         self._compute = compute
         self._wake = wake
         self._frontend = frontend
-        self._send = send
+        self.send = send
         self._workers = ThreadPoolExecutor(preprocessors.number, thread_name_prefix="preprocess")
         self.num_requested = 0
         """Encode messages received."""
@@ -172,7 +172,7 @@ class EncodeLoop:
         now = time.time()
         if not message.plan.is_whole:
             failed = EncodeFailed(message.transfer, "PlanMismatch", "the parts of the plan don't add up to its rows")
-            self._send(self._frontend, failed)
+            self.send(self._frontend, failed)
             return
         self.sender.offer(
             message.transfer,
@@ -188,7 +188,7 @@ class EncodeLoop:
             if (parts := self._cache.get_item(key)) is not None:
                 for number, rows in enumerate(parts):
                     self._provide(message.transfer, message.plan, number, rows)
-                self._send(self._frontend, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
+                self.send(self._frontend, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
                 return
             inputs, long = self._inputs(message), message.plan.is_time_sliced(self._queue.max_patches)
             job = EncodeJob(key, message.plan, inputs, received=now, client=message.client, long=long)
@@ -359,7 +359,7 @@ class EncodeLoop:
         self.num_encoded += job.encode_began > 0
         self._cache.put_item(job.key, tuple(job.part_names))
         for transfer in job.transfers:
-            self._send(self._frontend, Encoded(transfer, not job.encode_began, _intervals(job)))
+            self.send(self._frontend, Encoded(transfer, not job.encode_began, _intervals(job)))
 
     def _fail(self, job: EncodeJob, error: BaseException) -> None:
         """Fail a job. The frontend decides whether to retry; if it doesn't, the consumer closes the transfer."""
@@ -371,7 +371,7 @@ class EncodeLoop:
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
         self._drop(job)
         for transfer in job.transfers:
-            self._send(self._frontend, EncodeFailed(transfer, kind, message))
+            self.send(self._frontend, EncodeFailed(transfer, kind, message))
 
 
 def _intervals(job: EncodeJob) -> list[Interval]:

@@ -82,12 +82,12 @@ class Channel:
             try:
                 self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 undo.callback(os.close, self._wake_fd)
-                self._context = zmq.Context(io_threads=1)
-                undo.callback(self._context.destroy, linger=0)
-                self._zap_authenticator = self._keys and _zap_authenticator(self._context, self._keys)
-                if self._zap_authenticator:
-                    undo.callback(self._zap_authenticator.stop)
-                self._inbox = self._context.socket(zmq.PULL)
+                self.context = zmq.Context(io_threads=1)
+                undo.callback(self.context.destroy, linger=0)
+                self.zap_authenticator = self._keys and _zap_authenticator(self.context, self._keys)
+                if self.zap_authenticator:
+                    undo.callback(self.zap_authenticator.stop)
+                self._inbox = self.context.socket(zmq.PULL)
                 self._prepare_inbox(ipv6="[" in where)
                 self._inbox.bind(where)
                 self.address = Address(self._inbox.get_string(zmq.LAST_ENDPOINT))
@@ -109,7 +109,7 @@ class Channel:
             return
         try:
             frame = encode(message)
-            self._outbox(to).send(frame, flags=zmq.NOBLOCK, copy=len(frame) < ZERO_COPY_BYTES)
+            self.outbox(to).send(frame, flags=zmq.NOBLOCK, copy=len(frame) < ZERO_COPY_BYTES)
         except zmq.Again:
             raise Unavailable("a peer has stopped reading its messages") from None
         except zmq.ZMQError as error:  # no descriptor left, or the channel is closed
@@ -163,9 +163,9 @@ class Channel:
             outbox.close(linger=int(linger * 1000))
         self._outboxes.clear()
         self._inbox.close()
-        if self._zap_authenticator:
-            self._zap_authenticator.stop()
-        self._context.term()
+        if self.zap_authenticator:
+            self.zap_authenticator.stop()
+        self.context.term()
         os.close(self._wake_fd)
 
     def _prepare_inbox(self, *, ipv6: bool) -> None:
@@ -182,7 +182,7 @@ class Channel:
             self._inbox.set(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
             self._inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, every peer would be accepted
 
-    def _outbox(self, to: Address) -> "zmq.Socket[bytes]":
+    def outbox(self, to: Address) -> "zmq.Socket[bytes]":
         """Return the connection to a peer, closing the least recently used one if there are too many.
 
         Raises ZMQError."""
@@ -193,7 +193,7 @@ class Channel:
             raise BadAddress(f"{to[:100]!r} is not an address of a process")
         if len(self._outboxes) >= MAX_OUTBOXES:
             self._outboxes.popitem(last=False)[1].close(linger=CLOSE_LINGER_MS)
-        outbox = self._context.socket(zmq.PUSH)
+        outbox = self.context.socket(zmq.PUSH)
         try:
             outbox.set(zmq.SNDHWM, OUTBOX_MESSAGES)
             outbox.set(zmq.IPV6, 1)

@@ -170,17 +170,17 @@ def _decode_plain(payload: memoryview, max_bytes: int) -> bytes:
 
 def _decode_base64(payload: memoryview, max_bytes: int) -> bytes:
     try:
-        return _strict_base64(payload, max_bytes)
+        return strict_base64(payload, max_bytes)
     except binascii.Error as error:
         if b"%" not in (text := bytes(payload)):
             raise InvalidRequest(f"the data is not valid base64: {error}") from None
     try:
-        return _strict_base64(memoryview(unquote_to_bytes(text)), max_bytes)
+        return strict_base64(memoryview(unquote_to_bytes(text)), max_bytes)
     except binascii.Error as error:
         raise InvalidRequest(f"the data is not valid base64: {error}") from None
 
 
-def _strict_base64(payload: memoryview, max_bytes: int) -> bytes:
+def strict_base64(payload: memoryview, max_bytes: int) -> bytes:
     if len(payload) % 4:
         raise binascii.Error("its length is not a multiple of 4")
     data = bytearray()

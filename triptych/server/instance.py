@@ -96,13 +96,13 @@ class Instance:
         self.name = name
         self.role = role
         self.compute = ComputeThread(channel.wake)
-        self._layouts = layouts
+        self.layouts = layouts
         self.channel = channel
         self.frontend = frontend
         self._lease = lease
         self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
-        self._handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
+        self.handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
             (Registered, None): self._on_registered,
             (RegistrationRefused, None): self._on_refused,
             (RegisterAgain, None): lambda _: self._on_register_again(),
@@ -136,7 +136,7 @@ class Instance:
             loop.close()
         self.loops.clear()
         self._loop_handlers.clear()
-        self.role, self._layouts = role, built.layouts
+        self.role, self.layouts = role, built.layouts
         for loop, peer in built.loops:
             self.add_loop(loop, peer)
 
@@ -278,7 +278,7 @@ class Instance:
         """Handle a message. It comes from outside, so a bad one must not harm other requests."""
         end = message.by if isinstance(message, Done | Abort) else None
         key = (type(message), end)
-        handler = self._handlers.get(key) or self._loop_handlers.get(key)
+        handler = self.handlers.get(key) or self._loop_handlers.get(key)
         if handler is None:
             log.warning("%s is not for a %s instance", type(message).__name__, self.role)
             return
@@ -301,7 +301,7 @@ class Instance:
             name=self.name,
             role=self.role,
             address=self.channel.address,
-            layouts=self._layouts,
+            layouts=self.layouts,
             pid=os.getpid(),
             context_length=context_length,
             stats=self._stats(),

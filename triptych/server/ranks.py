@@ -119,7 +119,7 @@ class ChildRanks:
         self._close_cache = weakref.finalize(self, os.close, cache)  # mappings of it stay valid
         threads = torch.get_num_threads()
         self._store = rendezvous(path, self._size)
-        self._processes = [
+        self.processes = [
             _start(
                 RankSpec(
                     model=model,
@@ -135,7 +135,7 @@ class ChildRanks:
             )
             for rank in range(1, size)
         ]
-        for rank, process in enumerate(self._processes, start=1):
+        for rank, process in enumerate(self.processes, start=1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"watch-rank-{rank}", daemon=True).start()
 
     def connect(self, device: torch.device) -> Group:
@@ -170,9 +170,9 @@ class ChildRanks:
 
     def close(self) -> None:
         self._closing = True
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
-        for process in self._processes:
+        for process in self.processes:
             process.wait()
         self._close_cache()
 

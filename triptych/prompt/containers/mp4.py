@@ -50,7 +50,7 @@ _Durations: TypeAlias = NDArray[np.integer[Any]]
 
 
 @dataclass
-class _Mp4Track:
+class Mp4Track:
     """A track's header and sample durations."""
 
     number: int
@@ -121,7 +121,7 @@ def probe_mp4_audio_track(data: bytes) -> AudioHeader:
     return AudioHeader("MP4", track.timescale, 1, ticks, in_video=True)
 
 
-def _counted(file: _Mp4File, handler: bytes, codecs: frozenset[bytes], *, name: str, missing: str) -> _Mp4Track:
+def _counted(file: _Mp4File, handler: bytes, codecs: frozenset[bytes], *, name: str, missing: str) -> Mp4Track:
     """Return the file's first track of a handler, with the samples of fragments. Raises UnsupportedMedia if there is
     none, or its codec isn't supported."""
     movie = _movie(file)
@@ -171,7 +171,7 @@ def _child(file: _Mp4File, parent: tuple[int, int], *path: bytes) -> tuple[int, 
     return place
 
 
-def _first_track(file: _Mp4File, movie: tuple[int, int], wanted: bytes) -> _Mp4Track | None:
+def _first_track(file: _Mp4File, movie: tuple[int, int], wanted: bytes) -> Mp4Track | None:
     for kind, start, end in _boxes(file, *movie):
         if kind != b"trak":
             continue
@@ -181,7 +181,7 @@ def _first_track(file: _Mp4File, movie: tuple[int, int], wanted: bytes) -> _Mp4T
     return None
 
 
-def _read_track(file: _Mp4File, place: tuple[int, int]) -> _Mp4Track:
+def _read_track(file: _Mp4File, place: tuple[int, int]) -> Mp4Track:
     header, media = _child(file, place, b"tkhd"), _child(file, place, b"mdia", b"mdhd")
     table = _child(file, place, b"mdia", b"minf", b"stbl")
     description = _child(file, table, b"stsd") if table else None
@@ -191,7 +191,7 @@ def _read_track(file: _Mp4File, place: tuple[int, int]) -> _Mp4Track:
     (timescale,) = struct.unpack_from(">L", file.data, media[0] + (20 if file.data[media[0]] == 1 else 12))
     (codec,) = struct.unpack_from("4s", file.data, description[0] + 12)
     samples, durations = _samples(file, table)
-    return _Mp4Track(
+    return Mp4Track(
         number=number,
         header=header[0],
         description=description[0] + 8,
@@ -202,7 +202,7 @@ def _read_track(file: _Mp4File, place: tuple[int, int]) -> _Mp4Track:
     )
 
 
-def _count(file: _Mp4File, movie: tuple[int, int], track: _Mp4Track) -> None:
+def _count(file: _Mp4File, movie: tuple[int, int], track: Mp4Track) -> None:
     """Add the samples of fragments, if the track has none of its own."""
     if not track.samples:
         _count_fragments(file, track, _default_duration(file, movie, track.number))
@@ -241,7 +241,7 @@ def _default_duration(file: _Mp4File, movie: tuple[int, int], track: int) -> int
     return 0
 
 
-def _count_fragments(file: _Mp4File, track: _Mp4Track, default_duration: int) -> None:
+def _count_fragments(file: _Mp4File, track: Mp4Track, default_duration: int) -> None:
     """Add the samples of all fragments of a track."""
     for kind, start, end in _boxes(file, 0, len(file.data)):
         if kind != b"moof":
@@ -251,7 +251,7 @@ def _count_fragments(file: _Mp4File, track: _Mp4Track, default_duration: int) ->
                 _count_fragment(file, (fragment_start, fragment_end), track, default_duration)
 
 
-def _count_fragment(file: _Mp4File, place: tuple[int, int], track: _Mp4Track, default_duration: int) -> None:
+def _count_fragment(file: _Mp4File, place: tuple[int, int], track: Mp4Track, default_duration: int) -> None:
     header = _child(file, place, b"tfhd")
     if header is None:
         raise UnsupportedMedia("a fragment of the MP4 video lacks a header")
