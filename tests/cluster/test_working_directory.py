@@ -48,7 +48,7 @@ def test_no_process_of_a_service_runs_what_lies_there(folder: Path, hostile: Pat
         assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60).status_code == 200
         processes = psutil.Process(command.process.pid).children(recursive=True)
         run = {module for process in processes for module in process.cmdline() if module.startswith("triptych")}
-        assert {"triptych", "triptych.server.rank_main", "triptych.sandbox.child"} <= run
+        assert {"triptych.server.instance_main", "triptych.server.rank_main", "triptych.sandbox.child"} <= run
         assert {process.cwd() for process in processes} == {children.FOLDER}
     assert untouched(hostile)
     assert len((hostile / "requests.jsonl").read_text().splitlines()) == 2
