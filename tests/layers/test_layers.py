@@ -103,7 +103,7 @@ def test_float16_is_packed_weights_and_fp32_activations(dtype: str) -> None:
     assert weights.pack_linear is weights.pack_high_precision is half_product
     assert weights.activations == torch.float32
     (dtype_setting,) = [item for item in fields(EngineConfig) if item.name == "dtype"]
-    assert "float16: weights in fp16, packed, but activations and sums in fp32" in dtype_setting.metadata["help"]
+    assert "float16: on CPUs packed fp16 weights with fp32 activations" in dtype_setting.metadata["help"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

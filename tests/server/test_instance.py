@@ -345,7 +345,7 @@ def test_a_host_that_keeps_failing_ends_the_instance(
     harness.end()
     assert isinstance(harness.error, RuntimeError)
     assert harness.loop.num_advances - before <= instances.MAX_FAILURES + 1, "it doesn't spin"
-    assert any("ending" in record.message for record in caplog.records if record.levelno == logging.ERROR)
+    assert any("exiting" in record.message for record in caplog.records if record.levelno == logging.ERROR)
     _until(lambda: harness.count(Deregister, 0.05) == instances.MAX_FAILURES)
     assert isinstance(harness.received[-1], Deregister), "the frontend need not wait for the lease"
 
