@@ -143,7 +143,7 @@ async def streams(client: httpx.AsyncClient, frontend: psutil.Process, count: in
         "tokens_each": tokens,
         "chunks": chunks,
         "seconds": round(took, 2),
-        "frontend_cores_of": round(used / took, 3),
+        "cores_of_frontend": round(used / took, 3),
         "cpu_us_per_chunk": round(1e6 * used / chunks, 1),
         "gap_ms_p50": round(1000 * gaps[len(gaps) // 2], 1),
         "gap_ms_p99": round(1000 * gaps[int(0.99 * len(gaps))], 1),
