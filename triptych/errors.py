@@ -22,6 +22,8 @@ Each docstring first describes what happened, then what the client or the operat
 maps errors to HTTP statuses.
 """
 
+import enum
+
 
 class TriptychError(Exception):
     """Base class of every error raised on purpose."""
@@ -310,10 +312,42 @@ class BadMessage(TriptychError):
     """
 
 
-def from_wire(name: str, message: str, param: str | None = None) -> TriptychError:
-    """Return the error that another process reported by class name; an InternalError for an unknown name, or one
-    that no request can end in."""
-    kind = globals().get(name)
-    if not isinstance(kind, type) or not issubclass(kind, RequestError | ServiceError):
-        return InternalError(message)
-    return kind(message, param) if issubclass(kind, RequestError) else kind(message)
+class ErrorKind(enum.StrEnum):
+    """An error that a request can end in, as messages between processes carry it: the name of its class."""
+
+    INVALID_REQUEST = "InvalidRequest"
+    GRAMMAR_TOO_COSTLY = "GrammarTooCostly"
+    PROMPT_TOO_LONG = "PromptTooLong"
+    NO_TOKEN_ALLOWED = "NoTokenAllowed"
+    UNKNOWN_MODEL = "UnknownModel"
+    PAYLOAD_TOO_LARGE = "PayloadTooLarge"
+    BODY_TOO_SLOW = "BodyTooSlow"
+    MEDIA_ERROR = "MediaError"
+    UNSUPPORTED_MEDIA = "UnsupportedMedia"
+    TRUNCATED_MEDIA = "TruncatedMedia"
+    MEDIA_TOO_LARGE = "MediaTooLarge"
+    MEDIA_MISMATCH = "MediaMismatch"
+    BAD_MEDIA_SIZE = "BadMediaSize"
+    DECODE_FAILED = "DecodeFailed"
+    MEDIA_NOT_ALLOWED = "MediaNotAllowed"
+    MEDIA_NOT_FETCHED = "MediaNotFetched"
+    MEDIA_NOT_SERVED = "MediaNotServed"
+    UNKNOWN_MEDIA = "UnknownMedia"
+    OVERLOADED = "Overloaded"
+    RATE_LIMITED = "RateLimited"
+    UNAVAILABLE = "Unavailable"
+    INSTANCE_LOST = "InstanceLost"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    PLAN_MISMATCH = "PlanMismatch"
+    NON_FINITE_LOGITS = "NonFiniteLogits"
+    INTERNAL_ERROR = "InternalError"
+
+    @classmethod
+    def of(cls, error: BaseException) -> "ErrorKind":
+        """Return the kind of an error; INTERNAL_ERROR if no request can end in it."""
+        return next((kind for kind in cls if kind.value == type(error).__name__), cls.INTERNAL_ERROR)
+
+    def error(self, message: str, param: str | None = None) -> TriptychError:
+        """Return the error that another process reported."""
+        kind = globals()[self.value]
+        return kind(message, param) if issubclass(kind, RequestError) else kind(message)  # type: ignore[no-any-return]

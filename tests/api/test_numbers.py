@@ -15,7 +15,7 @@ from triptych.api.validation import parse_request
 from triptych.errors import BadMessage, InvalidRequest
 from triptych.messages.codec import decode, encode
 from triptych.messages.work import Generate, SamplingParams
-from triptych.types import RequestId
+from triptych.types import Address, RequestId
 
 BODIES: dict[type[StrictModel], dict[str, Any]] = {
     ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
@@ -113,7 +113,7 @@ def test_biases_are_bounded(bias: float) -> None:
 
 def generate(**sampling: Any) -> bytes:
     """Return a message with values that no frontend would send."""
-    message = Generate(RequestId("r"), [1], b"", 0.0, [], SamplingParams(max_tokens=1), [])
+    message = Generate(RequestId("r"), [1], b"", 0.0, [], SamplingParams(max_tokens=1), [], Address("frontend"))
     fields = msgspec.msgpack.decode(encode(message))
     fields["sampling"] |= sampling
     return msgspec.msgpack.encode(fields)

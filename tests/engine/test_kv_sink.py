@@ -47,7 +47,7 @@ class SinkHarness:
         self.sink = KVSink(self.sender, CacheRows(cache), self.pool, LAYOUT)
 
     def expect(self, transfer: str) -> None:
-        generate = Generate(REQUEST, [1] * 8, b"", 0, [], SamplingParams(max_tokens=4), [])
+        generate = Generate(REQUEST, [1] * 8, b"", 0, [], SamplingParams(max_tokens=4), [], Address("frontend"))
         self.sink.expect(Prefill(generate, [], D, TransferId(transfer), 0), 8)
 
     def start(self) -> None:

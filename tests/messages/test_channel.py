@@ -57,7 +57,7 @@ def test_messages_arrive_in_order_both_ways(pair: tuple[Channel, Channel]) -> No
 
 def test_a_big_message_arrives_whole(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
-    message = Encode(TransferId("t"), one.address, "key", PLAN, os.urandom(20 * 2**20))
+    message = Encode(TransferId("t"), one.address, one.address, "key", PLAN, os.urandom(20 * 2**20))
     one.send(other.address, message)
     assert receive(other, 1) == [message]
 

@@ -112,7 +112,9 @@ def test_a_plan_whose_parts_are_not_its_rows_is_refused(model: Hears) -> None:
             (host,) = encode_loops(service)
             host.send = lambda _, message: sent.append(message)
             wrong = msgspec.structs.replace(plan, parts=plan.parts[1:])
-            host.handlers[Encode](Encode(TransferId("1"), Address("inproc://absent"), "key", wrong, b""))
+            host.handlers[Encode](
+                Encode(TransferId("1"), Address("inproc://absent"), Address("frontend"), "key", wrong, b"")
+            )
             assert host.idle
 
     asyncio.run(run())

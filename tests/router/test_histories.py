@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt
-from triptych.errors import TriptychError, Unavailable
+from triptych.errors import ErrorKind, TriptychError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
     Deregister,
@@ -145,7 +145,7 @@ class History:
         if encodes := [message for _, message in self.harness.of(Encode) if isinstance(message, Encode)]:
             transfer = self.rng.choice(encodes).transfer
             if self.rng.random() < 0.2:
-                self.router.handle(EncodeFailed(transfer, "DecodeFailed", "x"))
+                self.router.handle(EncodeFailed(transfer, ErrorKind.DECODE_FAILED, "x"))
             else:
                 self.router.handle(Encoded(transfer, self.rng.random() < 0.3, []))
 
@@ -159,7 +159,7 @@ class History:
         if given := self.given():
             to, message = given
             request = message.request if isinstance(message, Generate) else message.generate.request
-            self.router.handle(Failed(request, to, "InternalError", "x"))
+            self.router.handle(Failed(request, to, ErrorKind.INTERNAL_ERROR, "x"))
 
     def membership(self) -> None:
         address = self.rng.choice(self.addresses)

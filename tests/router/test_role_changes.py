@@ -48,6 +48,7 @@ class RouterHarness:
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
         self.router = Router(
+            address=Address("frontend"),
             send=lambda to, message: self.sent.append((to, message)),
             disconnect=lambda _: None,
             fingerprint="model",

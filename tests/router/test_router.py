@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, tokens_of
 from triptych.errors import (
     DeadlineExceeded,
+    ErrorKind,
     InstanceLost,
     InternalError,
     Overloaded,
     RateLimited,
+    RegionError,
+    StartError,
     TruncatedMedia,
     Unavailable,
 )
@@ -164,7 +167,7 @@ def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_faul
     harness = RouterHarness(E0, PD0)
     stream, other = harness.submit(1.0, 1.0), harness.submit(1.0)
     transfers = harness.need(stream, 0, 1)
-    harness.router.handle(EncodeFailed(transfers[1], "TruncatedMedia", "the file ends early"))
+    harness.router.handle(EncodeFailed(transfers[1], ErrorKind.TRUNCATED_MEDIA, "the file ends early"))
     with pytest.raises(TruncatedMedia, match="ends early") as caught:
         tokens_of(stream)
     assert caught.value.param == "messages[1]"
@@ -173,11 +176,11 @@ def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_faul
     assert harness.outstanding() == 0
 
 
-@pytest.mark.parametrize("name", ["Exception", "StartError", "os", "RegionError"])
-def test_an_error_that_no_request_may_end_in_is_internal(name: str) -> None:
+@pytest.mark.parametrize("error", [Exception(), StartError(), RegionError(), KeyError("os")])
+def test_an_error_that_no_request_may_end_in_is_internal(error: Exception) -> None:
     harness = RouterHarness(E0, PD0)
     stream = harness.submit()
-    harness.router.handle(Failed(stream.request, PD0, name, "so it goes"))
+    harness.router.handle(Failed(stream.request, PD0, ErrorKind.of(error), "so it goes"))
     with pytest.raises(InternalError, match="so it goes"):
         tokens_of(stream)
 
@@ -210,7 +213,7 @@ def test_a_request_of_a_lost_instance_continues_on_another() -> None:
     assert harness.lease(E0).outstanding == 0
     for message in (
         Tokens(lost.request, [7], finish_reason="stop"),
-        Failed(lost.request, PD0, "InternalError", ""),
+        Failed(lost.request, PD0, ErrorKind.INTERNAL_ERROR, ""),
         EncodeNeeded(lost.request, PD0, [MissingItem(0, transfer)]),
     ):
         harness.router.handle(message)  # what the lost one had still to say
@@ -364,9 +367,9 @@ def test_a_replaced_prefill_is_cancelled_and_its_messages_are_ignored() -> None:
     (first, _), (second, _) = harness.of(Prefill)
     assert {first, second} == {P0, P1}
     assert harness.of(Cancel) == [(first, Cancel(stream.request))]
-    harness.router.handle(Failed(stream.request, first, "InternalError", ""))
+    harness.router.handle(Failed(stream.request, first, ErrorKind.INTERNAL_ERROR, ""))
     assert harness.router.num_requests == 1
-    harness.router.handle(Failed(stream.request, second, "InternalError", ""))
+    harness.router.handle(Failed(stream.request, second, ErrorKind.INTERNAL_ERROR, ""))
     with pytest.raises(InternalError):
         tokens_of(stream)
 
@@ -377,10 +380,10 @@ def test_messages_about_unknown_requests_are_ignored() -> None:
     unknown, transfer = RequestId("unknown"), TransferId("unknown")
     for message in (
         Tokens(unknown, [1], finish_reason="stop"),
-        Failed(unknown, PD0, "InternalError", ""),
+        Failed(unknown, PD0, ErrorKind.INTERNAL_ERROR, ""),
         EncodeNeeded(unknown, PD0, [MissingItem(0, transfer)]),
         Encoded(transfer, False, []),
-        EncodeFailed(transfer, "InternalError", ""),
+        EncodeFailed(transfer, ErrorKind.INTERNAL_ERROR, ""),
         Deregister(Address("nowhere")),
         Done(transfer, TransferSide.PRODUCER),
     ):
@@ -415,8 +418,10 @@ def test_an_unreachable_peer_does_not_affect_others() -> None:
 ENDINGS: list[Callable[[RouterHarness, TokenStream], None]] = [
     lambda harness, stream: harness.router.cancel(stream.request),
     lambda harness, stream: harness.router.handle(Tokens(stream.request, [1], finish_reason="length")),
-    lambda harness, stream: harness.router.handle(Failed(stream.request, PD0, "InternalError", "")),
-    lambda harness, stream: harness.router.handle(EncodeFailed(TransferId(f"{stream.request}/0"), "MediaError", "")),
+    lambda harness, stream: harness.router.handle(Failed(stream.request, PD0, ErrorKind.INTERNAL_ERROR, "")),
+    lambda harness, stream: harness.router.handle(
+        EncodeFailed(TransferId(f"{stream.request}/0"), ErrorKind.MEDIA_ERROR, "")
+    ),
     lambda harness, stream: harness.router.handle(Deregister(E1)),
 ]
 

@@ -58,6 +58,7 @@ class RouterHarness:
         self.send: Callable[[Address, Message], None] = lambda to, message: self.sent.append((to, message))
         """Tests replace this to make sending fail."""
         self.router = Router(
+            address=Address("frontend"),
             send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
             disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
             fingerprint="model",

@@ -15,7 +15,7 @@ import msgspec
 from triptych.compute_thread import ComputeThread
 from triptych.encode.cache import EmbeddingRows, EncoderCache, salted
 from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
-from triptych.errors import DeadlineExceeded, PlanMismatch, TriptychError
+from triptych.errors import DeadlineExceeded, ErrorKind, PlanMismatch, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import EncodeStats, InstanceStats
@@ -171,7 +171,9 @@ class EncodeLoop:
     def _on_encode(self, message: Encode) -> None:
         now = time.time()
         if not message.plan.is_whole:
-            failed = EncodeFailed(message.transfer, "PlanMismatch", "the parts of the plan don't add up to its rows")
+            failed = EncodeFailed(
+                message.transfer, ErrorKind.PLAN_MISMATCH, "the parts of the plan don't add up to its rows"
+            )
             self.send(self._frontend, failed)
             return
         self.sender.offer(
@@ -367,11 +369,10 @@ class EncodeLoop:
             return
         if not isinstance(error, TriptychError):
             log.error("item %s failed", job.key[:16], exc_info=error)
-        kind = type(error).__name__ if isinstance(error, TriptychError) else "InternalError"
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
         self._drop(job)
         for transfer in job.transfers:
-            self.send(self._frontend, EncodeFailed(transfer, kind, message))
+            self.send(self._frontend, EncodeFailed(transfer, ErrorKind.of(error), message))
 
 
 def _intervals(job: EncodeJob) -> list[Interval]:

@@ -9,6 +9,7 @@ from triptych.engine.request import Request
 from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
 from triptych.engine.source import RowSource
+from triptych.errors import ErrorKind
 from triptych.messages.rows import Wrote
 from triptych.messages.work import PrefillNeeded
 from triptych.observe.timeline import Interval
@@ -130,7 +131,9 @@ class KVSource(RowSource):
         for request_id, incoming in self._incoming.items():
             if incoming.complete and incoming.transfer in offering:
                 failure = TransferFailure(
-                    incoming.transfer, "InstanceLost", "the prefill instance was lost before it sent the next token"
+                    incoming.transfer,
+                    ErrorKind.INSTANCE_LOST,
+                    "the prefill instance was lost before it sent the next token",
                 )
                 self._failures.append((request_id, failure))
 

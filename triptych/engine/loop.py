@@ -21,7 +21,7 @@ from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler, SchedulerOutput
 from triptych.engine.source import RowSource
 from triptych.engine.step_batch import StepBatch
-from triptych.errors import InternalError, InvalidRequest, PromptTooLong, StartError, TriptychError
+from triptych.errors import ErrorKind, InternalError, InvalidRequest, PromptTooLong, StartError, TriptychError
 from triptych.layers.decoder import ForwardBatch
 from triptych.messages.codec import Send
 from triptych.messages.stats import InstanceStats, LanguageStats
@@ -185,7 +185,7 @@ class EngineLoop:
         try:
             request = _make_request(message, generated, self.context_length, self._vocab_size)
         except TriptychError as error:
-            self._send(self._frontend, Failed(message.request, self._address, type(error).__name__, str(error)))
+            self._send(self._frontend, Failed(message.request, self._address, ErrorKind.of(error), str(error)))
             return None
         request.prefilled_here, request.decoded_here = self.prefills, self.decodes
         self.scheduler.add(request)
@@ -214,7 +214,7 @@ class EngineLoop:
         if matching := self._matchings.pop(request_id, None):
             matching.close()
 
-    def _fail(self, request_id: RequestId, error: str, message: str) -> None:
+    def _fail(self, request_id: RequestId, error: ErrorKind, message: str) -> None:
         # before removal, which aborts transfers: the other side's failure would be less specific
         self._send(self._frontend, Failed(request_id, self._address, error, message))
         self._remove(request_id)
@@ -223,7 +223,7 @@ class EngineLoop:
         """Fail requests past their deadline. The frontend cancels them as well, but its message may arrive late."""
         now = time.monotonic()
         for request_id in [request_id for request_id, deadline in self._deadlines.items() if deadline < now]:
-            self._fail(request_id, "DeadlineExceeded", "the request's deadline has passed")
+            self._fail(request_id, ErrorKind.DEADLINE_EXCEEDED, "the request's deadline has passed")
 
     # ── grammars ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,7 +233,7 @@ class EngineLoop:
             if (error := matching.error) is not None:
                 if isinstance(error, InternalError):
                     log.error("request %s: %s", request_id, error)
-                self._fail(request_id, type(error).__name__, str(error))
+                self._fail(request_id, ErrorKind.of(error), str(error))
 
     def _ready_tokens(self, request: Request) -> int:
         """Return the leading tokens that can be computed: those whose media embeddings have arrived. The last one
@@ -350,7 +350,7 @@ class EngineLoop:
 
     def _fail_with(self, request: Request, error: TriptychError) -> None:
         if self._is_active(request):
-            self._fail(request.id, type(error).__name__, str(error))
+            self._fail(request.id, ErrorKind.of(error), str(error))
 
     def _is_active(self, request: Request) -> bool:
         return self.scheduler.get(request.id) is request

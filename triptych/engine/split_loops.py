@@ -17,7 +17,7 @@ from triptych.engine.request import Request
 from triptych.engine.runner import StepOutput
 from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk
-from triptych.errors import TransferError
+from triptych.errors import ErrorKind, TransferError
 from triptych.layers.decoder import ForwardBatch
 from triptych.messages.codec import Send
 from triptych.messages.work import Failed, Generate, PeerLost, Prefill, Prefilled
@@ -86,13 +86,15 @@ class PrefillLoop(EngineLoop):
         length = len(message.generate.tokens) + len(message.generated)
         if message.first_token >= length:
             self._fail(
-                request_id, "InternalError", f"token {message.first_token} of {length} can't be the first to send"
+                request_id,
+                ErrorKind.INTERNAL_ERROR,
+                f"token {message.first_token} of {length} can't be the first to send",
             )
             return
         try:
             self._sink.expect(message, length)
         except TransferError as error:
-            self._fail(request_id, "InternalError", str(error))
+            self._fail(request_id, ErrorKind.INTERNAL_ERROR, str(error))
             return
         if self._add_request(message.generate, message.generated):
             self._prefills[request_id] = message
@@ -134,7 +136,7 @@ class PrefillLoop(EngineLoop):
         self._sink.complete(request_id)
         self._remove(request_id)
 
-    def _fail(self, request_id: RequestId, error: str, message: str) -> None:
+    def _fail(self, request_id: RequestId, error: ErrorKind, message: str) -> None:
         """Report a failure. The transfer is aborted only when the router's Cancel arrives: otherwise the decode
         instance could report the aborted transfer before this failure."""
         self._send(self._frontend, Failed(request_id, self._address, error, message))
@@ -178,7 +180,7 @@ class DecodeLoop(EngineLoop):
             return
         if message.token >= self._vocab_size:
             reason = f"the prefill instance sampled token {message.token} of a vocabulary of {self._vocab_size}"
-            self._fail(request.id, "InternalError", reason)
+            self._fail(request.id, ErrorKind.INTERNAL_ERROR, reason)
             return
         self._first_tokens[request.id] = message
         self._prefill_attempts.pop(request.id, None)
@@ -208,7 +210,7 @@ class DecodeLoop(EngineLoop):
         self._prefill_attempts[request_id] += 1
         if (
             request is None
-            or failure.error != "InstanceLost"
+            or failure.error != ErrorKind.INSTANCE_LOST
             or self._prefill_attempts[request_id] >= MAX_PREFILL_ATTEMPTS
         ):
             super()._on_failure(request_id, failure)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
+from triptych.errors import ErrorKind
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats, Load
 from triptych.observe.timeline import Interval
@@ -240,6 +241,8 @@ class Generate(Struct, frozen=True, tag=True):
     items: list[PlacedItem]
     sampling: SamplingParams
     eos_token_ids: list[int]
+    reply_to: Address
+    """The frontend that owns the request; everything about it goes there."""
     cache_salt: str = ""
     """Only requests of the same salt share prefixes in the KV cache."""
     generated: list[int] = []
@@ -299,6 +302,8 @@ class Encode(Struct, frozen=True, tag=True):
 
     transfer: TransferId
     consumer: Address
+    reply_to: Address
+    """The frontend that owns the request."""
     key: str
     plan: ItemPlan
     data: bytes
@@ -320,8 +325,7 @@ class EncodeFailed(Struct, frozen=True, tag=True):
     """Encode instance → frontend: this item can't be encoded."""
 
     transfer: TransferId
-    error: str
-    """Name of a class in ``triptych.errors``."""
+    error: ErrorKind
     message: str
 
 
@@ -383,8 +387,7 @@ class Failed(Struct, frozen=True, tag=True):
 
     request: RequestId
     sender: Address
-    error: str
-    """Name of a class in ``triptych.errors``."""
+    error: ErrorKind
     message: str
 
 

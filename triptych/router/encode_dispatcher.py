@@ -96,6 +96,7 @@ class EncodeDispatcher:
         self,
         *,
         encode_instances: Callable[[], Collection[InstanceLease]],
+        address: Address,
         batch_patches: int,
         send: Callable[[Address, Message], None],
         rate: Rate,
@@ -108,6 +109,7 @@ class EncodeDispatcher:
         self._encode_instances = encode_instances
         self._batch_patches = batch_patches
         self._max_patches = ENCODE_BATCHES_AHEAD * batch_patches
+        self._address = address
         self._send = send
         self._rate = rate
         self._clock = clock
@@ -160,7 +162,7 @@ class EncodeDispatcher:
         self._rate.set_busy(now, busy=True)
         timeout = time_left(task.deadline, now)
         salt, client = task.cache_salt, task.client
-        message = Encode(task.transfer, task.consumer, item.key, plan, item.data, timeout, salt, client)
+        message = Encode(task.transfer, task.consumer, self._address, item.key, plan, item.data, timeout, salt, client)
         self._send(instance.address, message)
 
     def cost_ahead(self, cost: float) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from triptych import errors
 from triptych.config import AdmissionConfig, EncodeConfig, EngineConfig, LeaseConfig
 from triptych.errors import (
     DeadlineExceeded,
@@ -79,6 +78,7 @@ class Router:
     def __init__(
         self,
         *,
+        address: Address,
         send: Send,
         disconnect: Callable[[Address], object],
         fingerprint: str,
@@ -89,11 +89,13 @@ class Router:
         expects_encoders: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``disconnect`` closes the connection to an address. ``engine`` holds the settings of the service's instances.
-        ``expects_encoders`` is False for a topology without encode instances, which serves text only."""
+        """``address`` is this frontend's own, where instances answer. ``disconnect`` closes the connection to an
+        address. ``engine`` holds the settings of the service's instances. ``expects_encoders`` is False for a topology
+        without encode instances, which serves text only."""
         self._expects_encoders = expects_encoders
         self.registry = Registry(lease.lease_expiry)
         self.draining = False
+        self._address = address
         self._send = send
         self._disconnect = disconnect
         self._fingerprint = fingerprint
@@ -111,6 +113,7 @@ class Router:
         self._admission = Admission(admission, engine)
         encodes = self._encode_dispatcher = EncodeDispatcher(
             encode_instances=lambda: self.registry.encode_instances(begun=True),
+            address=address,
             batch_patches=(encode or EncodeConfig()).encode_batch_patches,
             send=self._notify,
             rate=self._admission.forecast.encode_rate,
@@ -169,6 +172,7 @@ class Router:
             items=[PlacedItem(item.key, item.placement, item.plan.rows_per_part) for item in prompt.items],
             sampling=sampling,
             eos_token_ids=eos_token_ids,
+            reply_to=self._address,
             cache_salt=cache_salt,
             timeout=time_left(timeout, 0.0),
             client=client,
@@ -458,7 +462,7 @@ class Router:
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         if encode := self._encode_dispatcher.get(message.transfer):
-            error = errors.from_wire(message.error, message.message, encode.task.item.param)
+            error = message.error.error(message.message, encode.task.item.param)
             self._fail(encode.task.request, error)
 
     def _on_tokens(self, message: Tokens) -> None:
@@ -489,7 +493,7 @@ class Router:
     def _on_failed(self, message: Failed) -> None:
         entry = self._current(message.request)
         if entry is not None and message.sender in entry.language_instances:
-            self._fail(entry.stream.request, errors.from_wire(message.error, message.message))
+            self._fail(entry.stream.request, message.error.error(message.message))
 
     # ── operators ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from triptych.errors import RequestError, ServiceError
+from triptych.errors import ErrorKind, RequestError, ServiceError
 from triptych.observe import logs
 from triptych.sandbox.protocol import (
     Bulk,
@@ -96,11 +96,11 @@ def _answer(connection: socket.socket, items: dict[int, Results], item: int) -> 
 def failure_of(error: Exception) -> TaskFailed:
     """Return the answer for an item that raised ``error``. Unexpected errors are logged and their text withheld."""
     if isinstance(error, RequestError | ServiceError):
-        return TaskFailed(type(error).__name__, str(error)[:MAX_MESSAGE_TEXT])
+        return TaskFailed(ErrorKind.of(error), str(error)[:MAX_MESSAGE_TEXT])
     if isinstance(error, MemoryError):
-        return TaskFailed("", "it needs more memory than allowed")
+        return TaskFailed(None, "it needs more memory than allowed")
     log.error("unexpected error in a sandboxed worker", exc_info=error)
-    return TaskFailed("InternalError", "it failed")
+    return TaskFailed(ErrorKind.INTERNAL_ERROR, "it failed")
 
 
 def content(bulk: Bulk | None) -> bytes:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from triptych.errors import ErrorKind
+
 MAX_MESSAGE = 65_536
 """Maximum size of a message in bytes. Larger data goes into the bulk."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -104,8 +106,8 @@ class EndOfResults(msgspec.Struct, frozen=True, tag=True):
 class TaskFailed(msgspec.Struct, frozen=True, tag=True):
     """Worker → parent: the item failed."""
 
-    error: str
-    """Name of a class in triptych.errors; empty if the item exceeded a limit."""
+    error: ErrorKind | None
+    """None if the item exceeded a limit."""
     message: str
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from triptych.errors import InternalError, RequestError, StartError, from_wire
+from triptych.errors import InternalError, RequestError, StartError
 from triptych.sandbox.protocol import (
     Answer,
     Bulk,
@@ -171,7 +171,7 @@ class _Worker:
             send(self._connection, request, sent)
             answer, received = self._receive(self._spec.limits.seconds)
             if isinstance(answer, TaskFailed):
-                raise from_wire(answer.error, answer.message) if answer.error else self._failed(answer.message)
+                raise answer.error.error(answer.message) if answer.error else self._failed(answer.message)
             if isinstance(answer, EndOfResults):
                 return None
             content = received.sealed(self._spec.limits.output_bytes) if received else None

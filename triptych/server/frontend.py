@@ -84,6 +84,7 @@ class Frontend:
             self._socket.close()
             raise StartError(str(error)) from None
         self.router = Router(
+            address=self.channel.address,
             send=self.channel.send,
             disconnect=self.channel.disconnect,
             fingerprint=builder.fingerprint,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from triptych.errors import TransferError, TriptychError
+from triptych.errors import ErrorKind, TransferError, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Grant, Offer, RegionHandle, TransferSide, Wrote
 from triptych.messages.stats import ReceiverCounters
@@ -48,8 +48,7 @@ class TransferFailure:
     """A transfer that won't complete. The caller of ``Receiver.expect`` must close it."""
 
     transfer: TransferId
-    error: str
-    """Name of a class in triptych.errors."""
+    error: ErrorKind
     reason: str
 
 
@@ -238,7 +237,7 @@ class Receiver:
             for incoming in self._transfers.values()
             if incoming.producer == producer or (incoming.producer is None and incoming.transfer in offering)
         ]
-        self._detach_all(lost, "InstanceLost", "the instance that sent the rows is gone")
+        self._detach_all(lost, ErrorKind.INSTANCE_LOST, "the instance that sent the rows is gone")
 
     def take_failures(self) -> list[TransferFailure]:
         """Return the failures since the last call. The transfer of each must be closed."""
@@ -258,7 +257,7 @@ class Receiver:
                 self._drop(incoming)
             elif not incoming.closing:
                 state = incoming.progress.state.value
-                self._fail(incoming, "DeadlineExceeded", f"a transfer made no progress while {state}")
+                self._fail(incoming, ErrorKind.DEADLINE_EXCEEDED, f"a transfer made no progress while {state}")
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -284,7 +283,7 @@ class Receiver:
         incoming.fabric = self.buffer.common_fabric(offer.fabrics)
         incoming.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
         if mismatch := self._mismatch(offer, incoming):
-            self._fail(incoming, "InternalError", f"the two ends of a transfer are incompatible: {mismatch}")
+            self._fail(incoming, ErrorKind.INTERNAL_ERROR, f"the two ends of a transfer are incompatible: {mismatch}")
 
     def on_wrote(self, wrote: Wrote) -> None:
         """Accept the rows of one grant. Rows that match no outstanding grant are ignored; corrupt rows are granted
@@ -318,9 +317,9 @@ class Receiver:
         reason = f"the instance that sends the rows aborted: {abort.reason}"
         if abort.released:
             # not logged as an error: the request was cancelled, or the producer has logged the error
-            self._detach(incoming, "InternalError", reason, logging.INFO)
+            self._detach(incoming, ErrorKind.INTERNAL_ERROR, reason, logging.INFO)
         else:
-            self._detach_all([incoming], "InternalError", reason)
+            self._detach_all([incoming], ErrorKind.INTERNAL_ERROR, reason)
 
     def on_done(self, done: Done) -> None:
         """Drop a closed transfer, which its producer has released."""
@@ -401,7 +400,7 @@ class Receiver:
             log.warning("transfer %s: rows %d+%d are corrupt", incoming.transfer, grant.first_row, grant.rows)
             if grant.resends > MAX_RESENDS:
                 grant.writing = False
-                self._fail(incoming, "InternalError", "rows arrived corrupt too many times")
+                self._fail(incoming, ErrorKind.INTERNAL_ERROR, "rows arrived corrupt too many times")
                 return
         grant.region = self.buffer.handle(incoming.fabric)
         self._send_grant(incoming, grant)
@@ -438,12 +437,12 @@ class Receiver:
             return f"no fabric in common; theirs: {', '.join(one.fabric for one in offer.fabrics) or 'none'}"
         return ""
 
-    def _fail(self, incoming: _IncomingTransfer, error: str, reason: str, level: int = logging.ERROR) -> None:
+    def _fail(self, incoming: _IncomingTransfer, error: ErrorKind, reason: str, level: int = logging.ERROR) -> None:
         log.log(level, "transfer %s: %s", incoming.transfer, reason)
         incoming.failed = True
         self._failures.append(TransferFailure(incoming.transfer, error, reason))
 
-    def _detach_all(self, incomings: Collection[_IncomingTransfer], error: str, reason: str) -> None:
+    def _detach_all(self, incomings: Collection[_IncomingTransfer], error: ErrorKind, reason: str) -> None:
         """Fail transfers whose producers may be writing and can't be stopped. Their blocks stay allocated until the
         buffer can relocate."""
         safe = self._relocate_if_exposed(incomings)
@@ -453,7 +452,7 @@ class Receiver:
             elif not incoming.closing:
                 self._fail(incoming, error, reason)
 
-    def _detach(self, incoming: _IncomingTransfer, error: str, reason: str, level: int = logging.ERROR) -> None:
+    def _detach(self, incoming: _IncomingTransfer, error: ErrorKind, reason: str, level: int = logging.ERROR) -> None:
         """Fail or drop a transfer whose producer is gone or has released it."""
         incoming.producer = None
         for grant in incoming.grants:

@@ -35,7 +35,7 @@ from triptych.engine.grammar.compile_queue import CompileQueue, RejectedGrammars
 from triptych.engine.grammar.matching import Matching, too_costly
 from triptych.engine.grammar.messages import Compile
 from triptych.engine.grammar.process_queue import ProcessQueue
-from triptych.errors import InternalError, InvalidRequest, RequestError, TriptychError, from_wire
+from triptych.errors import InternalError, InvalidRequest, RequestError, TriptychError
 from triptych.messages.work import GrammarSpec
 from triptych.observe.machine import describe_exit
 from triptych.sandbox.fork_client import ForkServer
@@ -422,4 +422,4 @@ class GrammarService:
 
 
 def _failure(answer: TaskFailed) -> TriptychError:
-    return from_wire(answer.error, answer.message) if answer.error else too_costly(answer.message)
+    return answer.error.error(answer.message) if answer.error else too_costly(answer.message)
