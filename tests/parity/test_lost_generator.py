@@ -10,6 +10,7 @@ from tests.support.harness import Running, running
 from tests.support.image_cases import CASES
 from triptych.errors import InstanceLost
 from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
+from triptych.observe.requests import RequestRecord
 
 REQUESTS = [case.messages for case in CASES]
 REGEX = GrammarSpec(GrammarKind.REGEX, "[a-z]{3,9}( [a-z]{3,9}){2,40}")
@@ -33,7 +34,7 @@ async def answer_and_lose(
     front = service.frontend.service
     prompt = front.prompt_builder.build(messages)
     sampling = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | settings))
-    stream = front.router.submit(prompt, sampling, sorted(front.tokenizer.eos_token_ids))
+    stream = front.router.submit(RequestRecord("id", "POST"), prompt, sampling, sorted(front.tokenizer.eos_token_ids))
     tokens = []
     async for report in stream:
         tokens += report.tokens

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, tokens_of
+from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, request_of, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
@@ -25,7 +25,6 @@ from triptych.messages.work import (
     SamplingParams,
     Tokens,
 )
-from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.router.admission import PROBE_PRIORITY
 from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CLIENT
@@ -183,11 +182,8 @@ def submit_long(harness: RouterHarness, client: str) -> TokenStream:
     made = prompt(10.0)
     plan = msgspec.structs.replace(made.items[0].plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
     items = (replace(made.items[0], plan=plan),)
-    context = CURRENT.set(RequestRecord("id", "POST", client=client))
-    try:
-        return harness.router.submit(replace(made, items=items), SamplingParams(max_tokens=4), [])
-    finally:
-        CURRENT.reset(context)
+    made = replace(made, items=items)
+    return harness.router.submit(request_of(client), made, SamplingParams(max_tokens=4), [])
 
 
 def test_long_items_take_no_place_of_others_and_one_clients_leave_one_to_the_next() -> None:
@@ -382,10 +378,10 @@ def test_queued_media_requests_cause_no_rejection_of_text_requests() -> None:
     harness = busy_harness(2.0, request_timeout=600.0)
     harness.register(E0)
     pictures = pictures_ahead(harness, 1.0)
-    with harness.router.preparing(has_media=False, timeout=5.0):
+    with harness.preparing(has_media=False, timeout=5.0):
         text = harness.submit(timeout=5.0)
     assert placed(harness)[-1] == text.request
-    with pytest.raises(Overloaded, match="would take about"), harness.router.preparing(has_media=True, timeout=5.0):
+    with pytest.raises(Overloaded, match="would take about"), harness.preparing(has_media=True, timeout=5.0):
         pass
     with pytest.raises(Overloaded, match="would take about"):
         harness.submit(1.0, timeout=5.0)
@@ -433,15 +429,15 @@ def test_prompts_in_preparation_cause_no_rejection_while_idle() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     with ExitStack() as making:
         for _ in range(200):
-            making.enter_context(harness.router.preparing(has_media=False))
+            making.enter_context(harness.preparing(has_media=False))
 
 
 def test_a_request_with_a_short_timeout_is_rejected_before_planning() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     harness.submit()
-    with pytest.raises(Overloaded), harness.router.preparing(has_media=False, timeout=2.0):
+    with pytest.raises(Overloaded), harness.preparing(has_media=False, timeout=2.0):
         pass
-    with harness.router.preparing(has_media=False, timeout=20.0):
+    with harness.preparing(has_media=False, timeout=20.0):
         pass
 
 

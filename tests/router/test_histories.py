@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt
+from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt, request_of
 from triptych.errors import ErrorKind, TriptychError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
@@ -29,7 +29,6 @@ from triptych.messages.work import (
     SetRole,
     Tokens,
 )
-from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
 from triptych.types import Address, TransferId
@@ -99,12 +98,9 @@ class History:
                 items[index] = type(item)(item.key, item.data, plan, item.placement, item.param)
         made = type(made)(made.tokens, made.positions, tuple(items))
         sampling, timeout = SamplingParams(max_tokens=rng.choice([1, 4, 1000])), rng.choice([math.inf, 1.0, 5.0])
-        context = CURRENT.set(RequestRecord("id", "POST", client=rng.choice("abc")))
-        try:
-            priority, read = rng.choice([0, 0, 1]), rng.choice([None, self.read])
-            stream = self.router.submit(made, sampling, [], timeout=timeout, priority=priority, read=read)
-        finally:
-            CURRENT.reset(context)
+        record = request_of(rng.choice("abc"))
+        priority, read = rng.choice([0, 0, 1]), rng.choice([None, self.read])
+        stream = self.router.submit(record, made, sampling, [], timeout=timeout, priority=priority, read=read)
         self.streams.append(stream)
 
     def read(self, report: Tokens) -> Tokens:

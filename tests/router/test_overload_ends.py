@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.router_harness import E0, PD0, RouterHarness, prompt
+from tests.support.router_harness import E0, PD0, RouterHarness, prompt, request_of
 from triptych.errors import Overloaded
 from triptych.messages.work import (
     Encode,
@@ -46,7 +46,8 @@ class Service:
     seen: int = 0
 
     def submit(self, max_tokens: int, timeout: float = 600.0) -> TokenStream:
-        return self.harness.router.submit(prompt(), SamplingParams(max_tokens=max_tokens), [], timeout=timeout)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        return self.harness.router.submit(request_of(), prompt(), sampling, [], timeout=timeout)
 
     def run(self, most: float = 1e6) -> None:
         """Run until every request is answered, or for ``seconds``."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.router_harness import prompt, tokens_of
+from tests.support.router_harness import prompt, request_of, tokens_of
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
@@ -76,7 +76,7 @@ class RouterHarness:
         return [(to, message) for to, message in self.sent if isinstance(message, kind)]
 
     def submit(self) -> TokenStream:
-        return self.router.submit(prompt(), SamplingParams(max_tokens=4), [])
+        return self.router.submit(request_of(), prompt(), SamplingParams(max_tokens=4), [])
 
     def need_prefill(self, stream: TokenStream, name: str = "d0", generated: tuple[int, ...] = ()) -> None:
         transfer = TransferId(f"{stream.request}/{len(self.sent)}")

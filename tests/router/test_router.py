@@ -45,33 +45,33 @@ from triptych.types import Address, RequestId, TransferId
 
 def test_admission_can_be_asked_for_without_a_request() -> None:
     harness = RouterHarness(PD0, max_queue=1)
-    with pytest.raises(Unavailable, match="encode"), harness.router.preparing(has_media=True):
+    with pytest.raises(Unavailable, match="encode"), harness.preparing(has_media=True):
         pass
     with (
-        harness.router.preparing(has_media=False),
+        harness.preparing(has_media=False),
         pytest.raises(Overloaded),
-        harness.router.preparing(has_media=False),
+        harness.preparing(has_media=False),
     ):
         pass
     assert (harness.router.num_requests, harness.outstanding(), harness.of(Generate)) == (0, 0, [])
     harness.submit()
-    with pytest.raises(Overloaded), harness.router.preparing(has_media=False):
+    with pytest.raises(Overloaded), harness.preparing(has_media=False):
         pass
 
 
 def test_what_is_only_read_needs_room_but_no_instance() -> None:
     harness = RouterHarness(max_queue=1)
-    with harness.router.holding_slot(), pytest.raises(Overloaded), harness.router.holding_slot():
+    with harness.holding_slot(), pytest.raises(Overloaded), harness.holding_slot():
         pass
-    with harness.router.holding_slot():
+    with harness.holding_slot():
         pass
     harness = RouterHarness(PD0, max_queue=2, max_queue_per_client=1)
-    with harness.router.holding_slot(), pytest.raises(RateLimited), harness.router.preparing(has_media=False):
+    with harness.holding_slot(), pytest.raises(RateLimited), harness.preparing(has_media=False):
         pass
-    with harness.router.preparing(has_media=False), pytest.raises(RateLimited), harness.router.holding_slot():
+    with harness.preparing(has_media=False), pytest.raises(RateLimited), harness.holding_slot():
         pass
     harness.submit()
-    with pytest.raises(RateLimited), harness.router.holding_slot():
+    with pytest.raises(RateLimited), harness.holding_slot():
         pass
 
 

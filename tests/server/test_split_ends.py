@@ -10,6 +10,7 @@ from tests.support.harness import Running, running
 from triptych.engine.kv_sink import KVSink
 from triptych.errors import InternalError, TransferError
 from triptych.messages.work import Prefill, SamplingParams
+from triptych.observe.requests import RequestRecord
 from triptych.router.stream import TokenStream
 
 MESSAGES = [{"role": "user", "content": "one two three " * 20}]
@@ -23,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def submit(service: Running, salt: str) -> TokenStream:
     inside = service.frontend.service
     prompt = inside.prompt_builder.build(MESSAGES)
-    return inside.router.submit(prompt, SamplingParams(max_tokens=20, ignore_eos=True), [], salt)
+    return inside.router.submit(
+        RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=20, ignore_eos=True), [], salt
+    )
 
 
 def test_cancels_are_no_errors_wherever_they_find_a_request(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import EncodeNeeded, Heartbeat, MissingItem, Register, SamplingParams
 from triptych.models.base import Positions
-from triptych.observe.requests import CURRENT, RequestRecord
+from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.registry import InstanceLease
 from triptych.router.router import Router
@@ -43,6 +44,11 @@ def prompt(*costs: float) -> PlannedPrompt:
     )
     tokens = [0] * (2 * len(items)) + [1]
     return PlannedPrompt(tokens, Positions(np.zeros((3, len(tokens)), dtype=np.int64), len(tokens)), items)
+
+
+def request_of(client: str = "") -> RequestRecord:
+    """The record of a request that has just arrived."""
+    return RequestRecord("id", "POST", client=client)
 
 
 class RouterHarness:
@@ -85,11 +91,15 @@ class RouterHarness:
 
     def submit(self, *costs: float, client: str = "", **how: Any) -> TokenStream:
         """A request of ``client``, with an item of each cost."""
-        context = CURRENT.set(RequestRecord("id", "POST", client=client))
-        try:
-            return self.router.submit(prompt(*costs), SamplingParams(max_tokens=4), [], **how)
-        finally:
-            CURRENT.reset(context)
+        return self.router.submit(request_of(client), prompt(*costs), SamplingParams(max_tokens=4), [], **how)
+
+    def preparing(self, *, has_media: bool, **how: Any) -> AbstractContextManager[None]:
+        """A request whose prompt is being prepared."""
+        return self.router.preparing(request_of(), has_media=has_media, **how)
+
+    def holding_slot(self) -> AbstractContextManager[None]:
+        """A request that needs no instance."""
+        return self.router.holding_slot(request_of())
 
     def need(self, stream: TokenStream, *items: int) -> list[TransferId]:
         needed = [MissingItem(item, TransferId(f"{stream.request}/{item}")) for item in items]

@@ -16,6 +16,7 @@ from triptych.api.prompt_logprobs import check_num_logprobs
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
 from triptych.messages.work import GrammarSpec, PromptLogprobs, SamplingParams, TokenLogprob, Tokens
+from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval, as_json
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.media import RequestMedia
@@ -30,6 +31,8 @@ N = TypeVar("N")
 class RequestContext:
     """Properties of a request that its body doesn't hold."""
 
+    record: RequestRecord
+    """Record of the HTTP request."""
     scope: str
     """Digest of the client's API key. Cached media are visible only to requests of the same scope."""
     deadline: float
@@ -138,11 +141,12 @@ class Generation:
 
     def _submit(self, choice: int, text: "ChoiceText") -> TokenStream:
         return self.service.router.submit(
+            self.context.record,
             self.prompt_of(choice),
             self.sampling_params[choice % len(self.sampling_params)],
             sorted(self.service.tokenizer.eos_token_ids),
             self.fields.cache_salt or "",
-            self.context.remaining,
+            timeout=self.context.remaining,
             priority=self.fields.priority or 0,
             read=text.read,
         )

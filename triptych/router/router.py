@@ -48,7 +48,7 @@ from triptych.messages.work import (
     time_left,
 )
 from triptych.observe.metrics import Metrics
-from triptych.observe.requests import begin_choice, current_client, seconds_spent
+from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission, QueuedRequest
@@ -143,12 +143,13 @@ class Router:
 
     def submit(
         self,
+        record: RequestRecord,
         prompt: PlannedPrompt,
         sampling: SamplingParams,
         eos_token_ids: list[int],
         cache_salt: str = "",
-        timeout: float = math.inf,
         *,
+        timeout: float = math.inf,
         priority: int = 0,
         read: TokenReader | None = None,
     ) -> TokenStream:
@@ -156,8 +157,8 @@ class Router:
 
         Lower ``priority`` goes first. ``timeout`` is in seconds, at most what is left of the service's own limit.
         ``read`` filters each report and may end the answer early. Raises as ``preparing`` does."""
-        client = current_client()
-        timeout = min(timeout, self._config.request_timeout - seconds_spent())
+        client = record.client
+        timeout = min(timeout, self._config.request_timeout - record.seconds_spent)
         cost = self._admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
         items_cost = sum(item.plan.cost for item in prompt.items)
         expected = self._check(
@@ -177,7 +178,7 @@ class Router:
             timeout=time_left(timeout, 0.0),
             client=client,
         )
-        stream = TokenStream(request, begin_choice(len(prompt.tokens), len(prompt.items)), read)
+        stream = TokenStream(request, record.begin_choice(len(prompt.tokens), len(prompt.items)), read)
         self.metrics.admitted(stream.record)
         now = self._clock()
         self._streams[request] = stream
@@ -198,29 +199,29 @@ class Router:
         return stream
 
     @contextmanager
-    def preparing(self, *, has_media: bool, priority: int = 0, timeout: float | None = None) -> Iterator[None]:
+    def preparing(
+        self, record: RequestRecord, *, has_media: bool, priority: int = 0, timeout: float | None = None
+    ) -> Iterator[None]:
         """Hold an admission slot while the prompt is prepared, so that a request that can't be served never pays for
         fetching or planning. ``submit`` checks again, since conditions may have changed.
 
         ``timeout`` is in seconds, None for the service's own limit. Raises Overloaded if the service is full or the
         answer is not expected in time, and RateLimited if the client is at its limit. Raises Unavailable if no instance
         can serve the request now, and MediaNotServed if the topology has no encode instance."""
-        client = current_client()
-        self._check(has_media, client=client, priority=priority, timeout=timeout)
-        with self._admission.preparing(client):
+        self._check(has_media, client=record.client, priority=priority, timeout=timeout)
+        with self._admission.preparing(record.client):
             yield
 
     @contextmanager
-    def holding_slot(self) -> Iterator[None]:
+    def holding_slot(self, record: RequestRecord) -> Iterator[None]:
         """Hold an admission slot for a request that needs no instance. Raises Overloaded if the service is full, and
         RateLimited if the client is at its limit."""
-        client = current_client()
         try:
-            self._admission.check_capacity(client, self._requests.values(), self._clock())
+            self._admission.check_capacity(record.client, self._requests.values(), self._clock())
         except TriptychError as error:
             self.metrics.rejected(error)
             raise
-        with self._admission.preparing(client):
+        with self._admission.preparing(record.client):
             yield
 
     def _check(self, has_media: bool, *, client: str, **known: Any) -> float:
