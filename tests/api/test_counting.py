@@ -29,10 +29,9 @@ def test_unread_tokens_count_in_the_usage_as_in_the_record(tokenizer: Tokenizer)
     harness = RouterHarness(PD0)
     stream = harness.submit()
     fields = CompletionRequest(model="tiny", prompt="x")
-    router = SimpleNamespace(
-        submit=lambda *_, **__: stream, complete=harness.router.complete, cancel=harness.router.cancel
-    )
-    service: Any = SimpleNamespace(router=router, tokenizer=tokenizer)
+    ends = harness.router.lifecycle
+    lifecycle = SimpleNamespace(submit=lambda *_, **__: stream, complete=ends.complete, cancel=ends.cancel)
+    service: Any = SimpleNamespace(lifecycle=lifecycle, tokenizer=tokenizer)
     context = RequestContext(request_of(), "", math.inf, SimpleNamespace())  # type: ignore[arg-type]
     generation = Generation(service, [prompt()], [SamplingParams(max_tokens=4)], fields, context, "id")
     (token,) = tokenizer.encode("a")

@@ -43,7 +43,7 @@ async def timeline(service: Running) -> list[Interval]:
     """Of one request with several pictures, as its client would receive them."""
     content = [{"type": "image", "data": png(picture(96, 96, seed))} for seed in range(IMAGES)]
     prompt = service.frontend.service.prompt_builder.build([{"role": "user", "content": content}])
-    stream = service.frontend.service.router.submit(
+    stream = service.frontend.service.router.lifecycle.submit(
         RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=2, ignore_eos=True), []
     )
     async for _ in stream:

@@ -31,7 +31,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
     context = context.with_timeout(request.timeout)
     check_model(service, request.model)
     has_media = bool(media_parts(request.messages))
-    with service.router.preparing(
+    with service.lifecycle.preparing(
         context.record, has_media=has_media, priority=request.priority or 0, timeout=context.remaining
     ):
         prompt, intervals = await plan_conversation(service, request, context)

@@ -29,7 +29,7 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
     if num_choices > (limit := service.frontend.admission.max_queue):
         raise InvalidRequest(f"prompt: {num_choices} choices exceed the limit of {limit}", "prompt")
     started = time.time()
-    with service.router.preparing(
+    with service.lifecycle.preparing(
         context.record, has_media=False, priority=request.priority or 0, timeout=context.remaining
     ):
         async with context.within_deadline():

@@ -127,7 +127,7 @@ class Generation:
                     yield output
         finally:
             for one in self._streams:
-                self.service.router.cancel(one.request)
+                self.service.lifecycle.cancel(one.request)
                 self.intervals += one.intervals
 
     def end(self, choice: int) -> None:
@@ -135,12 +135,12 @@ class Generation:
 
         Tokens that arrived since its last output were generated, so they count."""
         stream = self._streams[choice]
-        self.service.router.complete(stream.request)
+        self.service.lifecycle.complete(stream.request)
         self.num_generated += stream.num_unread
         stream.close()
 
     def _submit(self, choice: int, text: "ChoiceText") -> TokenStream:
-        return self.service.router.submit(
+        return self.service.lifecycle.submit(
             self.context.record,
             self.prompt_of(choice),
             self.sampling_params[choice % len(self.sampling_params)],

@@ -100,19 +100,19 @@ class Readiness:
         has_media = self._router.takes_media
         content = [{"type": "text", "text": "?"}, *([{"type": "image", "data": _image()}] if has_media else [])]
         messages: list[Message] = [{"role": "user", "content": content}]
-        prompt = self._builder.build(messages, self._router.registry.context_length())
+        prompt = self._builder.build(messages, self._router.membership.context_length())
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         # must miss every cache: a hit would skip the stage that is to be checked
         salt = secrets.token_hex(8)
         record = RequestRecord("readiness probe", "GET", counted=False)
-        stream = self._router.submit(
+        stream = self._router.lifecycle.submit(
             record, prompt, sampling, self._eos_token_ids, salt, priority=PROBE_PRIORITY, timeout=PROBE_TIMEOUT
         )
         try:
             async for _ in stream:
                 pass
         finally:
-            self._router.cancel(stream.request)
+            self._router.lifecycle.cancel(stream.request)
 
 
 def _image() -> bytes:

@@ -32,7 +32,7 @@ async def tokenize(
     service: Service, request: TokenizeConversation | TokenizeText, context: RequestContext
 ) -> dict[str, Any]:
     """Return ``objects.Tokenized``, with all tokens of media. Raises RequestError and ServiceError."""
-    with service.router.holding_slot(context.record):
+    with service.lifecycle.holding_slot(context.record):
         async with context.within_deadline():
             tokens = (await _prompt(service, request, context)).tokens
             names = None
@@ -64,6 +64,6 @@ async def detokenize(service: Service, request: DetokenizeRequest, context: Requ
     """Return ``objects.Detokenized``. Raises RequestError and ServiceError."""
     check_model(service, request.model)
     decode = partial(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
-    with service.router.holding_slot(context.record):
+    with service.lifecycle.holding_slot(context.record):
         async with context.within_deadline():
             return {"prompt": await service.executor.run(context.record.client, decode)}
