@@ -8,6 +8,7 @@ import numpy as np
 
 from triptych.config import AdmissionConfig, EncodeConfig, EngineConfig, LeaseConfig
 from triptych.messages.codec import Message
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import EncodeNeeded, Heartbeat, MissingItem, Register, SamplingParams
 from triptych.models.base import Positions
@@ -61,7 +62,7 @@ class RouterHarness:
             address=Address("frontend"),
             send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
             disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
-            fingerprint="model",
+            identity=ModelIdentity(),
             admission=AdmissionConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
             engine=EngineConfig(**engine),
             encode=EncodeConfig(**encode),
@@ -71,7 +72,9 @@ class RouterHarness:
         for address in addresses:
             self.register(address)
 
-    def register(self, address: Address, pid: int = 1, model: str = "model", dtype: str = "float32") -> None:
+    def register(
+        self, address: Address, pid: int = 1, model: str = ModelIdentity().digest, dtype: str = "float32"
+    ) -> None:
         layout = RowLayout(model, dtype, 4, 16)
         self.router.handle(Register(str(address), ROLES[address], address, [layout], pid, context_length=100))
 

@@ -18,7 +18,7 @@ from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.models.registry import family_of, resolve
+from triptych.models.registry import family_of, identity_of, resolve
 from triptych.observe.machine import available_bytes, check_cores
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
@@ -27,6 +27,7 @@ from triptych.server.worker_extra import check_installed
 from triptych.topology import Role
 
 SUMMARY = "check machine, model, fabrics and ports, and show what each role would load, without loading it"
+SHOWN_DIGITS = 12
 FEW_FILES = 4096
 """Limit on open files below which ``doctor`` warns: too low for thousands of clients."""
 
@@ -70,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
     yield _tried("cores", lambda: _cores(config))
     yield _memory(config, stages)
+    yield _tried("model identity", lambda: _identity(config))
     yield _tried("device", lambda: _device(config))
     yield _tried("tokenizer, chat template", lambda: _prompts(config))
     for name in ("shm", "nixl", "mooncake") if config.transfer.fabric == "auto" else (config.transfer.fabric,):
@@ -113,6 +115,13 @@ def _device(config: ServeConfig) -> str:
     device = find_device(config.engine.device)
     memory = f"{free_bytes(device) / 2**30:.1f} GiB free"
     return f"{device}, {memory}, PyTorch {torch.__version__}"
+
+
+def _identity(config: ServeConfig) -> str:
+    identity = identity_of(config.model)
+    parts = ("weights", "config", "tokenizer")
+    shown = ", ".join(f"{part} {getattr(identity, part)[:SHOWN_DIGITS]}" for part in parts)
+    return f"{identity.digest} ({shown}, adapter {identity.adapter})"
 
 
 def _prompts(config: ServeConfig) -> str:

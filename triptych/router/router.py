@@ -21,6 +21,7 @@ from triptych.errors import (
     Unavailable,
 )
 from triptych.messages.codec import Message, Send
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.work import (
     Cancel,
     Deregister,
@@ -81,7 +82,7 @@ class Router:
         address: Address,
         send: Send,
         disconnect: Callable[[Address], object],
-        fingerprint: str,
+        identity: ModelIdentity,
         admission: AdmissionConfig,
         lease: LeaseConfig,
         engine: EngineConfig | None = None,
@@ -90,15 +91,15 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``address`` is this frontend's own, where instances answer. ``disconnect`` closes the connection to an
-        address. ``engine`` holds the settings of the service's instances. ``expects_encoders`` is False for a topology
-        without encode instances, which serves text only."""
+        address. ``identity`` is that of the served model. ``engine`` holds the settings of the service's instances.
+        ``expects_encoders`` is False for a topology without encode instances, which serves text only."""
         self._expects_encoders = expects_encoders
         self.registry = Registry(lease.lease_expiry)
         self.draining = False
         self._address = address
         self._send = send
         self._disconnect = disconnect
-        self._fingerprint = fingerprint
+        self._identity = identity
         self._config = admission
         self._lease = lease
         self._clock = clock
@@ -500,7 +501,9 @@ class Router:
     def _on_get_status(self, message: GetStatus) -> None:
         now = self._clock()
         instances = [lease.status(now) for lease in self.registry]
-        status = Status(self.can_serve and not self.draining, self.draining, self.num_requests, instances)
+        status = Status(
+            self.can_serve and not self.draining, self.draining, self.num_requests, instances, self._identity
+        )
         self._reply(message.reply_to, status)
 
     def _reply(self, operator: Address, message: Message) -> None:
@@ -521,7 +524,7 @@ class Router:
         if held is not None and not is_same(held, message):
             self._role_changes.registered(message)
             self._remove_instance(held, "was replaced by another at its address, or changed its role")
-        if incompatibility := self.registry.incompatibility(message, self._fingerprint):
+        if incompatibility := self.registry.incompatibility(message, self._identity):
             log.warning("refused %s: %s", message.name, incompatibility)
             self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility))
             self._disconnect(message.address)

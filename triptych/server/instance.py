@@ -17,6 +17,7 @@ from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import Abort, Done, RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
@@ -88,6 +89,7 @@ class Instance:
         *,
         name: str,
         role: Role,
+        model: ModelIdentity,
         layouts: list[RowLayout],
         channel: Channel,
         frontend: Address,
@@ -100,6 +102,7 @@ class Instance:
         self.channel = channel
         self.frontend = frontend
         self._lease = lease
+        self._model = model
         self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
         self.handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
@@ -305,6 +308,7 @@ class Instance:
             pid=os.getpid(),
             context_length=context_length,
             stats=self._stats(),
+            model=self._model,
         )
         self.send(self.frontend, register)
 
