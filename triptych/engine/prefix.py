@@ -9,6 +9,7 @@ each other's prompts from response times.
 
 from array import array
 
+import msgspec
 from blake3 import blake3
 
 from triptych.engine.request import Request
@@ -18,9 +19,10 @@ def extend_page_hashes(request: Request, page_size: int, num_pages: int, layout:
     """Extend ``request.page_hashes`` to ``num_pages`` pages, all of which must be full of tokens. ``layout`` is the
     digest of the KV cache's layout."""
     hashes = request.page_hashes
+    seed = msgspec.msgpack.encode((layout, request.cache_salt))
     while len(hashes) < num_pages:
         start = len(hashes) * page_size
-        digest = blake3(hashes[-1] if hashes else f"{layout}|{request.cache_salt}".encode())
+        digest = blake3(hashes[-1] if hashes else seed)
         digest.update(array("q", request.tokens[start : start + page_size]).tobytes())
         for item in request.items:
             for token, row, length in item.placement.runs(start, start + page_size):
