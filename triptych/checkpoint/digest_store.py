@@ -1,7 +1,7 @@
 """Digests of files, kept in the user's cache folder for other processes and later starts.
 
-Whoever could write here could give one model the name of another. So the folder must belong to this user, and others
-may not write to it. Whatever is wrong with it, files are only hashed once more.
+A user who can write here can give one model the name of another. So the folder must belong to this user, and others
+may not write to it. If anything is wrong with an entry, the file is hashed once more.
 """
 
 import contextlib

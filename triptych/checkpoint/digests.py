@@ -1,7 +1,7 @@
 """SHA-256 digests of weight files, each made once and remembered. No torch, because the frontend uses this too.
 
-SHA-256, because whoever supplies weights must not be able to make two files of one digest, and because hubs publish it:
-a file has the same digest whether it was hashed here or named by its hub.
+SHA-256, because an author of weights must not be able to make two files of one digest, and because hubs publish it: a
+file has the same digest whether it was hashed here or named by its hub.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
 
 def _hub_digest(path: Path) -> str | None:
     """Return the digest in the name of a file of the user's Hugging Face cache: there, a snapshot's weight file is a
-    link to ``blobs/SHA256``. Elsewhere such names are ignored: whoever packs a checkpoint could invent them."""
+    link to ``blobs/SHA256``. Elsewhere such names are ignored: the author of a checkpoint could invent them."""
     if not path.is_symlink():
         return None
     blob = path.resolve()

@@ -18,6 +18,7 @@ from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.decoder_config import DecoderConfig
+from triptych.messages.identity import ModelIdentity
 from triptych.models.registry import family_of, identity_of, resolve
 from triptych.observe.machine import available_bytes, check_cores
 from triptych.prompt.hosts import AllowedHosts
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     model_type = checkpoint_config["model_type"]
     console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)
+    console.print(_identity(identity_of(config.model)), markup=False, highlight=False, soft_wrap=True)
     console.print(_table(stages, [role for role in Role if family.takes_media or not role.encodes]))
     checks = [_tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)), *_checks(config, stages)]
     shown = Table("", "what", "found")
@@ -71,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
     yield _tried("cores", lambda: _cores(config))
     yield _memory(config, stages)
-    yield _tried("model identity", lambda: _identity(config))
     yield _tried("device", lambda: _device(config))
     yield _tried("tokenizer, chat template", lambda: _prompts(config))
     for name in ("shm", "nixl", "mooncake") if config.transfer.fabric == "auto" else (config.transfer.fabric,):
@@ -117,11 +118,10 @@ def _device(config: ServeConfig) -> str:
     return f"{device}, {memory}, PyTorch {torch.__version__}"
 
 
-def _identity(config: ServeConfig) -> str:
-    identity = identity_of(config.model)
+def _identity(model: ModelIdentity) -> str:
     parts = ("weights", "config", "tokenizer")
-    shown = ", ".join(f"{part} {getattr(identity, part)[:SHOWN_DIGITS]}" for part in parts)
-    return f"{identity.digest} ({shown}, adapter {identity.adapter})"
+    shown = ", ".join(f"{part} {getattr(model, part)[:SHOWN_DIGITS]}" for part in parts)
+    return f"model {model.digest}: {shown}, adapter {model.adapter}"
 
 
 def _prompts(config: ServeConfig) -> str:
