@@ -31,7 +31,7 @@ from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR
 from triptych.messages.channel import Channel, endpoint
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import Generate, Heartbeat, Register, Stop, Tokens
+from triptych.messages.work import Capacity, Generate, Heartbeat, Register, Stop, Tokens
 from triptych.models.registry import identity_of
 from triptych.topology import Role
 
@@ -58,9 +58,9 @@ class Peer:
         self._channel.close()
 
     def _run(self) -> None:
-        model = identity_of(MODEL_DIR)
+        capacity, model = Capacity(2**10, 2**10), identity_of(MODEL_DIR)
         layout = RowLayout(model.digest, "float32", 4, 16)
-        peer = Register("peer", Role.EPD, self._channel.address, [layout], os.getpid(), 2**20, model=model)
+        peer = Register("peer", Role.EPD, self._channel.address, [layout], os.getpid(), 1, capacity, 2**20, model=model)
         self._channel.send(self._frontend, peer)
         left: dict[Any, int] = {}
         beat = step = time.monotonic()

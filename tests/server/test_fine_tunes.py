@@ -60,7 +60,7 @@ def test_a_frontend_refuses_an_instance_of_the_other(fine_tunes: Sequence[Path])
                 StartError, match=r"another model than this frontend: weights \w{12} here, \w{12} there"
             ):
                 await asyncio.to_thread(run_instance, instance)
-            assert len(frontend.router.registry) == 0
+            assert len(frontend.router.membership) == 0
 
     first, second = fine_tunes
     asyncio.run(refused(first, second, Role.E))

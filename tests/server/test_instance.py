@@ -19,6 +19,7 @@ from triptych.messages.rows import RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     Cancel,
+    Capacity,
     ChangeRole,
     Deregister,
     Heartbeat,
@@ -111,6 +112,7 @@ class InstanceHarness:
             role=Role.PD,
             model=ModelIdentity(),
             layouts=[LAYOUT],
+            capacity=Capacity(),
             channel=Channel(),
             frontend=self.channel.address,
             lease=lease,

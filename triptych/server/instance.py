@@ -21,6 +21,7 @@ from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import Abort, Done, RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
+    Capacity,
     ChangeRole,
     Deregister,
     Heartbeat,
@@ -91,6 +92,7 @@ class Instance:
         role: Role,
         model: ModelIdentity,
         layouts: list[RowLayout],
+        capacity: Capacity,
         channel: Channel,
         frontend: Address,
         lease: LeaseConfig,
@@ -103,6 +105,8 @@ class Instance:
         self.frontend = frontend
         self._lease = lease
         self._model = model
+        self._capacity = capacity
+        self._incarnation = int(time.time() * 1000)
         self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
         self.handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
@@ -306,6 +310,8 @@ class Instance:
             address=self.channel.address,
             layouts=self.layouts,
             pid=os.getpid(),
+            incarnation=self._incarnation,
+            capacity=self._capacity,
             context_length=context_length,
             stats=self._stats(),
             model=self._model,
