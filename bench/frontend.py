@@ -27,12 +27,12 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from triptych.checkpoint.fingerprint import fingerprint
 from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR
 from triptych.messages.channel import Channel, endpoint
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Capacity, Generate, Heartbeat, Register, Stop, Tokens
+from triptych.models.registry import identity_of
 from triptych.topology import Role
 
 CHAT = "/v1/chat/completions"
@@ -58,11 +58,10 @@ class Peer:
         self._channel.close()
 
     def _run(self) -> None:
-        layout = RowLayout(fingerprint(MODEL_DIR), "float32", 4, 16)
-        self._channel.send(
-            self._frontend,
-            Register("peer", Role.EPD, self._channel.address, [layout], os.getpid(), 1, Capacity(2**10, 2**10), 2**20),
-        )
+        capacity, model = Capacity(2**10, 2**10), identity_of(MODEL_DIR)
+        layout = RowLayout(model.digest, "float32", 4, 16)
+        peer = Register("peer", Role.EPD, self._channel.address, [layout], os.getpid(), 1, capacity, 2**20, model=model)
+        self._channel.send(self._frontend, peer)
         left: dict[Any, int] = {}
         beat = step = time.monotonic()
         while not self._ended.is_set():

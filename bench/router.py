@@ -15,6 +15,7 @@ import numpy as np
 from bench.measuring import report
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.messages.codec import Message
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Capacity, Generate, Heartbeat, Register, SamplingParams, Tokens
 from triptych.models.base import Positions
@@ -40,13 +41,13 @@ class Service:
             address=Address("frontend"),
             send=self._take,
             disconnect=lambda _: None,
-            fingerprint="model",
+            identity=ModelIdentity(),
             admission=AdmissionConfig(max_queue=10**6, request_timeout=10**6),
             lease=LeaseConfig(heartbeat=10**5, lease_expiry=10**6),
             expects_encoders=False,
         )
         self.num_submitted = 0
-        layout = RowLayout("model", "float32", 4, 16)
+        layout = RowLayout(ModelIdentity().digest, "float32", 4, 16)
         capacity = Capacity(max(1, dispatched * 4 // 5 // INSTANCES), 1024)
         for number in range(INSTANCES):
             name = f"pd{number}"

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from triptych.cli import main
+from triptych.models.registry import identity_of
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,16 @@ def test_a_machine_that_can_serve(folder: Path, capsys: pytest.CaptureFixture[st
     assert code == 0, checks
     assert {"cores", "memory", "device", "fabric shm", "--port", "--control-port", "open files"} <= checks.keys()
     assert all(line.startswith("ok") for line in checks.values())
+
+
+def test_the_models_identity_is_shown_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", str(folder), "--device", "cpu", "--port", "0"])
+    model = identity_of(folder)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if model.digest in line]
+    assert line.endswith(
+        f"weights {model.weights[:12]}, config {model.config[:12]}, tokenizer {model.tokenizer[:12]}, adapter Qwen3VL"
+    )
 
 
 def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from triptych.cli import main
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.stats import Load, PoolUsage
 from triptych.messages.work import (
     GetStatus,
@@ -25,6 +26,7 @@ from triptych.types import Address
 
 SECRET = b"sixteen bytes at least"
 LOAD = Load(2, 1, [PoolUsage("kv_pages", 4096, 17, 300), PoolUsage("media_blocks", 64, 0)])
+MODEL = ModelIdentity("weights", "config", "adapter", "tokenizer")
 STATUS = Status(
     ready=True,
     draining=False,
@@ -33,6 +35,7 @@ STATUS = Status(
         InstanceStatus("pd0", Role.PD, Address("tcp://127.0.0.1:7"), 123, 40.0, 0.25, LOAD, next_role=Role.P),
         InstanceStatus("e0", Role.E, Address("tcp://127.0.0.1:8"), 124, 0.0, 0.5, Load()),
     ],
+    model=MODEL,
 )
 
 
@@ -107,7 +110,7 @@ def test_it_lists_the_instances(status: Callable[..., tuple[int, str, str]]) -> 
     with frontend() as (control, _):
         code, text, _ = status("--control", control)
         assert code == 0
-        assert text.startswith("ready, 3 requests")
+        assert text.startswith(f"ready, 3 requests, model {MODEL.digest}")
         for words in ("PD → P", "2 running, 1 waiting", "17 of 4,096 kv_pages, 300 cached", "0 of 64 media_blocks"):
             assert words in text
         code, text, _ = status("--control", control, "--json")

@@ -208,6 +208,18 @@ def test_different_salts_share_no_pages() -> None:
         assert finish(scheduler, one) == computed
 
 
+def test_kv_caches_of_different_layouts_share_no_names_of_pages() -> None:
+    names = []
+    for layout, salt in (("a", "|b"), ("b", "|b"), ("a|", "b"), ("a", "|b")):
+        scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64, layout=layout)
+        one = request(layout + salt, 9, 1)
+        one.cache_salt = salt
+        finish(scheduler, one)
+        names.append(tuple(one.page_hashes))
+    assert names[0] == names[3]
+    assert len(set(names)) == 3
+
+
 def test_page_hashes_cover_media_and_their_position() -> None:
     scheduler = Scheduler(PagePool(40, 4), 8, max_num_batched_tokens=64)
 

@@ -1,6 +1,7 @@
-"""A checkpoint folder without weights: byte-level tokenizer, Qwen-like template, small Qwen3-VL config."""
+"""A checkpoint folder whose weights are empty: byte-level tokenizer, Qwen-like template, small Qwen3-VL config."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
 def write_folder(folder: Path) -> Path:
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR_CONFIG))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}, "add_bos_token": False})

@@ -1,6 +1,8 @@
 import msgspec
+import pytest
 
-from triptych.messages.rows import RowLayout
+from triptych.messages.identity import ModelIdentity
+from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Heartbeat, Register
 from triptych.router.membership import InstanceLease, Membership
@@ -8,12 +10,13 @@ from triptych.router.placement import least_outstanding
 from triptych.topology import Role
 from triptych.types import Address
 
-LAYOUT = RowLayout("model", "float32", 4, 16)
+MODEL = ModelIdentity("weights", "config", "adapter", "tokenizer")
+LAYOUT = RowLayout(MODEL.digest, "float32", 4, 16)
 BUSY = InstanceStats(resident_bytes=3)
 
 
 def register(name: str, role: Role = Role.PD, pid: int = 1) -> Register:
-    return Register(name, role, Address(name), [LAYOUT], pid, pid, Capacity(32, 1024), 100)
+    return Register(name, role, Address(name), [LAYOUT], pid, pid, Capacity(32, 1024), 100, model=MODEL)
 
 
 def lease(outstanding: int) -> InstanceLease:
@@ -57,11 +60,35 @@ def test_the_same_process_keeps_its_lease_and_another_starts_over() -> None:
 def test_an_instance_whose_rows_differ_is_refused_with_the_difference() -> None:
     membership = Membership(expiry=10.0)
     e0 = membership.add(register("e0", Role.E), 0.0)
-    same, other = register("x"), msgspec.structs.replace(register("x"), layouts=[RowLayout("model", "float16", 4, 8)])
-    assert membership.incompatibility(same, LAYOUT.model) == ""
-    assert membership.incompatibility(same, "another") == "it serves another model than this frontend"
-    assert membership.incompatibility(other, "model").endswith(
-        "those of e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there"
+    same, other = (
+        register("x"),
+        msgspec.structs.replace(register("x"), layouts=[RowLayout(MODEL.digest, "float16", 4, 8)]),
+    )
+    assert membership.incompatibility(same, MODEL) == ""
+    assert membership.incompatibility(other, MODEL).endswith(
+        "those of e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there (--dtype)"
     )
     membership.remove(e0, 0.0)
-    assert membership.incompatibility(other, "model") == ""
+    assert membership.incompatibility(other, MODEL) == ""
+
+
+@pytest.mark.parametrize("part", ["weights", "config", "adapter", "tokenizer"])
+def test_an_instance_of_another_model_is_refused_with_the_part_that_differs(part: str) -> None:
+    frontends = msgspec.structs.replace(MODEL, **{part: "another"})
+    refusal = Membership(expiry=10.0).incompatibility(register("x"), frontends)
+    assert refusal == f"it serves another model than this frontend: {part} {part} here, another there"
+
+
+def test_rows_must_be_of_the_model_that_an_instance_says_it_serves() -> None:
+    lying = msgspec.structs.replace(register("x"), layouts=[RowLayout("another", "float32", 4, 16)])
+    assert "aren't of the model" in Membership(expiry=10.0).incompatibility(lying, MODEL)
+
+
+def test_rows_computed_with_weights_of_another_dtype_are_refused() -> None:
+    membership = Membership(expiry=10.0)
+    for kind, settings in ((RowKind.MEDIA, "(--dtype)"), (RowKind.KV, "--quantization, --kv-cache-dtype)")):
+        half, whole = (RowLayout(MODEL.digest, "float32", 4, 16, kind, dtype) for dtype in ("float16", "float32"))
+        membership.add(msgspec.structs.replace(register(kind.value), layouts=[half]), 0.0)
+        refusal = membership.incompatibility(msgspec.structs.replace(register("x"), layouts=[whole]), MODEL)
+        assert "weight_dtype float32 here, float16 there" in refusal
+        assert refusal.endswith(settings)

@@ -9,6 +9,7 @@ from tests.support.router_harness import prompt, request_of, tokens_of
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats, LanguageStats, Load, PoolUsage
 from triptych.messages.work import (
@@ -39,7 +40,7 @@ from triptych.topology import Role, Topology
 from triptych.types import Address, RequestId, TransferId
 
 ME = Address("operator")
-LAYOUT = RowLayout("model", "float32", 4, 16)
+LAYOUT = RowLayout(ModelIdentity().digest, "float32", 4, 16)
 
 
 class RouterHarness:
@@ -52,7 +53,7 @@ class RouterHarness:
             address=Address("frontend"),
             send=lambda to, message: self.sent.append((to, message)),
             disconnect=lambda _: None,
-            fingerprint="model",
+            identity=ModelIdentity(),
             admission=AdmissionConfig(request_timeout=60.0, restart_hold=0.0),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             expects_encoders=any(name.startswith("e") for name in names),

@@ -14,6 +14,7 @@ from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
@@ -109,6 +110,7 @@ class InstanceHarness:
         self.instance = Instance(
             name="pd0",
             role=Role.PD,
+            model=ModelIdentity(),
             layouts=[LAYOUT],
             capacity=Capacity(),
             channel=Channel(),

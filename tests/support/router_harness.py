@@ -9,6 +9,7 @@ import numpy as np
 
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.messages.codec import Message
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Capacity, EncodeNeeded, Heartbeat, MissingItem, Register, SamplingParams
 from triptych.models.base import Positions
@@ -66,7 +67,7 @@ class RouterHarness:
             address=Address("frontend"),
             send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
             disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
-            fingerprint="model",
+            identity=ModelIdentity(),
             admission=AdmissionConfig(max_queue=max_queue, **{"request_timeout": 60.0, "restart_hold": 0.0} | settings),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             clock=lambda: self.now,
@@ -75,7 +76,12 @@ class RouterHarness:
             self.register(address)
 
     def register(
-        self, address: Address, pid: int = 1, model: str = "model", dtype: str = "float32", incarnation: int = 0
+        self,
+        address: Address,
+        pid: int = 1,
+        model: str = ModelIdentity().digest,
+        dtype: str = "float32",
+        incarnation: int = 0,
     ) -> None:
         layout = RowLayout(model, dtype, 4, 16)
         role, incarnation = ROLES[address], incarnation or pid

@@ -44,18 +44,24 @@ def read_folder(folder: Path | str) -> dict[str, TensorInfo]:
     Raises CheckpointError, naming the file or the tensor, for a folder without safetensors, a damaged header or a
     missing shard. Raises it, too, for an index that names a file outside the folder or disagrees with its shards.
     """
-    folder = Path(folder)
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.is_file():  # if both exist, transformers prefers the single file too
-        return read_header(single)
-    if not index.is_file():
-        raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-    weight_map = _read_index(index)
+    main = _main_file(Path(folder))
+    if main.name == SINGLE_FILE:
+        return read_header(main)
+    index, weight_map = main, _read_index(main)
     shards = {name: read_header(_shard_path(index, name)) for name in sorted(set(weight_map.values()))}
     for key, name in weight_map.items():
         if key not in shards[name]:
             raise CheckpointError(f"{index}: names tensor {key!r} in {name}, which doesn't hold it")
     return {key: shards[name][key] for key, name in weight_map.items()}
+
+
+def weight_files(folder: Path | str) -> list[Path]:
+    """Return the files that decide every tensor's value, in a fixed order: the single file, or the index and its
+    shards. Raises CheckpointError as ``read_folder`` does, but reads no header."""
+    main = _main_file(Path(folder))
+    if main.name == SINGLE_FILE:
+        return [main]
+    return [main, *(_shard_path(main, name) for name in sorted(set(_read_index(main).values())))]
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -68,6 +74,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{file}: can't be read: {error.strerror}") from error
     header.pop("__metadata__", None)
     return {key: _tensor_info(file, key, entry, size - data_start) for key, entry in header.items()}
+
+
+def _main_file(folder: Path) -> Path:
+    """Return the single file or, without one, the index. If both exist, transformers prefers the single file too."""
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -18,7 +18,8 @@ from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.models.registry import family_of, resolve
+from triptych.messages.identity import ModelIdentity
+from triptych.models.registry import family_of, identity_of, resolve
 from triptych.observe.machine import available_bytes, check_cores
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
@@ -27,6 +28,7 @@ from triptych.server.worker_extra import check_installed
 from triptych.topology import Role
 
 SUMMARY = "check machine, model, fabrics and ports, and show what each role would load, without loading it"
+SHOWN_DIGITS = 12
 FEW_FILES = 4096
 """Limit on open files below which ``doctor`` warns: too low for thousands of clients."""
 
@@ -58,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     model_type = checkpoint_config["model_type"]
     console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)
+    console.print(_identity(identity_of(config.model)), markup=False, highlight=False, soft_wrap=True)
     console.print(_table(stages, [role for role in Role if family.takes_media or not role.encodes]))
     checks = [_tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)), *_checks(config, stages)]
     shown = Table("", "what", "found")
@@ -113,6 +116,12 @@ def _device(config: ServeConfig) -> str:
     device = find_device(config.engine.device)
     memory = f"{free_bytes(device) / 2**30:.1f} GiB free"
     return f"{device}, {memory}, PyTorch {torch.__version__}"
+
+
+def _identity(model: ModelIdentity) -> str:
+    parts = ("weights", "config", "tokenizer")
+    shown = ", ".join(f"{part} {getattr(model, part)[:SHOWN_DIGITS]}" for part in parts)
+    return f"model {model.digest}: {shown}, adapter {model.adapter}"
 
 
 def _prompts(config: ServeConfig) -> str:

@@ -13,6 +13,7 @@ from triptych.cli import flags
 from triptych.cluster.service import LocalService
 from triptych.config import RENAMED_ROLES, ClusterConfig, ServeConfig, flag
 from triptych.errors import ConfigError
+from triptych.models.registry import identity_of
 from triptych.observe import logs
 from triptych.observe.machine import pin_to_cores
 from triptych.server import instance_main
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY) if arguments.role is None else None
         if topology is not None:
             config.engine.tensor_parallel_size.check(topology.roles)
+        identity_of(config.model)  # here, where a signal ends the process: a large checkpoint takes minutes to hash
         return asyncio.run(_serve(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 

@@ -90,7 +90,7 @@ def _seconds(text: str) -> float:
 
 def _summary(status: Status) -> str:
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
-    return f"{state}, {status.requests} requests"
+    return f"{state}, {status.requests} requests, model {status.model.digest}"
 
 
 def _table(status: Status) -> Table:

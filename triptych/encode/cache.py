@@ -6,6 +6,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from triptych.messages.identity import update_with_length
+
 EmbeddingRows = NDArray[np.uint8]
 """Embeddings as raw bytes, of shape (rows, row_bytes)."""
 
@@ -13,19 +15,25 @@ _MAX_NAMES = 2**16
 """Limit on the part names that are kept for whole items."""
 
 
-def salted(name: str, salt: str) -> str:
-    """Return the name of an item or part within a ``cache_salt``; the name itself for an empty one.
+def row_name(layout: str, name: str, salt: str) -> str:
+    """Return the name of the rows of an item or part: a digest of their layout's digest, the item's or part's own name
+    and the ``cache_salt``.
 
-    Clients with different salts share no names, so that response times don't reveal what others have sent.
+    Rows of different models or dtypes share no names, so that they can't be mistaken for each other even in a store
+    that several services share. Neither do clients with different salts, so that response times don't reveal what
+    others have sent.
     """
-    return blake3(name.encode() + b"|" + salt.encode()).hexdigest() if salt else name
+    digest = blake3()
+    for field in (layout, name, salt):
+        update_with_length(digest, field.encode())
+    return digest.hexdigest()
 
 
 class EncoderCache:
     """Up to ``max_bytes`` of embedding rows, with one entry per part of an item.
 
-    A part's name is a digest of everything that determines its rows. An item's key is a digest of its bytes, its plan
-    and the model. So an entry never has to be compared with its item.
+    Names are those of ``row_name``: digests of everything that determines the rows, so that an entry never has to be
+    compared with its item.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from triptych.compute_thread import ComputeThread
-from triptych.encode.cache import EmbeddingRows, EncoderCache, salted
+from triptych.encode.cache import EmbeddingRows, EncoderCache, row_name
 from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
 from triptych.errors import DeadlineExceeded, ErrorKind, PlanMismatch, TriptychError
 from triptych.messages.codec import Send
@@ -94,6 +94,7 @@ class EncodeLoop:
         self._cache = cache
         self.sender = sender
         self._layout = layout
+        self._layout_digest = layout.digest
         self._compute = compute
         self._wake = wake
         self._frontend = frontend
@@ -185,7 +186,7 @@ class EncodeLoop:
             timeout=message.timeout,
         )
         self.num_requested += 1
-        key = salted(message.key, message.cache_salt)
+        key = row_name(self._layout_digest, message.key, message.cache_salt)
         if (job := self._jobs.get(key)) is None:
             if (parts := self._cache.get_item(key)) is not None:
                 for number, rows in enumerate(parts):
@@ -245,7 +246,8 @@ class EncodeLoop:
     def _inputs(self, message: Encode) -> Iterator[EncoderInput]:
         """Yield an item's parts. The preprocessor starts with the first one, in a worker thread."""
         for part in self.preprocessors(message.data, message.plan):
-            yield msgspec.structs.replace(part, name=salted(part.name, message.cache_salt))
+            name = row_name(self._layout_digest, f"{part.tower}|{part.name}", message.cache_salt)
+            yield msgspec.structs.replace(part, name=name)
 
     def preprocess_slice(self, job: EncodeJob) -> list[EncoderInput]:
         """Preprocess the next parts of a job, up to a batch; none when it has no more. Runs in a worker thread.

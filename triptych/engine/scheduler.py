@@ -96,9 +96,17 @@ class Scheduler:
     """Continuous batching over a pool of KV pages."""
 
     def __init__(
-        self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int, *, reuse_prefixes: bool = True
+        self,
+        pool: PagePool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        reuse_prefixes: bool = True,
+        layout: str = "",
     ) -> None:
+        """``layout`` is the digest of the KV cache's layout, which names of cached pages cover."""
         self.pool = pool
+        self._layout = layout
         self._reuse_prefixes = reuse_prefixes
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
@@ -334,7 +342,7 @@ class Scheduler:
         if not self._can_reuse(request):
             return
         num_pages = num_tokens // self.pool.page_size
-        extend_page_hashes(request, self.pool.page_size, num_pages)
+        extend_page_hashes(request, self.pool.page_size, num_pages, self._layout)
         request.pages = self.pool.lookup(request.page_hashes[:num_pages])
         request.num_cached_pages = len(request.pages)
         request.num_computed = request.num_reused = len(request.pages) * self.pool.page_size
@@ -350,7 +358,7 @@ class Scheduler:
         if not self._reuse_prefixes:
             return
         full = request.num_computed // self.pool.page_size
-        extend_page_hashes(request, self.pool.page_size, full)
+        extend_page_hashes(request, self.pool.page_size, full, self._layout)
         for index in range(request.num_cached_pages, full):
             self.pool.cache(request.pages[index], request.page_hashes[index])
         request.num_cached_pages = full

@@ -74,6 +74,14 @@ class WeightFormat(Protocol):
     def activations(self) -> torch.dtype:
         """The dtype of activations and norms."""
 
+    @property
+    def linear_dtype(self) -> str:
+        """Name of the format that ``linear`` stores weights in."""
+
+    @property
+    def high_precision_dtype(self) -> str:
+        """Name of the format that ``high_precision`` stores weights in."""
+
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         """Make a layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for an unsupported
         device."""
@@ -91,6 +99,14 @@ class PlainFormat:
     """Weights and activations in one dtype. Weights that have it already stay memory-mapped."""
 
     activations: torch.dtype
+
+    @property
+    def linear_dtype(self) -> str:
+        return str(self.activations).removeprefix("torch.")
+
+    @property
+    def high_precision_dtype(self) -> str:
+        return self.linear_dtype
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         bias = None if bias is None else bias.to(device, self.activations)
@@ -111,6 +127,8 @@ class PackedFormat:
     """Packs the weights of ``linear``."""
     pack_high_precision: Pack
     """Packs the weights of ``high_precision`` and ``head``."""
+    linear_dtype: str
+    high_precision_dtype: str
     activations: torch.dtype = torch.float32
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
@@ -133,13 +151,13 @@ def _check_cpu(device: torch.device) -> None:
 
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    "auto": PackedFormat(half_product, half_product),
-    "float32": PackedFormat(float_product, float_product),
-    "float16": PackedFormat(half_product, half_product),
+    "auto": PackedFormat(half_product, half_product, "float16", "float16"),
+    "float32": PackedFormat(float_product, float_product, "float32", "float32"),
+    "float16": PackedFormat(half_product, half_product, "float16", "float16"),
     "bfloat16": PlainFormat(torch.bfloat16),
 }
 """Format of each of ``triptych.config.DTYPES`` on CPUs."""
-QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(int8_product, half_product)}
+QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(int8_product, half_product, "int8", "float16")}
 """Format of each of ``triptych.config.QUANTIZATIONS`` on CPUs, except "none"."""
 CUDA_FORMATS: dict[str, WeightFormat] = {
     name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")

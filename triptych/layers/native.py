@@ -15,6 +15,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from triptych.user_cache import user_cache
+
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("kernels") / "cpu"
@@ -43,9 +45,7 @@ def _built() -> Path:
     if path is None:
         raise OSError(f"there is no C compiler {name!r}")
     compiler = [path, *options]
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # the XDG specification says to ignore a relative path
-    folder = (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "triptych"
+    folder = user_cache()
     texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
     if not texts:
         raise OSError(f"there are no sources in {SOURCES}")

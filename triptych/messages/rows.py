@@ -6,6 +6,8 @@ grant resumes it, and small grants are flow control. ``Abort`` is always answere
 
 import enum
 
+import msgspec
+from blake3 import blake3
 from msgspec import Struct
 
 from triptych.types import Address, Count, Positive, TransferId
@@ -23,12 +25,19 @@ class RowLayout(Struct, frozen=True):
     """Format of rows, on which both sides must agree before a transfer."""
 
     model: str
-    """The checkpoint's fingerprint."""
+    """Digest of the model's identity (``messages/identity.py``)."""
     dtype: str
     width: Positive
     """Elements of ``dtype`` in a row."""
     row_bytes: Positive
     kind: RowKind = RowKind.MEDIA
+    weight_dtype: str = ""
+    """Format of the weights that compute the rows: of the towers, or of the decoder."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of all fields: rows of layouts with different digests are never mixed, in no cache and no transfer."""
+        return blake3(msgspec.msgpack.encode(self)).hexdigest()
 
     def difference(self, other: "RowLayout") -> str:
         """Return which fields differ, as text for error messages; empty if none does."""

@@ -6,6 +6,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from triptych.errors import ErrorKind
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats, Load
 from triptych.observe.timeline import Interval
@@ -51,6 +52,8 @@ class Register(Struct, frozen=True, tag=True):
     context_length: Count
     """The longest request that it can hold, in tokens; 0 without a decoder."""
     stats: InstanceStats = field(default_factory=InstanceStats)
+    model: ModelIdentity = ModelIdentity()
+    """The model that it serves."""
 
 
 class Registered(Struct, frozen=True, tag=True):
@@ -173,6 +176,8 @@ class Status(Struct, frozen=True, tag=True):
     requests: Count
     """Requests in flight."""
     instances: list[InstanceStatus]
+    model: ModelIdentity = ModelIdentity()
+    """The model that all of them serve."""
 
 
 class SetRole(Struct, frozen=True, tag=True):

@@ -77,7 +77,8 @@ class EncoderInput(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int]
     """Number of patches in time, rows and columns."""
     name: str
-    """Content digest, 64 hexadecimal digits: equal exactly for parts with equal patches and grid."""
+    """Digest, 64 hexadecimal digits. A preprocessor's covers the content: equal exactly for parts with equal patches
+    and grid. The encode loop's covers the tower, the model, the format of its rows and the ``cache_salt``, too."""
     tower: str = VISION
     """Name of the tower that encodes the part."""
 

@@ -3,9 +3,13 @@ a process imports only the files of its own stage."""
 
 import importlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.identity import model_identity
 from triptych.errors import CheckpointError
+from triptych.messages.identity import ModelIdentity
 from triptych.models.base import ModelConfig
 
 
@@ -23,6 +27,11 @@ class Family:
     """Import string of the ``Preprocessor`` class; None for text-only models."""
     modalities: tuple[str, ...] = ("text",)
     """Modalities a request may contain."""
+
+    @property
+    def adapter_name(self) -> str:
+        """The adapter's class, as part of a model's identity."""
+        return self.adapter.partition(":")[2]
 
     @property
     def takes_media(self) -> bool:
@@ -85,6 +94,11 @@ def family_of(config: ModelConfig) -> Family:
         served = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"config.json: model_type {model_type!r} is not served; served are {served}")
     return FAMILIES[model_type]
+
+
+def identity_of(folder: Path) -> ModelIdentity:
+    """Return the identity of a checkpoint; see ``checkpoint.identity.model_identity``. Raises CheckpointError."""
+    return model_identity(folder, family_of(load_config(folder)).adapter_name)
 
 
 def resolve(import_string: str) -> Any:

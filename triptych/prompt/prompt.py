@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import msgspec
 from blake3 import blake3
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
-from triptych.checkpoint.fingerprint import fingerprint, update_with_length
 from triptych.errors import (
     CheckpointError,
     InternalError,
@@ -21,8 +21,9 @@ from triptych.errors import (
     PromptTooLong,
     UnsupportedMedia,
 )
+from triptych.messages.identity import ModelIdentity, update_with_length
 from triptych.models.base import Planner, Positions
-from triptych.models.registry import family_of, resolve
+from triptych.models.registry import family_of, identity_of, resolve
 from triptych.prompt.caps import MediaBudget, MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
@@ -86,7 +87,7 @@ class PromptBuilder:
     """
 
     def __init__(self, folder: Path, context_length: int | None = None, caps: MediaCaps | None = None) -> None:
-        folder = Path(folder)
+        self._folder = folder = Path(folder)
         config = load_config(folder)
         self._family = family_of(config)
         self.planner: Planner = resolve(self._family.planner)(
@@ -95,13 +96,17 @@ class PromptBuilder:
         self._caps = caps or MediaCaps()
         self.template = ChatTemplate(folder)
         self.tokenizer = Tokenizer(folder)
-        self.fingerprint = fingerprint(folder)
         self.context_length: int = min(self.planner.context_length, context_length or self.planner.context_length)
         self._media_tokens = tuple(self._spelling(token_id) for token_id in sorted(self.planner.media_token_ids))
         self._modalities = {self._spelling(token): name for name, token in self.planner.placeholder_ids.items()}
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
         self.modalities = [name for spelling, name in self._modalities.items() if self._places(name, spelling)]
         self.audio_in_video = self.planner.audio_in_video and "video" in self.modalities
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """The model's identity. Determining it may read all weights, and raises CheckpointError if that fails."""
+        return identity_of(self._folder)
 
     def build(
         self,
@@ -282,10 +287,10 @@ class PromptBuilder:
         return tokens, spans
 
     def _key(self, data: bytes, plan: ItemPlan) -> str:
-        """Return the 256-bit BLAKE3 digest, in hexadecimal, of the model's fingerprint, the plan (MessagePack) and the
+        """Return the 256-bit BLAKE3 digest, in hexadecimal, of the model's identity, the plan (MessagePack) and the
         item's bytes, each preceded by its length."""
         digest = blake3()
-        for field in (self.fingerprint.encode(), msgspec.msgpack.encode(plan), data):
+        for field in (self.identity.digest.encode(), msgspec.msgpack.encode(plan), data):
             update_with_length(digest, field)
         return digest.hexdigest()
 

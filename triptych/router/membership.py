@@ -3,11 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Heartbeat, InstanceStatus, Register
 from triptych.topology import Role, Stage
 from triptych.types import Address
+
+_DTYPE_SETTINGS = {RowKind.MEDIA: "--dtype", RowKind.KV: "--dtype, --quantization, --kv-cache-dtype"}
+"""The settings that decide the format of rows, by their kind."""
 
 
 @dataclass(eq=False)
@@ -147,17 +151,19 @@ class Membership:
         for lease in self:
             lease.last_seen = now
 
-    def incompatibility(self, message: Register, fingerprint: str) -> str:
+    def incompatibility(self, message: Register, identity: ModelIdentity) -> str:
         """Return why an instance can't join; empty if it can.
 
-        Any encode instance may send rows to any language instance, and any prefill instance to any decode instance. So
-        all must agree on the row layout."""
+        It must serve the model of that identity. Any encode instance may send rows to any language instance, and any
+        prefill instance to any decode instance. So all must agree on the row layout."""
+        if difference := message.model.difference(identity):
+            return f"it serves another model than this frontend: {difference}"
         for layout in message.layouts:
-            if layout.model != fingerprint:
-                return "it serves another model than this frontend"
+            if layout.model != identity.digest:
+                return f"its {layout.kind} rows aren't of the model that it serves"
             if difference := self._difference(layout):
-                setting = " (--kv-cache-dtype)" if layout.kind is RowKind.KV else ""
-                return f"the {layout.kind} rows of {message.name} don't fit those of {difference}{setting}"
+                settings = _DTYPE_SETTINGS[layout.kind]
+                return f"the {layout.kind} rows of {message.name} don't fit those of {difference} ({settings})"
         return "" if message.layouts else "its registration has no row layout"
 
     def _difference(self, layout: RowLayout) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import DeadlineExceeded, InternalError, TriptychError
 from triptych.messages.codec import Message, Send
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.work import (
     Deregister,
     Draining,
@@ -53,21 +54,22 @@ class Router:
         address: Address,
         send: Send,
         disconnect: Callable[[Address], object],
-        fingerprint: str,
+        identity: ModelIdentity,
         admission: AdmissionConfig,
         lease: LeaseConfig,
         expects_encoders: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``address`` is this frontend's own, where instances answer. ``disconnect`` closes the connection to an
-        address. ``expects_encoders`` is False for a topology without encode instances, which serves text only."""
+        address. ``identity`` is that of the served model. ``expects_encoders`` is False for a topology without encode
+        instances, which serves text only."""
         self.membership = Membership(lease.lease_expiry, admission.restart_hold)
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.membership))
         self._expects_encoders = expects_encoders
         self._send = send
         self._disconnect = disconnect
-        self._fingerprint = fingerprint
+        self._identity = identity
         self._lease = lease
         self._clock = clock
         self._ticked = clock()
@@ -250,7 +252,8 @@ class Router:
     def _on_get_status(self, message: GetStatus) -> None:
         now = self._clock()
         instances = [lease.status(now) for lease in self.membership]
-        status = Status(self.can_serve and not self.draining, self.draining, self.num_requests, instances)
+        can_serve = self.can_serve and not self.draining
+        status = Status(can_serve, self.draining, self.num_requests, instances, self._identity)
         self._reply(message.reply_to, status)
 
     def _reply(self, operator: Address, message: Message) -> None:
@@ -276,7 +279,7 @@ class Router:
             self._notify(message.address, Stop())
             self._disconnect(message.address)
             return
-        if incompatibility := self.membership.incompatibility(message, self._fingerprint):
+        if incompatibility := self.membership.incompatibility(message, self._identity):
             log.warning("refused %s: %s", message.name, incompatibility)
             self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility))
             self._disconnect(message.address)

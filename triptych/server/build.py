@@ -42,6 +42,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel, 
     instance = Instance(
         name=spec.name,
         role=role,
+        model=model.identity,
         layouts=layouts(model.row_layout, model.kv_layout, has_decoder=role.has_decoder),
         capacity=Capacity(spec.engine.max_num_seqs, spec.encode.encode_batch_patches),
         channel=channel,
@@ -72,6 +73,7 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
         encoder = _loaded("encoder", instance.compute.submit(model.load_encoder)) if role.encodes else None
         group = ranks.connect(rank_device(model.device, 0))
         decoder = _loaded("decoder", instance.compute.submit(model.load_decoder, group)) if role.has_decoder else None
+    model.check_unchanged()
     sender = Sender({fabric.name: fabric for fabric in fabrics}, instance.channel.address, instance.send)
     engine = make_encode_loop = None
     if decoder is not None:

@@ -62,6 +62,7 @@ def build_engine(
         engine.max_num_seqs,
         engine.max_num_batched_tokens,
         reuse_prefixes=engine.enable_prefix_caching,
+        layout=model.kv_layout.digest,
     )
     broadcasting = ranks.broadcasting(forward, group, model.weights.activations)
     return EngineComponents(

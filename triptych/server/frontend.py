@@ -87,7 +87,7 @@ class Frontend:
             address=self.channel.address,
             send=self.channel.send,
             disconnect=self.channel.disconnect,
-            fingerprint=builder.fingerprint,
+            identity=builder.identity,
             admission=config.frontend.admission,
             lease=config.lease,
             expects_encoders=expects_encoders and takes_media,

@@ -17,6 +17,7 @@ from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import Abort, Done, RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
@@ -89,6 +90,7 @@ class Instance:
         *,
         name: str,
         role: Role,
+        model: ModelIdentity,
         layouts: list[RowLayout],
         capacity: Capacity,
         channel: Channel,
@@ -102,6 +104,7 @@ class Instance:
         self.channel = channel
         self.frontend = frontend
         self._lease = lease
+        self._model = model
         self._capacity = capacity
         self._incarnation = int(time.time() * 1000)
         self.loops: list[StageLoop] = []
@@ -311,6 +314,7 @@ class Instance:
             capacity=self._capacity,
             context_length=context_length,
             stats=self._stats(),
+            model=self._model,
         )
         self.send(self.frontend, register)
 

@@ -1,17 +1,20 @@
 """A checkpoint folder with its model family, device and dtypes, for instances."""
 
+from functools import cached_property
+
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
-from triptych.checkpoint.fingerprint import fingerprint
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.engine.group import GroupCache, make_cache
+from triptych.errors import CheckpointError
 from triptych.layers.decoder import Decoder
 from triptych.layers.devices import dtype_name, find_device, kv_dtype, weight_format
 from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.models.base import ModelConfig, Planner
-from triptych.models.registry import family_of, resolve
+from triptych.models.registry import family_of, identity_of, resolve
 from triptych.topology import Role
 
 
@@ -30,7 +33,16 @@ class ModelBundle:
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
         self.kv_dtype = kv_dtype(engine, self.device, self.weights)
         self.page_size = engine.page_size
-        self.fingerprint = fingerprint(checkpoint.folder)
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """The model's identity. Determining it may read all weights, and raises CheckpointError if that fails."""
+        return identity_of(self.checkpoint.folder)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the checkpoint's files have changed since ``identity`` was determined."""
+        if difference := self.identity.difference(identity_of(self.checkpoint.folder)):
+            raise CheckpointError(f"{self.checkpoint.folder}: changed while it was loaded: {difference}")
 
     def num_bytes(self, role: Role) -> int:
         """Return what a role loads of the checkpoint, in bytes."""
@@ -61,11 +73,25 @@ class ModelBundle:
         """Layout of embeddings. Their dtype is the one that the decoder computes in, so that nothing is converted after
         a transfer."""
         dtype, width = self.weights.activations, self.adapter.embedding_width
-        return RowLayout(self.fingerprint, dtype_name(dtype), width, width * dtype.itemsize)
+        return RowLayout(
+            model=self.identity.digest,
+            dtype=dtype_name(dtype),
+            width=width,
+            row_bytes=width * dtype.itemsize,
+            kind=RowKind.MEDIA,
+            weight_dtype=self.weights.high_precision_dtype,
+        )
 
     @property
     def kv_layout(self) -> RowLayout:
         """Layout of KV rows: one token's keys, or its values, in one layer, as the KV cache holds them."""
         dtype, config = self.kv_dtype, self.adapter.decoder_config
         width = config.num_kv_heads * config.head_dim
-        return RowLayout(self.fingerprint, dtype_name(dtype), width, width * dtype.itemsize, RowKind.KV)
+        return RowLayout(
+            model=self.identity.digest,
+            dtype=dtype_name(dtype),
+            width=width,
+            row_bytes=width * dtype.itemsize,
+            kind=RowKind.KV,
+            weight_dtype=self.weights.linear_dtype,
+        )

@@ -21,6 +21,7 @@ from triptych.config import LeaseConfig, TransferConfig
 from triptych.errors import StartError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import Abort, Done, Grant, Offer, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, PeerLost, Register, Registered
@@ -373,6 +374,7 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
         instance = Instance(
             name=role.value,
             role=role,
+            model=ModelIdentity(),
             layouts=[Payload(1, 1).layout],
             capacity=Capacity(),
             channel=channel,
