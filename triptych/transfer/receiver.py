@@ -11,15 +11,18 @@ So a pool of any size, even of one block, completes transfers of any length in a
 
 Corrupt rows are granted again. A lost producer may still be writing, for instance a process that was suspended in the
 middle of a copy. The consumer can't stop it, so the buffer relocates to other memory.
+
+A resumable transfer outlives its producer: rows that have landed stay, and another producer sends the rest in the next
+*attempt*. Messages of earlier attempts are ignored.
 """
 
 import itertools
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from triptych.errors import ErrorKind, TransferError, TriptychError
+from triptych.errors import ErrorKind, TransferError, TriptychError, Unavailable
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Grant, Offer, RegionHandle, TransferSide, Wrote
 from triptych.messages.stats import ReceiverCounters
@@ -41,6 +44,9 @@ MAX_RESUMES_PER_CAP = 4
 small ones."""
 MAX_RESENDS = 3
 """Times that corrupt rows are granted again before the transfer fails."""
+MAX_IDLE_ATTEMPTS = 5
+"""Producers in a row that may be lost without landing a row before a resumable transfer fails. Its own rows may be the
+cause of the losses."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class TransferFailure:
     reason: str
 
 
-@dataclass
+@dataclass(eq=False)
 class _OutstandingGrant:
     """A grant whose rows haven't all been accepted."""
 
@@ -76,7 +82,7 @@ class _OutstandingGrant:
         return self.first_row + self.rows
 
 
-@dataclass
+@dataclass(eq=False)
 class _IncomingTransfer:
     """One transfer as the consumer sees it."""
 
@@ -100,6 +106,14 @@ class _IncomingTransfer:
     """Blocks of the rows that are granted and not consumed."""
     grants: list[_OutstandingGrant] = field(default_factory=list)
     """In row order."""
+    resumable: bool = False
+    """Whether another producer may take over from one that is lost."""
+    attempt: int = 0
+    """Number of producers that were lost before. Messages of another attempt are ignored."""
+    idle_attempts: int = 0
+    """Number of producers in a row that were lost without landing a row."""
+    first_row: int = 0
+    """The producer of this attempt need not have rows below this."""
     waiting: bool = False
     """Whether it is counted as waiting for blocks."""
     pinned: bool = False
@@ -142,6 +156,9 @@ class Receiver:
         self._clock = clock
         self._cap = GrantCap(buffer.num_blocks)
         self._transfers: dict[TransferId, _IncomingTransfer] = {}
+        self._stranded: list[_IncomingTransfer] = []
+        """Parts of transfers that were taken from a lost producer, which it may still write to."""
+        self._orphaned: list[TransferId] = []
         self._failures: list[TransferFailure] = []
         self._offers = itertools.count()
 
@@ -154,16 +171,21 @@ class Receiver:
         part_rows: int = 0,
         *,
         timeout: float = 0.0,
+        resumable: bool = False,
     ) -> None:
         """Register a transfer that a producer will offer.
 
         It queues at ``position``; without one, behind all that were offered before. Rows below ``first_row`` aren't
         needed and count as consumed. If rows are produced ``part_rows`` at a time, grants are limited to about that
         size. ``timeout``, the request's own in seconds, extends the deadlines if it is longer.
+
+        A ``resumable`` transfer doesn't fail when its producer is lost or aborts. Rows that have landed stay readable,
+        and ``take_orphaned`` returns the transfer, for which another producer must be found.
         """
         grant_blocks = max(1, part_rows // self.buffer.block_rows) if part_rows else self._grant_blocks
         incoming = _IncomingTransfer(transfer, rows, position, Progress(transfer, self._clock(), timeout), grant_blocks)
-        incoming.consumed = incoming.landed = incoming.granted = first_row
+        incoming.consumed = incoming.landed = incoming.granted = incoming.first_row = first_row
+        incoming.resumable = resumable
         self._transfers[transfer] = incoming
         self._cap.record(self.buffer.blocks_of(rows - first_row))
 
@@ -177,11 +199,18 @@ class Receiver:
         return self._transfers.keys()
 
     def debug_state(self) -> dict[TransferId, list[Segment]]:
-        """For tests: the segments that each transfer holds."""
-        return {transfer: list(incoming.segments) for transfer, incoming in self._transfers.items()}
+        """For tests: the segments that each transfer holds, including those that a lost producer may write to."""
+        held: dict[TransferId, list[Segment]] = {transfer: [] for transfer in self._transfers}
+        for incoming in [*self._transfers.values(), *self._stranded]:
+            held.setdefault(incoming.transfer, []).extend(incoming.segments)
+        return held
 
     def state(self, transfer: TransferId) -> TransferState:
         return self._transfers[transfer].progress.state
+
+    def attempt(self, transfer: TransferId) -> int:
+        """Return how many producers the transfer had before. The next Offer must name this number."""
+        return self._transfers[transfer].attempt
 
     def is_offered(self, transfer: TransferId) -> bool:
         """Whether a producer has offered the transfer."""
@@ -228,27 +257,45 @@ class Receiver:
         if not self._may_be_written(incoming):
             self._drop(incoming)
         if producer is not None:
-            self._send(producer, Abort(transfer, TransferSide.CONSUMER, self._address, reason))
+            self._send(producer, self._abort(transfer, incoming.attempt, reason))
 
     def producer_lost(self, producer: Address, offering: Collection[TransferId] = ()) -> None:
-        """Fail the transfers of a producer that is gone, including those in ``offering``, which it had yet to offer."""
+        """Fail, or orphan, the transfers of a producer that is gone, including those in ``offering``, which it had yet
+        to offer."""
         lost = [
             incoming
             for incoming in self._transfers.values()
             if incoming.producer == producer or (incoming.producer is None and incoming.transfer in offering)
         ]
-        self._detach_all(lost, ErrorKind.INSTANCE_LOST, "the instance that sent the rows is gone")
+        reason = "the instance that sent the rows is gone"
+        aborts = [self._abort(t.transfer, t.attempt, reason) for t in lost if t.producer and not t.closing]
+        self._detach_all(lost, ErrorKind.INSTANCE_LOST, reason)
+        for abort in aborts:
+            self._tell_lost(producer, abort)
 
     def take_failures(self) -> list[TransferFailure]:
         """Return the failures since the last call. The transfer of each must be closed."""
         failures, self._failures = self._failures, []
         return failures
 
+    def take_orphaned(self) -> list[TransferId]:
+        """Return the resumable transfers that have lost their producer since the last call. Each needs another one,
+        which offers it under the same name as the next ``attempt``, and need not send the rows that have ``landed``."""
+        orphaned, self._orphaned = self._orphaned, []
+        return [
+            t
+            for t in orphaned
+            if (incoming := self._transfers.get(t)) and not incoming.producer and not incoming.failed
+        ]
+
     def check_deadlines(self) -> None:
         """Fail transfers that have made no progress within their deadlines. Call a few times a second."""
         now = self._clock()
         overdue = [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]
-        safe = self._relocate_if_exposed(overdue)
+        stranded = [part for part in self._stranded if part.progress.overdue(now, self._deadlines)]
+        safe = self._relocate_if_exposed([*overdue, *stranded])
+        for part in stranded:
+            part.progress.touch(now)
         for incoming in overdue:
             incoming.progress.touch(
                 now
@@ -265,17 +312,15 @@ class Receiver:
         """Record the producer of a transfer. The transfer fails if the two ends are incompatible."""
         incoming = self._transfers.get(offer.transfer)
         if incoming is None or incoming.closing or incoming.failed:
-            self._send(
-                offer.producer, Abort(offer.transfer, TransferSide.CONSUMER, self._address, "no longer expected")
-            )
+            self._send(offer.producer, self._abort(offer.transfer, offer.attempt, "no longer expected"))
+            return
+        if offer.attempt != incoming.attempt:
+            self._send(offer.producer, self._abort(offer.transfer, offer.attempt, "given to another producer"))
             return
         if incoming.producer is not None:
             log.error("transfer %s: offered twice", offer.transfer)
             if incoming.producer != offer.producer:
-                self._send(
-                    offer.producer,
-                    Abort(offer.transfer, TransferSide.CONSUMER, self._address, "offered by another producer"),
-                )
+                self._send(offer.producer, self._abort(offer.transfer, offer.attempt, "offered by another producer"))
             return
         incoming.producer = offer.producer
         if not incoming.position:
@@ -305,17 +350,21 @@ class Receiver:
         grant.writing, grant.landed = False, True
         while incoming.grants and incoming.grants[0].landed:
             incoming.landed = incoming.grants.pop(0).end_row
+            incoming.idle_attempts = 0
         self.counters.rows += wrote.rows
         self.counters.bytes += wrote.rows * self.buffer.layout.row_bytes
 
     def on_abort(self, abort: Abort) -> None:
-        """Fail a transfer that its producer has aborted. The buffer relocates if the producer may still be writing."""
-        self._send(abort.sender, Done(abort.transfer, TransferSide.CONSUMER))
+        """Fail, or orphan, a transfer that its producer has aborted. The buffer relocates if the producer may still be
+        writing."""
+        self._send(abort.sender, Done(abort.transfer, TransferSide.CONSUMER, abort.attempt))
         incoming = self._transfers.get(abort.transfer)
-        if incoming is None or incoming.producer not in (None, abort.sender):
+        if incoming is None or incoming.attempt != abort.attempt or incoming.producer not in (None, abort.sender):
             return
         reason = f"the instance that sends the rows aborted: {abort.reason}"
         if abort.released:
+            for grant in incoming.grants:
+                grant.writing = False
             # not logged as an error: the request was cancelled, or the producer has logged the error
             self._detach(incoming, ErrorKind.INTERNAL_ERROR, reason, logging.INFO)
         else:
@@ -324,7 +373,7 @@ class Receiver:
     def on_done(self, done: Done) -> None:
         """Drop a closed transfer, which its producer has released."""
         incoming = self._transfers.get(done.transfer)
-        if incoming is not None and incoming.closing:
+        if incoming is not None and incoming.closing and incoming.attempt == done.attempt:
             self._drop(incoming)
 
     # ── grants ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -388,7 +437,7 @@ class Receiver:
     def _send_grant(self, incoming: _IncomingTransfer, grant: _OutstandingGrant) -> None:
         assert incoming.producer is not None
         extents = self.buffer.extents(grant.segments)
-        message = Grant(incoming.transfer, grant.first_row, extents, grant.region, grant.checked)
+        message = Grant(incoming.transfer, grant.first_row, extents, grant.region, grant.checked, incoming.attempt)
         self._send(incoming.producer, message)
 
     def _grant_again(self, incoming: _IncomingTransfer, grant: _OutstandingGrant, *, corrupt: bool) -> None:
@@ -419,8 +468,14 @@ class Receiver:
         self.buffer.pool.free(segment.run for segment in last.segments)
         last.segments.clear()
         last.landed = last.granted = last.consumed
-        last.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
         self.counters.revoked += 1
+        if last.resumable and not last.failed and (last.producer is None or last.landed < last.first_row):
+            producer, abort = last.producer, self._abort(last.transfer, last.attempt, "it lacks rows that were revoked")
+            self._orphan(last, "rows of an earlier producer were revoked")
+            if producer is not None:
+                self._tell_lost(producer, abort)
+        elif last.producer is not None:
+            last.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
 
     def _checksum(self, grant: _OutstandingGrant) -> int:
         return checksum(self.buffer.read(grant.segments, grant.first_row, grant.rows))
@@ -447,27 +502,89 @@ class Receiver:
         buffer can relocate."""
         safe = self._relocate_if_exposed(incomings)
         for incoming in incomings:
-            if safe:
+            if safe or self._can_strand(incoming):
                 self._detach(incoming, error, reason)
             elif not incoming.closing:
                 self._fail(incoming, error, reason)
 
     def _detach(self, incoming: _IncomingTransfer, error: ErrorKind, reason: str, level: int = logging.ERROR) -> None:
-        """Fail or drop a transfer whose producer is gone or has released it."""
+        """Fail, orphan or drop a transfer whose producer is gone or has released it."""
+        if self._can_resume(incoming):
+            incoming.idle_attempts += 1
+            self._orphan(incoming, reason)
+            return
         incoming.producer = None
         for grant in incoming.grants:
             grant.writing = False
         if incoming.closing:
             self._drop(incoming)
-        else:
-            self._fail(incoming, error, reason, level)
+            return
+        self._fail(incoming, error, reason, level)
+
+    @staticmethod
+    def _can_resume(incoming: _IncomingTransfer) -> bool:
+        ended = incoming.closing or incoming.failed
+        return incoming.resumable and not ended and incoming.idle_attempts < MAX_IDLE_ATTEMPTS
+
+    def _can_strand(self, incoming: _IncomingTransfer) -> bool:
+        """Whether a transfer can go on without the blocks that its lost producer may still write to."""
+        exposed = sum(segment.run.length for grant in self._exposed_grants(incoming) for segment in grant.segments)
+        stranded = sum(part.held_blocks for part in self._stranded)
+        return self._can_resume(incoming) and exposed + stranded < self.buffer.num_blocks
+
+    def _orphan(self, incoming: _IncomingTransfer, reason: str) -> None:
+        """Begin the next attempt of a transfer, in which another producer sends the rows that haven't landed."""
+        self._take_back(incoming)
+        incoming.producer = incoming.fabric = None
+        if incoming.landed < incoming.rows:
+            log.warning("transfer %s: %s; rows from %d on are needed again", incoming.transfer, reason, incoming.landed)
+            incoming.attempt += 1
+            incoming.first_row = incoming.landed
+            incoming.waiting = False
+            incoming.progress.enter(TransferState.BOOTSTRAPPING, self._clock())
+            if incoming.transfer not in self._orphaned:
+                self._orphaned.append(incoming.transfer)
+
+    def _tell_lost(self, producer: Address, abort: Abort) -> None:
+        """Have a producer that counts as lost release its rows: it may be alive, and keeps them until it is told."""
+        try:
+            self._send(producer, abort)
+        except Unavailable as error:
+            log.info("transfer %s: %s", abort.transfer, error)
+
+    def _take_back(self, incoming: _IncomingTransfer) -> None:
+        """Take back the grants that haven't landed. Blocks that the producer may still write to stay allocated until
+        the buffer relocates."""
+        exposed = self._exposed_grants(incoming)
+        if exposed:
+            part = replace(
+                incoming,
+                progress=Progress(incoming.transfer, self._clock()),
+                segments=[segment for grant in exposed for segment in grant.segments],
+                grants=exposed,
+            )
+            part.progress.enter(TransferState.FAILED, self._clock())
+            self._stranded.append(part)
+        for grant in incoming.grants:
+            if grant not in exposed:
+                self.buffer.pool.free(segment.run for segment in grant.segments)
+        incoming.grants = []
+        incoming.granted = incoming.landed
+        incoming.segments = [segment for segment in incoming.segments if segment.first_row < incoming.landed]
+
+    def _exposed_grants(self, incoming: _IncomingTransfer) -> list[_OutstandingGrant]:
+        """Return the grants that the producer may be writing to the buffer's current memory."""
+        if incoming.fabric is None:
+            return []
+        region = self.buffer.handle(incoming.fabric)
+        return [grant for grant in incoming.grants if grant.writing and grant.region == region]
+
+    def _abort(self, transfer: TransferId, attempt: int, reason: str) -> Abort:
+        return Abort(transfer, TransferSide.CONSUMER, self._address, reason, attempt=attempt)
 
     def _may_be_written(self, incoming: _IncomingTransfer) -> bool:
         """Whether the producer may be writing to the buffer's current memory."""
-        if incoming.fabric is None:
-            return False
-        region = self.buffer.handle(incoming.fabric)
-        return any(grant.writing and grant.region == region for grant in incoming.grants)
+        return bool(self._exposed_grants(incoming))
 
     def _relocate_if_exposed(self, incomings: Collection[_IncomingTransfer]) -> bool:
         """Relocate the buffer if a producer of these transfers may be writing to it. Returns False if there is no
@@ -482,6 +599,8 @@ class Receiver:
                 log.error("the receive buffer can't relocate: %s", error)
                 return False
             self.counters.relocated += 1
+            for part in list(self._stranded):
+                self._drop(part)
         return True
 
     def _finish(self, incoming: _IncomingTransfer) -> None:
@@ -489,16 +608,19 @@ class Receiver:
         del self._transfers[incoming.transfer]
         self.counters.completed += 1
         if incoming.producer is not None:
-            self._send(incoming.producer, Done(incoming.transfer, TransferSide.CONSUMER))
+            self._send(incoming.producer, Done(incoming.transfer, TransferSide.CONSUMER, incoming.attempt))
 
     def _drop(self, incoming: _IncomingTransfer) -> None:
         self.buffer.pool.free(segment.run for segment in incoming.segments)
-        del self._transfers[incoming.transfer]
+        if incoming in self._stranded:
+            self._stranded.remove(incoming)
+        else:
+            del self._transfers[incoming.transfer]
 
     @property
     def idle(self) -> bool:
-        """Whether no transfer is expected, in progress or closing."""
-        return not self._transfers
+        """Whether no transfer is expected, in progress or closing, and no lost producer may be writing."""
+        return not self._transfers and not self._stranded
 
     def check_idle(self) -> None:
         """Raise BlockError if the receiver is idle and a block isn't free."""
@@ -508,6 +630,6 @@ class Receiver:
 
 def _answered_grant(incoming: _IncomingTransfer | None, wrote: Wrote) -> _OutstandingGrant | None:
     """Return the outstanding grant that a Wrote answers."""
-    grants = incoming.grants if incoming else []
+    grants = incoming.grants if incoming and incoming.attempt == wrote.attempt else []
     answered = (g for g in grants if g.writing and (g.first_row, g.rows) == (wrote.first_row, wrote.rows))
     return next(answered, None)

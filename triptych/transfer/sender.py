@@ -81,6 +81,7 @@ class _OutgoingTransfer:
     layout: RowLayout
     on_end: OnEnd
     progress: Progress
+    attempt: int
     provided: list[_ProvidedRows] = field(default_factory=list)
     """Rows that exist, in row order."""
     num_provided: int = 0
@@ -128,20 +129,24 @@ class Sender:
         on_end: OnEnd = lambda _: None,
         *,
         timeout: float = 0.0,
+        attempt: int = 0,
     ) -> None:
         """Offer ``rows`` rows to a consumer, which may grant blocks before the rows exist.
 
         ``on_end`` is called once, when the transfer is over and its rows aren't read any more. ``timeout``, the
-        request's own in seconds, extends the deadlines if it is longer. Raises TransferError for a transfer that is in
-        progress.
+        request's own in seconds, extends the deadlines if it is longer. ``attempt`` is the consumer's count of earlier
+        producers. This instance may have been one of them and not know that the consumer has given it up: a later
+        attempt ends an earlier one. Raises TransferError for an attempt that is under way.
         """
-        if transfer in self:
+        if any(attempt <= other.attempt for other in self._attempts(transfer)):
             raise TransferError(f"transfer {transfer} is under way already")
+        if earlier := self._transfers.get(transfer):
+            self._end(earlier, TransferState.FAILED)
         self._transfers[transfer] = _OutgoingTransfer(
-            transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock(), timeout)
+            transfer, consumer, rows, layout, on_end, Progress(transfer, self._clock(), timeout), attempt
         )
         reaches = [FabricId(fabric.name, fabric.scope) for fabric in self._fabrics.values()]
-        self._send(consumer, Offer(transfer, rows, self._address, layout, reaches))
+        self._send(consumer, Offer(transfer, rows, self._address, layout, reaches, attempt))
 
     def provide(self, transfer: TransferId, rows: Bytes, first_row: int = 0) -> None:
         """Provide rows of a transfer: contiguous uint8 of shape (n, row_bytes), unchanged until the transfer ends.
@@ -169,7 +174,8 @@ class Sender:
         """Cancel a transfer: its rows will never exist, or are no longer needed."""
         if outgoing := self._transfers.get(transfer):
             self.counters.aborted += 1
-            self._end(outgoing, TransferState.FAILED, Abort(transfer, TransferSide.PRODUCER, self._address, reason))
+            message = Abort(transfer, TransferSide.PRODUCER, self._address, reason, attempt=outgoing.attempt)
+            self._end(outgoing, TransferState.FAILED, message)
 
     def consumer_lost(self, consumer: Address) -> None:
         """End all transfers to a consumer that is gone."""
@@ -198,7 +204,17 @@ class Sender:
 
     def __contains__(self, transfer: TransferId) -> bool:
         """Whether the transfer is in progress, or has ended but is still being written."""
-        return transfer in self._transfers or any(ending.transfer == transfer for ending in self._ending)
+        return bool(self._attempts(transfer))
+
+    def _attempts(self, transfer: TransferId) -> list[_OutgoingTransfer]:
+        """Return the attempt of a transfer that is in progress, and those that have ended but are being written."""
+        current = self._transfers.get(transfer)
+        return [*([current] if current else []), *(ending for ending in self._ending if ending.transfer == transfer)]
+
+    def _current(self, transfer: TransferId, attempt: int) -> _OutgoingTransfer | None:
+        """Return a transfer in progress, unless it is another attempt."""
+        outgoing = self._transfers.get(transfer)
+        return outgoing if outgoing and outgoing.attempt == attempt else None
 
     @property
     def idle(self) -> bool:
@@ -229,7 +245,7 @@ class Sender:
 
     def on_grant(self, grant: Grant) -> None:
         """Write the granted rows as soon as they exist. An invalid grant aborts its transfer and no other."""
-        if (outgoing := self._transfers.get(grant.transfer)) is None:
+        if (outgoing := self._current(grant.transfer, grant.attempt)) is None:
             return
         pending = [*_within(outgoing.waiting, grant.first_row, grant.end_row), *outgoing.writes]
         overlaps = any(_overlap(other, grant) for other in pending)
@@ -248,7 +264,7 @@ class Sender:
 
     def on_done(self, done: Done) -> None:
         """Complete a transfer: the consumer has received all rows it needed."""
-        if (outgoing := self._transfers.get(done.transfer)) is None:
+        if (outgoing := self._current(done.transfer, done.attempt)) is None:
             return
         if outgoing.progress.state is not TransferState.TRANSFERRING:
             log.error("transfer %s: Done before any row was written", done.transfer)
@@ -259,11 +275,11 @@ class Sender:
 
     def on_abort(self, abort: Abort) -> None:
         """End a transfer that its consumer has aborted, and answer Done once nothing of it is being written."""
-        done = Done(abort.transfer, TransferSide.PRODUCER)
-        if outgoing := self._transfers.get(abort.transfer):
+        done = Done(abort.transfer, TransferSide.PRODUCER, abort.attempt)
+        if outgoing := self._current(abort.transfer, abort.attempt):
             self.counters.aborted += 1
             self._end(outgoing, TransferState.FAILED, done)
-        elif ending := next((o for o in self._ending if o.transfer == abort.transfer), None):
+        elif ending := next((o for o in self._attempts(abort.transfer) if o.attempt == abort.attempt), None):
             ending.final_message = done
         else:
             self._send(abort.sender, done)
@@ -328,7 +344,7 @@ class Sender:
         grant = pending.grant
         self.counters.bytes += grant.rows * outgoing.layout.row_bytes
         outgoing.progress.touch(self._clock())
-        wrote = Wrote(outgoing.transfer, grant.first_row, grant.rows, pending.began, pending.checksum)
+        wrote = Wrote(outgoing.transfer, grant.first_row, grant.rows, pending.began, pending.checksum, outgoing.attempt)
         self._send(outgoing.consumer, wrote)
 
     # ── end of a transfer ────────────────────────────────────────────────────────────────────────────────────
@@ -372,7 +388,12 @@ class Sender:
         if outgoing.final_message is not None:
             reason = f"a write hasn't ended within {self._deadlines.write:g} s of being cancelled"
             outgoing.final_message = Abort(
-                outgoing.transfer, TransferSide.PRODUCER, self._address, reason, released=False
+                outgoing.transfer,
+                TransferSide.PRODUCER,
+                self._address,
+                reason,
+                released=False,
+                attempt=outgoing.attempt,
             )
         return False
 
