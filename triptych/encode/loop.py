@@ -130,6 +130,9 @@ class EncodeLoop:
     def peer_lost(self, lost: PeerLost) -> None:
         """Do nothing: the sender ends its transfers, and thereby the jobs that no other transfer needs."""
 
+    def frontend_lost(self, frontend: Address) -> None:
+        """Do nothing: consumers abort the transfers of requests that are given up, which ends the jobs."""
+
     def on_lease_lost(self) -> None:
         """Do nothing: the sender ends all transfers, and thereby all jobs."""
 

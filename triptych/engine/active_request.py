@@ -138,20 +138,17 @@ class ActiveRequest:
 
     @property
     def begun(self) -> bool:
-        """Whether work on the request would be lost if another instance took it over: it holds a slot or computed
-        tokens, rows have landed for it, or it has a new token. Pages of the prefix cache don't count, nor do pages that
-        wait for KV."""
+        """Whether work on the request would be lost if another instance took it over. The text before an item that
+        hasn't arrived doesn't count, nor do pages that wait for KV: the request may have to wait long for either."""
+        if self.failed or self.first_token is not None or len(self.request.tokens) > self.num_given:
+            return True
+        waiting_for = [item.times for item in self.items]
+        if self.incoming_kv is not None:
+            waiting_for.append(self.incoming_kv.times)
+        if waiting_for:
+            return any(times.landed for times in waiting_for)
         request = self.request
-        computing = request.prefilled_here and (request.running or request.sends_pages)
-        times = [item.times for item in self.items] + ([self.incoming_kv.times] if self.incoming_kv else [])
-        return (
-            self.failed
-            or computing
-            or request.num_computed > request.num_reused
-            or len(request.tokens) > self.num_given
-            or self.first_token is not None
-            or any(time.landed for time in times)
-        )
+        return request.running or request.sends_pages or request.num_computed > request.num_reused
 
     def transfer_intervals(self) -> list[Interval]:
         """Return for each item, and for the KV, the time from the first row's writing to the last row's landing."""

@@ -34,7 +34,17 @@ from triptych.engine.step_executor import StepExecutor
 from triptych.errors import ErrorKind, InternalError, InvalidRequest, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.stats import InstanceStats, LanguageStats
-from triptych.messages.work import Cancel, Failed, Generate, PeerLost, Prefill, Prefilled, TokenLogprob, Tokens
+from triptych.messages.work import (
+    Cancel,
+    Failed,
+    Generate,
+    HandBack,
+    PeerLost,
+    Prefill,
+    Prefilled,
+    TokenLogprob,
+    Tokens,
+)
 from triptych.stage_loop import Handlers
 from triptych.transfer.receiver import TransferFailure
 from triptych.types import Address, RequestId
@@ -144,12 +154,13 @@ class EngineLoop:
         """Drop all requests. The frontend fails them by itself."""
         self._remove_if(lambda _: True)
 
-    def hand_back(self) -> dict[Address, list[RequestId]]:
+    def hand_back(self) -> dict[Address, HandBack]:
         """Drop the requests that haven't begun. Returns them by the frontend that is to place them elsewhere."""
-        handed_back: dict[Address, list[RequestId]] = {}
+        handed_back: dict[Address, HandBack] = {}
         for active in [active for active in self._active.values() if not active.begun]:
             self._remove(active)
-            handed_back.setdefault(active.reply_to, []).append(active.id)
+            message = handed_back.setdefault(active.reply_to, HandBack(self._address, [], []))
+            message.requests.append(active.id)
         return handed_back
 
     def check_idle(self) -> None:
