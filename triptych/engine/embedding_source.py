@@ -37,6 +37,7 @@ class EmbeddingSource:
             if covered == item.placement.rows:
                 continue
             transfer = self._incoming.new_name()
+            # only the rows that a lost encode instance had yet to send are encoded again
             self._receiver.expect(
                 transfer,
                 item.placement.rows,
@@ -44,12 +45,25 @@ class EmbeddingSource:
                 first_row=covered,
                 part_rows=item.rows_per_part if item.rows_per_part < item.placement.rows else 0,
                 timeout=request.timeout,
+                resumable=True,
             )
             incoming = IncomingItem(index, item.placement, transfer)
             self._incoming.add(transfer, active, incoming.times)
             active.items.append(incoming)
-            needed.append(MissingItem(index, transfer))
+            needed.append(MissingItem(index, transfer, first_row=covered))
         return EncodeNeeded(active.id, self._address, needed) if needed else None
+
+    def take_orphaned(self) -> list[tuple[ActiveRequest, EncodeNeeded]]:
+        """Return, for each request whose transfers have lost their encode instances since the last call, the message
+        that asks for the rest of the rows under the same names."""
+        needed: dict[ActiveRequest, list[MissingItem]] = {}
+        for transfer in self._receiver.take_orphaned():
+            if (active := self._incoming.request_of(transfer)) is None:
+                continue
+            (index,) = (item.index for item in active.items if item.transfer == transfer)
+            landed, attempt = self._receiver.landed(transfer), self._receiver.attempt(transfer)
+            needed.setdefault(active, []).append(MissingItem(index, transfer, landed, attempt))
+        return [(active, EncodeNeeded(active.id, self._address, items)) for active, items in needed.items()]
 
     def release(self, active: ActiveRequest) -> None:
         """Close the transfers of a request's items."""

@@ -319,6 +319,10 @@ class EngineLoop:
                     active.timings.transfers += active.transfer_intervals()
             for active in [active for active in self._active.values() if active.first_token is not None]:
                 self._handle_first_token(active)
+        if self._embedding_source is not None:
+            for active, encode_needed in self._embedding_source.take_orphaned():
+                log.info("request %s: %d items are encoded elsewhere", active.id, len(encode_needed.items))
+                self._send(active.reply_to, encode_needed)
         for active, failure in self.incoming.take_failures():
             self._on_failure(active, failure)
 
