@@ -9,9 +9,11 @@ within a client's work of one priority and kind, the order is first come, first 
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from triptych.client_costs import ClientCosts
 
 T = TypeVar("T")
 
@@ -89,6 +91,8 @@ class FairQueue(Generic[T]):
         """By priority and kind."""
         self._entries = itertools.count()
         self._flows_of: dict[str, set[tuple[int, str, str]]] = {}
+        self._costs: dict[tuple[int, str | None], ClientCosts] = {}
+        """Queued cost by priority and kind, and by priority for all kinds (None)."""
         self._counters: dict[str, float] = {}
         self._now = 0.0
         self._number = 0
@@ -107,7 +111,7 @@ class FairQueue(Generic[T]):
             self._flows_of.setdefault(client, set()).add(key)
             self._lanes.setdefault((priority, kind), _Lane()).num_flows += 1
         flow.tickets[ticket.number] = ticket
-        flow.cost += cost
+        self._add_cost(flow, key, cost)
         if len(flow.tickets) == 1:
             self._enter(key)
         return ticket
@@ -130,12 +134,15 @@ class FairQueue(Generic[T]):
         flow = self._flows[key]
         was_head = flow.head is ticket
         del flow.tickets[ticket.number]
-        flow.cost -= ticket.cost
+        self._add_cost(flow, key, -ticket.cost)
         self._length -= 1
         if not flow.tickets:
             del self._flows[key]
             lane = self._lanes[ticket.priority, ticket.kind]
             lane.num_flows -= 1
+            self._drop_costs(*key)
+            if not any(of == ticket.priority for of, _, _ in self._flows_of[ticket.client] - {key}):
+                self._drop_costs(ticket.priority, ticket.client, None)
             if not lane.num_flows:
                 del self._lanes[ticket.priority, ticket.kind]
             self._flows_of[ticket.client].remove(key)
@@ -158,19 +165,12 @@ class FairQueue(Generic[T]):
         """Return the cost of the queued work that starts before new work of this cost; ``kind`` None counts all kinds.
 
         Counted are all work of lower priority numbers and the client's own work. Another client's work of the same
-        priority counts up to what this client is charged by then."""
-        own = urgent = 0.0
-        others: dict[str, float] = {}
-        for (flow_priority, flow_client, flow_kind), flow in self._flows.items():
-            if kind is not None and flow_kind != kind:
-                continue
-            if flow_client == client and flow_priority <= priority:
-                own += flow.cost
-            elif flow_client != client and flow_priority < priority:
-                urgent += flow.cost
-            elif flow_client != client and flow_priority == priority:
-                others[flow_client] = others.get(flow_client, 0.0) + flow.cost
-        return own + urgent + sum(min(queued, own + cost) for queued in others.values())
+        priority counts up to what this client is charged by then, about (``ClientCosts.capped``)."""
+        levels = [(of, costs) for (of, kind_of), costs in self._costs.items() if kind_of == kind and of <= priority]
+        own = sum(costs.of(client) for _, costs in levels)
+        urgent = sum(costs.total - costs.of(client) for of, costs in levels if of < priority)
+        others = self._costs.get((priority, kind))
+        return own + urgent + (others.capped(own + cost, without=client) if others else 0.0)
 
     def debug_state(self) -> QueueState:
         flows = {
@@ -185,10 +185,16 @@ class FairQueue(Generic[T]):
         """In no particular order."""
         return iter([ticket for flow in self._flows.values() for ticket in flow.tickets.values()])
 
-    @property
-    def clients(self) -> Collection[str]:
-        """The clients with queued work, a live view."""
-        return self._flows_of.keys()
+    def _add_cost(self, flow: _Flow[T], key: tuple[int, str, str], cost: float) -> None:
+        flow.cost += cost
+        priority, client, kind = key
+        for level in ((priority, kind), (priority, None)):
+            self._costs.setdefault(level, ClientCosts()).add(client, cost)
+
+    def _drop_costs(self, priority: int, client: str, kind: str | None) -> None:
+        self._costs[priority, kind].drop(client)
+        if not self._costs[priority, kind]:
+            del self._costs[priority, kind]
 
     def _enter(self, key: tuple[int, str, str]) -> None:
         """Enter a flow into its lane, with its present counter and head."""

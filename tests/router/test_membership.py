@@ -41,7 +41,7 @@ def test_instances_are_found_by_what_they_run() -> None:
     e, pd, epd = (membership.add(register(role.value, role), 0.0) for role in (Role.E, Role.PD, Role.EPD))
     assert membership.encode_instances() == [e, epd]
     assert membership.decode_instances() == [pd, epd]
-    membership.remove(e)
+    membership.remove(e, 0.0)
     assert membership.encode_instances() == [epd]
     assert (membership.get(pd.address), len(membership)) == (pd, 2)
 
@@ -63,5 +63,5 @@ def test_an_instance_whose_rows_differ_is_refused_with_the_difference() -> None:
     assert membership.incompatibility(other, "model").endswith(
         "those of e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there"
     )
-    membership.remove(e0)
+    membership.remove(e0, 0.0)
     assert membership.incompatibility(other, "model") == ""

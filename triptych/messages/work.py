@@ -350,6 +350,8 @@ class Encode(Struct, frozen=True, tag=True):
     key: str
     plan: ItemPlan
     data: bytes
+    first_row: Count = 0
+    """The consumer has the rows before this one."""
     timeout: Timeout = NO_TIMEOUT
     cache_salt: str = ""
     client: str = ""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from triptych.client_costs import ClientCosts
 from triptych.config import AdmissionConfig
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.router.admission_policy import AdmissionPolicy, InFlight, WorkAhead
@@ -44,7 +45,10 @@ class Admission:
         self._requests = requests
         self._queue: FairQueue[RequestState] = FairQueue()
         self._tickets: dict[RequestId, Ticket[RequestState]] = {}
-        self._queued_items_cost: Counter[str] = Counter()
+        self._items_cost = ClientCosts()
+        """Cost of the queued requests' items."""
+        self._num_with_items: Counter[str] = Counter()
+        """Queued requests with items, by client."""
         self._preparing: Counter[str] = Counter()
 
     @contextmanager
@@ -105,7 +109,9 @@ class Admission:
         if request.num_dispatches:
             cost, priority = 0.0, min(priority, RECOVERED_PRIORITY)
         self._tickets[request.id] = self._queue.add(request, request.client, cost, priority, kind)
-        self._queued_items_cost[request.client] += request.items_cost  # type: ignore[assignment]
+        if request.prompt.items:
+            self._items_cost.add(request.client, request.items_cost)
+            self._num_with_items[request.client] += 1
 
     def next(self, may_start: Callable[[RequestState], bool]) -> RequestState | None:
         """Dequeue the first request that may start, and charge its client; None if there is none."""
@@ -156,6 +162,11 @@ class Admission:
         """Return the queued requests, in no particular order."""
         return [ticket.work for ticket in self._queue]
 
+    @property
+    def has_queued_items(self) -> bool:
+        """Whether a queued request has media items."""
+        return bool(self._num_with_items)
+
     def debug_state(self) -> AdmissionState:
         return AdmissionState(self._queue.debug_state(), len(self._tickets), self._preparing.total())
 
@@ -166,12 +177,14 @@ class Admission:
     def _dequeued(self, ticket: Ticket[RequestState]) -> None:
         request = ticket.work
         del self._tickets[request.id]
-        self._queued_items_cost[request.client] -= request.items_cost  # type: ignore[assignment]
-        if request.client not in self._queue.clients:
-            del self._queued_items_cost[request.client]
+        if request.prompt.items:
+            self._items_cost.add(request.client, -request.items_cost)
+            self._num_with_items[request.client] -= 1
+            if not self._num_with_items[request.client]:
+                del self._num_with_items[request.client]
+                self._items_cost.drop(request.client)
 
     def _items_ahead(self, client: str, cost: float) -> float:
         """Cost of the queued requests' items that will be encoded before a new one's, as ``FairQueue.cost_ahead``."""
-        own = self._queued_items_cost[client]
-        others = sum(min(waiting, own + cost) for other, waiting in self._queued_items_cost.items() if other != client)
-        return own + others
+        own = self._items_cost.of(client)
+        return own + self._items_cost.capped(own + cost, without=client)

@@ -174,9 +174,18 @@ class EncodeDispatcher:
             self._num_long[instance.address, task.client] += 1
         now = self._clock()
         self._rate.set_busy(now, busy=True)
-        timeout = time_left(task.deadline, now)
-        salt, client = task.cache_salt, task.client
-        message = Encode(task.transfer, task.consumer, self._address, item.key, plan, item.data, timeout, salt, client)
+        message = Encode(
+            transfer=task.transfer,
+            consumer=task.consumer,
+            reply_to=self._address,
+            key=item.key,
+            plan=plan,
+            data=item.data,
+            first_row=task.first_row,
+            timeout=time_left(task.deadline, now),
+            cache_salt=task.cache_salt,
+            client=task.client,
+        )
         self._send(instance.address, message)
 
     def cost_ahead(self, cost: float) -> float:

@@ -313,16 +313,18 @@ class RequestLifecycle:
     def fail_unservable(self) -> None:
         """Fail the requests that wait for a stage that no instance runs, or will run soon."""
         now = self._clock()
-        if all(self._membership.serves(stage, now) for stage in Stage):
+        missing = [stage for stage in Stage if not self._membership.serves(stage, now)]
+        if not missing:
             return
-        for state in self.admission.queued():
-            if unavailable := self.unavailable(bool(state.prompt.items), now):
-                self.fail(state, InstanceLost(LOST) if state.losses else unavailable)
-        if not self._membership.serves(Stage.ENCODE, now):
+        if missing != [Stage.ENCODE] or self.admission.has_queued_items:
+            for state in self.admission.queued():
+                if unavailable := self.unavailable(bool(state.prompt.items), now):
+                    self.fail(state, InstanceLost(LOST) if state.losses else unavailable)
+        if Stage.ENCODE in missing:
             for request in self.encodes.queued_requests():
                 if waiting := self.requests.get(request):
                     self.fail_missing(waiting, Stage.ENCODE)
-        if not self._membership.serves(Stage.PREFILL, now):
+        if Stage.PREFILL in missing:
             for state in self.waiting_for_prefill():
                 self.fail_missing(state, Stage.PREFILL)
 

@@ -128,8 +128,10 @@ class Membership:
             lease.last_seen, lease.stats = now, message.stats
         return lease is not None
 
-    def remove(self, lease: InstanceLease) -> None:
+    def remove(self, lease: InstanceLease, now: float) -> None:
         """Remove an instance that is gone."""
+        for stage in lease.role.stages:
+            self.serves(stage, now)  # it did, until now
         del self._leases[lease.address]
 
     def serves(self, stage: Stage, now: float) -> bool:

@@ -350,7 +350,7 @@ class Router:
 
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
         language instances that lack rows of it as an encode instance ask for the items again."""
-        self.membership.remove(lease)
+        self.membership.remove(lease, self._clock())
         self._role_changes.lost(lease, why)
         self._encodes.consumer_lost(lease.address)
         transfers, encoding = self._encodes.instance_lost(lease)
