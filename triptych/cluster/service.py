@@ -75,7 +75,7 @@ class LocalService:
     async def wait_until_ready(self) -> None:
         """Return once every instance has joined. Raises StartError when one ends before."""
         if self._cluster and self._topology:
-            registry, expected = self._frontend.router.registry, len(self._topology.roles)
+            registry, expected = self._frontend.router.membership, len(self._topology.roles)
             await wait_until_ready(self._cluster, lambda: len(registry) >= expected, self._config.lease.start_timeout)
         self._frozen.enter_context(gc_frozen())
 

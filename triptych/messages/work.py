@@ -17,6 +17,25 @@ Seconds = Annotated[float, Meta(gt=0, le=10**9)]
 # ── registration: instance ⇄ frontend ──────────────────────────────────────────────────────────────────────
 
 
+REQUESTS_PER_EXTRA = 4
+"""An instance gets one extra request per this many running ones, so that its next step need not wait for the router."""
+
+
+class Capacity(Struct, frozen=True):
+    """How much work an instance can run at once, by its settings; 0 for a stage that it doesn't run."""
+
+    max_num_seqs: Count = 0
+    """Requests in one step."""
+    encode_batch_patches: Count = 0
+    """Patches in one batch of the encoder."""
+
+    @property
+    def max_dispatched(self) -> int:
+        """Requests of one kind that a frontend gives the instance at a time. The rest stays in the frontend's queue,
+        where it can still be reordered."""
+        return self.max_num_seqs + max(2, self.max_num_seqs // REQUESTS_PER_EXTRA)
+
+
 class Register(Struct, frozen=True, tag=True):
     """Instance → frontend: register. Sent once the model is loaded."""
 
@@ -26,6 +45,9 @@ class Register(Struct, frozen=True, tag=True):
     layouts: list[RowLayout]
     """Layouts of the rows that it sends or receives, in any role it may have: one for each kind."""
     pid: int
+    incarnation: Count
+    """Larger for a process that was started later. Of two instances of one name, the frontend keeps the newer."""
+    capacity: Capacity
     context_length: Count
     """The longest request that it can hold, in tokens; 0 without a decoder."""
     stats: InstanceStats = field(default_factory=InstanceStats)
@@ -61,6 +83,22 @@ class Deregister(Struct, frozen=True, tag=True):
     """Instance → frontend: shutting down."""
 
     address: Address
+
+
+class Draining(Struct, frozen=True, tag=True):
+    """Instance → frontend: give me nothing new. I finish what I have begun, and then deregister."""
+
+    address: Address
+
+
+class HandBack(Struct, frozen=True, tag=True):
+    """Draining instance → frontend: this work hasn't begun; give it to other instances."""
+
+    address: Address
+    requests: list[RequestId]
+    """Requests that a language instance was given."""
+    transfers: list[TransferId]
+    """Items that an encode instance was given, by their transfers."""
 
 
 class PeerLost(Struct, frozen=True, tag=True):
@@ -119,7 +157,7 @@ class InstanceStatus(Struct, frozen=True):
     address: Address
     pid: int
     outstanding: float
-    """Cost of its assigned, unfinished work, as in ``router/registry.py``."""
+    """Cost of its assigned, unfinished work, as in ``router/membership.py``."""
     seconds_since_heartbeat: float
     """Seconds since its last heartbeat."""
     load: Load
@@ -285,7 +323,7 @@ class MissingItem(Struct, frozen=True):
     """Index of the item in the request."""
     transfer: TransferId
     first_row: Count = 0
-    """Rows below it are not needed."""
+    """The instance has the rows before this one."""
     attempt: Count = 0
     """Number of encode instances that the transfer had before: it resumes if they were lost. To be passed on in
     Encode."""
@@ -407,8 +445,8 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 WorkMessage = (
-    Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Deregister | PeerLost
-    | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
+    Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Draining | HandBack | Deregister
+    | PeerLost | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | Encoded | EncodeFailed
     | Tokens | Failed | Cancel
 )  # fmt: skip

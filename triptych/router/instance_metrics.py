@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, ReceivePool, SenderCounters
 from triptych.observe.metrics import PREFIX
-from triptych.router.registry import InstanceLease, Registry
+from triptych.router.membership import InstanceLease, Membership
 
 Value = tuple[str, float]
 """The value of the series' own label, empty if it has none, and the sample."""
@@ -120,11 +120,11 @@ SERIES = [
 class InstanceCollector(Collector):
     """Collects the samples of all registered instances."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
 
     def collect(self) -> Iterator[Metric]:
-        leases = list(self._registry)
+        leases = list(self._membership)
         for series in SERIES:
             labels = ["engine", "role", *([series.label] if series.label else [])]
             family: type[CounterMetricFamily | GaugeMetricFamily] = (

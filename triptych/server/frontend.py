@@ -90,8 +90,6 @@ class Frontend:
             fingerprint=builder.fingerprint,
             admission=config.frontend.admission,
             lease=config.lease,
-            engine=config.engine,
-            encode=config.encode,
             expects_encoders=expects_encoders and takes_media,
         )
         self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
@@ -151,7 +149,7 @@ class Frontend:
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
         # requests that are still running get an error, not a stream that breaks off
         self.router.end_all(InstanceLost("the service has ended"))
-        for lease in self.router.registry:
+        for lease in self.router.membership:
             with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
                 self.channel.send(lease.address, Stop())
             self.router.handle(Deregister(lease.address))

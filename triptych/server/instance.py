@@ -20,6 +20,7 @@ from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
+    Capacity,
     ChangeRole,
     Deregister,
     Heartbeat,
@@ -89,6 +90,7 @@ class Instance:
         name: str,
         role: Role,
         layouts: list[RowLayout],
+        capacity: Capacity,
         channel: Channel,
         frontend: Address,
         lease: LeaseConfig,
@@ -100,6 +102,8 @@ class Instance:
         self.channel = channel
         self.frontend = frontend
         self._lease = lease
+        self._capacity = capacity
+        self._incarnation = int(time.time() * 1000)
         self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
         self.handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
@@ -303,6 +307,8 @@ class Instance:
             address=self.channel.address,
             layouts=self.layouts,
             pid=os.getpid(),
+            incarnation=self._incarnation,
+            capacity=self._capacity,
             context_length=context_length,
             stats=self._stats(),
         )
