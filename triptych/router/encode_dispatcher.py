@@ -39,6 +39,8 @@ class EncodeTask:
     """The language instance."""
     first_row: int
     """The consumer has the rows before this one."""
+    attempt: int
+    """As in MissingItem."""
     deadline: float
     """When the embedding is of no use any more, by the router's clock, in seconds."""
     client: str
@@ -176,7 +178,19 @@ class EncodeDispatcher:
         self._rate.set_busy(now, busy=True)
         timeout = time_left(task.deadline, now)
         salt, client = task.cache_salt, task.client
-        message = Encode(task.transfer, task.consumer, self._address, item.key, plan, item.data, timeout, salt, client)
+        message = Encode(
+            task.transfer,
+            task.consumer,
+            self._address,
+            item.key,
+            plan,
+            item.data,
+            timeout,
+            salt,
+            client,
+            first_row=task.first_row,
+            attempt=task.attempt,
+        )
         self._send(instance.address, message)
 
     def cost_ahead(self, cost: float) -> float:
