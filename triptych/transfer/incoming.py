@@ -28,7 +28,7 @@ class GrantState(enum.Enum):
     LANDED = "landed"
     """The rows have arrived intact."""
     RELEASED = "released"
-    """The rows haven't arrived, and nobody writes them any more."""
+    """The rows haven't arrived, and their producer writes no more."""
 
 
 @dataclass(eq=False)
