@@ -22,8 +22,9 @@ from triptych.transfer.fabrics.mooncake import MooncakeFabric
 from triptych.transfer.fabrics.nixl import MODULES as NIXL_MODULES
 from triptych.transfer.fabrics.nixl import NixlFabric
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
+from triptych.transfer.incoming import QueuePosition
 from triptych.transfer.memory import Allocate, Bytes, Memory, PlainMemory, SharedMemory
-from triptych.transfer.receiver import QueuePosition, Receiver, TransferFailure
+from triptych.transfer.receiver import Receiver, TransferFailure
 from triptych.transfer.sender import Sender
 from triptych.transfer.states import Deadlines
 from triptych.types import Address, TransferId

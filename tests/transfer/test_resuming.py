@@ -10,8 +10,8 @@ from tests.support.transfer_scenario import Scenario, no_memory
 from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, wire
 from triptych.messages.rows import Abort, Done, Offer, TransferSide
 from triptych.transfer.fabrics.faulty import Faults
+from triptych.transfer.incoming import MAX_IDLE_ATTEMPTS
 from triptych.transfer.memory import SharedMemory
-from triptych.transfer.receiver import MAX_IDLE_ATTEMPTS
 from triptych.transfer.states import Deadlines, TransferState
 
 pytestmark = pytest.mark.parametrize("fabric", FABRICS)
@@ -180,13 +180,16 @@ def test_a_transfer_whose_rows_have_all_landed_needs_no_producer(fabric: str) ->
         assert not w.failures
 
 
-@pytest.mark.parametrize("rows", [4, 8])
-def test_rows_of_a_lost_producer_that_are_revoked_are_requested_again(fabric: str, rows: int) -> None:
-    """Whether all of them had landed, or the rest was requested already."""
+@pytest.mark.parametrize(("rows", "offered"), [(4, False), (8, False), (8, True)])
+def test_rows_of_a_lost_producer_that_are_revoked_are_requested_again(fabric: str, rows: int, *, offered: bool) -> None:
+    """Whether all of them had landed, or the rest was requested from another producer, which may have offered it."""
     with wire(fabric, 2, 2) as w:
         item = w.expect(rows, (1, 0), resumable=True)
         w.land(item)
         w.suspend(FIRST)
+        if offered:
+            w.offer(item)
+            w.deliver_all()
         head = w.expect(2, (0, 0), SECOND)
         w.land(head)
         w.fail()

@@ -12,7 +12,7 @@ KV sink              the instance only prefills: KV and first tokens go to decod
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ from triptych.engine.runner import MediaEmbeddings, Runner, StepOutput
 from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler, SchedulerOutput
 from triptych.engine.step_batch import StepBatch
-from triptych.engine.step_executor import StepExecutor
+from triptych.engine.step_executor import StepExecutor, computed_chunks
 from triptych.errors import ErrorKind, InternalError, InvalidRequest, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.stats import InstanceStats, LanguageStats
@@ -444,7 +444,7 @@ class EngineLoop:
         self._handle_output(result.chunks, result.output, result.began)
 
     def _handle_output(self, chunks: Sequence[Chunk], output: StepOutput, began: float) -> None:
-        self.scheduler.mark_computed(SchedulerOutput(_computed_chunks(chunks, output)))
+        self.scheduler.mark_computed(SchedulerOutput(computed_chunks(chunks, output)))
         self.num_steps += 1
         self.num_computed_tokens += sum(chunk.length for chunk in chunks)
         for chunk in chunks:
@@ -512,16 +512,6 @@ class EngineLoop:
         pending, self._pending_tokens = self._pending_tokens, []
         for to, tokens in pending:
             self._send(to, tokens)
-
-
-def _computed_chunks(chunks: Sequence[Chunk], output: StepOutput) -> list[Chunk]:
-    """Return the part of each chunk that counts as computed: all but the last token if no next token could be
-    sampled."""
-    sampled = iter(output.sampled)
-    return [
-        replace(chunk, length=chunk.length - 1) if chunk.samples and next(sampled) is None else chunk
-        for chunk in chunks
-    ]
 
 
 def token_logprob(sampled: SampledToken) -> TokenLogprob | None:

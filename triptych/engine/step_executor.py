@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triptych.compute_thread import ComputeThread
 from triptych.engine.prompt_logprobs import prompt_logprobs_queries
@@ -93,3 +93,13 @@ class StepExecutor:
             return None
         log.error("the step of request %s failed", chunks[0].request.id, exc_info=error)
         return StepResult(chunks, running.began, None)
+
+
+def computed_chunks(chunks: Sequence[Chunk], output: StepOutput) -> list[Chunk]:
+    """Return the part of each chunk that counts as computed: all but the last token if no next token could be
+    sampled."""
+    sampled = iter(output.sampled)
+    return [
+        replace(chunk, length=chunk.length - 1) if chunk.samples and next(sampled) is None else chunk
+        for chunk in chunks
+    ]

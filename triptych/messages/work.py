@@ -323,7 +323,7 @@ class MissingItem(Struct, frozen=True):
     """Index of the item in the request."""
     transfer: TransferId
     first_row: Count = 0
-    """Rows below it are not needed."""
+    """The instance has the rows before this one."""
     attempt: Count = 0
     """Number of encode instances that the transfer had before: it resumes if they were lost. To be passed on in
     Encode."""
@@ -355,8 +355,6 @@ class Encode(Struct, frozen=True, tag=True):
     timeout: Timeout = NO_TIMEOUT
     cache_salt: str = ""
     client: str = ""
-    first_row: Count = 0
-    """As in MissingItem."""
     attempt: Count = 0
     """As in MissingItem."""
 
