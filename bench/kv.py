@@ -47,19 +47,14 @@ def run_instance(config: ServeConfig, role: Role, join: str, at_end: bool) -> No
     from triptych.server import instance_main
 
     if at_end:
-        layer_computed, complete = KVSink.layer_computed, KVSink.complete
-        kept: list[tuple[int, Any]] = []
+        provide_layers, complete = KVSink.provide_layers, KVSink.complete
 
-        def keep(_: KVSink, layer: int, chunks: Any) -> None:
-            kept.append((layer, chunks))
+        def provide_all_and_complete(sink: KVSink, active: Any) -> None:
+            provide_layers(sink)
+            complete(sink, active)
 
-        def send_and_complete(outgoing: KVSink, request: Any) -> None:
-            for layer, chunks in kept:
-                layer_computed(outgoing, layer, chunks)
-            kept.clear()
-            complete(outgoing, request)
-
-        KVSink.layer_computed, KVSink.complete = keep, send_and_complete  # type: ignore[assignment, method-assign]
+        KVSink.provide_layers = lambda _: None  # type: ignore[method-assign, assignment]
+        KVSink.complete = provide_all_and_complete  # type: ignore[method-assign, assignment]
     instance_main.run(config.instance(role, role.value.lower(), join))
 
 

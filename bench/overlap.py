@@ -47,9 +47,9 @@ def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> Non
     if waits:
         as_they_land = EmbeddingSource.ready_tokens
 
-        def once_all_have_landed(media: EmbeddingSource, sequence: Any) -> int:
-            ready = as_they_land(media, sequence)
-            return ready if ready == len(sequence.tokens) else sequence.num_computed
+        def once_all_have_landed(media: EmbeddingSource, active: Any) -> int:
+            ready = as_they_land(media, active)
+            return ready if ready == len(active.request.tokens) else active.request.num_computed
 
         EmbeddingSource.ready_tokens = once_all_have_landed  # type: ignore[assignment, method-assign]
     instance_main.run(config.instance(role, role.value.lower(), join))

@@ -18,7 +18,7 @@ GONE = {
     r"in hand": "in flight",
     r"head of the line": "head of the queue",
     r"whose turn it is": "the next in the queue",
-    r"(Encode|Language|Prefill|Decode|Sending)Host": "EncodeLoop, EngineLoop, PrefillLoop, DecodeLoop, SenderLoop",
+    r"(Encode|Language|Prefill|Decode|Sending)Host": "EncodeLoop, EngineLoop, SenderLoop",
     r"Sequence as Rows": "rename the class, not the standard library's",
     r"(Patch)?TowerFamily": "ModelAdapter",
     r"TowerInput": "EncoderInput",

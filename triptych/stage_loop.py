@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import PeerLost
+from triptych.types import Address
 
 Handlers = Mapping[type[Any], Callable[[Any], object]]
 """Message type → handler."""
@@ -28,6 +29,9 @@ class StageLoop(Protocol):
 
     def peer_lost(self, lost: PeerLost) -> None:
         """Handle the loss of an instance, from which nothing more will arrive."""
+
+    def frontend_lost(self, frontend: Address) -> None:
+        """Give up the work of a frontend that is gone, without a message to it. That of others goes on."""
 
     def on_lease_lost(self) -> None:
         """Drop all work: this instance was stopped for longer than its lease, or has failed. The frontend fails its

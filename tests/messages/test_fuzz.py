@@ -380,7 +380,7 @@ def transfers_of(host: StageLoop) -> Collection[TransferId]:
     if isinstance(host, EncodeLoop | SenderLoop):
         return host.sender.transfers
     assert isinstance(host, EngineLoop)
-    return host.source.transfers
+    return host.incoming.transfers
 
 
 def is_idle(service: Running) -> bool:

@@ -11,7 +11,6 @@ from tests.support.harness import FLOAT32, Running, running, together
 from tests.support.image_cases import CASES
 from tests.support.stage_loops import decode_loops, kv_rows
 from triptych.config import EngineConfig, TransferConfig
-from triptych.engine.split_loops import PrefillLoop
 from triptych.errors import MediaNotServed
 from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
 from triptych.observe.requests import RequestRecord
@@ -60,7 +59,7 @@ def test_writes_that_break_are_mended(model: Model) -> None:
         small = replace(FLOAT32, kv_receive_blocks=8, receive_blocks=8, receive_block_rows=8)
         async with running(model.folder, "1E1P1D", small, transfer=TransferConfig(inject_faults=BROKEN)) as service:
             answers = await service.answers(REQUESTS, max_tokens=8)
-            return answers, sum(host.source.stats().counters.resent for host in decode_loops(service))
+            return answers, sum(host.incoming.stats().counters.resent for host in decode_loops(service))
 
     answers, resent = asyncio.run(run())
     assert resent > 0
@@ -208,7 +207,7 @@ def test_neither_instance_computes_what_is_the_others(model: Model) -> None:
     async def run() -> tuple[int, int]:
         async with running(model.folder, "1E1P1D") as service:
             await service.answers(REQUESTS)
-            prefill = [host for host in service.engine_loops() if isinstance(host, PrefillLoop)]
+            prefill = [host for host in service.engine_loops() if not host.decodes]
             return prefill[0].num_computed_tokens, decode_loops(service)[0].num_computed_tokens
 
     prefilled, decoded = asyncio.run(run())

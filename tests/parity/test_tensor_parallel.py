@@ -8,9 +8,9 @@ import pytest
 from tests.parity.conftest import Model
 from tests.support.harness import FLOAT32, running, together
 from tests.support.image_cases import CASES
+from tests.support.stage_loops import decode_loops
 from triptych.config import EngineConfig, RankSizes
 from triptych.engine.scheduler import Scheduler
-from triptych.engine.split_loops import DecodeLoop
 
 REQUESTS = [case.messages for case in CASES]
 TWO_RANKS = replace(FLOAT32, tensor_parallel_size=RankSizes(2))
@@ -77,7 +77,7 @@ def test_prefill_and_decode_of_different_sizes(model: Model, topology: str, size
 
     async def run(engine: EngineConfig) -> tuple[list[list[list[int]]], Scheduler]:
         async with running(model.folder, topology, engine, prepare=together(len(REQUESTS))) as service:
-            (decoding,) = [host for host in service.engine_loops() if isinstance(host, DecodeLoop)]
+            (decoding,) = decode_loops(service)
             first, again = [await service.answers(REQUESTS) for _ in range(2)]
             return [first, again, await service.answers(REQUESTS, **SAMPLING)], decoding.scheduler
 

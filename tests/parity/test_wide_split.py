@@ -11,8 +11,8 @@ import pytest
 from tests.parity.conftest import Model
 from tests.support.harness import FLOAT32, Running, running
 from tests.support.image_cases import CASES
+from tests.support.stage_loops import decode_loops
 from triptych.config import EngineConfig, TransferConfig
-from triptych.engine.split_loops import DecodeLoop
 from triptych.messages.work import GrammarKind, GrammarSpec
 
 SCHEMA = """{"type": "object", "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer"}},
@@ -94,7 +94,7 @@ def test_preemption_where_it_decodes(model: Model, expected: dict[str, Answers],
     async def run() -> tuple[Answers, int]:
         async with running(model.folder, topology, engine, transfer=TransferConfig(fabric=fabric)) as service:
             answers = await everything(service, topology)
-            hosts = [host for host in service.engine_loops() if isinstance(host, DecodeLoop)]
+            hosts = decode_loops(service)
             return answers, sum(host.scheduler.num_preemptions for host in hosts)
 
     answers, preemptions = asyncio.run(run())

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from triptych.config import AdmissionConfig
+from triptych.engine.active_request import ActiveRequest
 from triptych.engine.embedding_source import EmbeddingSource
-from triptych.engine.request import Request
+from triptych.engine.incoming import IncomingTransfers
+from triptych.engine.request import make_request
 from triptych.errors import ConfigError
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import NO_TIMEOUT, PlacedItem, SamplingParams, time_left
+from triptych.messages.work import NO_TIMEOUT, Generate, PlacedItem, SamplingParams, time_left
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.memory import PlainMemory
@@ -21,17 +23,19 @@ from triptych.types import Address, Placement, RequestId, Span, TransferId
 LAYOUT = RowLayout("m", "float32", 4, 16)
 
 
-def request(timeout: float) -> Request:
-    return Request(
-        id=RequestId("r"),
+def request(timeout: float) -> ActiveRequest:
+    generate = Generate(
+        RequestId("r"),
         tokens=[0] * 9,
-        positions=np.zeros((3, 9)),
+        positions=np.zeros((3, 9)).tobytes(),
         next_position=9,
         items=[PlacedItem("k", Placement((Span(0, 8),)), 8)],
         sampling=SamplingParams(max_tokens=1),
-        eos_token_ids=frozenset(),
+        eos_token_ids=[],
+        reply_to=Address("frontend"),
         timeout=timeout,
     )
+    return ActiveRequest(make_request(generate, [], 16, 8), generate, deadline=timeout, num_given=9)
 
 
 @pytest.mark.parametrize(("timeout", "last"), [(3600.0, 3600.0), (60.0, 600.0)])
@@ -39,8 +43,8 @@ def test_an_item_waits_for_its_encoder_as_long_as_its_request_may(timeout: float
     now = [0.0]
     buffer = RowBuffer(LAYOUT, 4, 4, [LocalFabric()], allocate=PlainMemory)
     receiver = Receiver(buffer, Address("me"), lambda *_: None, clock=lambda: now[0])
-    incoming = EmbeddingSource(receiver, "pd0", Address("me"), torch.float32, 4)
-    assert incoming.expect(request(timeout))
+    incoming = IncomingTransfers(receiver, "pd0")
+    assert EmbeddingSource(incoming, Address("me"), torch.float32, 4).expect(request(timeout))
     now[0] = last
     assert not incoming.take_failures()
     now[0] = last + 1

@@ -70,6 +70,9 @@ class Recorder:
     def peer_lost(self, lost: PeerLost) -> None:
         self.received.append(lost)
 
+    def frontend_lost(self, frontend: Address) -> None:
+        self.received.append(frontend)
+
     def on_lease_lost(self) -> None:
         self.received.append("on_lease_lost")
 

@@ -11,7 +11,6 @@ from tests.support.harness import Running
 from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
-from triptych.engine.split_loops import DecodeLoop
 from triptych.layers.decoder import ForwardBatch
 from triptych.models.base import EncoderInput
 from triptych.server.instance import Instance
@@ -52,12 +51,12 @@ def count_parts(instance: Instance, seen: list[int]) -> None:
             host.encoder = counted
 
 
-def decode_loops(service: Running) -> list[DecodeLoop]:
-    return [host for host in service.engine_loops() if isinstance(host, DecodeLoop)]
+def decode_loops(service: Running) -> list[EngineLoop]:
+    return [host for host in service.engine_loops() if not host.prefills]
 
 
 def kv_rows(service: Running) -> int:
     """Rows of KV that have landed so far."""
     hosts = decode_loops(service)
     assert hosts
-    return sum(host.source.stats().counters.rows for host in hosts)
+    return sum(host.incoming.stats().counters.rows for host in hosts)

@@ -22,8 +22,9 @@ from triptych.transfer.fabrics.mooncake import MooncakeFabric
 from triptych.transfer.fabrics.nixl import MODULES as NIXL_MODULES
 from triptych.transfer.fabrics.nixl import NixlFabric
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
+from triptych.transfer.incoming import QueuePosition
 from triptych.transfer.memory import Allocate, Bytes, Memory, PlainMemory, SharedMemory
-from triptych.transfer.receiver import QueuePosition, Receiver, TransferFailure
+from triptych.transfer.receiver import Receiver, TransferFailure
 from triptych.transfer.sender import Sender
 from triptych.transfer.states import Deadlines
 from triptych.types import Address, TransferId
@@ -143,6 +144,8 @@ class Item:
     missing: list[tuple[int, int]] = field(default_factory=list)
     consumed: int = 0
     ended: bool = False
+    resumable: bool = False
+    attempt: int = 0
 
     @property
     def rows(self) -> int:
@@ -190,6 +193,8 @@ class Wire:
         self._deadlines = deadlines
         self.senders = {address: self._sender(address) for address in PRODUCERS}
         self.ghosts: list[Sender] = []
+        self.successor: Callable[[Item], Address] = lambda item: PRODUCERS[1 - PRODUCERS.index(item.producer)]
+        """Chooses the producer that resumes an orphaned transfer."""
 
     def _sender(self, address: Address) -> Sender:
         """A producer with its own mappings."""
@@ -215,9 +220,14 @@ class Wire:
         theirs = [item for item in self.items.values() if item.producer == producer]
         self.receiver.producer_lost(producer, [item.transfer for item in theirs])
         for item in theirs:
-            item.offered, item.missing = True, []  # no longer possible
+            item.offered, item.missing = True, []  # no longer possible, unless another producer resumes it
         self.fail()
         return ghost
+
+    def suspend(self, producer: Address) -> None:
+        """The producer counts as lost, but continues: its messages arrive late, and it learns from answers to them."""
+        self.receiver.producer_lost(producer, [t for t, item in self.items.items() if item.producer == producer])
+        self.fail()
 
     def check_deadlines(self) -> None:
         for sender in self.senders.values():
@@ -230,19 +240,32 @@ class Wire:
         self.queues[sender, to].append(encode(message))
 
     def expect(
-        self, rows: int, position: QueuePosition, producer: Address = PRODUCERS[0], seed: int = 0, first_row: int = 0
+        self,
+        rows: int,
+        position: QueuePosition,
+        producer: Address = PRODUCERS[0],
+        seed: int = 0,
+        first_row: int = 0,
+        *,
+        resumable: bool = False,
     ) -> Item:
         source = np.random.default_rng([seed, *position]).integers(0, 256, (rows, LAYOUT.row_bytes), dtype=np.uint8)
         item = Item(TransferId(f"t{len(self.items)}"), producer, position, source, consumed=first_row)
         item.missing = [(0, rows)]
+        item.resumable = resumable
         self.items[item.transfer] = item
-        self.receiver.expect(item.transfer, rows, position, first_row)
+        self.receiver.expect(item.transfer, rows, position, first_row, resumable=resumable)
         return item
 
     def offer(self, item: Item) -> None:
         item.offered = True
         self.senders[item.producer].offer(
-            item.transfer, CONSUMER, item.rows, LAYOUT, lambda complete: self.ended.append((item.transfer, complete))
+            item.transfer,
+            CONSUMER,
+            item.rows,
+            LAYOUT,
+            lambda complete: self.ended.append((item.transfer, complete)),
+            attempt=item.attempt,
         )
 
     def provide(self, item: Item) -> None:
@@ -283,10 +306,16 @@ class Wire:
         self.fail()
 
     def fail(self) -> None:
-        """Close failed transfers, as the engine loop does."""
+        """Close failed transfers, and find other producers for orphaned ones, as the engine loop does."""
         for failure in self.receiver.take_failures():
             self.failures.append(failure)
             self.close(self.items[failure.transfer])
+        for transfer in self.receiver.take_orphaned():
+            item = self.items[transfer]
+            assert item.resumable
+            assert not item.ended
+            item.producer, item.attempt = self.successor(item), self.receiver.attempt(transfer)
+            item.offered, item.missing = False, [(self.receiver.landed(transfer), item.rows)]
 
     @staticmethod
     def _to_sender(sender: Sender, message: Message) -> None:
@@ -358,6 +387,11 @@ class Wire:
             self.deliver_all()
             self.receiver.grant()
             self.check()
+            self.fail()
+            for item in self.items.values():
+                if not item.offered and not item.ended:  # orphaned
+                    self.offer(item)
+                    self.provide(item)
             for item in self.first_unread()[:1]:
                 if rows := self.readable(item):
                     self.consume(item, rows)

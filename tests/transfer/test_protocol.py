@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, fabric_pair, wire
+from tests.support.transfer_scenario import Scenario
+from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, fabric_pair, wire
 from triptych.errors import TransferError, Unavailable
 from triptych.messages.codec import decode
 from triptych.messages.rows import (
@@ -142,90 +143,6 @@ def test_waiting_for_a_large_grant_holds_back_later_transfers(fabric: str) -> No
         w.deliver_all()
         assert w.receiver.landed(item.transfer) == 10
         w.finish()
-
-
-class Scenario:
-    """Random operations on many transfers over a small pool."""
-
-    def __init__(self, wire: Wire, chance: random.Random, *, cancels: bool, losses: bool) -> None:
-        self.wire = wire
-        self.chance = chance
-        self.in_pieces = chance.random() < 0.5
-        self.actions = [self.offer, self.provide, self.consume, wire.receiver.grant, wire.poll, *[self.deliver] * 3]
-        if cancels:
-            self.actions += [self.close, self.abort, self.preempt]
-        if losses:
-            self.actions += [self.lose, self.stall, self.hold, self.land_late]
-
-    def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.chance.choice(self.actions)()
-            self.wire.check()
-        for faulty in self.wire.all_faulty:
-            faulty.land_held()
-        self.wire.finish()
-
-    def one_of(self, items: list[Item]) -> list[Item]:
-        return [self.chance.choice(items)] if items else []
-
-    def offer(self) -> None:
-        for item in self.one_of([item for item in self.wire.items.values() if not item.offered]):
-            self.wire.offer(item)
-
-    def provide(self) -> None:
-        for item in self.one_of([item for item in self.wire.items.values() if item.offered and item.missing]):
-            if self.in_pieces:
-                self.wire.provide_some(item, self.chance)
-            else:
-                self.wire.provide(item)
-
-    def deliver(self) -> None:
-        if waiting := [pair for pair, queue in self.wire.queues.items() if queue]:
-            self.wire.deliver(*self.chance.choice(waiting))
-
-    def consume(self) -> None:
-        for item in self.one_of([item for item in self.wire.first_unread() if self.wire.readable(item)]):
-            self.wire.consume(item, self.chance.randint(1, self.wire.readable(item)))
-
-    def close(self) -> None:
-        if self.chance.random() < 0.2:
-            for item in self.one_of([item for item in self.wire.items.values() if not item.ended]):
-                self.wire.close(item)
-
-    def abort(self) -> None:
-        if self.chance.random() < 0.2:
-            for item in self.one_of([item for item in self.wire.items.values() if item.offered]):
-                self.wire.senders[item.producer].abort(item.transfer, "aborted by the test")
-
-    def preempt(self) -> None:
-        """Preempt a request: its unfinished items are expected again."""
-        if self.chance.random() < 0.2:
-            for first in self.one_of(self.wire.first_unread()):
-                for item in [item for item in self.wire.items.values() if item.position[0] == first.position[0]]:
-                    if not item.ended:
-                        self.wire.close(item)
-                        seed = self.chance.randrange(2**32)
-                        self.wire.expect(item.rows, item.position, self.chance.choice(PRODUCERS), seed)
-
-    def lose(self) -> None:
-        if self.chance.random() < 0.2:
-            self.wire.lose(self.chance.choice(PRODUCERS))
-
-    def stall(self) -> None:
-        """Let so much time pass that deadlines expire: usually those of writes, sometimes those of transfers."""
-        if self.chance.random() < 0.2:
-            self.wire.now += self.chance.choice([31.0, 31.0, 31.0, 700.0])
-            self.wire.check_deadlines()
-
-    def hold(self) -> None:
-        """Writes that a producer starts from now on don't end."""
-        if self.chance.random() < 0.2:
-            self.wire.faulty[self.chance.choice(PRODUCERS)].holding = True
-
-    def land_late(self) -> None:
-        """Held writes land, even if they were cancelled meanwhile."""
-        if self.chance.random() < 0.3:
-            self.chance.choice(self.wire.all_faulty).land_held()
 
 
 ROWS = st.lists(st.integers(1, 12) | st.integers(1, 60), min_size=1, max_size=10)

@@ -7,7 +7,7 @@ from triptych.transfer.states import Deadlines, Progress, TransferState
 from triptych.types import TransferId
 
 B, W, T, S, F = TransferState
-ALLOWED = {(B, W), (W, T), (T, W), (T, S), (B, F), (W, F), (T, F)}
+ALLOWED = {(B, W), (W, T), (T, W), (T, S), (B, F), (W, F), (T, F), (W, B), (T, B)}
 WAYS = {B: [], W: [W], T: [W, T], S: [W, T, S], F: [F]}
 
 

@@ -131,6 +131,9 @@ class EncodeLoop:
     def peer_lost(self, lost: PeerLost) -> None:
         """Do nothing: the sender ends its transfers, and thereby the jobs that no other transfer needs."""
 
+    def frontend_lost(self, frontend: Address) -> None:
+        """Do nothing: consumers abort the transfers of requests that are given up, which ends the jobs."""
+
     def on_lease_lost(self) -> None:
         """Do nothing: the sender ends all transfers, and thereby all jobs."""
 
@@ -184,6 +187,7 @@ class EncodeLoop:
             self._layout,
             on_end=lambda _: self._on_transfer_end(message.transfer),
             timeout=message.timeout,
+            attempt=message.attempt,
         )
         self.num_requested += 1
         key = row_name(self._layout_digest, message.key, message.cache_salt)
@@ -197,13 +201,16 @@ class EncodeLoop:
             job = EncodeJob(key, message.plan, inputs, received=now, client=message.client, long=long)
             self._jobs[job.key] = job
             self._scheduler.add(job)
-        job.transfers.append(message.transfer)
+        if message.transfer not in job.transfers:  # an earlier attempt may still be ending
+            job.transfers.append(message.transfer)
         job.deadline = max(job.deadline, time.monotonic() + message.timeout)
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
 
     def _on_transfer_end(self, transfer: TransferId) -> None:
         """Cancel the job of a transfer that has ended, unless other transfers need it."""
+        if transfer in self.sender.transfers:
+            return  # only an earlier attempt has ended
         for job in list(self._jobs.values()):
             if transfer in job.transfers:
                 job.transfers.remove(transfer)

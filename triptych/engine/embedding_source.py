@@ -1,60 +1,43 @@
 """Receives media embeddings, and copies them from the receive pool into steps."""
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from triptych.engine.request import Request
+from triptych.engine.active_request import ActiveChunk, ActiveRequest, IncomingItem
+from triptych.engine.incoming import IncomingTransfers
 from triptych.engine.runner import MediaEmbeddings
-from triptych.engine.scheduler import Chunk
-from triptych.engine.source import RowSource
-from triptych.messages.rows import Wrote
 from triptych.messages.work import EncodeNeeded, MissingItem
-from triptych.observe.timeline import Interval
 from triptych.transfer.memory import Bytes
-from triptych.transfer.receiver import Receiver
-from triptych.types import Address, Placement, RequestId, TransferId
+from triptych.types import Address, TransferId
 
 
-@dataclass
-class _IncomingItem:
-    """One item of a request."""
-
-    index: int
-    placement: Placement
-    transfer: TransferId | None
-    """None once the last row is consumed."""
-    began: float = 0.0
-    """When the first row was written, in seconds since the epoch."""
-    landed: float = 0.0
-    """When the last row so far arrived."""
-
-
-class EmbeddingSource(RowSource):
-    """Embedding transfers of all requests of an instance, over its receiver."""
+class EmbeddingSource:
+    """Embedding transfers of an instance that prefills."""
 
     def __init__(
-        self, receiver: Receiver, name: str, address: Address, row_dtype: torch.dtype, embedding_width: int
+        self, incoming: IncomingTransfers, address: Address, row_dtype: torch.dtype, embedding_width: int
     ) -> None:
-        super().__init__(receiver, name, address)
+        self._incoming = incoming
+        self._receiver = incoming.receiver
+        self._address = address
         self._row_dtype = row_dtype
         self._row_width = embedding_width
-        self._items: dict[RequestId, list[_IncomingItem]] = {}
 
-    def expect(self, request: Request) -> EncodeNeeded | None:
+    def expect(self, active: ActiveRequest) -> EncodeNeeded | None:
         """Start, or restart, a transfer for each item that isn't entirely in the KV cache, queued by arrival and prompt
         order. Returns the message that asks for them, if any."""
-        self.release(request.id)
-        items = []
+        self.release(active)
+        request = active.request
+        needed = []
         for index, item in enumerate(request.items):
             covered = item.placement.rows_before(request.num_computed)
             if covered == item.placement.rows:
                 continue
-            transfer = self._new_transfer(request.id)
+            transfer = self._incoming.new_name()
+            # only the rows that a lost encode instance had yet to send are encoded again
             self._receiver.expect(
                 transfer,
                 item.placement.rows,
@@ -62,40 +45,55 @@ class EmbeddingSource(RowSource):
                 first_row=covered,
                 part_rows=item.rows_per_part if item.rows_per_part < item.placement.rows else 0,
                 timeout=request.timeout,
+                resumable=True,
             )
-            items.append(_IncomingItem(index, item.placement, transfer))
-        self._items[request.id] = items
-        needed = [MissingItem(item.index, item.transfer) for item in items if item.transfer is not None]
-        return EncodeNeeded(request.id, self._address, needed) if needed else None
+            incoming = IncomingItem(index, item.placement, transfer)
+            self._incoming.add(transfer, active, incoming.times)
+            active.items.append(incoming)
+            needed.append(MissingItem(index, transfer, first_row=covered))
+        return EncodeNeeded(active.id, self._address, needed) if needed else None
 
-    def release(self, request_id: RequestId) -> None:
+    def take_orphaned(self) -> list[tuple[ActiveRequest, EncodeNeeded]]:
+        """Return, for each request whose transfers have lost their encode instances since the last call, the message
+        that asks for the rest of the rows under the same names."""
+        needed: dict[ActiveRequest, list[MissingItem]] = {}
+        for transfer in self._receiver.take_orphaned():
+            if (active := self._incoming.request_of(transfer)) is None:
+                continue
+            (index,) = (item.index for item in active.items if item.transfer == transfer)
+            landed, attempt = self._receiver.landed(transfer), self._receiver.attempt(transfer)
+            needed.setdefault(active, []).append(MissingItem(index, transfer, landed, attempt))
+        return [(active, EncodeNeeded(active.id, self._address, items)) for active, items in needed.items()]
+
+    def release(self, active: ActiveRequest) -> None:
         """Close the transfers of a request's items."""
-        for item in self._items.pop(request_id, []):
+        for item in active.items:
             if item.transfer is not None:
                 self._receiver.close(item.transfer, "the request has ended or is restarted")
-                del self._requests[item.transfer]
+                self._incoming.remove(item.transfer)
+        active.items = []
 
-    def ready_tokens(self, request: Request) -> int:
+    def ready_tokens(self, active: ActiveRequest) -> int:
         """Return the number of tokens before the first one whose embedding hasn't arrived."""
-        for item in self._items.get(request.id, ()):
+        for item in active.items:
             if item.transfer is not None:
                 landed = self._receiver.landed(item.transfer)
                 if landed < item.placement.rows:
                     return item.placement.token_of(landed)
-        return len(request.tokens)
+        return len(active.request.tokens)
 
-    def gather(self, chunks: Sequence[Chunk]) -> MediaEmbeddings:
+    def gather(self, chunks: Sequence[ActiveChunk]) -> MediaEmbeddings:
         """Copy the embeddings of a step's media tokens, and free their blocks. A request that can't be preempted also
         keeps the blocks of its later rows."""
-        for chunk in chunks:
-            if chunk.request.sends_pages:
-                self._pin(chunk.request.id)
+        for active, _ in chunks:
+            if active.request.sends_pages:
+                self._pin(active)
         views: list[Bytes] = []
         index: list[NDArray[np.int64]] = []
-        taken: list[tuple[_IncomingItem, TransferId, int]] = []
+        taken: list[tuple[IncomingItem, TransferId, int]] = []
         first_token = 0
-        for chunk in chunks:
-            for item in self._items.get(chunk.request.id, ()):
+        for active, chunk in chunks:
+            for item in active.items:
                 if item.transfer is None:
                     continue
                 end_row = 0
@@ -113,26 +111,15 @@ class EmbeddingSource(RowSource):
             self._consume(item, transfer, end_row)
         return MediaEmbeddings(torch.from_numpy(np.concatenate(index)), rows)
 
-    def intervals(self, request_id: RequestId) -> list[Interval]:
-        """Return for each item the time from the first row's writing to the last row's landing."""
-        items = self._items.get(request_id, ())
-        return [Interval("transfer", item.began, item.landed, item.index) for item in items if item.landed]
-
-    def _on_rows_landed(self, request_id: RequestId, wrote: Wrote) -> None:
-        for item in self._items.get(request_id, ()):
-            if item.transfer == wrote.transfer:
-                item.began = item.began or wrote.began
-                item.landed = time.time()
-
-    def _pin(self, request_id: RequestId) -> None:
+    def _pin(self, active: ActiveRequest) -> None:
         """Pin the request's blocks until it is done. Earlier requests may wait for its pages, because it can't be
         preempted. So it must not wait for their blocks."""
-        for item in self._items.get(request_id, ()):
+        for item in active.items:
             if item.transfer is not None:
                 self._receiver.pin(item.transfer)
 
-    def _consume(self, item: _IncomingItem, transfer: TransferId, end_row: int) -> None:
+    def _consume(self, item: IncomingItem, transfer: TransferId, end_row: int) -> None:
         self._receiver.consume(transfer, end_row)
         if end_row == item.placement.rows:
             item.transfer = None
-            del self._requests[transfer]
+            self._incoming.remove(transfer)

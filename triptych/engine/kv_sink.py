@@ -2,95 +2,93 @@
 
 import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
 
+from triptych.engine.active_request import ActiveChunk, ActiveRequest, OutgoingKV
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_rows import CacheRows, KVRows
-from triptych.engine.scheduler import Chunk
 from triptych.errors import BlockError, TransferError
+from triptych.layers.decoder import AfterLayer
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Prefill
 from triptych.transfer.sender import Sender
-from triptych.types import Address, RequestId, TransferId
+from triptych.types import TransferId
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class _OutgoingKV:
-    """One request's KV transfer."""
-
-    request_id: RequestId
-    transfer: TransferId
-    consumer: Address
-    first_token: int
-    """First token whose KV is sent."""
-    rows: KVRows
-    provided: list[int]
-    """By layer, the first token that has not been provided."""
-    timeout: float
-    pages: list[int] = field(default_factory=list)
-    """The request's pages, retained from the offer to the end of the transfer."""
-
-
 class KVSink:
-    """KV transfers of all requests that an instance prefills, over its sender."""
+    """KV transfers of all requests that an instance prefills for others, over its sender."""
 
-    def __init__(self, sender: Sender, cache: CacheRows, pool: PagePool, layout: RowLayout) -> None:
+    def __init__(
+        self, sender: Sender, cache: CacheRows, pool: PagePool, layout: RowLayout, *, wake: Callable[[], None]
+    ) -> None:
+        """``wake`` is called from the compute thread after each layer; then ``provide_layers`` has work to do."""
         self._sender = sender
         self._cache = cache
         self._pool = pool
         self._layout = layout
-        self._outgoing: dict[RequestId, _OutgoingKV] = {}
-        self._retained: set[_OutgoingKV] = set()
-        self._cancelled: list[_OutgoingKV] = []
+        self._wake = wake
+        self._layers: deque[tuple[int, Sequence[ActiveChunk]]] = deque()
+        self._expected: set[TransferId] = set()
+        self._retained: set[OutgoingKV] = set()
+        self._cancelled: list[ActiveRequest] = []
 
-    def expect(self, prefill: Prefill, num_tokens: int) -> None:
-        """Announce that the KV of ``num_tokens`` tokens will be sent. Raises TransferError if the transfer is under way
-        already."""
-        request_id, transfer = prefill.generate.request, prefill.transfer
-        if transfer in self._sender or any(outgoing.transfer == transfer for outgoing in self._outgoing.values()):
-            raise TransferError(f"transfer {transfer} is under way already")
-        rows = KVRows(self._cache.num_layers, num_tokens - prefill.first_token)
-        provided, timeout = [prefill.first_token] * self._cache.num_layers, prefill.generate.timeout
-        self._outgoing[request_id] = _OutgoingKV(
-            request_id, transfer, prefill.consumer, prefill.first_token, rows, provided, timeout
+    def expect(self, prefill: Prefill, num_tokens: int) -> OutgoingKV:
+        """Announce that the KV of ``num_tokens`` tokens will be sent. Raises TransferError if there is nothing to send,
+        or the transfer is under way already."""
+        if prefill.first_token >= num_tokens:
+            raise TransferError(f"token {prefill.first_token} of {num_tokens} can't be the first to send")
+        if prefill.transfer in self._sender or prefill.transfer in self._expected:
+            raise TransferError(f"transfer {prefill.transfer} is under way already")
+        self._expected.add(prefill.transfer)
+        return OutgoingKV(
+            transfer=prefill.transfer,
+            consumer=prefill.consumer,
+            first_token=prefill.first_token,
+            rows=KVRows(self._cache.num_layers, num_tokens - prefill.first_token),
+            provided=[prefill.first_token] * self._cache.num_layers,
+            timeout=prefill.generate.timeout,
         )
 
-    def step_started(self, chunks: Sequence[Chunk]) -> None:
+    def start_step(self, chunks: Sequence[ActiveChunk]) -> AfterLayer:
         """Handle the start of a step. The KV of requests that have just got all their pages is offered, and its cached
-        part is provided."""
-        for chunk in chunks:
-            outgoing = self._outgoing.get(chunk.request.id) if chunk.request.sends_pages else None
-            if outgoing is not None and not outgoing.pages and self._offer(outgoing, chunk.request.pages):
+        part is provided. Returns what the compute thread calls after each layer."""
+        for active, chunk in chunks:
+            outgoing = active.outgoing_kv if active.request.sends_pages else None
+            if outgoing is not None and not outgoing.pages and self._offer(active, outgoing):
                 for layer in range(self._cache.num_layers):
                     self._provide(outgoing, layer, chunk.start)
 
-    def layer_computed(self, layer: int, chunks: Sequence[Chunk]) -> None:
-        """Provide a layer's keys and values, unless a failed attempt of the same step has already provided them."""
-        for chunk in chunks:
-            outgoing = self._outgoing.get(chunk.request.id)
-            if outgoing is not None and outgoing.pages:
-                self._provide(outgoing, layer, chunk.start + chunk.length)
+        def after_layer(layer: int) -> None:
+            self._layers.append((layer, chunks))
+            self._wake()
 
-    def complete(self, request_id: RequestId) -> None:
+        return after_layer
+
+    def provide_layers(self) -> None:
+        """Provide the keys and values of the layers computed since the last call, unless a failed attempt of the same
+        step has already provided them."""
+        while self._layers:
+            layer, chunks = self._layers.popleft()
+            for active, chunk in chunks:
+                if (outgoing := active.outgoing_kv) is not None and outgoing.pages:
+                    self._provide(outgoing, layer, chunk.start + chunk.length)
+
+    def complete(self, active: ActiveRequest) -> None:
         """Record that all of the request's KV has been provided. The sender does the rest."""
-        del self._outgoing[request_id]
+        self._forget(active)
 
-    def abort(self, request_id: RequestId, reason: str) -> None:
-        """Abort a request's transfer."""
-        if outgoing := self._outgoing.pop(request_id, None):
+    def abort(self, active: ActiveRequest, reason: str) -> None:
+        """Abort a request's transfer, if it has one."""
+        if outgoing := self._forget(active):
             self._sender.abort(outgoing.transfer, reason)
 
-    def take_cancelled(self) -> list[RequestId]:
+    def take_cancelled(self) -> list[ActiveRequest]:
         """Return the unfinished requests whose transfers have ended since the last call."""
         cancelled, self._cancelled = self._cancelled, []
-        return [outgoing.request_id for outgoing in cancelled if self._outgoing.get(outgoing.request_id) is outgoing]
-
-    def requests_for(self, consumer: Address) -> list[RequestId]:
-        """Return the unfinished requests whose KV goes to that consumer."""
-        return [outgoing.request_id for outgoing in self._outgoing.values() if outgoing.consumer == consumer]
+        return [active for active in cancelled if active.outgoing_kv is not None]
 
     def check_idle(self) -> None:
         """Raise BlockError if pages are retained although no transfer is under way."""
@@ -102,7 +100,13 @@ class KVSink:
         """Whether no pages are retained."""
         return not self._retained
 
-    def _provide(self, outgoing: _OutgoingKV, layer: int, end_token: int) -> None:
+    def _forget(self, active: ActiveRequest) -> OutgoingKV | None:
+        outgoing, active.outgoing_kv = active.outgoing_kv, None
+        if outgoing is not None:
+            self._expected.remove(outgoing.transfer)
+        return outgoing
+
+    def _provide(self, outgoing: OutgoingKV, layer: int, end_token: int) -> None:
         """Provide a layer's tokens below ``end_token``."""
         first, token = outgoing.first_token, outgoing.provided[layer]
         if end_token <= token:
@@ -114,11 +118,11 @@ class KVSink:
                 self._sender.provide(outgoing.transfer, views, row)
                 row += len(views)
 
-    def _offer(self, outgoing: _OutgoingKV, pages: list[int]) -> bool:
-        outgoing.pages = list(pages)
+    def _offer(self, active: ActiveRequest, outgoing: OutgoingKV) -> bool:
+        outgoing.pages = list(active.request.pages)
         self._pool.retain(outgoing.pages)
         self._retained.add(outgoing)
-        on_end = functools.partial(self._on_transfer_end, outgoing)
+        on_end = functools.partial(self._on_transfer_end, active, outgoing)
         try:
             self._sender.offer(
                 outgoing.transfer,
@@ -131,12 +135,13 @@ class KVSink:
         except TransferError as error:  # on an instance that also encodes, the name may be in use
             log.error("%s", error)
             on_end(complete=False)
+            outgoing.pages = []  # provides nothing: the rows would join the other transfer
             return False
         return True
 
-    def _on_transfer_end(self, outgoing: _OutgoingKV, complete: bool) -> None:
+    def _on_transfer_end(self, active: ActiveRequest, outgoing: OutgoingKV, complete: bool) -> None:
         self._retained.remove(outgoing)
         self._pool.release(outgoing.pages)
         # rows may all be sent before the prompt's next token is sampled
-        if self._outgoing.get(outgoing.request_id) is outgoing and not complete:
-            self._cancelled.append(outgoing)
+        if active.outgoing_kv is outgoing and not complete:
+            self._cancelled.append(active)

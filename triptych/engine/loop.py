@@ -1,72 +1,58 @@
-"""Engine loop of an instance that prefills and decodes: receive, schedule, run, report. The loops that do only one of
-them are in ``split_loops.py``."""
+"""Engine loop: receives requests, schedules and runs steps, and sends tokens.
+
+One loop serves all roles. What it is composed of decides what it does:
+
+===================  ====================================================================================
+embedding source     the instance prefills: media embeddings come from encode instances
+KV source            the instance only decodes: KV and first tokens come from prefill instances
+KV sink              the instance only prefills: KV and first tokens go to decode instances
+===================  ====================================================================================
+"""
 
 import logging
 import time
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import msgspec
 
 from triptych.compute_thread import ComputeThread
-from triptych.engine.grammar.matching import Matching
+from triptych.engine.active_request import ActiveChunk, ActiveRequest
+from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.grammar.service import GrammarService
-from triptych.engine.prompt_logprobs import PromptLogprobsQuery, joined, prompt_logprobs_queries
-from triptych.engine.request import Request
-from triptych.engine.runner import Runner, StepOutput
+from triptych.engine.incoming import IncomingTransfers
+from triptych.engine.kv_sink import KVSink
+from triptych.engine.kv_source import KVSource
+from triptych.engine.prompt_logprobs import joined
+from triptych.engine.request import Request, make_request
+from triptych.engine.runner import MediaEmbeddings, Runner, StepOutput
 from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler, SchedulerOutput
-from triptych.engine.source import RowSource
 from triptych.engine.step_batch import StepBatch
-from triptych.errors import ErrorKind, InternalError, InvalidRequest, PromptTooLong, StartError, TriptychError
-from triptych.layers.decoder import ForwardBatch
+from triptych.engine.step_executor import StepExecutor, computed_chunks
+from triptych.errors import ErrorKind, InternalError, InvalidRequest, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.stats import InstanceStats, LanguageStats
-from triptych.messages.work import Cancel, Failed, Generate, PeerLost, TokenLogprob, Tokens
-from triptych.observe.timeline import Interval
+from triptych.messages.work import (
+    Cancel,
+    Failed,
+    Generate,
+    HandBack,
+    PeerLost,
+    Prefill,
+    Prefilled,
+    TokenLogprob,
+    Tokens,
+)
 from triptych.stage_loop import Handlers
 from triptych.transfer.receiver import TransferFailure
 from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
 
-MERGE_GAP = 0.005
-"""Prefill steps less than this many seconds apart form one interval: the time to schedule a step, with a margin."""
-
-
-@dataclass(frozen=True)
-class _RunningStep:
-    step_batch: StepBatch
-    began: float
-    future: Future[StepOutput]
-
-
-@dataclass
-class _Timings:
-    """When a request reached each state, in seconds since the epoch; 0 for not yet."""
-
-    received: float
-    reused: int
-    """Prompt tokens found in the prefix cache on arrival."""
-    scheduled: float = 0.0
-    first_token: float = 0.0
-    transfers: list[Interval] = field(default_factory=list)
-    prefills: list[Interval] = field(default_factory=list)
-
-    def add_prefill(self, began: float, ended: float) -> None:
-        """Record a step that computed part of the prompt. Steps in close succession form one interval."""
-        if self.prefills and began - self.prefills[-1].end < MERGE_GAP:
-            began = self.prefills.pop().start
-        self.prefills.append(Interval("prefill", began, ended))
-
-    def until_first_token(self) -> list[Interval]:
-        return [Interval("queue", self.received, self.scheduled), *self.transfers, *self.prefills]
-
-    def intervals(self) -> list[Interval]:
-        return [*self.until_first_token(), Interval("decode", self.first_token, time.time())]
+MAX_PREFILL_ATTEMPTS = 3
+"""Consecutive losses of prefill instances after which the decode instance fails the request."""
 
 
 @dataclass(frozen=True)
@@ -77,79 +63,123 @@ class EngineCore:
     runner: Runner
     compute: ComputeThread
     grammars: GrammarService
+    no_media: MediaEmbeddings
+    """Embeddings of a step without media tokens."""
     context_length: int
     vocab_size: int
 
 
 class EngineLoop:
-    """Prefills over the embeddings that have arrived, decodes, and sends each token to the frontend."""
-
-    prefills = decodes = True
+    """Serves the requests of an instance that prefills, decodes, or both."""
 
     def __init__(
-        self, engine: EngineCore, source: RowSource, *, address: Address, frontend: Address, send: Send
+        self,
+        engine: EngineCore,
+        incoming: IncomingTransfers,
+        *,
+        embedding_source: EmbeddingSource | None = None,
+        kv_source: KVSource | None = None,
+        kv_sink: KVSink | None = None,
+        name: str,
+        address: Address,
+        send: Send,
     ) -> None:
+        """``incoming`` are the transfers of the sources; ``name`` is the instance's, for timelines."""
         self.scheduler = engine.scheduler
         self.runner = engine.runner
-        self.source = source
-        self._compute = engine.compute
         self.grammars = engine.grammars
+        self.incoming = incoming
         self.context_length = engine.context_length
         self._vocab_size = engine.vocab_size
+        self._no_media = engine.no_media
+        self._embedding_source = embedding_source
+        self._kv_source = kv_source
+        self._kv_sink = kv_sink
+        self._sources = [source for source in (embedding_source, kv_source) if source is not None]
+        self._name = name
         self._address = address
-        self._frontend = frontend
         self._send = send
+        self._executor = StepExecutor(engine.runner, engine.compute)
         self.num_steps = 0
         self.num_computed_tokens = 0
-        self._timings: dict[RequestId, _Timings] = {}
-        self._deadlines: dict[RequestId, float] = {}
-        self._matchings: dict[RequestId, Matching] = {}
-        self._running_step: _RunningStep | None = None
-        self._retries: deque[StepBatch] = deque()
-        self._pending_tokens: list[Tokens] = []
+        self._active: dict[RequestId, ActiveRequest] = {}
+        self._pending_tokens: list[tuple[Address, Tokens]] = []
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the loop computes prompts itself."""
+        return self._kv_source is None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the loop computes answers itself."""
+        return self._kv_sink is None
 
     @property
     def handlers(self) -> Handlers:
-        return {
-            Generate: self._on_generate,
-            Cancel: lambda message: self._remove(message.request),
-            **self.source.handlers,
+        handlers: dict[type[Any], Callable[[Any], object]] = {
+            Cancel: lambda message: self._cancel(message.request),
+            **self.incoming.handlers,
         }
+        if self.decodes:
+            handlers[Generate] = self._on_generate
+        else:
+            handlers[Prefill] = self._on_prefill
+        if not self.prefills:
+            handlers[Prefilled] = self._on_prefilled
+        return handlers
 
     next_advance = float("inf")
 
     def advance(self) -> None:
-        for request_id, failure in self.source.take_failures():
-            self._on_failure(request_id, failure)
+        self._handle_transfers()
         self._fail_grammar_errors()
         self._collect()
         self._fail_overdue()
         self._start()
         self._send_pending_tokens()
-        self.source.grant()
+        self.incoming.receiver.grant()
 
     def peer_lost(self, lost: PeerLost) -> None:
-        self.source.producer_lost(lost.address, lost.transfers)
+        self.incoming.producer_lost(lost.address, lost.transfers)
+        if self._kv_source is not None:
+            self._kv_source.producer_lost(lost.transfers)
+        self._remove_if(lambda active: active.outgoing_kv is not None and active.outgoing_kv.consumer == lost.address)
+
+    def frontend_lost(self, frontend: Address) -> None:
+        self._remove_if(lambda active: active.reply_to == frontend)
+        self._pending_tokens = [(to, tokens) for to, tokens in self._pending_tokens if to != frontend]
 
     def on_lease_lost(self) -> None:
         """Drop all requests. The frontend fails them by itself."""
-        for request in self.scheduler:
-            self._remove(request.id)
+        self._remove_if(lambda _: True)
+
+    def hand_back(self) -> dict[Address, HandBack]:
+        """Drop the requests that haven't begun. Returns them by the frontend that is to place them elsewhere."""
+        handed_back: dict[Address, HandBack] = {}
+        for active in [active for active in self._active.values() if not active.begun]:
+            self._remove(active)
+            message = handed_back.setdefault(active.reply_to, HandBack(self._address, [], []))
+            message.requests.append(active.id)
+        return handed_back
 
     def check_idle(self) -> None:
-        if not self.scheduler and self._running_step is None:
+        if self._kv_sink is not None:
+            self._kv_sink.check_idle()
+        if not self.scheduler and not self._executor.busy and self._sink_idle:
             self.scheduler.pool.check_all_free()
-            self.source.check_idle()
+            self.incoming.receiver.check_idle()
 
     @property
     def idle(self) -> bool:
-        return not self.scheduler and self._running_step is None and not self._pending_tokens and self.source.idle
+        working = self.scheduler or self._executor.busy or self._pending_tokens
+        return not working and self._sink_idle and self.incoming.receiver.idle
 
     def add_stats(self, stats: InstanceStats) -> None:
         running = [request for request in self.scheduler if request.running]
         decoding = sum(request.num_generated > 0 for request in running)
         pool = self.scheduler.pool
-        stats.received = self.source.stats()
+        stats.received = self.incoming.stats()
         stats.language = LanguageStats(
             waiting=len(self.scheduler) - len(running),
             prefilling=len(running) - decoding,
@@ -165,81 +195,185 @@ class EngineLoop:
         )
 
     def close(self) -> None:
-        log.info("received: %s", self.source)
-        self.source.close()
+        log.info("received: %s", self.incoming.receiver.counters)
+        self.incoming.close()
 
     def debug_state(self) -> dict[str, Any]:
-        """Return internals for tests: whether a step is running, and how many tokens wait to be sent."""
-        return {"step_running": self._running_step is not None, "pending_tokens": len(self._pending_tokens)}
+        """Return internals for tests: whether a step is running, how many tokens wait to be sent, and the requests."""
+        return {
+            "step_running": self._executor.busy,
+            "pending_tokens": len(self._pending_tokens),
+            "active": list(self._active),
+        }
+
+    @property
+    def _sink_idle(self) -> bool:
+        return self._kv_sink is None or self._kv_sink.idle
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_generate(self, message: Generate) -> None:
-        if self.scheduler.get(message.request):
+        if message.request in self._active:
             raise InvalidRequest("a request of that id is running")
         self._add_request(message, message.generated)
 
-    def _add_request(self, message: Generate, generated: list[int]) -> Request | None:
-        """Add a request whose answer begins with the tokens ``generated``. Reports failure and returns None if it is
-        invalid."""
+    def _on_prefill(self, message: Prefill) -> None:
+        self._cancel(message.generate.request)  # the decode instance may have lost its pages, or received rows
+        self._add_request(message.generate, message.generated, message)
+
+    def _add_request(self, message: Generate, generated: list[int], prefill: Prefill | None = None) -> None:
+        """Add a request whose answer begins with the tokens ``generated``. Reports failure if it is invalid."""
+        outgoing_kv = None
         try:
-            request = _make_request(message, generated, self.context_length, self._vocab_size)
+            request = make_request(message, generated, self.context_length, self._vocab_size)
+            if self._kv_sink is not None and prefill is not None:
+                outgoing_kv = self._kv_sink.expect(prefill, len(request.tokens))
         except TriptychError as error:
-            self._send(self._frontend, Failed(message.request, self._address, ErrorKind.of(error), str(error)))
-            return None
+            self._send(message.reply_to, Failed(message.request, self._address, ErrorKind.of(error), str(error)))
+            return
         request.prefilled_here, request.decoded_here = self.prefills, self.decodes
+        active = ActiveRequest(
+            request,
+            message,
+            deadline=time.monotonic() + message.timeout,
+            num_given=len(request.tokens),
+            prefill=prefill,
+            outgoing_kv=outgoing_kv,
+        )
+        self._active[request.id] = active
         self.scheduler.add(request)
-        self._timings[request.id] = _Timings(time.time(), reused=min(request.num_reused, request.num_prompt))
-        self._deadlines[request.id] = time.monotonic() + message.timeout
+        active.timings.reused = min(request.num_reused, request.num_prompt)
         if (grammar := request.sampling.grammar) is not None:
             # an end token ends a grammar even if ignore_eos is set
             end_tokens = request.end_token_ids | request.eos_token_ids
-            matching = self.grammars.start(grammar, end_tokens, generated, message.client)
-            self._matchings[request.id] = matching
-        self._expect_rows(request)
-        return request
+            active.matching = self.grammars.start(grammar, end_tokens, generated, message.client)
+        self._expect_rows(active)
 
-    def _expect_rows(self, request: Request) -> None:
-        if message := self.source.expect(request):
-            self._send(self._frontend, message)
+    def _expect_rows(self, active: ActiveRequest) -> None:
+        """Start, or restart, the request's transfers, and ask its frontend for the rows."""
+        self._send_pending_tokens()  # otherwise they would count as part of the prompt that is prefilled elsewhere
+        for source in self._sources:
+            if message := source.expect(active):
+                self._send(active.reply_to, message)
 
-    def _on_failure(self, request_id: RequestId, failure: TransferFailure) -> None:
-        self._fail(request_id, failure.error, failure.reason)
+    def _active_for(self, request: Request) -> ActiveRequest | None:
+        """Return the record of a request that may have ended during a step; another may have its id now."""
+        active = self._active.get(request.id)
+        return active if active is not None and active.request is request and not active.failed else None
 
-    def _remove(self, request_id: RequestId) -> None:
-        self.source.release(request_id)
-        self.scheduler.remove(request_id)
-        self._timings.pop(request_id, None)
-        self._deadlines.pop(request_id, None)
-        if matching := self._matchings.pop(request_id, None):
-            matching.close()
+    def _cancel(self, request_id: RequestId) -> None:
+        if active := self._active.get(request_id):
+            self._remove(active)
 
-    def _fail(self, request_id: RequestId, error: ErrorKind, message: str) -> None:
+    def _remove_if(self, condition: Callable[[ActiveRequest], bool]) -> None:
+        for active in [active for active in self._active.values() if condition(active)]:
+            self._remove(active)
+
+    def _remove(self, active: ActiveRequest) -> None:
+        self._release(active)
+        if self._kv_sink is not None:
+            self._kv_sink.abort(active, "the request has ended or is restarted")
+        del self._active[active.id]
+
+    def _release(self, active: ActiveRequest) -> None:
+        """Release what the request holds, except its outgoing transfer."""
+        for source in self._sources:
+            source.release(active)
+        self.scheduler.remove(active.id)
+        if active.matching is not None:
+            active.matching.close()
+            active.matching = None
+
+    def _fail(self, active: ActiveRequest, error: ErrorKind, message: str) -> None:
         # before removal, which aborts transfers: the other side's failure would be less specific
-        self._send(self._frontend, Failed(request_id, self._address, error, message))
-        self._remove(request_id)
+        self._send(active.reply_to, Failed(active.id, self._address, error, message))
+        if active.outgoing_kv is None or not active.outgoing_kv.pages:
+            self._remove(active)
+            return
+        # The transfer is aborted only when the frontend's Cancel arrives. Otherwise the decode instance could report
+        # the aborted transfer before the frontend has this failure.
+        active.failed = True
+        self._release(active)
+
+    def _fail_with(self, request: Request, error: TriptychError) -> None:
+        if active := self._active_for(request):
+            self._fail(active, ErrorKind.of(error), str(error))
 
     def _fail_overdue(self) -> None:
         """Fail requests past their deadline. The frontend cancels them as well, but its message may arrive late."""
         now = time.monotonic()
-        for request_id in [request_id for request_id, deadline in self._deadlines.items() if deadline < now]:
-            self._fail(request_id, ErrorKind.DEADLINE_EXCEEDED, "the request's deadline has passed")
+        for active in [one for one in self._active.values() if one.deadline < now and not one.failed]:
+            self._fail(active, ErrorKind.DEADLINE_EXCEEDED, "the request's deadline has passed")
+
+    # ── transfers ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _handle_transfers(self) -> None:
+        """Handle what has happened to the requests' transfers."""
+        if self._kv_sink is not None:
+            for active in self._kv_sink.take_cancelled():
+                self._remove(active)
+        if self._kv_source is not None:
+            for active, num_tokens in self._kv_source.take_completed():
+                self.scheduler.mark_received(active.request, num_tokens)
+                if active.timings.first_token:
+                    active.timings.transfers += active.transfer_intervals()
+            for active in [active for active in self._active.values() if active.first_token is not None]:
+                self._handle_first_token(active)
+        if self._embedding_source is not None:
+            for active, encode_needed in self._embedding_source.take_orphaned():
+                log.info("request %s: %d items are encoded elsewhere", active.id, len(encode_needed.items))
+                self._send(active.reply_to, encode_needed)
+        for active, failure in self.incoming.take_failures():
+            self._on_failure(active, failure)
+
+    def _on_failure(self, active: ActiveRequest, failure: TransferFailure) -> None:
+        """Have the request prefilled again if its prefill instance was lost; fail it otherwise."""
+        if active.incoming_kv is not None and failure.error is ErrorKind.INSTANCE_LOST:
+            active.prefill_attempts += 1
+            if active.prefill_attempts < MAX_PREFILL_ATTEMPTS:
+                log.info("request %s is prefilled again: %s", active.id, failure.reason)
+                self.scheduler.preempt(active.request)
+                self._expect_rows(active)
+                return
+        self._fail(active, failure.error, failure.reason)
+
+    def _on_prefilled(self, message: Prefilled) -> None:
+        assert self._kv_source is not None
+        active = self._kv_source.on_first_token(message)
+        if active is not None and message.token >= self._vocab_size:
+            reason = f"the prefill instance sampled token {message.token} of a vocabulary of {self._vocab_size}"
+            self._fail(active, ErrorKind.INTERNAL_ERROR, reason)
+
+    def _handle_first_token(self, active: ActiveRequest) -> None:
+        """Send a first token to the frontend, whether its KV has arrived or not."""
+        message, active.first_token = active.first_token, None
+        assert message is not None
+        if not active.request.num_generated:  # in later prefills, the prefill instance may have this request's pages
+            active.timings.reused = max(active.timings.reused, message.reused)
+            active.request.prompt_logprobs = [message.prompt_logprobs] if message.prompt_logprobs else []
+        active.timings.transfers += message.intervals
+        logprob = message.logprob
+        sampled = SampledToken(
+            message.token, logprob.logprob if logprob else None, tuple(logprob.top) if logprob else ()
+        )
+        self._append_token(active, sampled)
 
     # ── grammars ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _fail_grammar_errors(self) -> None:
         """Fail the requests whose grammar is invalid or too costly."""
-        for request_id, matching in list(self._matchings.items()):
-            if (error := matching.error) is not None:
+        for active in list(self._active.values()):
+            if active.matching is not None and (error := active.matching.error) is not None:
                 if isinstance(error, InternalError):
-                    log.error("request %s: %s", request_id, error)
-                self._fail(request_id, ErrorKind.of(error), str(error))
+                    log.error("request %s: %s", active.id, error)
+                self._fail(active, ErrorKind.of(error), str(error))
 
     def _ready_tokens(self, request: Request) -> int:
-        """Return the leading tokens that can be computed: those whose media embeddings have arrived. The last one
-        counts only if its grammar mask has arrived or most likely will by the time the step has logits."""
-        ready = self.source.ready_tokens(request)
-        matching = self._matchings.get(request.id)
+        """Return the leading tokens that can be computed: those whose rows have arrived. The last one counts only if
+        its grammar mask has arrived or most likely will by the time the step has logits."""
+        active = self._active[request.id]
+        ready = min(source.ready_tokens(active) for source in self._sources)
+        matching = active.matching
         # the token after the prompt may be sampled by a prefill instance
         if (
             matching is None
@@ -250,189 +384,135 @@ class EngineLoop:
             return ready
         return min(ready, len(request.tokens) - 1)
 
-    def _sampling_input(self, request: Request) -> SamplingInput:
-        matching = self._matchings.get(request.id)
-        return SamplingInput(request.sampling, request.history, request.end_token_ids, matching)
-
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start(self) -> None:
         """Start the next step. Pages are allocated only between steps, so those of a request that ends during a step
         can be released immediately."""
-        if self._running_step is not None:
+        if self._executor.busy:
             return
-        if (step_batch := self._next_retry() or self._schedule_step()) is None:
+        if (step_batch := self._executor.next_retry(self._is_stale) or self._schedule_step()) is None:
             return
-        batch = self.runner.batch(step_batch.chunks, step_batch.media)
-        sampling_inputs = [self._sampling_input(chunk.request) for chunk in step_batch.chunks if chunk.samples]
-        future = self._submit(step_batch.chunks, batch, sampling_inputs, prompt_logprobs_queries(step_batch.chunks))
-        self._running_step = _RunningStep(step_batch, time.time(), future)
-        self.runner.prepare(step_batch.chunks)
+        chunks = self._with_records(step_batch.chunks)
+        sampling_inputs = [
+            SamplingInput(
+                active.request.sampling, active.request.history, active.request.end_token_ids, active.matching
+            )
+            for active, chunk in chunks
+            if chunk.samples
+        ]
+        after_layer = self._kv_sink.start_step(chunks) if self._kv_sink is not None else None
+        self._executor.start(step_batch, sampling_inputs, after_layer)
 
     def _schedule_step(self) -> StepBatch | None:
         """Return what the scheduler decides to compute; None if nothing is ready."""
         step = self.scheduler.schedule(self._ready_tokens)
         for request in step.preempted:
-            self._expect_rows(request)
+            self._expect_rows(self._active[request.id])
         for request in step.admitted:
             self._mark_scheduled(request)
-            self._expect_rows(request)
+            self._expect_rows(self._active[request.id])
         for chunk in step.chunks:
             self._mark_scheduled(chunk.request)
-        return StepBatch(step.chunks, self.source.gather(step.chunks)) if step.chunks else None
+        if not step.chunks:
+            return None
+        source = self._embedding_source
+        media = source.gather(self._with_records(step.chunks)) if source is not None else self._no_media
+        return StepBatch(step.chunks, media)
+
+    def _with_records(self, chunks: Sequence[Chunk]) -> list[ActiveChunk]:
+        return [(self._active[chunk.request.id], chunk) for chunk in chunks]
 
     def _mark_scheduled(self, request: Request) -> None:
-        timings = self._timings[request.id]
+        timings = self._active[request.id].timings
         timings.scheduled = timings.scheduled or time.time()
-
-    def _next_retry(self) -> StepBatch | None:
-        """Return the next part of a failed step. Retries precede new steps: pages must not change owners in between."""
-        while self._retries:
-            step_batch = self._retries.popleft().without(self._is_stale)
-            if step_batch.chunks:
-                return step_batch
-        return None
 
     def _is_stale(self, chunk: Chunk) -> bool:
         """Whether the request has ended or been preempted since the chunk was scheduled."""
         request = chunk.request
-        return not (self._is_active(request) and request.running and request.num_computed == chunk.start)
-
-    def _submit(
-        self,
-        chunks: Sequence[Chunk],
-        batch: ForwardBatch,
-        sampling_inputs: Sequence[SamplingInput],
-        queries: Sequence[PromptLogprobsQuery],
-    ) -> Future[StepOutput]:
-        return self._compute.submit(self.runner.run, batch, sampling_inputs, queries)
+        return not (self._active_for(request) and request.running and request.num_computed == chunk.start)
 
     def _collect(self) -> None:
-        if self._running_step is None or not self._running_step.future.done():
+        done = self._executor.done  # a step that has ended leaves no layers behind
+        if self._kv_sink is not None:
+            self._kv_sink.provide_layers()
+        if not done or (result := self._executor.collect()) is None:
             return
-        error = self._running_step.future.exception()
-        if isinstance(error, StartError):
-            return  # the instance ends: no further step begins, and the router moves its requests
-        running, self._running_step = self._running_step, None
-        if error is not None:
-            self._retry_in_halves(running.step_batch, error)
+        if result.output is None:
+            self._fail_with(result.chunks[0].request, InternalError("the model failed on this request"))
             return
-        step, output = SchedulerOutput(list(running.step_batch.chunks)), running.future.result()
-        self.scheduler.mark_computed(SchedulerOutput(_computed_chunks(step.chunks, output)))
+        self._handle_output(result.chunks, result.output, result.began)
+
+    def _handle_output(self, chunks: Sequence[Chunk], output: StepOutput, began: float) -> None:
+        self.scheduler.mark_computed(SchedulerOutput(computed_chunks(chunks, output)))
         self.num_steps += 1
-        self.num_computed_tokens += step.num_tokens
-        for chunk in step.chunks:
-            if (timings := self._timings.get(chunk.request.id)) and not timings.first_token:
-                timings.add_prefill(running.began, time.time())
-        scoring = [chunk.request for chunk in step.chunks if chunk.num_scored]
+        self.num_computed_tokens += sum(chunk.length for chunk in chunks)
+        for chunk in chunks:
+            if (active := self._active_for(chunk.request)) and not active.timings.first_token:
+                active.timings.add_prefill(began, time.time())
+        scoring = [chunk.request for chunk in chunks if chunk.num_scored]
         for request, scored in zip(scoring, output.scored, strict=True):
             if isinstance(scored, TriptychError):
                 self._fail_with(request, scored)
             else:
                 request.prompt_logprobs.append(scored)
-        sampling = [chunk.request for chunk in step.chunks if chunk.samples]
+        sampling = [chunk.request for chunk in chunks if chunk.samples]
         for request, sampled in zip(sampling, output.sampled, strict=True):
             if isinstance(sampled, TriptychError):
                 self._fail_with(request, sampled)
-            elif sampled is not None and self._is_active(request):
-                self._append_token(request, sampled)
+            elif sampled is not None and (active := self._active_for(request)):
+                self._handle_sampled(active, sampled)
 
-    def _retry_in_halves(self, step_batch: StepBatch, error: BaseException) -> None:
-        """Retry the halves of a failed step until the failing requests are isolated. The others continue with unchanged
-        tokens."""
-        if len(step_batch.chunks) > 1:
-            log.warning("a step of %d requests failed (%r); trying its halves", len(step_batch.chunks), error)
-            self._retries.extendleft(reversed(step_batch.halves()))
-            return
-        [chunk] = step_batch.chunks
-        log.error("the step of request %s failed", chunk.request.id, exc_info=error)
-        self._fail_with(chunk.request, InternalError("the model failed on this request"))
+    # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _fail_with(self, request: Request, error: TriptychError) -> None:
-        if self._is_active(request):
-            self._fail(request.id, ErrorKind.of(error), str(error))
+    def _handle_sampled(self, active: ActiveRequest, sampled: SampledToken) -> None:
+        if self._kv_sink is not None:
+            self._finish_prefill(active, self._kv_sink, sampled)
+        else:
+            self._append_token(active, sampled)
 
-    def _is_active(self, request: Request) -> bool:
-        return self.scheduler.get(request.id) is request
+    def _finish_prefill(self, active: ActiveRequest, sink: KVSink, sampled: SampledToken) -> None:
+        """Send the token after the prompt to the decode instance, and end the request here."""
+        assert active.prefill is not None
+        timings = active.timings
+        timings.transfers += active.transfer_intervals()
+        prefilled = Prefilled(
+            active.prefill.transfer,
+            sampled.token,
+            token_logprob(sampled),
+            timings.reused,
+            [msgspec.structs.replace(one, engine=self._name) for one in timings.until_first_token()],
+            joined(active.request.prompt_logprobs),
+        )
+        self._send(active.prefill.consumer, prefilled)
+        sink.complete(active)
+        self._remove(active)
 
-    def _append_token(self, request: Request, sampled: SampledToken) -> None:
+    def _append_token(self, active: ActiveRequest, sampled: SampledToken) -> None:
+        request, timings = active.request, active.timings
         request.tokens.append(sampled.token)
-        timings = self._timings[request.id]
         if not timings.first_token:
             timings.first_token = time.time()
-            timings.transfers += self.source.intervals(request.id)
+            timings.transfers += active.transfer_intervals()
         reason = request.finish_reason()
         # only an end token ends a grammar, and finish_reason has checked for one
-        if reason is None and (matching := self._matchings.get(request.id)):
-            matching.accept(sampled.token)
+        if reason is None and active.matching is not None:
+            active.matching.accept(sampled.token)
         intervals = timings.intervals() if reason else []
         logprob = token_logprob(sampled)
         logprobs = [logprob] if logprob else []
         prompt_logprobs, request.prompt_logprobs = joined(request.prompt_logprobs), []
-        self._pending_tokens.append(
-            Tokens(request.id, [sampled.token], logprobs, reason, timings.reused, intervals, prompt_logprobs)
-        )
+        tokens = Tokens(request.id, [sampled.token], logprobs, reason, timings.reused, intervals, prompt_logprobs)
+        self._pending_tokens.append((active.reply_to, tokens))
         if reason:
-            self._remove(request.id)
+            self._remove(active)
 
     def _send_pending_tokens(self) -> None:
         """Send the tokens of the last step, while the next one runs."""
         pending, self._pending_tokens = self._pending_tokens, []
-        for tokens in pending:
-            self._send(self._frontend, tokens)
-
-
-def _computed_chunks(chunks: Sequence[Chunk], output: StepOutput) -> list[Chunk]:
-    """Return the part of each chunk that counts as computed: all but the last token if no next token could be
-    sampled."""
-    sampled = iter(output.sampled)
-    return [
-        replace(chunk, length=chunk.length - 1) if chunk.samples and next(sampled) is None else chunk
-        for chunk in chunks
-    ]
+        for to, tokens in pending:
+            self._send(to, tokens)
 
 
 def token_logprob(sampled: SampledToken) -> TokenLogprob | None:
     return None if sampled.logprob is None else TokenLogprob(sampled.logprob, list(sampled.top))
-
-
-def _make_request(message: Generate, generated: list[int], context_length: int, vocab_size: int) -> Request:
-    """Convert a message to a request. Raises RequestError for an invalid one: messages from other processes aren't
-    trusted."""
-    num_tokens = len(message.tokens)
-    if not num_tokens:
-        raise InvalidRequest("the prompt is empty")
-    if num_tokens + message.sampling.max_tokens > context_length:
-        raise PromptTooLong(
-            f"{num_tokens} prompt tokens and {message.sampling.max_tokens} new ones exceed the context of "
-            f"{context_length} tokens"
-        )
-    sampling = message.sampling
-    if len(generated) >= sampling.max_tokens:
-        raise InvalidRequest("the answer already has max_tokens tokens")
-    named = [*message.tokens, *generated, *message.eos_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
-    if min(named) < 0 or max(named) >= vocab_size:
-        raise InvalidRequest(f"a token id is not in the vocabulary of {vocab_size}")
-    if len(message.positions) != 3 * 8 * num_tokens:
-        raise InvalidRequest("positions don't match the prompt's length")
-    end = 0
-    for item in message.items:
-        for span in item.placement.spans:
-            if span.start < end or span.length < 1 or span.end > num_tokens:
-                raise InvalidRequest("an item's span is not in the prompt, or not in order")
-            end = span.end
-        if not item.placement.spans:
-            raise InvalidRequest("an item has no span in the prompt")
-    request = Request(
-        id=message.request,
-        tokens=list(message.tokens),
-        positions=np.frombuffer(message.positions, dtype="<f8").reshape(3, num_tokens),
-        next_position=message.next_position,
-        items=message.items,
-        sampling=message.sampling,
-        eos_token_ids=frozenset(message.eos_token_ids),
-        cache_salt=message.cache_salt,
-        timeout=message.timeout,
-    )
-    request.tokens += generated
-    return request

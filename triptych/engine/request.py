@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.engine.history import History
-from triptych.messages.work import PlacedItem, PromptLogprobs, SamplingParams
+from triptych.errors import InvalidRequest, PromptTooLong
+from triptych.messages.work import Generate, PlacedItem, PromptLogprobs, SamplingParams
 from triptych.types import RequestId
 
 
@@ -126,3 +127,45 @@ class Request:
         if not known:
             return [generated] * 3
         return [axis + generated for axis in self.positions[:, start : start + known].tolist()]
+
+
+def make_request(message: Generate, generated: list[int], context_length: int, vocab_size: int) -> Request:
+    """Convert a message to a request. Raises RequestError for an invalid one: messages from other processes aren't
+    trusted."""
+    num_tokens = len(message.tokens)
+    if not num_tokens:
+        raise InvalidRequest("the prompt is empty")
+    if num_tokens + message.sampling.max_tokens > context_length:
+        raise PromptTooLong(
+            f"{num_tokens} prompt tokens and {message.sampling.max_tokens} new ones exceed the context of "
+            f"{context_length} tokens"
+        )
+    sampling = message.sampling
+    if len(generated) >= sampling.max_tokens:
+        raise InvalidRequest("the answer already has max_tokens tokens")
+    named = [*message.tokens, *generated, *message.eos_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
+    if min(named) < 0 or max(named) >= vocab_size:
+        raise InvalidRequest(f"a token id is not in the vocabulary of {vocab_size}")
+    if len(message.positions) != 3 * 8 * num_tokens:
+        raise InvalidRequest("positions don't match the prompt's length")
+    end = 0
+    for item in message.items:
+        for span in item.placement.spans:
+            if span.start < end or span.length < 1 or span.end > num_tokens:
+                raise InvalidRequest("an item's span is not in the prompt, or not in order")
+            end = span.end
+        if not item.placement.spans:
+            raise InvalidRequest("an item has no span in the prompt")
+    request = Request(
+        id=message.request,
+        tokens=list(message.tokens),
+        positions=np.frombuffer(message.positions, dtype="<f8").reshape(3, num_tokens),
+        next_position=message.next_position,
+        items=message.items,
+        sampling=message.sampling,
+        eos_token_ids=frozenset(message.eos_token_ids),
+        cache_salt=message.cache_salt,
+        timeout=message.timeout,
+    )
+    request.tokens += generated
+    return request

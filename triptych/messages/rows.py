@@ -2,6 +2,10 @@
 
 The consumer *grants* blocks and the producer *writes* rows into them. A grant from row 0 starts a transfer, a later
 grant resumes it, and small grants are flow control. ``Abort`` is always answered by ``Done``; ``Done`` never is.
+
+A transfer whose producer is lost may be resumed by another one. The consumer counts the producers of a transfer, and
+every message names the ``attempt`` that it belongs to. Both sides ignore messages of another attempt, which a suspended
+producer may send late.
 """
 
 import enum
@@ -78,6 +82,8 @@ class Offer(Struct, frozen=True, tag=True):
     layout: RowLayout
     fabrics: list[FabricId]
     """The fabrics that the producer has."""
+    attempt: Count = 0
+    """Number of producers that the transfer had before. The consumer gives it out and refuses any other."""
 
 
 class Grant(Struct, frozen=True, tag=True):
@@ -90,6 +96,7 @@ class Grant(Struct, frozen=True, tag=True):
     region: RegionHandle
     checked: bool
     """Whether Wrote must carry a checksum of the rows."""
+    attempt: Count = 0
 
     @property
     def rows(self) -> int:
@@ -110,6 +117,7 @@ class Wrote(Struct, frozen=True, tag=True):
     """When the write began, in seconds since the epoch."""
     checksum: int | None
     """XXH3-64 of the bytes in row order, if the grant asked for it."""
+    attempt: Count = 0
 
 
 class TransferSide(enum.StrEnum):
@@ -124,6 +132,7 @@ class Done(Struct, frozen=True, tag=True):
 
     transfer: TransferId
     by: TransferSide
+    attempt: Count = 0
 
 
 class Abort(Struct, frozen=True, tag=True):
@@ -136,6 +145,7 @@ class Abort(Struct, frozen=True, tag=True):
     reason: str
     released: bool = True
     """False if a producer can't cancel a write that it started, so that the consumer's memory may still change."""
+    attempt: Count = 0
 
 
 RowMessage = Offer | Grant | Wrote | Done | Abort

@@ -329,6 +329,9 @@ class MissingItem(Struct, frozen=True):
     transfer: TransferId
     first_row: Count = 0
     """The instance has the rows before this one."""
+    attempt: Count = 0
+    """Number of encode instances that the transfer had before: it resumes if they were lost. To be passed on in
+    Encode."""
 
 
 class EncodeNeeded(Struct, frozen=True, tag=True):
@@ -357,6 +360,8 @@ class Encode(Struct, frozen=True, tag=True):
     timeout: Timeout = NO_TIMEOUT
     cache_salt: str = ""
     client: str = ""
+    attempt: Count = 0
+    """As in MissingItem."""
 
 
 class Encoded(Struct, frozen=True, tag=True):

@@ -39,6 +39,8 @@ class EncodeTask:
     """The language instance."""
     first_row: int
     """The consumer has the rows before this one."""
+    attempt: int
+    """As in MissingItem."""
     deadline: float
     """When the embedding is of no use any more, by the router's clock, in seconds."""
     client: str
@@ -182,6 +184,7 @@ class EncodeDispatcher:
             plan=plan,
             data=item.data,
             first_row=task.first_row,
+            attempt=task.attempt,
             timeout=time_left(task.deadline, now),
             cache_salt=task.cache_salt,
             client=task.client,

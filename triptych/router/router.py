@@ -183,6 +183,7 @@ class Router:
                 transfer=needed.transfer,
                 consumer=message.consumer,
                 first_row=needed.first_row,
+                attempt=needed.attempt,
                 deadline=state.deadline,
                 client=state.client,
                 priority=state.priority,

@@ -11,7 +11,7 @@ from triptych.engine.group import CacheSize, agree_on_size, gather_memory, make_
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_size import KVSize, gib, kv_size
 from triptych.engine.loop import EngineCore
-from triptych.engine.runner import Forward, Runner
+from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import Decoder
@@ -71,6 +71,7 @@ def build_engine(
             runner=_runner(broadcasting, cache.own, engine.page_size, device),
             compute=instance.compute,
             grammars=grammars,
+            no_media=MediaEmbeddings.none(model.adapter.embedding_width, model.weights.activations),
             context_length=size.context_length,
             vocab_size=decoder.config.vocab_size,
         ),

@@ -7,12 +7,11 @@ import torch
 
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.embedding_source import EmbeddingSource
+from triptych.engine.incoming import IncomingTransfers
 from triptych.engine.kv_rows import LAYER_ROWS, CacheRows
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineCore, EngineLoop
-from triptych.engine.runner import MediaEmbeddings
-from triptych.engine.split_loops import DecodeLoop, PrefillLoop
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
 from triptych.messages.rows import RowKind, RowLayout, TransferSide
@@ -85,21 +84,28 @@ class Components:
 
     def _engine_loop(self, role: Role, parts: EngineComponents) -> EngineLoop:
         """Return the loop for prefill and decode, or for one of them."""
-        instance, engine = self.instance, parts.engine
+        instance, cache = self.instance, CacheRows(parts.cache)
         address, send = instance.channel.address, instance.send
-        place = {"address": address, "frontend": instance.frontend}
-        dtype, width = parts.embedding_dtype, parts.embedding_width
+        receiver = self._receiver(self.kv_layout if role.takes_kv else self.embedding_layout, parts)
+        incoming = IncomingTransfers(receiver, instance.name)
+        embedding_source = kv_source = kv_sink = None
         if role.takes_kv:
-            receiver, no_rows = self._receiver(self.kv_layout, parts), MediaEmbeddings.none(width, dtype)
-            kv_source = KVSource(receiver, CacheRows(parts.cache), instance.name, address, no_rows=no_rows)
-            return DecodeLoop(engine, kv_source, **place, send=send)
-        receiver = self._receiver(self.embedding_layout, parts)
-        embedding_source = EmbeddingSource(receiver, instance.name, address, dtype, width)
+            kv_source = KVSource(incoming, cache, address)
+        else:
+            embedding_source = EmbeddingSource(incoming, address, parts.embedding_dtype, parts.embedding_width)
         if role.sends_kv:
-            kv_sink = KVSink(self.sender, CacheRows(parts.cache), engine.scheduler.pool, self.kv_layout)
-            wake, name = instance.channel.wake, instance.name
-            return PrefillLoop(engine, embedding_source, kv_sink, wake=wake, name=name, **place, send=send)
-        return EngineLoop(engine, embedding_source, **place, send=send)
+            pool, wake = parts.engine.scheduler.pool, instance.channel.wake
+            kv_sink = KVSink(self.sender, cache, pool, self.kv_layout, wake=wake)
+        return EngineLoop(
+            parts.engine,
+            incoming,
+            embedding_source=embedding_source,
+            kv_source=kv_source,
+            kv_sink=kv_sink,
+            name=instance.name,
+            address=address,
+            send=send,
+        )
 
     def _receiver(self, layout: RowLayout, parts: EngineComponents) -> Receiver:
         blocks = parts.receive_blocks[layout.kind]

@@ -7,6 +7,7 @@ from triptych.messages.stats import InstanceStats
 from triptych.messages.work import PeerLost
 from triptych.stage_loop import Handlers
 from triptych.transfer.sender import Sender
+from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ class SenderLoop:
 
     def peer_lost(self, lost: PeerLost) -> None:
         self.sender.consumer_lost(lost.address)
+
+    def frontend_lost(self, frontend: Address) -> None:
+        """Do nothing: the other loops end the transfers of what they give up."""
 
     def on_lease_lost(self) -> None:
         """Drop all transfers and stop writing: once consumers are notified that this instance is lost, they may grant

@@ -69,6 +69,10 @@ class RowBuffer:
         """Return the region that a producer writes to over ``fabric``."""
         return self._backing.handles[fabric.name]
 
+    def is_current(self, region: RegionHandle) -> bool:
+        """Whether a region is in the memory that the buffer is in now."""
+        return self._backing.handles.get(region.fabric) == region
+
     def blocks_of(self, rows: int) -> int:
         """Return how many blocks are needed for ``rows`` rows."""
         return -(-rows // self.block_rows)

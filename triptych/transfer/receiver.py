@@ -11,34 +11,32 @@ So a pool of any size, even of one block, completes transfers of any length in a
 
 Corrupt rows are granted again. A lost producer may still be writing, for instance a process that was suspended in the
 middle of a copy. The consumer can't stop it, so the buffer relocates to other memory.
+
+A resumable transfer outlives its producer: rows that have landed stay, and another producer sends the rest in the next
+*attempt*. Messages of earlier attempts are ignored.
 """
 
 import itertools
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from triptych.errors import ErrorKind, TransferError, TriptychError
+from triptych.errors import ErrorKind, Unavailable
 from triptych.messages.codec import Send
-from triptych.messages.rows import Abort, Done, Grant, Offer, RegionHandle, TransferSide, Wrote
+from triptych.messages.rows import Abort, Done, Offer, TransferSide, Wrote
 from triptych.messages.stats import ReceiverCounters
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.checksum import checksum
-from triptych.transfer.fabrics.base import Fabric
-from triptych.transfer.flow import GrantCap
+from triptych.transfer.granting import Granter
+from triptych.transfer.incoming import GrantState, IncomingTransfer, OutstandingGrant, Producer, QueuePosition
 from triptych.transfer.memory import Bytes
+from triptych.transfer.relocation import Relocation
 from triptych.transfer.states import Deadlines, Progress, TransferState
 from triptych.types import Address, TransferId
 
 log = logging.getLogger(__name__)
 
-QueuePosition = tuple[int, ...]
-"""Position in the queue for blocks: lower goes first."""
-
-MAX_RESUMES_PER_CAP = 4
-"""Divisor of a transfer's cap that gives the minimum size of its further grants. Few large grants cost less than many
-small ones."""
 MAX_RESENDS = 3
 """Times that corrupt rows are granted again before the transfer fails."""
 
@@ -50,70 +48,6 @@ class TransferFailure:
     transfer: TransferId
     error: ErrorKind
     reason: str
-
-
-@dataclass
-class _OutstandingGrant:
-    """A grant whose rows haven't all been accepted."""
-
-    first_row: int
-    segments: list[Segment]
-    region: RegionHandle
-    checked: bool
-    """Whether the producer sends a checksum."""
-    writing: bool = True
-    """Whether the producer may be writing."""
-    landed: bool = False
-    """Whether the rows have arrived intact."""
-    resends: int = 0
-
-    @property
-    def rows(self) -> int:
-        return sum(segment.rows for segment in self.segments)
-
-    @property
-    def end_row(self) -> int:
-        return self.first_row + self.rows
-
-
-@dataclass
-class _IncomingTransfer:
-    """One transfer as the consumer sees it."""
-
-    transfer: TransferId
-    rows: int
-    position: QueuePosition
-    """Empty until the transfer queues."""
-    progress: Progress
-    grant_blocks: int
-    """Maximum size of one grant in blocks."""
-    producer: Address | None = None
-    """None before the offer, and once the producer can't write any more."""
-    fabric: Fabric | None = None
-    consumed: int = 0
-    """Rows below this have been consumed."""
-    landed: int = 0
-    """Rows below this have landed."""
-    granted: int = 0
-    """Rows below this have been granted."""
-    segments: list[Segment] = field(default_factory=list)
-    """Blocks of the rows that are granted and not consumed."""
-    grants: list[_OutstandingGrant] = field(default_factory=list)
-    """In row order."""
-    waiting: bool = False
-    """Whether it is counted as waiting for blocks."""
-    pinned: bool = False
-    failed: bool = False
-    """Whether a TransferFailure has been reported."""
-
-    @property
-    def closing(self) -> bool:
-        """Whether it is closed and only waits until the producer has stopped writing."""
-        return self.progress.state is TransferState.FAILED
-
-    @property
-    def held_blocks(self) -> int:
-        return sum(segment.run.length for segment in self.segments)
 
 
 class Receiver:
@@ -137,11 +71,12 @@ class Receiver:
         self._address = address
         self._send = send
         self._grant_blocks = max(1, grant_rows // buffer.block_rows) if grant_rows else buffer.num_blocks
-        self._check_always = check_always
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
-        self._cap = GrantCap(buffer.num_blocks)
-        self._transfers: dict[TransferId, _IncomingTransfer] = {}
+        self._granter = Granter(buffer, send, self.counters, check_always=check_always, clock=clock)
+        self._relocation = Relocation(buffer, self.counters, self._deadlines.failed)
+        self._transfers: dict[TransferId, IncomingTransfer] = {}
+        self._orphaned: list[TransferId] = []
         self._failures: list[TransferFailure] = []
         self._offers = itertools.count()
 
@@ -154,18 +89,27 @@ class Receiver:
         part_rows: int = 0,
         *,
         timeout: float = 0.0,
+        resumable: bool = False,
     ) -> None:
         """Register a transfer that a producer will offer.
 
         It queues at ``position``; without one, behind all that were offered before. Rows below ``first_row`` aren't
         needed and count as consumed. If rows are produced ``part_rows`` at a time, grants are limited to about that
         size. ``timeout``, the request's own in seconds, extends the deadlines if it is longer.
+
+        A ``resumable`` transfer doesn't fail when its producer is lost or aborts. Rows that have landed stay readable,
+        and ``take_orphaned`` returns the transfer, for which another producer must be found.
         """
-        grant_blocks = max(1, part_rows // self.buffer.block_rows) if part_rows else self._grant_blocks
-        incoming = _IncomingTransfer(transfer, rows, position, Progress(transfer, self._clock(), timeout), grant_blocks)
-        incoming.consumed = incoming.landed = incoming.granted = first_row
-        self._transfers[transfer] = incoming
-        self._cap.record(self.buffer.blocks_of(rows - first_row))
+        self._transfers[transfer] = IncomingTransfer(
+            transfer,
+            rows,
+            position,
+            Progress(transfer, self._clock(), timeout),
+            grant_blocks=max(1, part_rows // self.buffer.block_rows) if part_rows else self._grant_blocks,
+            first_row=first_row,
+            resumable=resumable,
+        )
+        self._granter.policy.record(self.buffer.blocks_of(rows - first_row))
 
     def landed(self, transfer: TransferId) -> int:
         """Return how many rows, from row 0 on, have landed; consumed rows count."""
@@ -177,11 +121,19 @@ class Receiver:
         return self._transfers.keys()
 
     def debug_state(self) -> dict[TransferId, list[Segment]]:
-        """For tests: the segments that each transfer holds."""
-        return {transfer: list(incoming.segments) for transfer, incoming in self._transfers.items()}
+        """For tests: the segments that each transfer holds, including those that a lost producer may write to."""
+        held = {transfer: list(incoming.segments) for transfer, incoming in self._transfers.items()}
+        for stranded in self._relocation.stranded:
+            segments = [segment for grant in stranded.grants for segment in grant.segments]
+            held.setdefault(stranded.transfer, []).extend(segments)
+        return held
 
     def state(self, transfer: TransferId) -> TransferState:
-        return self._transfers[transfer].progress.state
+        return self._transfers[transfer].state
+
+    def attempt(self, transfer: TransferId) -> int:
+        """Return how many producers the transfer had before. The next Offer must name this number."""
+        return self._transfers[transfer].attempt
 
     def is_offered(self, transfer: TransferId) -> bool:
         """Whether a producer has offered the transfer."""
@@ -194,28 +146,18 @@ class Receiver:
     def read(self, transfer: TransferId, first_row: int, rows: int) -> list[Bytes]:
         """Return views, uint8 of shape (n, row_bytes), of landed rows, valid until these are consumed. Raises
         TransferError for rows that haven't landed or were consumed."""
-        incoming = self._transfers[transfer]
-        if not incoming.consumed <= first_row <= first_row + rows <= incoming.landed:
-            raise TransferError(
-                f"rows {first_row}..{first_row + rows} can't be read: {incoming.consumed}..{incoming.landed} are here"
-            )
-        return list(self.buffer.read(incoming.segments, first_row, rows))
+        return self._transfers[transfer].read(self.buffer, first_row, rows)
 
     def consume(self, transfer: TransferId, up_to: int) -> None:
         """Free the blocks of rows below ``up_to``, which must have landed. The next ``grant`` can reuse them. Consuming
         the last row completes the transfer. Raises TransferError for rows that haven't landed."""
         incoming = self._transfers[transfer]
-        if not incoming.consumed <= up_to <= incoming.landed:
-            raise TransferError(
-                f"rows up to {up_to} can't be consumed: {incoming.consumed}..{incoming.landed} are here"
-            )
-        incoming.consumed = up_to
-        incoming.progress.touch(self._clock())
-        incoming.segments = [
-            rest for segment in incoming.segments if (rest := self.buffer.free_below(segment, up_to)) is not None
-        ]
-        if incoming.consumed == incoming.rows:
-            self._finish(incoming)
+        incoming.consume(self.buffer, up_to, self._clock())
+        if incoming.state is TransferState.SUCCESS:
+            del self._transfers[transfer]
+            self.counters.completed += 1
+            if incoming.producer is not None:
+                self._send(incoming.producer.address, Done(transfer, TransferSide.CONSUMER, incoming.attempt))
 
     def close(self, transfer: TransferId, reason: str) -> None:
         """Cancel a transfer in any state. Blocks that its producer may be writing to stay allocated until the producer
@@ -223,40 +165,50 @@ class Receiver:
         incoming = self._transfers.get(transfer)
         if incoming is None or incoming.closing:
             return
-        incoming.progress.enter(TransferState.FAILED, self._clock())
-        producer = incoming.producer
-        if not self._may_be_written(incoming):
+        incoming.close(self._clock())
+        if not incoming.exposed(self.buffer):
             self._drop(incoming)
-        if producer is not None:
-            self._send(producer, Abort(transfer, TransferSide.CONSUMER, self._address, reason))
+        if incoming.producer is not None:
+            self._send(incoming.producer.address, self._abort(transfer, incoming.attempt, reason))
 
     def producer_lost(self, producer: Address, offering: Collection[TransferId] = ()) -> None:
-        """Fail the transfers of a producer that is gone, including those in ``offering``, which it had yet to offer."""
+        """Fail, or orphan, the transfers of a producer that is gone, including those in ``offering``, which it had yet
+        to offer."""
         lost = [
             incoming
-            for incoming in self._transfers.values()
-            if incoming.producer == producer or (incoming.producer is None and incoming.transfer in offering)
+            for transfer, incoming in self._transfers.items()
+            if (transfer in offering if incoming.producer is None else incoming.producer.address == producer)
         ]
-        self._detach_all(lost, ErrorKind.INSTANCE_LOST, "the instance that sent the rows is gone")
+        reason = "the instance that sent the rows is gone"
+        aborts = [self._abort(t.transfer, t.attempt, reason) for t in lost if t.producer and not t.closing]
+        self._detach_all(lost, ErrorKind.INSTANCE_LOST, reason)
+        for abort in aborts:
+            self._tell_lost(producer, abort)
 
     def take_failures(self) -> list[TransferFailure]:
         """Return the failures since the last call. The transfer of each must be closed."""
         failures, self._failures = self._failures, []
         return failures
 
+    def take_orphaned(self) -> list[TransferId]:
+        """Return the resumable transfers that have lost their producer since the last call. Each needs another one,
+        which offers it under the same name as the next ``attempt``, and need not send the rows that have ``landed``."""
+        orphaned, self._orphaned = self._orphaned, []
+        return [t for t in orphaned if (incoming := self._transfers.get(t)) and incoming.lacks_producer]
+
     def check_deadlines(self) -> None:
         """Fail transfers that have made no progress within their deadlines. Call a few times a second."""
         now = self._clock()
+        self._relocation.retry(now)
         overdue = [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]
-        safe = self._relocate_if_exposed(overdue)
+        safe = self._relocation.protect(overdue, now)
         for incoming in overdue:
-            incoming.progress.touch(
-                now
-            )  # reported once; if the buffer couldn't relocate, blocks stay until the next deadline
+            # reported once; if the buffer couldn't relocate, blocks stay until the next deadline
+            incoming.progress.touch(now)
             if incoming.closing and safe:
                 self._drop(incoming)
             elif not incoming.closing:
-                state = incoming.progress.state.value
+                state = incoming.state.value
                 self._fail(incoming, ErrorKind.DEADLINE_EXCEEDED, f"a transfer made no progress while {state}")
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -265,23 +217,19 @@ class Receiver:
         """Record the producer of a transfer. The transfer fails if the two ends are incompatible."""
         incoming = self._transfers.get(offer.transfer)
         if incoming is None or incoming.closing or incoming.failed:
-            self._send(
-                offer.producer, Abort(offer.transfer, TransferSide.CONSUMER, self._address, "no longer expected")
-            )
+            self._send(offer.producer, self._abort(offer.transfer, offer.attempt, "no longer expected"))
+            return
+        if offer.attempt != incoming.attempt:
+            self._send(offer.producer, self._abort(offer.transfer, offer.attempt, "given to another producer"))
             return
         if incoming.producer is not None:
             log.error("transfer %s: offered twice", offer.transfer)
-            if incoming.producer != offer.producer:
-                self._send(
-                    offer.producer,
-                    Abort(offer.transfer, TransferSide.CONSUMER, self._address, "offered by another producer"),
-                )
+            if incoming.producer.address != offer.producer:
+                self._send(offer.producer, self._abort(offer.transfer, offer.attempt, "offered by another producer"))
             return
-        incoming.producer = offer.producer
         if not incoming.position:
             incoming.position = (next(self._offers),)
-        incoming.fabric = self.buffer.common_fabric(offer.fabrics)
-        incoming.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
+        incoming.offer(Producer(offer.producer, self.buffer.common_fabric(offer.fabrics)), self._clock())
         if mismatch := self._mismatch(offer, incoming):
             self._fail(incoming, ErrorKind.INTERNAL_ERROR, f"the two ends of a transfer are incompatible: {mismatch}")
 
@@ -289,33 +237,34 @@ class Receiver:
         """Accept the rows of one grant. Rows that match no outstanding grant are ignored; corrupt rows are granted
         again."""
         incoming = self._transfers.get(wrote.transfer)
-        grant = _answered_grant(incoming, wrote)
+        grant = incoming.answered(wrote) if incoming else None
         if incoming is None or grant is None:
             log.warning("transfer %s: rows %d+%d were not granted", wrote.transfer, wrote.first_row, wrote.rows)
             return
         incoming.progress.touch(self._clock())
         if incoming.closing:
-            grant.writing = False  # Done still follows
+            grant.state = GrantState.RELEASED  # Done still follows
             return
-        assert incoming.fabric is not None
-        relocated = grant.region != self.buffer.handle(incoming.fabric)
+        relocated = not self.buffer.is_current(grant.region)
         if relocated or (grant.checked and wrote.checksum != self._checksum(grant)):
             self._grant_again(incoming, grant, corrupt=not relocated)
             return
-        grant.writing, grant.landed = False, True
-        while incoming.grants and incoming.grants[0].landed:
-            incoming.landed = incoming.grants.pop(0).end_row
+        incoming.accept(grant)
         self.counters.rows += wrote.rows
         self.counters.bytes += wrote.rows * self.buffer.layout.row_bytes
 
     def on_abort(self, abort: Abort) -> None:
-        """Fail a transfer that its producer has aborted. The buffer relocates if the producer may still be writing."""
-        self._send(abort.sender, Done(abort.transfer, TransferSide.CONSUMER))
+        """Fail, or orphan, a transfer that its producer has aborted. The buffer relocates if the producer may still be
+        writing."""
+        self._send(abort.sender, Done(abort.transfer, TransferSide.CONSUMER, abort.attempt))
         incoming = self._transfers.get(abort.transfer)
-        if incoming is None or incoming.producer not in (None, abort.sender):
+        if incoming is None or incoming.attempt != abort.attempt:
+            return
+        if incoming.producer and incoming.producer.address != abort.sender:
             return
         reason = f"the instance that sends the rows aborted: {abort.reason}"
         if abort.released:
+            incoming.release()
             # not logged as an error: the request was cancelled, or the producer has logged the error
             self._detach(incoming, ErrorKind.INTERNAL_ERROR, reason, logging.INFO)
         else:
@@ -324,7 +273,7 @@ class Receiver:
     def on_done(self, done: Done) -> None:
         """Drop a closed transfer, which its producer has released."""
         incoming = self._transfers.get(done.transfer)
-        if incoming is not None and incoming.closing:
+        if incoming is not None and incoming.closing and incoming.attempt == done.attempt:
             self._drop(incoming)
 
     # ── grants ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -332,182 +281,105 @@ class Receiver:
     def grant(self) -> None:
         """Grant free blocks to the queue. Call after messages and after consuming."""
         self.buffer.release_old_backings({grant.region for t in self._transfers.values() for grant in t.grants})
-        incomplete = (t for t in self._transfers.values() if t.position and not t.closing and t.granted < t.rows)
-        queue = sorted(incomplete, key=lambda t: t.position)
-        if queue and queue[0].producer is not None and not queue[0].segments and not self.buffer.pool.num_free:
-            self._revoke_for(queue[0])
-        reserved = 0
-        cap = self._cap.blocks() if len(queue) > 1 else self.buffer.num_blocks
-        for incoming in queue:
-            if incoming.producer is None or incoming.fabric is None:
-                reserved = 1  # for the first that isn't offered yet: prefill can't proceed beyond it
-                continue
-            available = self.buffer.pool.num_free - reserved
-            if available <= 0:
-                self._count_wait(incoming)
-                return
-            allowed = min(available, cap - incoming.held_blocks)
-            if incoming.segments and allowed < min(self._blocks_wanted(incoming), cap // MAX_RESUMES_PER_CAP):
-                # consuming its own rows will free more blocks
-                if allowed == available:
-                    self._count_wait(incoming)
-                    return
-                continue
-            if allowed > 0:
-                self._grant(incoming, incoming.fabric, allowed)
+        queue = sorted((t for t in self._transfers.values() if t.queued), key=lambda t: t.position)
+        if holder := self._granter.holder_to_revoke(queue, self._transfers.values()):
+            self._revoke(holder)
+        self._granter.grant(queue)
 
-    def _blocks_wanted(self, incoming: _IncomingTransfer) -> int:
-        return self.buffer.blocks_of(incoming.rows - incoming.granted)
-
-    def _count_wait(self, incoming: _IncomingTransfer) -> None:
-        self.counters.waits += not incoming.waiting
-        incoming.waiting = True
-
-    def _grant(self, incoming: _IncomingTransfer, fabric: Fabric, blocks: int) -> None:
-        """Grant up to ``blocks`` blocks, in grants of at most ``grant_blocks`` each."""
-        self.counters.resumes += incoming.granted > 0
-        blocks = min(blocks, self._blocks_wanted(incoming))
-        while blocks > 0:
-            size = min(blocks, incoming.grant_blocks)
-            self._grant_once(incoming, fabric, size)
-            blocks -= size
-
-    def _grant_once(self, incoming: _IncomingTransfer, fabric: Fabric, blocks: int) -> None:
-        wanted = min(incoming.rows - incoming.granted, blocks * self.buffer.block_rows)
-        segments = self.buffer.take(incoming.granted, wanted)
-        self.counters.grants += 1
-        checked = fabric.checksums or self._check_always
-        grant = _OutstandingGrant(incoming.granted, segments, self.buffer.handle(fabric), checked)
-        incoming.waiting = False
-        incoming.grants.append(grant)
-        incoming.segments += segments  # before sending, which may raise, so that the blocks have an owner
-        incoming.granted = grant.end_row
-        incoming.progress.enter(TransferState.TRANSFERRING, self._clock())
-        self._send_grant(incoming, grant)
-
-    def _send_grant(self, incoming: _IncomingTransfer, grant: _OutstandingGrant) -> None:
-        assert incoming.producer is not None
-        extents = self.buffer.extents(grant.segments)
-        message = Grant(incoming.transfer, grant.first_row, extents, grant.region, grant.checked)
-        self._send(incoming.producer, message)
-
-    def _grant_again(self, incoming: _IncomingTransfer, grant: _OutstandingGrant, *, corrupt: bool) -> None:
+    def _grant_again(self, incoming: IncomingTransfer, grant: OutstandingGrant, *, corrupt: bool) -> None:
         """Grant the same rows again: they are corrupt, or were written to memory that the buffer has left."""
-        assert incoming.fabric is not None
         if corrupt:
             grant.resends += 1
             self.counters.resent += 1
             log.warning("transfer %s: rows %d+%d are corrupt", incoming.transfer, grant.first_row, grant.rows)
             if grant.resends > MAX_RESENDS:
-                grant.writing = False
+                grant.state = GrantState.RELEASED
                 self._fail(incoming, ErrorKind.INTERNAL_ERROR, "rows arrived corrupt too many times")
                 return
-        grant.region = self.buffer.handle(incoming.fabric)
-        self._send_grant(incoming, grant)
+        self._granter.grant_again(incoming, grant)
 
-    def _revoke_for(self, head: _IncomingTransfer) -> None:
-        """Revoke the blocks of the last transfer in the queue, so that the head can proceed. Blocks that are being
-        written to can't be revoked; their rows land soon, and then the next call can."""
-        holders = [
-            t
-            for t in self._transfers.values()
-            if t.segments and not t.grants and not t.pinned and t.position > head.position
-        ]
-        if not holders:
-            return
-        last = max(holders, key=lambda t: t.position)
-        self.buffer.pool.free(segment.run for segment in last.segments)
-        last.segments.clear()
-        last.landed = last.granted = last.consumed
-        last.progress.enter(TransferState.WAITING_FOR_INPUT, self._clock())
+    def _revoke(self, incoming: IncomingTransfer) -> None:
+        """Revoke a transfer's blocks. If they hold rows of an earlier producer, another one must send them again."""
+        producer, attempt = incoming.producer, incoming.attempt
+        incoming.revoke(self.buffer, self._clock())
         self.counters.revoked += 1
+        if incoming.lacks_producer:
+            self._orphan(incoming, "rows of an earlier producer were revoked")
+            if producer is not None:
+                reason = "it lacks rows that were revoked"
+                self._tell_lost(producer.address, self._abort(incoming.transfer, attempt, reason))
 
-    def _checksum(self, grant: _OutstandingGrant) -> int:
+    def _checksum(self, grant: OutstandingGrant) -> int:
         return checksum(self.buffer.read(grant.segments, grant.first_row, grant.rows))
 
     # ── end of a transfer ────────────────────────────────────────────────────────────────────────────────────
 
-    def _mismatch(self, offer: Offer, incoming: _IncomingTransfer) -> str:
+    def _mismatch(self, offer: Offer, incoming: IncomingTransfer) -> str:
         """Return why an offer can't be accepted; empty if it can."""
         if offer.rows != incoming.rows:
             return f"{incoming.rows} rows planned here, {offer.rows} offered"
         if difference := self.buffer.layout.difference(offer.layout):
             return difference
-        if incoming.fabric is None:
+        if incoming.producer is None or incoming.producer.fabric is None:
             return f"no fabric in common; theirs: {', '.join(one.fabric for one in offer.fabrics) or 'none'}"
         return ""
 
-    def _fail(self, incoming: _IncomingTransfer, error: ErrorKind, reason: str, level: int = logging.ERROR) -> None:
+    def _fail(self, incoming: IncomingTransfer, error: ErrorKind, reason: str, level: int = logging.ERROR) -> None:
         log.log(level, "transfer %s: %s", incoming.transfer, reason)
         incoming.failed = True
         self._failures.append(TransferFailure(incoming.transfer, error, reason))
 
-    def _detach_all(self, incomings: Collection[_IncomingTransfer], error: ErrorKind, reason: str) -> None:
-        """Fail transfers whose producers may be writing and can't be stopped. Their blocks stay allocated until the
-        buffer can relocate."""
-        safe = self._relocate_if_exposed(incomings)
+    def _detach_all(self, incomings: Collection[IncomingTransfer], error: ErrorKind, reason: str) -> None:
+        """Fail or orphan transfers whose producers may be writing and can't be stopped. If the buffer can't relocate,
+        their blocks stay allocated."""
+        safe = self._relocation.protect(incomings, self._clock())
         for incoming in incomings:
-            if safe:
+            if safe or (incoming.can_resume and self._relocation.can_strand(incoming)):
                 self._detach(incoming, error, reason)
             elif not incoming.closing:
                 self._fail(incoming, error, reason)
 
-    def _detach(self, incoming: _IncomingTransfer, error: ErrorKind, reason: str, level: int = logging.ERROR) -> None:
-        """Fail or drop a transfer whose producer is gone or has released it."""
+    def _detach(self, incoming: IncomingTransfer, error: ErrorKind, reason: str, level: int = logging.ERROR) -> None:
+        """Fail, orphan or drop a transfer whose producer is gone or has released it."""
+        if incoming.can_resume:
+            incoming.lose_producer()
+            self._orphan(incoming, reason)
+            return
         incoming.producer = None
-        for grant in incoming.grants:
-            grant.writing = False
+        incoming.release()
         if incoming.closing:
             self._drop(incoming)
         else:
             self._fail(incoming, error, reason, level)
 
-    def _may_be_written(self, incoming: _IncomingTransfer) -> bool:
-        """Whether the producer may be writing to the buffer's current memory."""
-        if incoming.fabric is None:
-            return False
-        region = self.buffer.handle(incoming.fabric)
-        return any(grant.writing and grant.region == region for grant in incoming.grants)
+    def _orphan(self, incoming: IncomingTransfer, reason: str) -> None:
+        """Begin the next attempt of a transfer, in which another producer sends the rows that haven't landed."""
+        self._relocation.strand(incoming.transfer, incoming.orphan(self.buffer, self._clock()))
+        if incoming.landed < incoming.rows:
+            log.warning("transfer %s: %s; rows from %d on are needed again", incoming.transfer, reason, incoming.landed)
+            if incoming.transfer not in self._orphaned:
+                self._orphaned.append(incoming.transfer)
 
-    def _relocate_if_exposed(self, incomings: Collection[_IncomingTransfer]) -> bool:
-        """Relocate the buffer if a producer of these transfers may be writing to it. Returns False if there is no
-        memory to relocate to; otherwise no such write can reach the buffer any more.
+    def _tell_lost(self, producer: Address, abort: Abort) -> None:
+        """Have a producer that counts as lost release its rows: it may be alive, and keeps them until it is told."""
+        try:
+            self._send(producer, abort)
+        except Unavailable as error:
+            log.info("transfer %s: %s", abort.transfer, error)
 
-        Writes of live producers go to the old memory too. When they report them, the same rows are granted again.
-        """
-        if any(self._may_be_written(incoming) for incoming in incomings):
-            try:
-                self.buffer.relocate()
-            except (OSError, MemoryError, TriptychError) as error:
-                log.error("the receive buffer can't relocate: %s", error)
-                return False
-            self.counters.relocated += 1
-        return True
+    def _abort(self, transfer: TransferId, attempt: int, reason: str) -> Abort:
+        return Abort(transfer, TransferSide.CONSUMER, self._address, reason, attempt=attempt)
 
-    def _finish(self, incoming: _IncomingTransfer) -> None:
-        incoming.progress.enter(TransferState.SUCCESS, self._clock())
-        del self._transfers[incoming.transfer]
-        self.counters.completed += 1
-        if incoming.producer is not None:
-            self._send(incoming.producer, Done(incoming.transfer, TransferSide.CONSUMER))
-
-    def _drop(self, incoming: _IncomingTransfer) -> None:
+    def _drop(self, incoming: IncomingTransfer) -> None:
         self.buffer.pool.free(segment.run for segment in incoming.segments)
         del self._transfers[incoming.transfer]
 
     @property
     def idle(self) -> bool:
-        """Whether no transfer is expected, in progress or closing."""
-        return not self._transfers
+        """Whether no transfer is expected, in progress or closing, and no lost producer may be writing."""
+        return not self._transfers and not self._relocation.stranded
 
     def check_idle(self) -> None:
         """Raise BlockError if the receiver is idle and a block isn't free."""
         if self.idle:
             self.buffer.pool.check_all_free()
-
-
-def _answered_grant(incoming: _IncomingTransfer | None, wrote: Wrote) -> _OutstandingGrant | None:
-    """Return the outstanding grant that a Wrote answers."""
-    grants = incoming.grants if incoming else []
-    answered = (g for g in grants if g.writing and (g.first_row, g.rows) == (wrote.first_row, wrote.rows))
-    return next(answered, None)

@@ -12,6 +12,8 @@
     SUCCESS             rows are released                        blocks are back in the pool
 
     FAILED              from any state: aborted by either end, the peer is lost, or a deadline has passed
+
+A receiver whose producer is lost returns a resumable transfer to BOOTSTRAPPING, for another producer.
 """
 
 import enum
@@ -35,7 +37,7 @@ class TransferState(enum.Enum):
 
 
 _PREDECESSORS: dict[TransferState, tuple[TransferState, ...]] = {
-    TransferState.BOOTSTRAPPING: (),
+    TransferState.BOOTSTRAPPING: (TransferState.WAITING_FOR_INPUT, TransferState.TRANSFERRING),
     TransferState.WAITING_FOR_INPUT: (TransferState.BOOTSTRAPPING, TransferState.TRANSFERRING),
     TransferState.TRANSFERRING: (TransferState.WAITING_FOR_INPUT,),
     TransferState.SUCCESS: (TransferState.TRANSFERRING,),

@@ -182,6 +182,9 @@ class _BenchLoop:
     def peer_lost(self, lost: PeerLost) -> None:
         """Do nothing: the bench's frontend reports no lost peers."""
 
+    def frontend_lost(self, frontend: Address) -> None:
+        """Do nothing: the bench has one frontend, which outlives the measurement."""
+
     def on_lease_lost(self) -> None:
         """Do nothing: leases are longer than measurements."""
 

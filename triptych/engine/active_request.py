@@ -1,0 +1,161 @@
+"""Record of an active request: everything that an engine loop knows about it."""
+
+import time
+from dataclasses import dataclass, field
+
+from triptych.engine.grammar.matching import Matching
+from triptych.engine.kv_rows import KVRows
+from triptych.engine.request import Request
+from triptych.engine.scheduler import Chunk
+from triptych.messages.work import Generate, Prefill, Prefilled
+from triptych.observe.timeline import Interval
+from triptych.types import Address, Placement, RequestId, TransferId
+
+MERGE_GAP = 0.005
+"""Prefill steps less than this many seconds apart form one interval: the time to schedule a step, with a margin."""
+
+
+@dataclass
+class Timings:
+    """When a request reached each state, in seconds since the epoch; 0 for not yet."""
+
+    received: float = field(default_factory=time.time)
+    reused: int = 0
+    """Prompt tokens found in the prefix cache on arrival."""
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    transfers: list[Interval] = field(default_factory=list)
+    prefills: list[Interval] = field(default_factory=list)
+
+    def add_prefill(self, began: float, ended: float) -> None:
+        """Record a step that computed part of the prompt. Steps in close succession form one interval."""
+        if self.prefills and began - self.prefills[-1].end < MERGE_GAP:
+            began = self.prefills.pop().start
+        self.prefills.append(Interval("prefill", began, ended))
+
+    def until_first_token(self) -> list[Interval]:
+        return [Interval("queue", self.received, self.scheduled), *self.transfers, *self.prefills]
+
+    def intervals(self) -> list[Interval]:
+        return [*self.until_first_token(), Interval("decode", self.first_token, time.time())]
+
+
+@dataclass
+class TransferTimes:
+    """When the rows of an incoming transfer were written, in seconds since the epoch; 0 for not yet."""
+
+    began: float = 0.0
+    """When the first row was written."""
+    landed: float = 0.0
+    """When the last row so far arrived."""
+
+
+@dataclass
+class IncomingItem:
+    """Embeddings of one of the request's items."""
+
+    index: int
+    placement: Placement
+    transfer: TransferId | None
+    """None once the last row is consumed."""
+    times: TransferTimes = field(default_factory=TransferTimes)
+
+
+@dataclass
+class IncomingKV:
+    """KV of a request that another instance prefills."""
+
+    transfer: TransferId
+    first_token: int
+    """First token whose KV is transferred."""
+    rows: KVRows
+    pages: list[int]
+    copied: int = 0
+    """Rows copied to ``pages``."""
+    has_token: bool = False
+    """Whether the token after the prompt has arrived."""
+    times: TransferTimes = field(default_factory=TransferTimes)
+
+    @property
+    def complete(self) -> bool:
+        return self.copied == self.rows.num_rows
+
+
+@dataclass(eq=False)
+class OutgoingKV:
+    """KV of a request that another instance decodes. Outlives the request until the consumer has all rows."""
+
+    transfer: TransferId
+    consumer: Address
+    first_token: int
+    """First token whose KV is sent."""
+    rows: KVRows
+    provided: list[int]
+    """By layer, the first token that has not been provided."""
+    timeout: float
+    pages: list[int] = field(default_factory=list)
+    """The request's pages, retained from the offer to the end of the transfer."""
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """A request from its arrival until its last token, failure or cancellation."""
+
+    request: Request
+    """The request as the scheduler sees it."""
+    generate: Generate
+    deadline: float
+    """On the clock of ``time.monotonic``."""
+    num_given: int
+    """Tokens that it came with: the prompt, and the answer so far."""
+    timings: Timings = field(default_factory=Timings)
+    matching: Matching | None = None
+    """Of its grammar, if it has one."""
+    items: list[IncomingItem] = field(default_factory=list)
+    """The items that aren't entirely in the KV cache."""
+    incoming_kv: IncomingKV | None = None
+    """Until all rows and the token after them have arrived."""
+    kv_interval: Interval | None = None
+    """From the first KV row's writing to the last row's copying."""
+    first_token: Prefilled | None = None
+    """The token that came with the KV, until it is handled."""
+    prefill_attempts: int = 0
+    """Prefill instances that were lost in a row."""
+    prefill: Prefill | None = None
+    """The message that asks for the prefill, if another instance decodes the request."""
+    outgoing_kv: OutgoingKV | None = None
+    failed: bool = False
+    """Whether it has failed, and remains only until its outgoing transfer is aborted."""
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.id
+
+    @property
+    def reply_to(self) -> Address:
+        """The frontend that owns the request."""
+        return self.generate.reply_to
+
+    @property
+    def begun(self) -> bool:
+        """Whether work on the request would be lost if another instance took it over. The text before an item that
+        hasn't arrived doesn't count, nor do pages that wait for KV: the request may have to wait long for either."""
+        if self.failed or self.first_token is not None or len(self.request.tokens) > self.num_given:
+            return True
+        waiting_for = [item.times for item in self.items]
+        if self.incoming_kv is not None:
+            waiting_for.append(self.incoming_kv.times)
+        if waiting_for:
+            return any(times.landed for times in waiting_for)
+        request = self.request
+        return request.running or request.sends_pages or request.num_computed > request.num_reused
+
+    def transfer_intervals(self) -> list[Interval]:
+        """Return for each item, and for the KV, the time from the first row's writing to the last row's landing."""
+        items = [item for item in self.items if item.times.landed]
+        media = [Interval("transfer", item.times.began, item.times.landed, item.index) for item in items]
+        return [*media, self.kv_interval] if self.kv_interval else media
+
+
+ActiveChunk = tuple[ActiveRequest, Chunk]
+"""A chunk of a step with the record of its request."""
