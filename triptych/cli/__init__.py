@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from triptych import __version__
+from triptych import __version__, exit_codes
 from triptych.cli import bench, demo, doctor, flags, run, serve, status, trace
 from triptych.cli.sources import unknown_flags
 from triptych.config import LOG_FORMATS, ObserveConfig
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """Parser whose errors are one line: the usage of a command with all settings fills several screens."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(exit_codes.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def make_parser() -> Parser:
@@ -56,9 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
         code = parsed.run(parsed)
     except StartError as error:
         logs.fatal(str(error))
-        code = 1
+        code = error.exit_code
     except KeyboardInterrupt:
-        code = 130
+        code = exit_codes.INTERRUPTED
     sys.exit(code)
 
 

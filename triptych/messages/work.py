@@ -29,6 +29,8 @@ class Register(Struct, frozen=True, tag=True):
     context_length: Count
     """The longest request that it can hold, in tokens; 0 without a decoder."""
     stats: InstanceStats = field(default_factory=InstanceStats)
+    incarnation: Count = 0
+    """Larger for a later process of the same name."""
 
 
 class Registered(Struct, frozen=True, tag=True):
@@ -61,6 +63,20 @@ class Deregister(Struct, frozen=True, tag=True):
     """Instance → frontend: shutting down."""
 
     address: Address
+
+
+class Draining(Struct, frozen=True, tag=True):
+    """Instance → frontend: send nothing new; it finishes what has begun, then sends Deregister."""
+
+    address: Address
+
+
+class HandBack(Struct, frozen=True, tag=True):
+    """Draining instance → frontend: these requests and items haven't begun; place them elsewhere."""
+
+    address: Address
+    requests: list[RequestId]
+    transfers: list[TransferId]
 
 
 class PeerLost(Struct, frozen=True, tag=True):
@@ -102,6 +118,63 @@ class RoleKept(Struct, frozen=True, tag=True):
     reason: str
 
 
+# ── supervisor ⇄ frontend ──────────────────────────────────────────────────────────────────────────────────
+
+
+class LaunchState(enum.StrEnum):
+    """What has become of a process that a supervisor started."""
+
+    STARTING = "starting"
+    """It runs, and hasn't joined."""
+    READY = "ready"
+    """It has joined."""
+    RESTARTING = "restarting"
+    """It has ended, and is started again after a delay."""
+    FAILED = "failed"
+    """It has ended, and is not started again."""
+
+
+class LaunchedInstance(Struct, frozen=True):
+    """An instance or a frontend, as its supervisor sees it."""
+
+    name: str
+    role: Role | None
+    """None for a frontend."""
+    state: LaunchState
+    restarts: Count = 0
+    """How often it was started again."""
+    restart_in: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
+    """Seconds until it is started again, if it is restarting."""
+    reasons: dict[str, Count] = {}
+    """Its restarts by why they were needed: a signal's name, ``exit_1``, ``out_of_memory``, …"""
+
+
+class LauncherReport(Struct, frozen=True, tag=True):
+    """Supervisor → frontend: the processes that it keeps running. Sent regularly, and when one changes its state.
+    Answered by LauncherStatus."""
+
+    launcher: Address
+    """Of the supervisor, where the frontend answers."""
+    instances: Annotated[list[LaunchedInstance], Meta(max_length=10_000)]
+    stopping: bool = False
+    """The service is ending: at its end the frontend stops all instances, also those that joined by themselves."""
+
+
+class JoinedInstance(Struct, frozen=True):
+    """An instance that holds a lease."""
+
+    name: str
+    incarnation: Count
+
+
+class LauncherStatus(Struct, frozen=True, tag=True):
+    """Frontend → supervisor: the instances that have joined."""
+
+    pid: int
+    """The frontend's process id, by which an answer of an earlier frontend is recognised."""
+    joined: list[JoinedInstance]
+
+
 # ── operators: triptych status ⇄ frontend ──────────────────────────────────────────────────────────────────
 
 
@@ -135,6 +208,8 @@ class Status(Struct, frozen=True, tag=True):
     requests: Count
     """Requests in flight."""
     instances: list[InstanceStatus]
+    launched: list[LaunchedInstance] = []
+    """The processes that a supervisor keeps running, whether they have joined or not."""
 
 
 class SetRole(Struct, frozen=True, tag=True):
@@ -398,7 +473,8 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 WorkMessage = (
-    Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Deregister | PeerLost
+    Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Deregister | Draining | HandBack
+    | PeerLost | LauncherReport | LauncherStatus
     | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | Encoded | EncodeFailed
     | Tokens | Failed | Cancel
