@@ -1,4 +1,4 @@
-"""Exit codes of all processes, which tell a supervisor whether starting again can help. docs/operating.md lists them."""
+"""Exit codes of all processes. They tell a supervisor whether starting again can help; docs/operating.md lists them."""
 
 FAILED = 1
 """Any other failure: starting again may help."""

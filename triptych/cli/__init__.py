@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _set_up_logs(parsed: argparse.Namespace) -> None:
     """Set up logs by the command's settings, if it has any. Raises ConfigError."""
-    name = "frontend" if parsed.command == "serve" else parsed.command
+    name = parsed.command
     if not hasattr(parsed, "log_format"):
         logs.set_up(logs.LogSettings(process=name))
         return

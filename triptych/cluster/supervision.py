@@ -64,7 +64,7 @@ class EndService:
     """End the service."""
 
     why: str
-    """Why the process's end is the service's; empty if the service was never ready."""
+    """Why the process's end is the service's; empty where none is ever started again."""
     exit_code: int
 
 
@@ -148,7 +148,8 @@ class Supervision:
         if not self.was_complete:
             return EndService("", ended.code if ended.code > 0 else exit_codes.FAILED)
         if process.num_restarts >= self._max_restarts:
-            return EndService(f"it was started again {process.num_restarts} times, as --restart allows", exit_code)
+            times = process.num_restarts
+            return EndService(f"it was started again {times} times, as --restart allows" if times else "", exit_code)
         if ended.code not in exit_codes.PERMANENT:
             process.state = LaunchState.RESTARTING
         if group := self._hopeless_group(process.groups):

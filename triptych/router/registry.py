@@ -34,6 +34,10 @@ class InstanceLease:
     """From its last heartbeat."""
     next_role: Role | None = None
     """The role it will have once it has drained; until then it gets no new work. None if it keeps its role."""
+    incarnation: int = 0
+    """Larger for a later process of the same name."""
+    draining: bool = False
+    """It leaves once it has finished its work, and gets no new work."""
 
     def assign(self, cost: int) -> None:
         """Account for an assigned piece of work. ``cost`` is a whole number, so that the sum returns to exactly 0."""
@@ -77,6 +81,7 @@ class Registry:
             context_length=message.context_length,
             last_seen=now,
             stats=message.stats,
+            incarnation=message.incarnation,
             num_assigned=max((lease.num_assigned for lease in self if lease.role is message.role), default=0),
         )
         self._leases[lease.address] = lease
@@ -160,5 +165,5 @@ def is_same(lease: InstanceLease, message: Register) -> bool:
 def _taking_work(leases: list[InstanceLease], *, begun: bool) -> list[InstanceLease]:
     """Return the instances that aren't draining. For requests in flight, falls back to draining ones: a longer drain is
     better than a lost request."""
-    staying = [lease for lease in leases if lease.next_role is None]
+    staying = [lease for lease in leases if lease.next_role is None and not lease.draining]
     return staying or leases if begun else staying

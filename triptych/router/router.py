@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
     Cancel,
     Deregister,
+    Draining,
     Encoded,
     EncodeFailed,
     EncodeNeeded,
@@ -31,6 +33,9 @@ from triptych.messages.work import (
     Generate,
     GetStatus,
     Heartbeat,
+    JoinedInstance,
+    LauncherReport,
+    LauncherStatus,
     PeerLost,
     PlacedItem,
     Prefill,
@@ -55,11 +60,13 @@ from triptych.router.admission import Admission, QueuedRequest
 from triptych.router.debug import RouterState
 from triptych.router.dispatched_request import DispatchedRequest, RemotePrefill
 from triptych.router.encode_dispatcher import EncodeDispatcher, EncodeTask
-from triptych.router.instance_metrics import InstanceCollector
+from triptych.router.instance_metrics import InstanceCollector, RestartCollector
+from triptych.router.launcher_view import LauncherView
 from triptych.router.placement import least_outstanding
 from triptych.router.registry import InstanceLease, Registry, is_same
 from triptych.router.role_changes import RoleChanges
 from triptych.router.stream import TokenReader, TokenStream
+from triptych.topology import Stage
 from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
@@ -109,6 +116,9 @@ class Router:
         """When an instance last encoded an item, by the router's clock."""
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.registry))
+        self.launcher_view = LauncherView()
+        """What supervisors say of the processes that they keep running."""
+        self.metrics.registry.register(RestartCollector(self.launcher_view))
         engine = engine or EngineConfig()
         self._admission = Admission(admission, engine)
         encodes = self._encode_dispatcher = EncodeDispatcher(
@@ -128,6 +138,8 @@ class Router:
             Register: self._on_register,
             Heartbeat: self._on_heartbeat,
             Deregister: self._on_deregister,
+            Draining: self._on_draining,
+            LauncherReport: self._on_launcher_report,
             PrefillNeeded: self._on_prefill_needed,
             EncodeNeeded: self._on_encode_needed,
             Encoded: self._on_encoded,
@@ -500,7 +512,8 @@ class Router:
     def _on_get_status(self, message: GetStatus) -> None:
         now = self._clock()
         instances = [lease.status(now) for lease in self.registry]
-        status = Status(self.can_serve and not self.draining, self.draining, self.num_requests, instances)
+        ready = self.can_serve and not self.draining
+        status = Status(ready, self.draining, self.num_requests, instances, self.launcher_view.processes(now))
         self._reply(message.reply_to, status)
 
     def _reply(self, operator: Address, message: Message) -> None:
@@ -541,6 +554,26 @@ class Router:
         if lease := self.registry.get(message.address):
             log.info("%s is leaving", lease.name)
             self._remove_instance(lease, "has left")
+
+    def _on_draining(self, message: Draining) -> None:
+        if (lease := self.registry.get(message.address)) and not lease.draining:
+            log.info("%s is draining", lease.name)
+            lease.draining = True
+
+    def _on_launcher_report(self, message: LauncherReport) -> None:
+        self.launcher_view.update(message, self._clock())
+        joined = [JoinedInstance(lease.name, lease.incarnation) for lease in self.registry]
+        self._notify(message.launcher, LauncherStatus(os.getpid(), joined))
+
+    def missing_stages(self) -> str:
+        """Return which stages have no instance, and when one is started again."""
+        leases = list(self.registry)
+        missing = [
+            stage for stage in (Stage.ENCODE, Stage.PREFILL, Stage.DECODE)
+            if not any(stage in lease.role.stages and lease.next_role is None for lease in leases)
+            and (self._expects_encoders or stage is not Stage.ENCODE)
+        ]  # fmt: skip
+        return "; ".join(self.launcher_view.why_missing(stage, self._clock()) for stage in missing)
 
     def tick(self) -> None:
         """Expire leases and requests whose time has run out. Call a few times a second."""
