@@ -12,4 +12,4 @@ INTERRUPTED = 130
 """Ended by SIGINT, as a shell reports it."""
 
 PERMANENT = frozenset({USAGE, CONFIG})
-"""Codes after which starting again can't help until somebody changes something."""
+"""Codes after which starting again can't help until an operator changes something."""

@@ -149,7 +149,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 100))), st.integers(0, 2**32))
 def test_whatever_happens(history: list[tuple[tuple[str, object, int, bool], float]], seed: int) -> None:
-    """A delay is never shorter or longer than its bounds; the service ends only when a stage has nobody left."""
+    """A delay is never shorter or longer than its bounds; the service ends only when a stage has no process left."""
     made = Supervision(GROUPS, float("inf"), random.Random(seed).random)
     for name in GROUPS:
         made.started(name)

@@ -21,7 +21,7 @@ def test_lines_come_in_one_datagram(abstract: bool, tmp_path: Path, monkeypatch:
         assert manager.recv(1024).decode() == "READY=1\nSTATUS=waiting for é"
 
 
-@pytest.mark.parametrize("path", ["", "/nowhere/at/all", "@nobody-listens-here"])
+@pytest.mark.parametrize("path", ["", "/nowhere/at/all", "@not-listened-to"])
 def test_without_a_manager_nothing_happens(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", path)
     sd_notify.send("READY=1")

@@ -1,4 +1,4 @@
-"""An instance's own HTTP port: what probes see, and what anybody may send."""
+"""An instance's own HTTP port: what probes see, and what other clients may send."""
 
 import socket
 import time
@@ -83,9 +83,7 @@ def test_head_has_no_body(server: HealthServer) -> None:
     assert body == b""
 
 
-def test_idle_connections_are_closed_and_take_nobodys_place(
-    server: HealthServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_connections_are_closed_and_keep_no_place(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_module, "REQUEST_SECONDS", 0.3)
     idle = [socket.create_connection((HOST, server.port), timeout=10) for _ in range(MAX_CONNECTIONS + 5)]
     try:

@@ -36,7 +36,7 @@ class LocalCluster:
         self.lost: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()
         """Done, with an explanation, once a process has ended and the service can't go on."""
         self.changed = asyncio.Event()
-        """Set when a process's state has changed; whoever waits for it clears it."""
+        """Set when a process's state has changed; the waiting task clears it."""
         self.supervision = Supervision({spec.name: spec.groups for spec in specs}, max_restarts, random.random)
         self._specs = specs
         self._show = show
@@ -59,7 +59,7 @@ class LocalCluster:
             self.changed.set()
 
     def launched(self) -> list[LaunchedInstance]:
-        """Return what a frontend is told of the processes."""
+        """Return the state of all processes, as frontends get it."""
         now, processes = self._clock(), self.supervision.processes
         return [
             LaunchedInstance(

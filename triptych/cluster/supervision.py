@@ -49,7 +49,7 @@ class Restart:
     """Start it again."""
 
     delay: float
-    """After so many seconds."""
+    """After this many seconds."""
     recent_ends: int
     """How often it ended within ``RECENT_SECONDS``, this time included."""
 

@@ -1,6 +1,6 @@
 """The HTTP port of an instance: ``/health``, ``/ready`` and ``/metrics``, for probes and Prometheus.
 
-It answers from a thread of its own, also while the instance loads or computes. Whoever can reach the port may send
+It answers from a thread of its own, also while the instance loads or computes. A client that reaches the port may send
 anything: every request has limits, and nothing that a client sends is kept or shown.
 """
 
