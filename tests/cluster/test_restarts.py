@@ -166,12 +166,13 @@ def own_copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_an_instance_whose_checkpoint_is_broken_is_not_started_again(own_copy: Path) -> None:
-    with triptych("serve", own_copy, *FAST, "--topology", "2E1PD") as command:
+    with triptych("serve", own_copy, *FAST, "--topology", "2E1PD", "--lease-expiry", "60") as command:
         url = command.wait_until_ready()
         (own_copy / "model.safetensors").write_bytes(b"broken")
         kill(command, "e0")
         command.wait_for_line(rf"instance e0 .* ended with exit code {exit_codes.CONFIG}: .*; not starting it again")
-        assert picture_answer(url, "tiny"), "the other one encodes"
+        wait_for(lambda: not any(one.name == "e0" for one in status(command).instances), 5, command)
+        assert picture_answer(url, "tiny"), "the other one encodes, though no lease has expired"
         assert next(one.state for one in status(command).launched if one.name == "e0") is LaunchState.FAILED
         kill(command, "e1")
         assert command.end(60) == exit_codes.CONFIG

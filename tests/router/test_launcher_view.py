@@ -37,6 +37,15 @@ def test_instances_that_come_back_are_known_with_the_time_left() -> None:
     assert made.why_missing(Stage.PREFILL, 0.5) == "no prefill instance"
 
 
+def test_the_end_of_an_incarnation_is_that_of_no_other() -> None:
+    ended = LaunchedInstance("e0", Role.E, LaunchState.RESTARTING, incarnation=7)
+    runs = LaunchedInstance("e1", Role.E, LaunchState.STARTING, incarnation=7)
+    made = view(ended, runs)
+    assert made.has_ended("e0", 7, 0.0)
+    assert not any(made.has_ended(*other, 0.0) for other in [("e0", 6), ("e0", 8), ("e1", 7), ("e2", 7)])
+    assert not made.has_ended("e0", 7, FRESH_SECONDS + 1)
+
+
 def test_an_old_report_says_nothing_of_what_comes_back_and_keeps_its_counts() -> None:
     made = view(launched("e0", "restarting", 30.0, SIGKILL=2, exit_1=1))
     assert made.processes(FRESH_SECONDS) != []

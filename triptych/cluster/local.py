@@ -69,6 +69,7 @@ class LocalCluster:
                 restarts=process.reasons.total(),
                 restart_in=max(0.0, process.next_start - now),
                 reasons=dict(process.reasons),
+                incarnation=self._incarnations.get(spec.name, 0),
             )
             for spec in self._specs
         ]

@@ -147,6 +147,8 @@ class LaunchedInstance(Struct, frozen=True):
     """Seconds until it is started again, if it is restarting."""
     reasons: dict[str, Count] = {}
     """Its restarts by why they were needed: a signal's name, ``exit_1``, ``out_of_memory``, …"""
+    incarnation: Count = 0
+    """Of the process that runs or, if none does, of the one that has ended."""
 
 
 class LauncherReport(Struct, frozen=True, tag=True):

@@ -37,6 +37,14 @@ class LauncherView:
         """Whether a supervisor ends the service."""
         return any(report.stopping for report, _ in self._reports.values())
 
+    def has_ended(self, name: str, incarnation: int, now: float) -> bool:
+        """Return whether a supervisor has seen the end of an instance, which its lease doesn't show yet."""
+        return any(
+            (one.name, one.incarnation) == (name, incarnation)
+            and one.state in (LaunchState.RESTARTING, LaunchState.FAILED)
+            for one in self.processes(now)
+        )
+
     def returning(self, stage: Stage, now: float) -> dict[str, float]:
         """Return the instances of a stage that are coming back, by name: the seconds until they are started, 0 for
         those that are loading. They join some time after that."""

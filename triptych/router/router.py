@@ -561,7 +561,12 @@ class Router:
             lease.draining = True
 
     def _on_launcher_report(self, message: LauncherReport) -> None:
-        self.launcher_view.update(message, self._clock())
+        now = self._clock()
+        self.launcher_view.update(message, now)
+        for lease in self.registry:
+            if self.launcher_view.has_ended(lease.name, lease.incarnation, now):
+                log.warning("%s has ended", lease.name)
+                self._remove_instance(lease, "has ended")
         joined = [JoinedInstance(lease.name, lease.incarnation) for lease in self.registry]
         self._notify(message.launcher, LauncherStatus(os.getpid(), joined))
 
