@@ -8,13 +8,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from tests.support.cluster import Asking
+from tests.support.cluster import Asking, free_port
 from tests.support.commands import FAST, ROOT, Command, picture_answer, running, stream_of, triptych, wait_for
 from tests.support.processes import is_gone
 from tests.support.scraping import scrape
@@ -145,14 +146,24 @@ def test_a_second_signal_ends_an_instance_at_once(service: Command) -> None:
 
 
 def test_the_service_drains_by_way_of_its_supervisor(folder: Path) -> None:
-    """And it starts nothing again meanwhile."""
-    with triptych("serve", folder, *FAST, "--topology", "1EPD") as command:
+    """It starts nothing again meanwhile, and ends instances that have joined by themselves, too."""
+    with triptych("serve", folder, *FAST, "--topology", "1EPD") as command, ExitStack() as stack:
         url = command.wait_until_ready()
+        port = free_port()
+        join = ("--join", command.wait_for_line(r"--join (\S+)$")[1], "--health-port", str(port))
+        guest = stack.enter_context(triptych("serve", folder, "--role", "E", "--name", "guest", *join, *FAST))
+        command.wait_for_line("guest joined as E")
+        own = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+        wait_for(lambda: own.get("/ready").status_code == 200, 10, guest)
+        assert own.get("/health").text == "ok\n"
+        assert 'engine="guest"' in own.get("/metrics").text
+        own.close()
         with stream_of(url, "tiny", 500) as lines:
             command.send(signal.SIGTERM)
             command.wait_for_line("SIGTERM: rejecting new requests")
             assert list(lines)[-1] == "data: [DONE]"
         assert command.end() == 0, command.text
+        assert guest.end() == 0, guest.text
         assert "starting again" not in command.text
         assert "Traceback" not in command.text
 
@@ -168,7 +179,9 @@ def own_copy(folder: Path, tmp_path: Path) -> Path:
 def test_an_instance_whose_checkpoint_is_broken_is_not_started_again(own_copy: Path) -> None:
     with triptych("serve", own_copy, *FAST, "--topology", "2E1PD", "--lease-expiry", "60") as command:
         url = command.wait_until_ready()
-        (own_copy / "model.safetensors").write_bytes(b"broken")
+        weights = own_copy / "model.safetensors"
+        weights.unlink()  # the others have mapped it
+        weights.write_bytes(b"broken")
         kill(command, "e0")
         command.wait_for_line(rf"instance e0 .* ended with exit code {exit_codes.CONFIG}: .*; not starting it again")
         wait_for(lambda: not any(one.name == "e0" for one in status(command).instances), 5, command)

@@ -64,6 +64,7 @@ class Child:
         """Start the process. ``show`` is given each line that it writes. Raises OSError.
 
         It asks the kernel to be killed when the thread that started it ends, so this must be a thread that stays."""
+        written = spec.written(incarnation)
         kept = {name: value for name, value in children.environment().items() if name not in NOT_INHERITED}
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(
@@ -78,7 +79,7 @@ class Child:
             limit=MAX_LINE,
         )
         assert process.stdin is not None
-        process.stdin.write(spec.written(incarnation))
+        process.stdin.write(written)
         process.stdin.close()
         return cls(spec, process, show)
 

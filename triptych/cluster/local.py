@@ -12,7 +12,7 @@ from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec, Print
 from triptych.cluster.supervision import Ended, EndService, Restart, Supervision
 from triptych.errors import ChildFailed
-from triptych.messages.work import JoinedInstance, LaunchedInstance
+from triptych.messages.work import JoinedInstance, LaunchedInstance, LaunchState
 from triptych.observe.machine import oom_kills
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class LocalCluster:
                 # one that is starting may have no handler yet, and Python's for SIGINT writes a traceback
                 was_ready = self.supervision.processes[name].was_ready
                 child.send(number if was_ready else signal.SIGTERM)
-            elif name in self._tasks:
+            elif self.supervision.processes[name].state is LaunchState.RESTARTING:
                 self._tasks[name].cancel()  # it waits to be started
         if ending:
             await asyncio.wait(ending, timeout=timeout)
@@ -99,6 +99,13 @@ class LocalCluster:
                 child.send(signal.SIGINT)
 
     async def _keep_running(self, spec: ChildSpec) -> None:
+        try:
+            await self._run_again_and_again(spec)
+        except Exception:  # a process that isn't watched must not go unnoticed
+            log.exception("can't supervise %s", spec)
+            self._lose(ChildFailed(f"{spec} can't be supervised"))
+
+    async def _run_again_and_again(self, spec: ChildSpec) -> None:
         while spec.name not in self._stopping:
             killed_for_memory = oom_kills()
             code, who, last_line = await self._run(spec)

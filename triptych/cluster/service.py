@@ -23,6 +23,8 @@ from triptych.topology import Topology
 
 LAST_RESPONSES = 3.0
 """Seconds that a frontend may take to end, after its drain."""
+REPORT_SECONDS = 0.02
+"""Seconds in which a report arrives that must come before a signal."""
 
 
 def check_roles(model: Path, topology: Topology) -> None:
@@ -48,19 +50,17 @@ class LocalService:
         config.frontend.tls.check_files()
         self._config = config
         self._expects_encoders = any(role.encodes for role in topology.roles)
-        self._stack = contextlib.ExitStack()
-        self._http = self._stack.enter_context(listen(config.frontend.http))
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._stack.close)
-            self._reserved = self._stack.enter_context(
-                _reserve(config.cluster.cluster_host, config.frontend.http.control_port)
-            )
-            undo.pop_all()
-        # one, so far; each further one has a control address, and a socket made with SO_REUSEPORT
-        self._frontends = [self._frontend_child("frontend", self._http, self._reserved)]
-        specs = config.instances(topology, self.control)
-        children = [*self._frontends, *map(_instance_child, specs)]
-        self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
+        with contextlib.ExitStack() as stack:
+            self._http = stack.enter_context(listen(config.frontend.http))
+            port = config.frontend.http.control_port
+            self._reserved = stack.enter_context(_reserve(config.cluster.cluster_host, port))
+            # one, so far; each further one has a control address, and a socket made with SO_REUSEPORT
+            self._frontends = [self._frontend_child("frontend", self._http, self._reserved)]
+            children = [*self._frontends, *map(_instance_child, config.instances(topology, self.control))]
+            for child in children:
+                child.written(0)  # raises ConfigError now rather than later
+            self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
+            self._stack = stack.pop_all()
         self.lost: asyncio.Future[ChildFailed] = self._cluster.lost
         """Done, with an explanation, when the service can't go on."""
 
@@ -87,7 +87,7 @@ class LocalService:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._announce_end()
+        await self._announce_end()
         try:
             await self._cluster.end(self._frontend_names, signal.SIGINT, LAST_RESPONSES)
             await self._cluster.end(list(self._cluster.supervision.processes), signal.SIGINT, STOP_GRACE)
@@ -121,7 +121,7 @@ class LocalService:
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Let running requests finish, until the drain timeout or until ``hurry`` is set."""
-        self._announce_end()
+        await self._announce_end()
         timeout = self._config.lease.drain_timeout + LAST_RESPONSES
         ending = asyncio.create_task(self._cluster.end(self._frontend_names, signal.SIGTERM, timeout))
         hurried = asyncio.create_task(hurry.wait())
@@ -135,9 +135,11 @@ class LocalService:
     def _frontend_names(self) -> list[str]:
         return [spec.name for spec in self._frontends]
 
-    def _announce_end(self) -> None:
-        self._link.stopping = True
-        self._link.report()
+    async def _announce_end(self) -> None:
+        if not self._link.stopping:
+            self._link.stopping = True
+            self._link.report()
+            await asyncio.sleep(REPORT_SECONDS)
 
     def _frontend_child(self, name: str, http: socket.socket, control: socket.socket) -> ChildSpec:
         port = control.getsockname()[1]

@@ -34,7 +34,7 @@ class FrontendSpec:
         """Read what ``to_bytes`` wrote. Raises ConfigError for anything else, and for settings out of their bounds."""
         try:
             return msgspec.msgpack.decode(data, type=cls, dec_hook=_path)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # msgspec's own errors are among them
             raise ConfigError(f"a frontend's spec can't be read: {error}") from None
 
 

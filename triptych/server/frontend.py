@@ -149,6 +149,7 @@ class Frontend:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._take_messages()  # a supervisor may just have reported that the service ends
         ticking, serving = self._tasks
         self.router.draining = self._server.should_exit = True
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
