@@ -32,7 +32,7 @@ from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR
 from triptych.messages.channel import Channel, endpoint
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import Generate, Heartbeat, Register, Stop, Tokens
+from triptych.messages.work import Capacity, Generate, Heartbeat, Register, Stop, Tokens
 from triptych.topology import Role
 
 CHAT = "/v1/chat/completions"
@@ -60,7 +60,8 @@ class Peer:
     def _run(self) -> None:
         layout = RowLayout(fingerprint(MODEL_DIR), "float32", 4, 16)
         self._channel.send(
-            self._frontend, Register("peer", Role.EPD, self._channel.address, [layout], os.getpid(), 2**20)
+            self._frontend,
+            Register("peer", Role.EPD, self._channel.address, [layout], os.getpid(), 1, Capacity(2**10, 2**10), 2**20),
         )
         left: dict[Any, int] = {}
         beat = step = time.monotonic()

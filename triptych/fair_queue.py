@@ -6,13 +6,19 @@ of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Lower 
 within a client's work of one priority and kind, the order is first come, first served.
 """
 
-from collections import deque
+import heapq
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from triptych.client_costs import ClientCosts
+
 T = TypeVar("T")
 
+MIN_HEAP = 64
+"""Entries of a heap below which outdated ones aren't looked for."""
 MAX_IDLE_COUNTERS = 1024
 """Maximum number of clients without queued work whose counters are kept."""
 
@@ -32,13 +38,33 @@ class Ticket(Generic[T]):
     """Order of arrival."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Flow(Generic[T]):
-    """The queued work of one client, priority and kind, oldest first."""
+    """The queued work of one client, priority and kind."""
 
-    tickets: deque[Ticket[T]] = field(default_factory=deque)
+    client: str
+    tickets: OrderedDict[int, Ticket[T]] = field(default_factory=OrderedDict)
+    """By number, oldest first."""
     cost: float = 0.0
     """Sum of the tickets' costs."""
+
+    @property
+    def head(self) -> Ticket[T]:
+        return next(iter(self.tickets.values()))
+
+
+@dataclass(eq=False)
+class _Lane(Generic[T]):
+    """The flows of one priority and kind."""
+
+    num_flows: int = 0
+    heap: "list[_Entry[T]]" = field(default_factory=list)
+    """In the order in which flows are served. Entries may be outdated."""
+
+
+_Entry = tuple[float, int, int, _Flow[T]]
+"""The counter of a flow's client and the number of the flow's head, by which flows are ordered; the entry's own number,
+and the flow. The entry is outdated once the counter or the head has changed."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +83,16 @@ class QueueState:
 
 class FairQueue(Generic[T]):
     """Fair queue of work by client. Work of one ``kind`` doesn't block a client's work of another kind that could
-    start earlier."""
+    start earlier. ``add``, ``pop`` and ``remove`` take logarithmic time in the number of clients."""
 
     def __init__(self) -> None:
         self._flows: dict[tuple[int, str, str], _Flow[T]] = {}
+        self._lanes: dict[tuple[int, str], _Lane[T]] = {}
+        """By priority and kind."""
+        self._entries = itertools.count()
+        self._flows_of: dict[str, set[tuple[int, str, str]]] = {}
+        self._costs: dict[tuple[int, str | None], ClientCosts] = {}
+        """Queued cost by priority and kind, and by priority for all kinds (None)."""
         self._counters: dict[str, float] = {}
         self._now = 0.0
         self._number = 0
@@ -68,62 +100,82 @@ class FairQueue(Generic[T]):
 
     def add(self, work: T, client: str, cost: float, priority: int = 0, kind: str = "") -> Ticket[T]:
         """Queue a piece of work."""
-        if not any(key[1] == client for key in self._flows):
+        if client not in self._flows_of:
             self._counters[client] = max(self._counters.get(client, 0.0), self._now)
         ticket = Ticket(work, client, cost, priority, kind, self._number)
         self._number += 1
         self._length += 1
-        flow = self._flows.setdefault((priority, client, kind), _Flow())
-        flow.tickets.append(ticket)
-        flow.cost += cost
+        key = priority, client, kind
+        if (flow := self._flows.get(key)) is None:
+            flow = self._flows[key] = _Flow(client)
+            self._flows_of.setdefault(client, set()).add(key)
+            self._lanes.setdefault((priority, kind), _Lane()).num_flows += 1
+        flow.tickets[ticket.number] = ticket
+        self._add_cost(flow, key, cost)
+        if len(flow.tickets) == 1:
+            self._enter(key)
         return ticket
 
     def pop(self, may_start: Callable[[T], bool] = lambda _: True) -> Ticket[T] | None:
         """Dequeue the first ticket whose work may start, and charge its client; None if there is none."""
-        heads = (flow.tickets[0] for flow in self._flows.values() if may_start(flow.tickets[0].work))
-        ticket = min(heads, key=lambda one: (one.priority, self._counters[one.client], one.number), default=None)
-        if ticket is not None:
-            self._now = max(self._now, self._counters[ticket.client])
-            self._counters[ticket.client] += ticket.cost
-            self.remove(ticket)
-        return ticket
+        for priority in sorted({priority for priority, _ in self._lanes}):
+            heaps = [lane.heap for (of, _), lane in self._lanes.items() if of == priority]
+            firsts = [entry for heap in heaps if (entry := self._first(heap, may_start)) is not None]
+            if firsts:
+                ticket = min(firsts)[-1].head
+                self._now = max(self._now, self._counters[ticket.client])
+                self.remove(ticket, ticket.cost)
+                return ticket
+        return None
 
-    def remove(self, ticket: Ticket[T]) -> None:
-        """Remove a queued ticket, at no cost for its client."""
+    def remove(self, ticket: Ticket[T], charge: float = 0.0) -> None:
+        """Remove a queued ticket. ``charge`` is what its client is charged for it."""
         key = ticket.priority, ticket.client, ticket.kind
         flow = self._flows[key]
-        flow.tickets.remove(ticket)
-        flow.cost -= ticket.cost
+        was_head = flow.head is ticket
+        del flow.tickets[ticket.number]
+        self._add_cost(flow, key, -ticket.cost)
         self._length -= 1
         if not flow.tickets:
             del self._flows[key]
-            self._drop_idle_counters()
+            lane = self._lanes[ticket.priority, ticket.kind]
+            lane.num_flows -= 1
+            self._drop_costs(*key)
+            if not any(of == ticket.priority for of, _, _ in self._flows_of[ticket.client] - {key}):
+                self._drop_costs(ticket.priority, ticket.client, None)
+            if not lane.num_flows:
+                del self._lanes[ticket.priority, ticket.kind]
+            self._flows_of[ticket.client].remove(key)
+            if not self._flows_of[ticket.client]:
+                del self._flows_of[ticket.client]
+        if charge:
+            self.charge(ticket.client, charge)
+        elif was_head and flow.tickets:
+            self._enter(key)
+        self._drop_idle_counters()
 
     def charge(self, client: str, cost: float) -> None:
         """Add a correction to a client's counter: the actual cost of its work minus the estimated cost."""
         if client in self._counters:
             self._counters[client] = max(0.0, self._counters[client] + cost)
+            for key in self._flows_of.get(client, ()):
+                self._enter(key)
 
     def cost_ahead(self, client: str, cost: float, priority: int = 0, kind: str | None = None) -> float:
         """Return the cost of the queued work that starts before new work of this cost; ``kind`` None counts all kinds.
 
         Counted are all work of lower priority numbers and the client's own work. Another client's work of the same
-        priority counts up to what this client is charged by then."""
-        own = urgent = 0.0
-        others: dict[str, float] = {}
-        for (flow_priority, flow_client, flow_kind), flow in self._flows.items():
-            if kind is not None and flow_kind != kind:
-                continue
-            if flow_client == client and flow_priority <= priority:
-                own += flow.cost
-            elif flow_client != client and flow_priority < priority:
-                urgent += flow.cost
-            elif flow_client != client and flow_priority == priority:
-                others[flow_client] = others.get(flow_client, 0.0) + flow.cost
-        return own + urgent + sum(min(queued, own + cost) for queued in others.values())
+        priority counts up to what this client is charged by then, about (``ClientCosts.capped``)."""
+        levels = [(of, costs) for (of, kind_of), costs in self._costs.items() if kind_of == kind and of <= priority]
+        own = sum(costs.of(client) for _, costs in levels)
+        urgent = sum(costs.total - costs.of(client) for of, costs in levels if of < priority)
+        others = self._costs.get((priority, kind))
+        return own + urgent + (others.capped(own + cost, without=client) if others else 0.0)
 
     def debug_state(self) -> QueueState:
-        flows = {key: (flow.cost, [ticket.cost for ticket in flow.tickets]) for key, flow in self._flows.items()}
+        flows = {
+            key: (flow.cost, [ticket.cost for ticket in flow.tickets.values()]) for key, flow in self._flows.items()
+        }
         return QueueState(dict(self._counters), flows)
 
     def __len__(self) -> int:
@@ -131,13 +183,53 @@ class FairQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[Ticket[T]]:
         """In no particular order."""
-        return iter([ticket for flow in self._flows.values() for ticket in flow.tickets])
+        return iter([ticket for flow in self._flows.values() for ticket in flow.tickets.values()])
+
+    def _add_cost(self, flow: _Flow[T], key: tuple[int, str, str], cost: float) -> None:
+        flow.cost += cost
+        priority, client, kind = key
+        for level in ((priority, kind), (priority, None)):
+            self._costs.setdefault(level, ClientCosts()).add(client, cost)
+
+    def _drop_costs(self, priority: int, client: str, kind: str | None) -> None:
+        self._costs[priority, kind].drop(client)
+        if not self._costs[priority, kind]:
+            del self._costs[priority, kind]
+
+    def _enter(self, key: tuple[int, str, str]) -> None:
+        """Enter a flow into its lane, with its present counter and head."""
+        priority, client, kind = key
+        flow, lane = self._flows[key], self._lanes[priority, kind]
+        heapq.heappush(lane.heap, (self._counters[client], flow.head.number, next(self._entries), flow))
+        if len(lane.heap) > 2 * lane.num_flows + MIN_HEAP:
+            lane.heap = [entry for entry in lane.heap if self._is_current(entry)]
+            heapq.heapify(lane.heap)
+
+    def _is_current(self, entry: _Entry[T]) -> bool:
+        counter, number, _, flow = entry
+        return bool(flow.tickets) and flow.head.number == number and self._counters[flow.client] == counter
+
+    def _first(self, heap: list[_Entry[T]], may_start: Callable[[T], bool]) -> _Entry[T] | None:
+        """Return the first entry whose flow's head may start; None if there is none."""
+        blocked = []
+        found = None
+        while heap and found is None:
+            if not self._is_current(heap[0]):
+                heapq.heappop(heap)
+            elif may_start(heap[0][-1].head.work):
+                found = heap[0]
+            else:
+                blocked.append(heapq.heappop(heap))
+        for entry in blocked:
+            heapq.heappush(heap, entry)
+        return found
 
     def _drop_idle_counters(self) -> None:
         if len(self._counters) <= MAX_IDLE_COUNTERS + len(self._flows):
             return
-        waiting = {client for _, client, _ in self._flows}
         # drop the smallest counters: these clients would restart at the others' level anyway
-        idle = sorted((client for client in self._counters if client not in waiting), key=self._counters.__getitem__)
+        idle = sorted(
+            (client for client in self._counters if client not in self._flows_of), key=self._counters.__getitem__
+        )
         for client in idle[: len(idle) - MAX_IDLE_COUNTERS // 2]:
             del self._counters[client]

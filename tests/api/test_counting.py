@@ -2,14 +2,13 @@
 
 import asyncio
 import math
-from contextvars import copy_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.router_harness import PD0, RouterHarness, prompt
+from tests.support.router_harness import PD0, RouterHarness, prompt, request_of
 from triptych.api.completion_schemas import CompletionRequest
 from triptych.api.generation import ChoiceText, Generation, RequestContext
 from triptych.api.request_records import RequestRecordMiddleware
@@ -30,11 +29,10 @@ def test_unread_tokens_count_in_the_usage_as_in_the_record(tokenizer: Tokenizer)
     harness = RouterHarness(PD0)
     stream = harness.submit()
     fields = CompletionRequest(model="tiny", prompt="x")
-    router = SimpleNamespace(
-        submit=lambda *_, **__: stream, complete=harness.router.complete, cancel=harness.router.cancel
-    )
-    service: Any = SimpleNamespace(router=router, tokenizer=tokenizer)
-    context = RequestContext("", math.inf, SimpleNamespace())  # type: ignore[arg-type]
+    ends = harness.router.lifecycle
+    lifecycle = SimpleNamespace(submit=lambda *_, **__: stream, complete=ends.complete, cancel=ends.cancel)
+    service: Any = SimpleNamespace(lifecycle=lifecycle, tokenizer=tokenizer)
+    context = RequestContext(request_of(), "", math.inf, SimpleNamespace())  # type: ignore[arg-type]
     generation = Generation(service, [prompt()], [SamplingParams(max_tokens=4)], fields, context, "id")
     (token,) = tokenizer.encode("a")
     for _ in range(MAX_JOINED + 3):
@@ -64,8 +62,7 @@ def test_a_stop_string_completed_by_the_answers_end_removes_no_token(tokenizer: 
     assert text.take(report) == "a"
 
 
-def test_a_request_closed_from_another_context_is_reported() -> None:
-    """As the open requests are at shutdown."""
+def test_a_request_that_is_still_open_at_shutdown_is_reported() -> None:
     reported: list[RequestRecord] = []
 
     async def app(*_: Any) -> None:
@@ -75,7 +72,7 @@ def test_a_request_closed_from_another_context_is_reported() -> None:
 
     async def start() -> Any:
         request = RequestRecordMiddleware(app, [reported.append])(scope, None, None)  # type: ignore[arg-type]
-        copy_context().run(request.send, None)
+        request.send(None)
         return request
 
     asyncio.run(start()).close()

@@ -87,7 +87,7 @@ def test_a_bug_in_a_loop_fails_only_requests_in_flight(
     monkeypatch.setattr(*target, fail)
     message = the_error(small.post([image_part(image(seed=400))]), 503, None, "instance_lost")
     assert "secret" not in message
-    wait_for(lambda: len(small.running.frontend.router.registry) == 2)
+    wait_for(lambda: len(small.running.frontend.router.membership) == 2)
     wait_for(small.everything_is_back, 1.0)
     assert small.text([image_part(image(seed=400))])
 
@@ -136,11 +136,11 @@ def test_without_an_encoder_text_is_served_and_images_are_not(small: Served) -> 
         assert client.get("/ready").status_code == 503
         assert client.get("/health").status_code == 200
     # the encoder's next heartbeat brings it back
-    wait_for(lambda: len(frontend.router.registry) == 2)
+    wait_for(lambda: len(frontend.router.membership) == 2)
     assert small.text([image_part()])
     _leave(small, language.channel.address)
     the_error(small.post(), 503, None, "unavailable")
-    wait_for(lambda: len(frontend.router.registry) == 2)
+    wait_for(lambda: len(frontend.router.membership) == 2)
 
 
 def test_an_instance_that_is_lost_in_the_middle_is_an_error_event(small: Served) -> None:
@@ -205,4 +205,4 @@ def _leave(service: Served, address: Any) -> None:
     """Deregister an instance at the frontend."""
     router = service.running.frontend.router
     service.loop.call_soon_threadsafe(router.handle, Deregister(address))
-    wait_for(lambda: len(router.registry) == 1)
+    wait_for(lambda: len(router.membership) == 1)

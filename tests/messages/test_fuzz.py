@@ -306,7 +306,7 @@ async def _flooded(target: str, num_frames: int, folder: Path) -> None:
                     await asyncio.to_thread(attacker.flood, count)
                     await until(lambda: is_idle(service))
                     assert await settled_answer(service) == expected
-        await until(lambda: len(router.registry) == len(service.instances))
+        await until(lambda: len(router.membership) == len(service.instances))
 
 
 class Attacker:

@@ -10,6 +10,7 @@ from tests.support.harness import Running, running
 from tests.support.image_cases import CASES
 from triptych.errors import InstanceLost
 from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
+from triptych.observe.requests import RequestRecord
 
 REQUESTS = [case.messages for case in CASES]
 REGEX = GrammarSpec(GrammarKind.REGEX, "[a-z]{3,9}( [a-z]{3,9}){2,40}")
@@ -23,7 +24,8 @@ SETTINGS: list[dict[str, Any]] = [
 def at_stake(service: Running, victim: str) -> int:
     """How many answers the instance is in the middle of."""
     requests = service.frontend.router.debug_state().dispatched.values()
-    return sum(entry.instance.name == victim and len(entry.generated) > 2 for entry in requests)
+    decoding = [one for one in requests if one.decode is not None and one.decode.instance.name == victim]
+    return sum(len(one.generated) > 2 for one in decoding)
 
 
 async def answer_and_lose(
@@ -33,7 +35,9 @@ async def answer_and_lose(
     front = service.frontend.service
     prompt = front.prompt_builder.build(messages)
     sampling = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | settings))
-    stream = front.router.submit(prompt, sampling, sorted(front.tokenizer.eos_token_ids))
+    stream = front.router.lifecycle.submit(
+        RequestRecord("id", "POST"), prompt, sampling, sorted(front.tokenizer.eos_token_ids)
+    )
     tokens = []
     async for report in stream:
         tokens += report.tokens
@@ -49,7 +53,7 @@ async def answers_with_a_loss(service: Running, victim: str, settings: dict[str,
     assert at_stake(service, victim), "it is in the middle of answers"
     await service.end(victim)
     found = await asyncio.gather(*asked)
-    assert victim not in {lease.name for lease in service.frontend.router.registry}
+    assert victim not in {lease.name for lease in service.frontend.router.membership}
     return found
 
 

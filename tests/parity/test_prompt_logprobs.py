@@ -15,6 +15,7 @@ from tests.support.image_cases import CASES
 from triptych.config import EngineConfig
 from triptych.engine.split_loops import PrefillLoop
 from triptych.messages.work import PromptLogprobs, SamplingParams, Tokens
+from triptych.observe.requests import RequestRecord
 
 REQUESTS = [case.messages for case in CASES]
 TOP = 5
@@ -25,7 +26,9 @@ async def reports(service: Running, messages: Messages, **sampling: Any) -> list
     front = service.frontend.service
     prompt = front.prompt_builder.build(messages)
     settings = SamplingParams(**({"max_tokens": 8, "ignore_eos": True, "prompt_logprobs": TOP} | sampling))
-    stream = front.router.submit(prompt, settings, sorted(front.tokenizer.eos_token_ids))
+    stream = front.router.lifecycle.submit(
+        RequestRecord("id", "POST"), prompt, settings, sorted(front.tokenizer.eos_token_ids)
+    )
     return [report async for report in stream]
 
 

@@ -14,6 +14,7 @@ from triptych.config import EngineConfig, TransferConfig
 from triptych.engine.split_loops import PrefillLoop
 from triptych.errors import MediaNotServed
 from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
+from triptych.observe.requests import RequestRecord
 
 REQUESTS = [case.messages for case in CASES]
 TEXTS = [case.messages for case in CASES if not case.images]
@@ -153,7 +154,9 @@ async def reports(service: Running, messages: Any, **sampling: Any) -> list[tupl
     front = service.frontend.service
     prompt = front.prompt_builder.build(messages)
     settings = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | sampling))
-    stream = front.router.submit(prompt, settings, sorted(front.tokenizer.eos_token_ids))
+    stream = front.router.lifecycle.submit(
+        RequestRecord("id", "POST"), prompt, settings, sorted(front.tokenizer.eos_token_ids)
+    )
     reports = [report async for report in stream]
     tokens = [token for report in reports for token in report.tokens]
     logprobs = [[top for top, _ in entry.top] for report in reports for entry in report.logprobs]

@@ -149,7 +149,7 @@ def test_a_request_that_ends_while_its_video_is_encoded(model: Model) -> None:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
                 for request in list(service.frontend.router.debug_state().dispatched):
-                    service.frontend.router.cancel(request)
+                    service.frontend.router.lifecycle.cancel(request)
             assert await service.answer(CASES["mp4"]) == model.answers[0]
             (host,) = encode_loops(service)
             async with asyncio.timeout(20):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, tokens_of
+from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, RouterHarness, prompt, request_of, tokens_of
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
@@ -25,7 +25,6 @@ from triptych.messages.work import (
     SamplingParams,
     Tokens,
 )
-from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.router.admission import PROBE_PRIORITY
 from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CLIENT
@@ -56,7 +55,9 @@ def begin(harness: RouterHarness, stream: TokenStream) -> None:
 
 def finish(harness: RouterHarness, stream: TokenStream) -> None:
     """The instance has worked on it all the time since it was given it."""
-    worked = [Interval("decode", harness.router.debug_state().dispatched[stream.request].dispatched, harness.now)]
+    began = harness.router.debug_state().dispatched[stream.request].dispatched
+    assert began is not None
+    worked = [Interval("decode", began, harness.now)]
     harness.router.handle(Tokens(name(harness, stream), [1], finish_reason="length", intervals=worked))
 
 
@@ -95,7 +96,7 @@ def test_an_instance_is_given_what_it_has_room_for_and_the_rest_keeps_its_order(
     streams = [harness.submit() for _ in range(2 * ROOM + 3)]
     assert placed(harness) == [stream.request for stream in streams[: 2 * ROOM]]
     assert harness.router.num_requests == 2 * ROOM + 3
-    harness.router.cancel(streams[2 * ROOM].request)
+    harness.router.lifecycle.cancel(streams[2 * ROOM].request)
     for stream in streams[:2]:
         finish(harness, stream)
     assert placed(harness)[2 * ROOM :] == [stream.request for stream in streams[2 * ROOM + 1 :]]
@@ -175,7 +176,7 @@ def test_a_request_of_two_hundred_images_does_not_hold_up_anothers_one() -> None
     finish(harness, album)
     finish(harness, photo)
     assert harness.outstanding() == 0
-    assert harness.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
+    assert harness.router.membership.get(E0).patches == 0  # type: ignore[union-attr]
 
 
 def submit_long(harness: RouterHarness, client: str) -> TokenStream:
@@ -183,11 +184,8 @@ def submit_long(harness: RouterHarness, client: str) -> TokenStream:
     made = prompt(10.0)
     plan = msgspec.structs.replace(made.items[0].plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
     items = (replace(made.items[0], plan=plan),)
-    context = CURRENT.set(RequestRecord("id", "POST", client=client))
-    try:
-        return harness.router.submit(replace(made, items=items), SamplingParams(max_tokens=4), [])
-    finally:
-        CURRENT.reset(context)
+    made = replace(made, items=items)
+    return harness.router.lifecycle.submit(request_of(client), made, SamplingParams(max_tokens=4), [])
 
 
 def test_long_items_take_no_place_of_others_and_one_clients_leave_one_to_the_next() -> None:
@@ -202,7 +200,7 @@ def test_long_items_take_no_place_of_others_and_one_clients_leave_one_to_the_nex
         for transfer in list(harness.router.debug_state().encode.in_flight):
             harness.router.handle(Encoded(transfer, False, []))
     assert set(encodes(harness)) == {*crowd, *photos, *others}
-    assert harness.router.registry.get(E0).patches == 0  # type: ignore[union-attr]
+    assert harness.router.membership.get(E0).patches == 0  # type: ignore[union-attr]
 
 
 def test_queued_items_leave_with_their_request_and_are_requested_again_once() -> None:
@@ -221,10 +219,10 @@ def test_queued_items_leave_with_their_request_and_are_requested_again_once() ->
     assert encodes(harness)[4:] == [needed.transfer for needed in again]
     (single,) = need(harness, other, 1)
     need(harness, stream, 8)
-    harness.router.cancel(stream.request)
+    harness.router.lifecycle.cancel(stream.request)
     assert len(harness.router.debug_state().encode.queue) == 0
     assert single in encodes(harness)
-    harness.router.cancel(other.request)
+    harness.router.lifecycle.cancel(other.request)
     assert harness.outstanding() == 0
 
 
@@ -277,7 +275,7 @@ def test_a_client_at_its_limit_is_rejected_and_others_are_not() -> None:
     with pytest.raises(RateLimited):
         harness.submit(client="a")
     harness.submit(client="b")
-    harness.router.cancel(streams[0].request)
+    harness.router.lifecycle.cancel(streams[0].request)
     harness.submit(client="a")
 
 
@@ -308,7 +306,7 @@ def test_requests_that_cannot_meet_their_deadline_are_rejected_with_retry_after(
     with pytest.raises(Overloaded):
         harness.submit(client="a")
     for stream in (*admitted, light):
-        harness.router.cancel(stream.request)
+        harness.router.lifecycle.cancel(stream.request)
     assert harness.router.num_requests == 0
 
 
@@ -382,15 +380,15 @@ def test_queued_media_requests_cause_no_rejection_of_text_requests() -> None:
     harness = busy_harness(2.0, request_timeout=600.0)
     harness.register(E0)
     pictures = pictures_ahead(harness, 1.0)
-    with harness.router.preparing(has_media=False, timeout=5.0):
+    with harness.preparing(has_media=False, timeout=5.0):
         text = harness.submit(timeout=5.0)
     assert placed(harness)[-1] == text.request
-    with pytest.raises(Overloaded, match="would take about"), harness.router.preparing(has_media=True, timeout=5.0):
+    with pytest.raises(Overloaded, match="would take about"), harness.preparing(has_media=True, timeout=5.0):
         pass
     with pytest.raises(Overloaded, match="would take about"):
         harness.submit(1.0, timeout=5.0)
     for stream in pictures:
-        harness.router.cancel(stream.request)
+        harness.router.lifecycle.cancel(stream.request)
 
 
 def test_an_encode_backlog_causes_no_rejection_of_text_requests() -> None:
@@ -426,22 +424,22 @@ def test_a_request_is_not_rejected_by_an_idle_service() -> None:
     stream = harness.submit(timeout=0.5)
     with pytest.raises(Overloaded):
         harness.submit(timeout=0.5)
-    harness.router.cancel(stream.request)
+    harness.router.lifecycle.cancel(stream.request)
 
 
 def test_prompts_in_preparation_cause_no_rejection_while_idle() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     with ExitStack() as making:
         for _ in range(200):
-            making.enter_context(harness.router.preparing(has_media=False))
+            making.enter_context(harness.preparing(has_media=False))
 
 
 def test_a_request_with_a_short_timeout_is_rejected_before_planning() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     harness.submit()
-    with pytest.raises(Overloaded), harness.router.preparing(has_media=False, timeout=2.0):
+    with pytest.raises(Overloaded), harness.preparing(has_media=False, timeout=2.0):
         pass
-    with harness.router.preparing(has_media=False, timeout=20.0):
+    with harness.preparing(has_media=False, timeout=20.0):
         pass
 
 
@@ -461,20 +459,20 @@ def test_cancelled_requests_update_the_forecast_only_if_late() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     recorded = recorded_errors(harness)
     early, late = harness.submit(), harness.submit()
-    harness.router.cancel(early.request)
+    harness.router.lifecycle.cancel(early.request)
     assert not recorded
     harness.wait(10, PD0)
-    harness.router.cancel(late.request)
+    harness.router.lifecycle.cancel(late.request)
     assert len(recorded) == 1
 
 
 STEPS: dict[str, Callable[[RouterHarness, TokenStream], object]] = {
     "need": lambda harness, stream: need(
-        harness, stream, len(harness.router.debug_state().dispatched[stream.request].queued.prompt.items)
+        harness, stream, len(harness.router.debug_state().dispatched[stream.request].prompt.items)
     ),
     "token": begin,
     "finish": finish,
-    "cancel": lambda harness, stream: harness.router.cancel(stream.request),
+    "cancel": lambda harness, stream: harness.router.lifecycle.cancel(stream.request),
 }
 
 
@@ -510,7 +508,7 @@ def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(da
                 finish(harness, stream)
     assert harness.router.num_requests == 0
     assert harness.outstanding() == 0
-    assert all(lease.patches == 0 for lease in harness.router.registry)
+    assert all(lease.patches == 0 for lease in harness.router.membership)
     state = harness.router.debug_state()
     assert (state.encode.requests, state.queued, len(state.encode.queue)) == (frozenset(), frozenset(), 0)
     assert all(stream.record.finish_reason for stream in streams)

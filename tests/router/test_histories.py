@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt
+from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt, request_of
 from triptych.errors import ErrorKind, TriptychError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
@@ -29,7 +29,6 @@ from triptych.messages.work import (
     SetRole,
     Tokens,
 )
-from triptych.observe.requests import CURRENT, RequestRecord
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
 from triptych.types import Address, TransferId
@@ -99,12 +98,9 @@ class History:
                 items[index] = type(item)(item.key, item.data, plan, item.placement, item.param)
         made = type(made)(made.tokens, made.positions, tuple(items))
         sampling, timeout = SamplingParams(max_tokens=rng.choice([1, 4, 1000])), rng.choice([math.inf, 1.0, 5.0])
-        context = CURRENT.set(RequestRecord("id", "POST", client=rng.choice("abc")))
-        try:
-            priority, read = rng.choice([0, 0, 1]), rng.choice([None, self.read])
-            stream = self.router.submit(made, sampling, [], timeout=timeout, priority=priority, read=read)
-        finally:
-            CURRENT.reset(context)
+        record = request_of(rng.choice("abc"))
+        priority, read = rng.choice([0, 0, 1]), rng.choice([None, self.read])
+        stream = self.router.lifecycle.submit(record, made, sampling, [], timeout=timeout, priority=priority, read=read)
         self.streams.append(stream)
 
     def read(self, report: Tokens) -> Tokens:
@@ -116,11 +112,11 @@ class History:
     def complete(self) -> None:
         """An answer has all that it needs; a queued one hasn't begun."""
         if begun := [one for one in self.streams if one.record.first_token]:
-            self.router.complete(self.rng.choice(begun).request)
+            self.router.lifecycle.complete(self.rng.choice(begun).request)
 
     def cancel(self) -> None:
         if self.streams:
-            self.router.cancel(self.rng.choice(self.streams).request)
+            self.router.lifecycle.cancel(self.rng.choice(self.streams).request)
 
     def given(self) -> tuple[Address, Generate | Prefill] | None:
         """What a language instance was given at any time; it may be about it, or late."""
@@ -174,13 +170,14 @@ class History:
 
     def operator(self) -> None:
         address = self.rng.choice(self.addresses)
-        lease = self.router.registry.get(address)
+        lease = self.router.membership.get(address)
         if self.rng.random() < 0.5:
             role = self.rng.choice(list(Role))
             self.router.handle(SetRole(Address("op"), str(address), role, 5.0, self.rng.random() < 0.7))
         elif lease is not None and lease.next_role is not None and self.rng.random() < 0.5:
             layouts = lease.layouts
-            self.router.handle(Register(lease.name, lease.next_role, address, layouts, lease.pid, context_length=100))
+            process = lease.pid, lease.incarnation, lease.capacity
+            self.router.handle(Register(lease.name, lease.next_role, address, layouts, *process, context_length=100))
         else:
             self.router.handle(RoleKept(address, "no"))
 
@@ -190,16 +187,18 @@ class History:
     def check_books(self) -> None:
         """Each lease's outstanding work is exactly that of the requests and items dispatched to it."""
         state = self.router.debug_state()
-        for lease in self.router.registry:
-            cost = sum(one.cost for one in state.dispatched.values() if one.instance is lease)
-            prefills = (one.remote_prefill for one in state.dispatched.values() if one.remote_prefill)
-            cost += sum(one.cost for one in prefills if one.instance is lease)
+        for lease in self.router.membership:
+            work = [one for request in state.requests.values() for one in (request.decode, request.prefill) if one]
+            cost = sum(one.cost for one in work if one.instance is lease)
+            decoding = [one for one in state.requests.values() if one.decode and one.decode.instance is lease]
+            stalling = sum(one.may_stall for one in decoding)
+            assert (lease.num_stalling, lease.num_ready) == (stalling, len(decoding) - stalling)
             items = [one for one in state.encode.unfinished if one.instance is lease]
             assert lease.outstanding == cost + sum(one.cost for one in items)
             assert lease.patches == sum(one.patches for one in items)
         requests = set(state.dispatched)
         computing = requests - state.encode.pending
-        assert state.admission.computing == computing
+        assert state.computing == computing
         assert state.forecast.rate.busy == bool(computing)
         assert state.forecast.encode_rate.busy == bool(state.encode.unfinished)
         assert state.encode.requests <= requests
@@ -210,10 +209,10 @@ class History:
 
     def end(self) -> None:
         for stream in self.streams:
-            self.router.cancel(stream.request)
+            self.router.lifecycle.cancel(stream.request)
         self.check_books()
         router, state = self.router, self.router.debug_state()
-        assert [lease.outstanding for lease in router.registry if lease.outstanding] == []
+        assert [lease.outstanding for lease in router.membership if lease.outstanding] == []
         assert (router.num_requests, state.dispatched, state.queued) == (0, {}, frozenset())
         assert (state.encode.requests, state.encode.in_flight, state.encode.queue.flows) == (frozenset(), {}, {})
         assert state.admission.queue.flows == {}
@@ -222,7 +221,7 @@ class History:
         for address in self.addresses:
             router.handle(Deregister(address))
             self.harness.register(address, pid=3)
-        self.router.cancel(self.harness.submit(timeout=0.01).request)
+        self.router.lifecycle.cancel(self.harness.submit(timeout=0.01).request)
 
 
 def play(seeds: range) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.router_harness import E0, PD0, RouterHarness, prompt
+from tests.support.router_harness import E0, PD0, RouterHarness, prompt, request_of
 from triptych.errors import Overloaded
 from triptych.messages.work import (
     Encode,
@@ -46,7 +46,8 @@ class Service:
     seen: int = 0
 
     def submit(self, max_tokens: int, timeout: float = 600.0) -> TokenStream:
-        return self.harness.router.submit(prompt(), SamplingParams(max_tokens=max_tokens), [], timeout=timeout)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        return self.harness.router.lifecycle.submit(request_of(), prompt(), sampling, [], timeout=timeout)
 
     def run(self, most: float = 1e6) -> None:
         """Run until every request is answered, or for ``seconds``."""
@@ -113,12 +114,12 @@ def test_whatever_the_history_an_idle_service_admits_and_forecasts_come_back_to_
         streams = [service.submit(max_tokens) for _ in range(number)]
         service.run(seconds)
         for stream in streams[::2]:
-            service.harness.router.cancel(stream.request)
+            service.harness.router.lifecycle.cancel(stream.request)
     for queued in list(service.harness.router.debug_state().queued):
-        service.harness.router.cancel(queued)
+        service.harness.router.lifecycle.cancel(queued)
     for request in list(service.harness.router.debug_state().dispatched):
-        service.harness.router.cancel(request)
-    service.harness.router.cancel(service.submit(10_000, timeout=0.001).request)
+        service.harness.router.lifecycle.cancel(request)
+    service.harness.router.lifecycle.cancel(service.submit(10_000, timeout=0.001).request)
     for _ in range(MEAN_WINDOW):
         service.submit(later)
     service.run()

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.router_harness import prompt, tokens_of
+from tests.support.router_harness import prompt, request_of, tokens_of
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats, LanguageStats, Load, PoolUsage
 from triptych.messages.work import (
+    Capacity,
     ChangeRole,
     Deregister,
     Generate,
@@ -52,7 +53,7 @@ class RouterHarness:
             send=lambda to, message: self.sent.append((to, message)),
             disconnect=lambda _: None,
             fingerprint="model",
-            admission=AdmissionConfig(request_timeout=60.0),
+            admission=AdmissionConfig(request_timeout=60.0, restart_hold=0.0),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             expects_encoders=any(name.startswith("e") for name in names),
             clock=lambda: self.now,
@@ -61,7 +62,7 @@ class RouterHarness:
             self.register(name, Role(name.rstrip("0123456789").upper()))
 
     def register(self, name: str, role: Role) -> None:
-        self.router.handle(Register(name, role, Address(name), [LAYOUT], 1, context_length=100))
+        self.router.handle(Register(name, role, Address(name), [LAYOUT], 1, 1, Capacity(32, 1024), 100))
 
     def set_role(self, name: str, role: Role, *, force: bool = False) -> list[Message]:
         """What the operator and the instance hear of it."""
@@ -76,7 +77,7 @@ class RouterHarness:
         return [(to, message) for to, message in self.sent if isinstance(message, kind)]
 
     def submit(self) -> TokenStream:
-        return self.router.submit(prompt(), SamplingParams(max_tokens=4), [])
+        return self.router.lifecycle.submit(request_of(), prompt(), SamplingParams(max_tokens=4), [])
 
     def need_prefill(self, stream: TokenStream, name: str = "d0", generated: tuple[int, ...] = ()) -> None:
         transfer = TransferId(f"{stream.request}/{len(self.sent)}")
@@ -91,8 +92,8 @@ def test_an_idle_instance_gets_its_role_and_the_operator_an_answer() -> None:
     assert harness.answers() == [RoleSet("p0", Role.D)]
     assert {to for to, message in harness.of(PeerLost) if message == PeerLost(Address("p0"), [])} == {"p1", "d0"}
     assert harness.of(Registered)[-1][0] == "p0"
-    assert {lease.name for lease in harness.router.registry.decode_instances()} == {"p0", "d0"}
-    assert [lease.name for lease in harness.router.registry.prefill_instances()] == ["p1"]
+    assert {lease.name for lease in harness.router.membership.decode_instances()} == {"p0", "d0"}
+    assert [lease.name for lease in harness.router.membership.prefill_instances()] == ["p1"]
 
 
 def test_what_has_the_role_already_is_not_asked() -> None:
@@ -108,7 +109,7 @@ def test_a_draining_instance_gets_nothing_new_but_ends_what_it_has() -> None:
     others = {harness.of(Generate)[-1][0] for _ in range(5) if harness.submit()}
     assert others == {"pd1", "d0"}
     harness.router.handle(Tokens(first.request, [1], finish_reason="stop"))
-    assert harness.router.registry.get(Address("pd0")).outstanding == 0  # type: ignore[union-attr]
+    assert harness.router.membership.get(Address("pd0")).outstanding == 0  # type: ignore[union-attr]
 
 
 def test_a_draining_prefill_instance_still_serves_requests_in_flight() -> None:
@@ -159,7 +160,7 @@ def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
     assert "has left" in answer.reason or "no heartbeat" in answer.reason
     assert harness.of(Generate)[-1][0] == "pd1", "its request continues"
     harness.register("pd0", Role.PD)
-    harness.router.cancel(stream.request)
+    harness.router.lifecycle.cancel(stream.request)
     assert harness.set_role("pd0", Role.P, force=True)[-1] == ChangeRole(Role.P, 30.0)
 
 
@@ -230,7 +231,7 @@ def test_a_second_change_waits_for_the_first() -> None:
 
 def test_an_ambiguous_instance_name_is_refused() -> None:
     harness = RouterHarness("pd0")
-    harness.router.handle(Register("pd0", Role.PD, Address("another"), [LAYOUT], 2, context_length=100))
+    harness.router.handle(Register("pd0", Role.PD, Address("another"), [LAYOUT], 2, 1, Capacity(32, 1024), 100))
     (answer,) = harness.set_role("pd0", Role.P)
     assert answer == RoleRefused("pd0", Role.P, "2 instances of that name")
 

@@ -45,33 +45,33 @@ from triptych.types import Address, RequestId, TransferId
 
 def test_admission_can_be_asked_for_without_a_request() -> None:
     harness = RouterHarness(PD0, max_queue=1)
-    with pytest.raises(Unavailable, match="encode"), harness.router.preparing(has_media=True):
+    with pytest.raises(Unavailable, match="encode"), harness.preparing(has_media=True):
         pass
     with (
-        harness.router.preparing(has_media=False),
+        harness.preparing(has_media=False),
         pytest.raises(Overloaded),
-        harness.router.preparing(has_media=False),
+        harness.preparing(has_media=False),
     ):
         pass
     assert (harness.router.num_requests, harness.outstanding(), harness.of(Generate)) == (0, 0, [])
     harness.submit()
-    with pytest.raises(Overloaded), harness.router.preparing(has_media=False):
+    with pytest.raises(Overloaded), harness.preparing(has_media=False):
         pass
 
 
 def test_what_is_only_read_needs_room_but_no_instance() -> None:
     harness = RouterHarness(max_queue=1)
-    with harness.router.holding_slot(), pytest.raises(Overloaded), harness.router.holding_slot():
+    with harness.holding_slot(), pytest.raises(Overloaded), harness.holding_slot():
         pass
-    with harness.router.holding_slot():
+    with harness.holding_slot():
         pass
     harness = RouterHarness(PD0, max_queue=2, max_queue_per_client=1)
-    with harness.router.holding_slot(), pytest.raises(RateLimited), harness.router.preparing(has_media=False):
+    with harness.holding_slot(), pytest.raises(RateLimited), harness.preparing(has_media=False):
         pass
-    with harness.router.preparing(has_media=False), pytest.raises(RateLimited), harness.router.holding_slot():
+    with harness.preparing(has_media=False), pytest.raises(RateLimited), harness.holding_slot():
         pass
     harness.submit()
-    with pytest.raises(RateLimited), harness.router.holding_slot():
+    with pytest.raises(RateLimited), harness.holding_slot():
         pass
 
 
@@ -88,8 +88,8 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
     assert harness.router.num_requests == 1
     assert harness.lease(PD1).outstanding == 0
     assert harness.lease(PD0).outstanding == 7  # three prompt tokens, four to come
-    harness.router.cancel(first.request)
-    harness.router.cancel(first.request)
+    harness.router.lifecycle.cancel(first.request)
+    harness.router.lifecycle.cancel(first.request)
     assert harness.of(Cancel) == [(PD0, Cancel(first.request))]
     assert harness.outstanding() == 0
 
@@ -134,7 +134,7 @@ def test_a_full_house_answers_overloaded_until_one_ends() -> None:
     stream = harness.submit()
     with pytest.raises(Overloaded):
         harness.submit()
-    harness.router.cancel(stream.request)
+    harness.router.lifecycle.cancel(stream.request)
     harness.submit()
 
 
@@ -172,7 +172,7 @@ def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_faul
         tokens_of(stream)
     assert caught.value.param == "messages[1]"
     assert harness.of(Cancel) == [(PD0, Cancel(stream.request))]
-    harness.router.cancel(other.request)
+    harness.router.lifecycle.cancel(other.request)
     assert harness.outstanding() == 0
 
 
@@ -220,7 +220,7 @@ def test_a_request_of_a_lost_instance_continues_on_another() -> None:
     assert len(harness.of(Encode)) == 1
     harness.router.handle(Tokens(second.request, [8], finish_reason="length"))
     assert tokens_of(lost) == [5, 6, 8]
-    harness.router.cancel(kept.request)
+    harness.router.lifecycle.cancel(kept.request)
     assert harness.outstanding() == 0
 
 
@@ -229,7 +229,7 @@ def test_a_request_is_cancelled_where_it_is_now() -> None:
     stream = harness.submit()
     harness.router.handle(Deregister(PD0))
     harness.sent.clear()
-    harness.router.cancel(stream.request)
+    harness.router.lifecycle.cancel(stream.request)
     assert harness.sent == [(PD1, Cancel(RequestId(f"{stream.request}.1")))]
     assert harness.outstanding() == 0
 
@@ -265,7 +265,7 @@ def test_an_encoder_that_leaves_fails_only_what_it_had_not_encoded() -> None:
     with pytest.raises(Unavailable):
         tokens_of(finished)
     assert not harness.router.can_serve
-    harness.router.cancel(again.request)
+    harness.router.lifecycle.cancel(again.request)
     assert harness.outstanding() == 0
 
 
@@ -276,7 +276,7 @@ def test_a_lost_instance_is_disconnected_after_the_last_message_and_may_register
     assert harness.disconnected == [(PD0, len(harness.sent))]
     assert harness.of(Cancel)[-1][0] == PD0
     harness.register(PD0, pid=2)
-    assert PD0 in {lease.address for lease in harness.router.registry}
+    assert PD0 in {lease.address for lease in harness.router.membership}
     harness.wait(11)
     assert {address for address, _ in harness.disconnected[1:]} == {E0, PD0, PD1}
     harness.register(E1, model="another")
@@ -302,7 +302,7 @@ def test_an_instance_with_another_model_is_rejected() -> None:
     harness = RouterHarness()
     harness.register(PD0, model="another")
     assert [type(message) for _, message in harness.sent] == [RegistrationRefused]
-    assert len(harness.router.registry) == 0
+    assert len(harness.router.membership) == 0
     harness.register(PD0)
     assert harness.of(Registered) == [(PD0, Registered(10.0))]
 
@@ -329,9 +329,9 @@ def test_a_suspended_frontend_renews_all_leases() -> None:
     harness.wait(1, E0, PD0)
     harness.now += 30
     harness.router.tick()
-    assert len(harness.router.registry) == 2
+    assert len(harness.router.membership) == 2
     harness.wait(10.25, E0)
-    assert [lease.address for lease in harness.router.registry] == [E0]
+    assert [lease.address for lease in harness.router.membership] == [E0]
     with pytest.raises(InstanceLost):
         tokens_of(stream)
 
@@ -355,7 +355,7 @@ def test_another_process_at_the_same_address_takes_over_nothing() -> None:
         tokens_of(stream)
     assert harness.outstanding() == 0
     assert harness.router.can_serve is False
-    assert len(harness.router.registry) == 1
+    assert len(harness.router.membership) == 1
 
 
 def test_a_replaced_prefill_is_cancelled_and_its_messages_are_ignored() -> None:
@@ -410,13 +410,13 @@ def test_an_unreachable_peer_does_not_affect_others() -> None:
     with pytest.raises(Unavailable):
         tokens_of(harness.submit())
     harness.need(stream, 0)
-    harness.router.cancel(stream.request)
+    harness.router.lifecycle.cancel(stream.request)
     assert harness.router.num_requests == 0
     assert harness.outstanding() == 0
 
 
 ENDINGS: list[Callable[[RouterHarness, TokenStream], None]] = [
-    lambda harness, stream: harness.router.cancel(stream.request),
+    lambda harness, stream: harness.router.lifecycle.cancel(stream.request),
     lambda harness, stream: harness.router.handle(Tokens(stream.request, [1], finish_reason="length")),
     lambda harness, stream: harness.router.handle(Failed(stream.request, PD0, ErrorKind.INTERNAL_ERROR, "")),
     lambda harness, stream: harness.router.handle(
@@ -438,6 +438,6 @@ def test_costs_settle_to_zero_however_requests_end(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             data.draw(st.sampled_from(ENDINGS))(harness, stream)
     for stream in streams:
-        harness.router.cancel(stream.request)
+        harness.router.lifecycle.cancel(stream.request)
     assert harness.outstanding() == 0
     assert harness.router.debug_state().encode.in_flight == {}

@@ -26,15 +26,15 @@ def report(harness: RouterHarness, *instances: LaunchedInstance) -> None:
 
 
 def join(harness: RouterHarness, name: Address, role: Role, incarnation: int) -> None:
-    layout = harness.lease(PD0).layouts
-    harness.router.handle(Register(str(name), role, name, layout, 1, context_length=100, incarnation=incarnation))
+    peer = harness.lease(PD0)
+    harness.router.handle(Register(str(name), role, name, peer.layouts, 1, incarnation, peer.capacity, 100))
 
 
 def test_a_report_is_answered_with_who_has_joined() -> None:
     harness = RouterHarness(PD0)
     join(harness, E0, Role.E, 7)
     report(harness)
-    joined = [JoinedInstance(PD0, 0), JoinedInstance(E0, 7)]
+    joined = [JoinedInstance(PD0, 1), JoinedInstance(E0, 7)]
     assert harness.of(LauncherStatus) == [(SUPERVISOR, LauncherStatus(os.getpid(), joined))]
 
 

@@ -224,7 +224,7 @@ def test_requests_whose_grammar_is_not_compiled_occupy_no_slots(
                 one.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             for entry in list(service.frontend.router.debug_state().dispatched):
-                service.frontend.router.cancel(entry)
+                service.frontend.router.lifecycle.cancel(entry)
             return answer
 
     assert len(asyncio.run(run())) == 4

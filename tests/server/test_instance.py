@@ -18,6 +18,7 @@ from triptych.messages.rows import RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     Cancel,
+    Capacity,
     ChangeRole,
     Deregister,
     Draining,
@@ -108,7 +109,13 @@ class InstanceHarness:
     def __init__(self, lease: LeaseConfig, loop: Recorder) -> None:
         self.channel, self.loop = Channel(), loop
         self.instance = Instance(
-            name="pd0", role=Role.PD, layouts=[LAYOUT], channel=Channel(), frontend=self.channel.address, lease=lease
+            name="pd0",
+            role=Role.PD,
+            layouts=[LAYOUT],
+            capacity=Capacity(),
+            channel=Channel(),
+            frontend=self.channel.address,
+            lease=lease,
         )
         self.instance.add_loop(loop, peer=TransferSide.PRODUCER)
         self.received: list[Message] = []

@@ -15,6 +15,7 @@ from triptych.encode.loop import EncodeFunction, EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.messages.work import SamplingParams, Tokens
 from triptych.models.base import EncoderInput
+from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.server.instance import Instance
 from triptych.types import Address
@@ -42,7 +43,9 @@ async def timeline(service: Running) -> list[Interval]:
     """Of one request with several pictures, as its client would receive them."""
     content = [{"type": "image", "data": png(picture(96, 96, seed))} for seed in range(IMAGES)]
     prompt = service.frontend.service.prompt_builder.build([{"role": "user", "content": content}])
-    stream = service.frontend.service.router.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True), [])
+    stream = service.frontend.service.router.lifecycle.submit(
+        RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=2, ignore_eos=True), []
+    )
     async for _ in stream:
         pass
     return stream.intervals

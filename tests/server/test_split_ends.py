@@ -10,6 +10,7 @@ from tests.support.harness import Running, running
 from triptych.engine.kv_sink import KVSink
 from triptych.errors import InternalError, TransferError
 from triptych.messages.work import Prefill, SamplingParams
+from triptych.observe.requests import RequestRecord
 from triptych.router.stream import TokenStream
 
 MESSAGES = [{"role": "user", "content": "one two three " * 20}]
@@ -23,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def submit(service: Running, salt: str) -> TokenStream:
     inside = service.frontend.service
     prompt = inside.prompt_builder.build(MESSAGES)
-    return inside.router.submit(prompt, SamplingParams(max_tokens=20, ignore_eos=True), [], salt)
+    return inside.router.lifecycle.submit(
+        RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=20, ignore_eos=True), [], salt
+    )
 
 
 def test_cancels_are_no_errors_wherever_they_find_a_request(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -33,12 +36,12 @@ def test_cancels_are_no_errors_wherever_they_find_a_request(folder: Path, caplog
                 streams = [submit(service, f"{number}/{one}") for one in range(3)]
                 await asyncio.sleep(0.001 * (number % 12))
                 for stream in streams:
-                    service.frontend.router.cancel(stream.request)
+                    service.frontend.router.lifecycle.cancel(stream.request)
             assert len(await service.answer(MESSAGES)) == 32
             async with asyncio.timeout(10):
                 while not all(host.idle for instance in service.instances for host in instance.loops):
                     await asyncio.sleep(0.01)
-            assert all(lease.outstanding == 0 for lease in service.frontend.router.registry)
+            assert all(lease.outstanding == 0 for lease in service.frontend.router.membership)
 
     asyncio.run(run())
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

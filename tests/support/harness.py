@@ -25,6 +25,7 @@ from triptych.engine.loop import EngineLoop
 from triptych.engine.scheduler import CountReadyTokens, Scheduler, SchedulerOutput
 from triptych.messages.channel import Channel
 from triptych.messages.work import SamplingParams
+from triptych.observe.requests import RequestRecord
 from triptych.server.build import build_instance
 from triptych.server.frontend import Frontend
 from triptych.server.instance import Instance
@@ -58,7 +59,9 @@ class Running:
         service = self.frontend.service
         prompt = service.prompt_builder.build(messages)
         settings = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | sampling))
-        stream = service.router.submit(prompt, settings, sorted(service.tokenizer.eos_token_ids), cache_salt)
+        stream = service.router.lifecycle.submit(
+            RequestRecord("id", "POST"), prompt, settings, sorted(service.tokenizer.eos_token_ids), cache_salt
+        )
         return [token async for report in stream for token in report.tokens]
 
     async def answers(self, requests: Sequence[Messages], **sampling: Any) -> list[list[int]]:
@@ -102,7 +105,7 @@ async def running(
             service.threads[instance.name] = threading.Thread(target=run_instance, args=[instance], daemon=True)
             service.threads[instance.name].start()
         async with asyncio.timeout(30):
-            while len(door.router.registry) < len(service.instances):
+            while len(door.router.membership) < len(service.instances):
                 await asyncio.sleep(0.005)
         yield service
         for name in list(service.threads):

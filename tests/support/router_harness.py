@@ -2,18 +2,19 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
 
-from triptych.config import AdmissionConfig, EncodeConfig, EngineConfig, LeaseConfig
+from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
-from triptych.messages.work import EncodeNeeded, Heartbeat, MissingItem, Register, SamplingParams
+from triptych.messages.work import Capacity, EncodeNeeded, Heartbeat, MissingItem, Register, SamplingParams
 from triptych.models.base import Positions
-from triptych.observe.requests import CURRENT, RequestRecord
+from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
-from triptych.router.registry import InstanceLease
+from triptych.router.membership import InstanceLease
 from triptych.router.router import Router
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
@@ -45,13 +46,17 @@ def prompt(*costs: float) -> PlannedPrompt:
     return PlannedPrompt(tokens, Positions(np.zeros((3, len(tokens)), dtype=np.int64), len(tokens)), items)
 
 
+def request_of(client: str = "") -> RequestRecord:
+    """The record of a request that has just arrived."""
+    return RequestRecord("id", "POST", client=client)
+
+
 class RouterHarness:
     """A router, the clock on its wall, and what it has sent."""
 
     def __init__(self, *addresses: Address, max_queue: int = 8, **settings: Any) -> None:
-        """``settings`` of admission, of the engine and of encoding, by their names."""
-        engine = {name: settings.pop(name) for name in list(settings) if name in EngineConfig.__dataclass_fields__}
-        encode = {name: settings.pop(name) for name in list(settings) if name in EncodeConfig.__dataclass_fields__}
+        """``settings`` of admission, and ``max_num_seqs`` and ``encode_batch_patches`` of all instances."""
+        self.capacity = Capacity(settings.pop("max_num_seqs", 32), settings.pop("encode_batch_patches", 1024))
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
         self.disconnected: list[tuple[Address, int]] = []
@@ -62,18 +67,19 @@ class RouterHarness:
             send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
             disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
             fingerprint="model",
-            admission=AdmissionConfig(max_queue=max_queue, **{"request_timeout": 60.0} | settings),
-            engine=EngineConfig(**engine),
-            encode=EncodeConfig(**encode),
+            admission=AdmissionConfig(max_queue=max_queue, **{"request_timeout": 60.0, "restart_hold": 0.0} | settings),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             clock=lambda: self.now,
         )
         for address in addresses:
             self.register(address)
 
-    def register(self, address: Address, pid: int = 1, model: str = "model", dtype: str = "float32") -> None:
+    def register(
+        self, address: Address, pid: int = 1, model: str = "model", dtype: str = "float32", incarnation: int = 0
+    ) -> None:
         layout = RowLayout(model, dtype, 4, 16)
-        self.router.handle(Register(str(address), ROLES[address], address, [layout], pid, context_length=100))
+        role, incarnation = ROLES[address], incarnation or pid
+        self.router.handle(Register(str(address), role, address, [layout], pid, incarnation, self.capacity, 100))
 
     def wait(self, seconds: float, *alive: Address) -> None:
         """Time passes, with heartbeats of those that are alive; the router looks four times a second."""
@@ -85,11 +91,15 @@ class RouterHarness:
 
     def submit(self, *costs: float, client: str = "", **how: Any) -> TokenStream:
         """A request of ``client``, with an item of each cost."""
-        context = CURRENT.set(RequestRecord("id", "POST", client=client))
-        try:
-            return self.router.submit(prompt(*costs), SamplingParams(max_tokens=4), [], **how)
-        finally:
-            CURRENT.reset(context)
+        return self.router.lifecycle.submit(request_of(client), prompt(*costs), SamplingParams(max_tokens=4), [], **how)
+
+    def preparing(self, *, has_media: bool, **how: Any) -> AbstractContextManager[None]:
+        """A request whose prompt is being prepared."""
+        return self.router.lifecycle.preparing(request_of(), has_media=has_media, **how)
+
+    def holding_slot(self) -> AbstractContextManager[None]:
+        """A request that needs no instance."""
+        return self.router.lifecycle.holding_slot(request_of())
 
     def need(self, stream: TokenStream, *items: int) -> list[TransferId]:
         needed = [MissingItem(item, TransferId(f"{stream.request}/{item}")) for item in items]
@@ -101,12 +111,12 @@ class RouterHarness:
         return [(to, message) for to, message in self.sent if isinstance(message, kind)]
 
     def lease(self, address: Address) -> InstanceLease:
-        lease = self.router.registry.get(address)
+        lease = self.router.membership.get(address)
         assert lease is not None
         return lease
 
     def outstanding(self) -> float:
-        return sum(lease.outstanding for lease in self.router.registry)
+        return sum(lease.outstanding for lease in self.router.membership)
 
 
 def tokens_of(stream: TokenStream) -> list[int]:

@@ -120,7 +120,7 @@ def served(
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    config = FrontendConfig.of(port=0, **frontend)
+    config = FrontendConfig.of(port=0, **{"restart_hold": 0.0, **frontend})
     service = running(folder, topology, engine, frontend=config, observe=observe, prepare=prepare)
 
     def on_loop(work: Any) -> Any:

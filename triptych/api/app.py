@@ -32,7 +32,7 @@ from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected, error_event
 from triptych.api.validation import parse_request
 from triptych.errors import InternalError, InvalidRequest, TriptychError
-from triptych.observe.requests import CURRENT
+from triptych.observe.requests import RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -194,9 +194,11 @@ async def _read_request(request: Request, service: Service) -> tuple[bytes, Requ
     """Read the request; return its JSON and its context.
 
     Raises what ``read_body`` raises, and InvalidRequest for an invalid header."""
-    charge = service.memory_budget.for_request()
+    record: RequestRecord = request.state.record
+    charge = service.memory_budget.for_request(record)
     body = await read_body(request, service.frontend.http.max_body_mb * 2**20, charge)
     return body.text, RequestContext(
+        record=record,
         scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
         deadline=time.monotonic() + _timeout(request, service),
         media=service.media.for_request(body.inline, charge),
@@ -267,10 +269,10 @@ async def _with_errors(
         await events.aclose()
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TriptychError)
-    if (record := CURRENT.get()) is not None:
-        record.error = type(error).__name__
+    record: RequestRecord = request.state.record
+    record.error = type(error).__name__
     if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
     return JsonResponse(body_of(error), status_of(error), headers_of(error))

@@ -23,7 +23,6 @@ from triptych.api.response_format import answer_grammar
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
-from triptych.observe.requests import current_client
 from triptych.prompt.tool_calls import ToolCallArguments, ToolCallStart
 
 
@@ -32,7 +31,9 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
     context = context.with_timeout(request.timeout)
     check_model(service, request.model)
     has_media = bool(media_parts(request.messages))
-    with service.router.preparing(has_media=has_media, priority=request.priority or 0, timeout=context.remaining):
+    with service.lifecycle.preparing(
+        context.record, has_media=has_media, priority=request.priority or 0, timeout=context.remaining
+    ):
         prompt, intervals = await plan_conversation(service, request, context)
     generation = Generation(
         service=service,
@@ -74,7 +75,7 @@ async def _prompt_logprobs(chat: PreparedChat) -> dict[str, Any]:
     tokenizer, prompt, logprobs = generation.service.tokenizer, generation.prompts[0], generation.prompt_logprobs.get(0)
     # on another thread, because it takes long enough to delay other requests' tokens
     encoded = await generation.service.executor.run(
-        current_client(),
+        generation.context.record.client,
         lambda: prompt_logprob_entries(tokenizer, scored_tokens(prompt.tokens, logprobs), num_top),
     )
     return {"prompt_logprobs": encoded}

@@ -16,7 +16,6 @@ from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.errors import InvalidRequest
 from triptych.messages.work import TokenLogprob
-from triptych.observe.requests import current_client, note
 from triptych.observe.timeline import Interval
 from triptych.prompt.detokenize import REPLACEMENT, Detokenizer
 from triptych.prompt.prompt import PlannedPrompt
@@ -30,11 +29,13 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
     if num_choices > (limit := service.frontend.admission.max_queue):
         raise InvalidRequest(f"prompt: {num_choices} choices exceed the limit of {limit}", "prompt")
     started = time.time()
-    with service.router.preparing(has_media=False, priority=request.priority or 0, timeout=context.remaining):
+    with service.lifecycle.preparing(
+        context.record, has_media=False, priority=request.priority or 0, timeout=context.remaining
+    ):
         async with context.within_deadline():
-            prompts = await service.executor.run(current_client(), partial(_plan_prompts, service, request))
+            prompts = await service.executor.run(context.record.client, partial(_plan_prompts, service, request))
     planning = Interval("plan", started, time.time())
-    note(planning)
+    context.record.note(planning)
     return Generation(
         service=service,
         prompts=prompts,
@@ -165,7 +166,7 @@ async def full_response(generation: Generation) -> dict[str, Any]:
     if _has_logprobs(generation):
         # formatted and encoded on another thread, because it takes long enough to delay other requests' tokens
         choices += await generation.service.executor.run(
-            current_client(), lambda: [_as_json(one) for one in format_all()]
+            generation.context.record.client, lambda: [_as_json(one) for one in format_all()]
         )
     else:
         choices += format_all()
@@ -221,7 +222,7 @@ async def _format_first(generation: Generation, formatter: _ChoiceFormatter, out
     if generation.sampling_params[0].prompt_logprobs is None:
         return formatter.format(output)
     # on another thread, because a prompt's log probabilities take long enough to delay other requests' tokens
-    return await generation.service.executor.run(current_client(), partial(formatter.format, output))
+    return await generation.service.executor.run(generation.context.record.client, partial(formatter.format, output))
 
 
 def _object(generation: Generation) -> dict[str, Any]:

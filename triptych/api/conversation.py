@@ -15,7 +15,6 @@ from triptych.api.schemas import (
 )
 from triptych.api.service import Service
 from triptych.errors import InvalidRequest
-from triptych.observe.requests import current_client, note
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
 
@@ -44,9 +43,9 @@ async def plan_conversation(
             continue_final_message=request.continue_final_message,
             **variables,
         )
-        prompt = await service.executor.run(current_client(), build)
+        prompt = await service.executor.run(context.record.client, build)
     intervals = [Interval("fetch", started, fetched), Interval("plan", fetched, time.time())]
-    note(*intervals)
+    context.record.note(*intervals)
     return prompt, intervals
 
 

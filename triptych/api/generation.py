@@ -16,6 +16,7 @@ from triptych.api.prompt_logprobs import check_num_logprobs
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
 from triptych.messages.work import GrammarSpec, PromptLogprobs, SamplingParams, TokenLogprob, Tokens
+from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval, as_json
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.media import RequestMedia
@@ -30,6 +31,8 @@ N = TypeVar("N")
 class RequestContext:
     """Properties of a request that its body doesn't hold."""
 
+    record: RequestRecord
+    """Record of the HTTP request."""
     scope: str
     """Digest of the client's API key. Cached media are visible only to requests of the same scope."""
     deadline: float
@@ -124,7 +127,7 @@ class Generation:
                     yield output
         finally:
             for one in self._streams:
-                self.service.router.cancel(one.request)
+                self.service.lifecycle.cancel(one.request)
                 self.intervals += one.intervals
 
     def end(self, choice: int) -> None:
@@ -132,17 +135,18 @@ class Generation:
 
         Tokens that arrived since its last output were generated, so they count."""
         stream = self._streams[choice]
-        self.service.router.complete(stream.request)
+        self.service.lifecycle.complete(stream.request)
         self.num_generated += stream.num_unread
         stream.close()
 
     def _submit(self, choice: int, text: "ChoiceText") -> TokenStream:
-        return self.service.router.submit(
+        return self.service.lifecycle.submit(
+            self.context.record,
             self.prompt_of(choice),
             self.sampling_params[choice % len(self.sampling_params)],
             sorted(self.service.tokenizer.eos_token_ids),
             self.fields.cache_salt or "",
-            self.context.remaining,
+            timeout=self.context.remaining,
             priority=self.fields.priority or 0,
             read=text.read,
         )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from triptych.errors import Overloaded, RateLimited
-from triptych.observe.requests import at_end, current_client
+from triptych.observe.requests import RequestRecord
 
 FREE_BYTES = 2**16
 """Bytes of each request that aren't charged, so that text requests are admitted even when the budget is spent."""
@@ -22,11 +22,11 @@ class MemoryBudget:
         """Bytes charged at the moment."""
         return self._by_client.total()
 
-    def for_request(self) -> Callable[[int], None]:
-        """Return a function that charges further bytes to the current request until it ends.
+    def for_request(self, record: RequestRecord) -> Callable[[int], None]:
+        """Return a function that charges further bytes to the request until it ends.
 
         It raises Overloaded when the whole budget is spent, and RateLimited when the client's half is."""
-        client, own = current_client(), 0
+        client, own = record.client, 0
 
         def release() -> None:
             nonlocal own
@@ -45,7 +45,7 @@ class MemoryBudget:
                 self._by_client[client] += more
             own += num_bytes
             if more and not before:
-                at_end(release)  # registered once per request: bodies arrive in many small chunks
+                record.at_end(release)  # registered once per request: bodies arrive in many small chunks
 
         return charge
 

@@ -8,10 +8,10 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextvars import Context
 
 from triptych.errors import TriptychError
 from triptych.messages.work import SamplingParams
+from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import Message, PromptBuilder
 from triptych.router.admission import PROBE_PRIORITY
 from triptych.router.router import Router
@@ -62,8 +62,7 @@ class Readiness:
         if self._shown_by_clients():
             return ""
         if self._age() > (FRESH_FAILURE_SECONDS if self._reason else FRESH_SECONDS) and self._probe is None:
-            # in a new context: it belongs to no client's request, and outlives the poll that started it
-            self._probe = asyncio.get_running_loop().create_task(self._run_probe(), context=Context())
+            self._probe = asyncio.create_task(self._run_probe())  # outlives the poll that started it
         if self._probe is not None and (self._reason or self._age() > STALE_SECONDS):
             await asyncio.wait({self._probe}, timeout=MAX_WAIT)
             if self._probe is not None and self._age() > STALE_SECONDS:
@@ -101,18 +100,19 @@ class Readiness:
         has_media = self._router.takes_media
         content = [{"type": "text", "text": "?"}, *([{"type": "image", "data": _image()}] if has_media else [])]
         messages: list[Message] = [{"role": "user", "content": content}]
-        prompt = self._builder.build(messages, self._router.registry.context_length())
+        prompt = self._builder.build(messages, self._router.membership.context_length())
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         # must miss every cache: a hit would skip the stage that is to be checked
         salt = secrets.token_hex(8)
-        stream = self._router.submit(
-            prompt, sampling, self._eos_token_ids, salt, priority=PROBE_PRIORITY, timeout=PROBE_TIMEOUT
+        record = RequestRecord("readiness probe", "GET", counted=False)
+        stream = self._router.lifecycle.submit(
+            record, prompt, sampling, self._eos_token_ids, salt, priority=PROBE_PRIORITY, timeout=PROBE_TIMEOUT
         )
         try:
             async for _ in stream:
                 pass
         finally:
-            self._router.cancel(stream.request)
+            self._router.lifecycle.cancel(stream.request)
 
 
 def _image() -> bytes:

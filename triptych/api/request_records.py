@@ -1,6 +1,5 @@
 """Middleware that gives every request a record and an id, and reports the record when the request has ended."""
 
-import contextlib
 import logging
 import re
 import secrets
@@ -11,7 +10,7 @@ from blake3 import blake3
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from triptych.observe.requests import CURRENT, RequestRecord
+from triptych.observe.requests import RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +27,10 @@ Observer = Callable[[RequestRecord], None]
 
 
 class RequestRecordMiddleware:
-    """ASGI middleware. Keeps the client's request and correlation ids if they are safe to log and send back.
+    """ASGI middleware. Sets ``scope["state"]["record"]`` to the request's record.
 
-    Every response carries its request's id, and the client's correlation id if there is one."""
+    Keeps the client's request and correlation ids if they are safe to log and send back. Every response carries its
+    request's id, and the client's correlation id if there is one."""
 
     def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
         self._app = app
@@ -58,15 +58,13 @@ class RequestRecordMiddleware:
                     answer[CORRELATION_ID] = record.correlation
             await send(message)
 
-        context = CURRENT.set(record)
+        scope.setdefault("state", {})["record"] = record
         try:
             await self._app(scope, receive, recording_send)
         except Exception:
             record.status = 500
             raise
         finally:
-            with contextlib.suppress(ValueError):  # at shutdown, open requests are closed from another context
-                CURRENT.reset(context)
             record.ending.close()
             record.ended = time.time()
             record.handler = getattr(scope.get("route"), "path", "unknown")

@@ -16,6 +16,7 @@ from triptych.errors import CheckpointError
 from triptych.prompt.media import MediaSource
 from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.tokenizer import Tokenizer
+from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.router import Router
 
 
@@ -84,6 +85,11 @@ class Service:
         object.__setattr__(self, "memory_budget", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
 
     @property
+    def lifecycle(self) -> RequestLifecycle:
+        """Where requests are admitted, submitted and ended."""
+        return self.router.lifecycle
+
+    @property
     def input_modalities(self) -> list[str]:
         """Modalities that requests may contain."""
         return ["text", *(sorted(self.prompt_builder.modalities) if self.router.takes_media else ())]
@@ -91,7 +97,7 @@ class Service:
     @property
     def context_length(self) -> int:
         """Maximum tokens of prompt and answer: the limit of model and settings, and of the smallest KV cache."""
-        longest = self.router.registry.context_length()
+        longest = self.router.membership.context_length()
         return (
             self.prompt_builder.context_length if longest is None else min(self.prompt_builder.context_length, longest)
         )

@@ -10,7 +10,6 @@ from triptych.api.conversation import plan_conversation
 from triptych.api.generation import RequestContext, check_model
 from triptych.api.service import Service
 from triptych.api.validation import parse_request
-from triptych.observe.requests import current_client
 from triptych.prompt.prompt import PlannedPrompt
 
 
@@ -33,12 +32,12 @@ async def tokenize(
     service: Service, request: TokenizeConversation | TokenizeText, context: RequestContext
 ) -> dict[str, Any]:
     """Return ``objects.Tokenized``, with all tokens of media. Raises RequestError and ServiceError."""
-    with service.router.holding_slot():
+    with service.lifecycle.holding_slot(context.record):
         async with context.within_deadline():
             tokens = (await _prompt(service, request, context)).tokens
             names = None
             if request.return_token_strs:
-                names = await service.executor.run(current_client(), partial(_token_strings, service, tokens))
+                names = await service.executor.run(context.record.client, partial(_token_strings, service, tokens))
     return {"count": len(tokens), "max_model_len": service.context_length, "tokens": tokens, "token_strs": names}
 
 
@@ -54,7 +53,7 @@ async def _prompt(
         service.context_length,
         add_special_tokens=request.add_special_tokens,
     )
-    return await service.executor.run(current_client(), build)
+    return await service.executor.run(context.record.client, build)
 
 
 def _token_strings(service: Service, tokens: list[int]) -> list[str]:
@@ -65,6 +64,6 @@ async def detokenize(service: Service, request: DetokenizeRequest, context: Requ
     """Return ``objects.Detokenized``. Raises RequestError and ServiceError."""
     check_model(service, request.model)
     decode = partial(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
-    with service.router.holding_slot():
+    with service.lifecycle.holding_slot(context.record):
         async with context.within_deadline():
-            return {"prompt": await service.executor.run(current_client(), decode)}
+            return {"prompt": await service.executor.run(context.record.client, decode)}

@@ -25,6 +25,11 @@ class AdmissionConfig(Settings):
         " use half of it; beyond that, its requests are rejected with 429",
         ge=1,
     )
+    restart_hold: float = setting(
+        30.0,
+        "seconds that requests wait for a stage whose last instance was lost; after that, they are rejected with 503",
+        ge=0,
+    )
     request_timeout: float = setting(600.0, "seconds after which a request that isn't finished fails", gt=0)
 
     def check_together(self) -> None:

@@ -17,6 +17,25 @@ Seconds = Annotated[float, Meta(gt=0, le=10**9)]
 # ── registration: instance ⇄ frontend ──────────────────────────────────────────────────────────────────────
 
 
+REQUESTS_PER_EXTRA = 4
+"""An instance gets one extra request per this many running ones, so that its next step need not wait for the router."""
+
+
+class Capacity(Struct, frozen=True):
+    """How much work an instance can run at once, by its settings; 0 for a stage that it doesn't run."""
+
+    max_num_seqs: Count = 0
+    """Requests in one step."""
+    encode_batch_patches: Count = 0
+    """Patches in one batch of the encoder."""
+
+    @property
+    def max_dispatched(self) -> int:
+        """Requests of one kind that a frontend gives the instance at a time. The rest stays in the frontend's queue,
+        where it can still be reordered."""
+        return self.max_num_seqs + max(2, self.max_num_seqs // REQUESTS_PER_EXTRA)
+
+
 class Register(Struct, frozen=True, tag=True):
     """Instance → frontend: register. Sent once the model is loaded."""
 
@@ -26,11 +45,12 @@ class Register(Struct, frozen=True, tag=True):
     layouts: list[RowLayout]
     """Layouts of the rows that it sends or receives, in any role it may have: one for each kind."""
     pid: int
+    incarnation: Count
+    """Larger for a process that was started later. Of two instances of one name, the frontend keeps the newer."""
+    capacity: Capacity
     context_length: Count
     """The longest request that it can hold, in tokens; 0 without a decoder."""
     stats: InstanceStats = field(default_factory=InstanceStats)
-    incarnation: Count = 0
-    """Larger for a later process of the same name."""
 
 
 class Registered(Struct, frozen=True, tag=True):
@@ -66,17 +86,19 @@ class Deregister(Struct, frozen=True, tag=True):
 
 
 class Draining(Struct, frozen=True, tag=True):
-    """Instance → frontend: send nothing new; it finishes what has begun, then sends Deregister."""
+    """Instance → frontend: give me nothing new. I finish what I have begun, and then deregister."""
 
     address: Address
 
 
 class HandBack(Struct, frozen=True, tag=True):
-    """Draining instance → frontend: these requests and items haven't begun; place them elsewhere."""
+    """Draining instance → frontend: this work hasn't begun; give it to other instances."""
 
     address: Address
     requests: list[RequestId]
+    """Requests that a language instance was given."""
     transfers: list[TransferId]
+    """Items that an encode instance was given, by their transfers."""
 
 
 class PeerLost(Struct, frozen=True, tag=True):
@@ -194,7 +216,7 @@ class InstanceStatus(Struct, frozen=True):
     address: Address
     pid: int
     outstanding: float
-    """Cost of its assigned, unfinished work, as in ``router/registry.py``."""
+    """Cost of its assigned, unfinished work, as in ``router/membership.py``."""
     seconds_since_heartbeat: float
     """Seconds since its last heartbeat."""
     load: Load
@@ -361,6 +383,8 @@ class MissingItem(Struct, frozen=True):
     item: Count
     """Index of the item in the request."""
     transfer: TransferId
+    first_row: Count = 0
+    """The instance has the rows before this one."""
 
 
 class EncodeNeeded(Struct, frozen=True, tag=True):
@@ -384,6 +408,8 @@ class Encode(Struct, frozen=True, tag=True):
     key: str
     plan: ItemPlan
     data: bytes
+    first_row: Count = 0
+    """The consumer has the rows before this one."""
     timeout: Timeout = NO_TIMEOUT
     cache_salt: str = ""
     client: str = ""
@@ -475,9 +501,9 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 WorkMessage = (
-    Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Deregister | Draining | HandBack
-    | PeerLost | LauncherReport | LauncherStatus
-    | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
+    Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Draining | HandBack | Deregister
+    | LauncherReport | LauncherStatus
+    | PeerLost | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | Encoded | EncodeFailed
     | Tokens | Failed | Cancel
 )  # fmt: skip

@@ -1,11 +1,8 @@
-"""Records of HTTP requests, made while they are answered: the only source of metrics, log lines and traces.
-
-A context variable holds the record of the current request."""
+"""Records of HTTP requests, made while they are answered: the only source of metrics, log lines and traces."""
 
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +21,7 @@ class ChoiceRecord:
     arrived: float
     """When the HTTP request arrived."""
     counted: bool
-    """Whether it counts in the metrics: it belongs to a client's request, not to a probe."""
+    """Whether it counts in the metrics, as its request says."""
     submitted: float
     first_token: float = 0.0
     last_token: float = 0.0
@@ -57,6 +54,8 @@ class RequestRecord:
     """The unit of fairness: a digest of the API key, or the address."""
     traceparent: str = ""
     """The client's header of that name; empty if none."""
+    counted: bool = True
+    """Whether its choices count in the metrics: it is a client's request, not a probe."""
     began: float = field(default_factory=time.time)
     ended: float = 0.0
     handler: str = "unknown"
@@ -81,40 +80,21 @@ class RequestRecord:
         """Whether it is a generation request, admitted or not."""
         return self.method == "POST" and self.handler.startswith("/v1/")
 
+    @property
+    def seconds_spent(self) -> float:
+        """Seconds since the request arrived."""
+        return time.time() - self.began
 
-CURRENT: ContextVar[RequestRecord | None] = ContextVar("current_request", default=None)
+    def note(self, *intervals: Interval) -> None:
+        """Add the frontend's intervals to the request's timeline."""
+        self.intervals += intervals
 
+    def at_end(self, release: Callable[[], object]) -> None:
+        """Call ``release`` when the request ends."""
+        self.ending.callback(release)
 
-def note(*intervals: Interval) -> None:
-    """Add the frontend's intervals to the current request's timeline, if there is one."""
-    if (record := CURRENT.get()) is not None:
-        record.intervals += intervals
-
-
-def at_end(release: Callable[[], object]) -> None:
-    """Call ``release`` when the current request ends; immediately if there is none."""
-    if (record := CURRENT.get()) is not None:
-        record.ending.callback(release)
-    else:
-        release()
-
-
-def current_client() -> str:
-    """Return the current request's client; empty if there is no request."""
-    record = CURRENT.get()
-    return record.client if record else ""
-
-
-def seconds_spent() -> float:
-    """Return the seconds since the current request arrived; 0 if there is none."""
-    record = CURRENT.get()
-    return time.time() - record.began if record else 0.0
-
-
-def begin_choice(num_prompt: int, num_items: int) -> ChoiceRecord:
-    """Create the record of a new choice of the current request, or of none."""
-    now, record = time.time(), CURRENT.get()
-    generation = ChoiceRecord(num_prompt, num_items, record.began if record else now, record is not None, now)
-    if record is not None:
-        record.generations.append(generation)
-    return generation
+    def begin_choice(self, num_prompt: int, num_items: int) -> ChoiceRecord:
+        """Create the record of a new choice."""
+        choice = ChoiceRecord(num_prompt, num_items, self.began, self.counted, submitted=time.time())
+        self.generations.append(choice)
+        return choice

@@ -3,8 +3,8 @@
 Each instance is given only a few batches at a time, so that the rest stays in the fair queue and can be reordered.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from triptych.fair_queue import FairQueue, QueueState, Ticket
@@ -12,8 +12,8 @@ from triptych.messages.codec import Message
 from triptych.messages.work import Encode, time_left
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.forecast import Rate
+from triptych.router.membership import InstanceLease, Membership
 from triptych.router.placement import least_outstanding
-from triptych.router.registry import InstanceLease
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 
 ENCODE_BATCHES_AHEAD = 4
@@ -37,9 +37,12 @@ class EncodeTask:
     transfer: TransferId
     consumer: Address
     """The language instance."""
+    first_row: int
+    """The consumer has the rows before this one."""
     deadline: float
     """When the embedding is of no use any more, by the router's clock, in seconds."""
     client: str
+    priority: int
     cache_salt: str = ""
 
 
@@ -95,20 +98,16 @@ class EncodeDispatcher:
     def __init__(
         self,
         *,
-        encode_instances: Callable[[], Collection[InstanceLease]],
+        membership: Membership,
         address: Address,
-        batch_patches: int,
         send: Callable[[Address, Message], None],
         rate: Rate,
         clock: Callable[[], float],
     ) -> None:
-        """``encode_instances`` returns the current encode instances. Each gets items while it has fewer than
-        ``ENCODE_BATCHES_AHEAD`` batches of ``batch_patches`` in flight, and fewer than ``LONG_ITEMS`` time-sliced
-        items. Any other item counts as at most one batch. ``rate`` is updated with the work done, in cost per second.
-        """
-        self._encode_instances = encode_instances
-        self._batch_patches = batch_patches
-        self._max_patches = ENCODE_BATCHES_AHEAD * batch_patches
+        """Each encode instance gets items while it has fewer than ``ENCODE_BATCHES_AHEAD`` of its batches in flight,
+        and fewer than ``LONG_ITEMS`` time-sliced items. Any other item counts as at most one batch. ``address`` is this
+        frontend's. ``rate`` is updated with the work done, in cost per second."""
+        self._membership = membership
         self._address = address
         self._send = send
         self._rate = rate
@@ -116,53 +115,77 @@ class EncodeDispatcher:
         self._queue: FairQueue[EncodeTask] = FairQueue()
         self._requests: dict[RequestId, _RequestItems] = {}
         self._in_flight: dict[TransferId, InFlightEncode] = {}
-        self._unfinished: set[InFlightEncode] = set()
+        self._at: defaultdict[Address, dict[TransferId, InFlightEncode]] = defaultdict(dict)
+        """Those of them that an instance was assigned, by its address."""
+        self._unfinished: dict[InFlightEncode, None] = {}
+        self._num_long: Counter[tuple[Address, str]] = Counter()
+        """Unfinished time-sliced items of a client at an instance."""
 
-    def enqueue(self, task: EncodeTask, priority: int) -> bool:
+    def enqueue(self, task: EncodeTask) -> bool:
         """Queue an item; call ``dispatch`` afterwards. Return whether it replaces an earlier transfer of the same item,
         as after a preemption."""
         items = self._requests.setdefault(task.request, _RequestItems())
         replaced = self._release_item(items, task.index)
         plan = task.item.plan
-        kind = "long" if plan.is_time_sliced(self._batch_patches) else "short"
-        items.queued[task.index] = self._queue.add(task, task.client, cost_of(plan), priority, kind)
+        kind = "long" if plan.is_time_sliced(self._membership.encode_batch_patches) else "short"
+        items.queued[task.index] = self._queue.add(task, task.client, cost_of(plan), task.priority, kind)
         return replaced
 
     def dispatch(self) -> None:
         """Dispatch queued items to encode instances with capacity, each to the least loaded one."""
-        while ticket := self._queue.pop(lambda task: bool(self._with_capacity(task))):
-            instance = least_outstanding(self._with_capacity(ticket.work))
+        while instances := self._with_capacity():
+            if (ticket := self._queue.pop(lambda task: any(self._fits(task, one) for one in instances))) is None:
+                return
+            instance = least_outstanding([one for one in instances if self._fits(ticket.work, one)])
             assert instance is not None
             self._dispatch_to(ticket.work, instance)
 
-    def _with_capacity(self, task: EncodeTask) -> list[InstanceLease]:
-        """Return the encode instances that have capacity for an item."""
-        if not task.item.plan.is_time_sliced(self._batch_patches):
-            return [one for one in self._encode_instances() if one.patches < self._max_patches]
-        long = [encode for encode in self._unfinished if encode.long]
-        by_instance = Counter(encode.instance.address for encode in long)
-        own = Counter(encode.instance.address for encode in long if encode.task.client == task.client)
-        return [
-            one
-            for one in self._encode_instances()
-            if by_instance[one.address] < LONG_ITEMS and own[one.address] < LONG_ITEMS_PER_CLIENT
-        ]
+    def _with_capacity(self) -> list[InstanceLease]:
+        """Return the encode instances that have capacity for some item; none if nothing is queued."""
+        if not len(self._queue):
+            return []
+        instances = self._membership.encode_instances(begun=True)
+        return [one for one in instances if self._has_patches(one) or one.num_long < LONG_ITEMS]
+
+    @staticmethod
+    def _has_patches(instance: InstanceLease) -> bool:
+        return instance.patches < ENCODE_BATCHES_AHEAD * instance.capacity.encode_batch_patches
+
+    def _fits(self, task: EncodeTask, instance: InstanceLease) -> bool:
+        """Return whether an encode instance has capacity for an item."""
+        if not task.item.plan.is_time_sliced(instance.capacity.encode_batch_patches):
+            return self._has_patches(instance)
+        own = self._num_long[instance.address, task.client]
+        return instance.num_long < LONG_ITEMS and own < LONG_ITEMS_PER_CLIENT
 
     def _dispatch_to(self, task: EncodeTask, instance: InstanceLease) -> None:
-        item, plan = task.item, task.item.plan
-        long = plan.is_time_sliced(self._batch_patches)
-        patches = 0 if long else min(plan.patches, self._batch_patches)
+        item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
+        long = plan.is_time_sliced(batch_patches)
+        patches = 0 if long else min(plan.patches, batch_patches)
         items, encode = self._requests[task.request], InFlightEncode(task, instance, long, patches)
         del items.queued[task.index]
         items.in_flight[task.transfer] = self._in_flight[task.transfer] = encode
-        self._unfinished.add(encode)
+        self._at[instance.address][task.transfer] = encode
+        self._unfinished[encode] = None
         instance.assign(encode.cost)
         instance.patches += patches
+        if long:
+            instance.num_long += 1
+            self._num_long[instance.address, task.client] += 1
         now = self._clock()
         self._rate.set_busy(now, busy=True)
-        timeout = time_left(task.deadline, now)
-        salt, client = task.cache_salt, task.client
-        message = Encode(task.transfer, task.consumer, self._address, item.key, plan, item.data, timeout, salt, client)
+        message = Encode(
+            transfer=task.transfer,
+            consumer=task.consumer,
+            reply_to=self._address,
+            key=item.key,
+            plan=plan,
+            data=item.data,
+            first_row=task.first_row,
+            timeout=time_left(task.deadline, now),
+            cache_salt=task.cache_salt,
+            client=task.client,
+        )
         self._send(instance.address, message)
 
     def cost_ahead(self, cost: float) -> float:
@@ -202,14 +225,25 @@ class EncodeDispatcher:
                 self._queue.remove(ticket)
                 del self._requests[ticket.work.request].queued[ticket.work.index]
 
-    def transfers_of(self, instance: InstanceLease) -> list[TransferId]:
-        """Return the transfers that an encode instance was assigned to offer."""
-        return [transfer for transfer, encode in self._in_flight.items() if encode.instance is instance]
+    def instance_lost(self, instance: InstanceLease) -> tuple[list[TransferId], list[RequestId]]:
+        """Forget what an encode instance was assigned. Returns all its transfers, whose consumers ask again for the
+        rows that they lack, and the requests of those that it hadn't finished, each once."""
+        assigned = self._at.pop(instance.address, {})
+        requests = dict.fromkeys(one.task.request for one in assigned.values() if one in self._unfinished)
+        for transfer, encode in assigned.items():
+            self._free_capacity(encode, 0.0)
+            del self._in_flight[transfer]
+            del self._requests[encode.task.request].in_flight[transfer]
+        return list(assigned), list(requests)
 
-    def unfinished_requests(self, instance: InstanceLease) -> list[RequestId]:
-        """Return the requests with unfinished items at an encode instance, each once."""
-        in_flight = [one for one in self._in_flight.values() if one.instance is instance and one in self._unfinished]
-        return list(dict.fromkeys(one.task.request for one in in_flight))
+    def hand_back(self, instance: InstanceLease, transfers: Sequence[TransferId]) -> list[RequestId]:
+        """Queue again what an instance hasn't begun; call ``dispatch`` afterwards. Returns the requests concerned."""
+        returned = [one for transfer in transfers if (one := self._at[instance.address].get(transfer)) is not None]
+        for encode in returned:
+            if encode in self._unfinished:
+                self._queue.charge(encode.task.client, -encode.cost)
+            self.enqueue(encode.task)
+        return [encode.task.request for encode in returned]
 
     def queued_requests(self) -> list[RequestId]:
         """Return the requests with queued items, each once."""
@@ -232,18 +266,30 @@ class EncodeDispatcher:
         """Release an item, queued or in flight; return False if it is neither."""
         earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.index == index]
         for transfer in earlier:
-            self._free_capacity(items.in_flight.pop(transfer), 0.0)
+            encode = items.in_flight.pop(transfer)
+            self._free_capacity(encode, 0.0)
             del self._in_flight[transfer]
+            held = self._at[encode.instance.address]
+            held.pop(transfer, None)
+            if not held:
+                del self._at[encode.instance.address]
         if ticket := items.queued.pop(index, None):
             self._queue.remove(ticket)
         return bool(earlier or ticket)
 
     def _free_capacity(self, encode: InFlightEncode, done: float) -> None:
         """Free the capacity that an item takes at its encode instance. ``done`` is the cost that was actually work."""
-        if encode in self._unfinished:
-            self._unfinished.remove(encode)
-            encode.instance.outstanding -= encode.cost
-            encode.instance.patches -= encode.patches
-            now = self._clock()
-            self._rate.add(done, now)
-            self._rate.set_busy(now, busy=bool(self._unfinished))
+        if encode not in self._unfinished:
+            return
+        del self._unfinished[encode]
+        instance, client = encode.instance, encode.task.client
+        instance.outstanding -= encode.cost
+        instance.patches -= encode.patches
+        if encode.long:
+            instance.num_long -= 1
+            self._num_long[instance.address, client] -= 1
+            if not self._num_long[instance.address, client]:
+                del self._num_long[instance.address, client]
+        now = self._clock()
+        self._rate.add(done, now)
+        self._rate.set_busy(now, busy=bool(self._unfinished))

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, ReceivePool, SenderCounters
 from triptych.observe.metrics import PREFIX
 from triptych.router.launcher_view import LauncherView
-from triptych.router.registry import InstanceLease
+from triptych.router.membership import InstanceLease
 
 Value = tuple[str, float]
 """The value of the series' own label, empty if it has none, and the sample."""
@@ -121,11 +121,11 @@ SERIES = [
 class InstanceCollector(Collector):
     """Collects the samples of all registered instances."""
 
-    def __init__(self, registry: Iterable[InstanceLease]) -> None:
-        self._registry = registry
+    def __init__(self, membership: Iterable[InstanceLease]) -> None:
+        self._membership = membership
 
     def collect(self) -> Iterator[Metric]:
-        leases = list(self._registry)
+        leases = list(self._membership)
         for series in SERIES:
             labels = ["engine", "role", *([series.label] if series.label else [])]
             family: type[CounterMetricFamily | GaugeMetricFamily] = (

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from triptych.messages.codec import Message
 from triptych.messages.work import ChangeRole, Register, RoleKept, RoleRefused, RoleSet, SetRole
-from triptych.router.registry import InstanceLease, Registry
+from triptych.router.membership import InstanceLease, Membership
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -52,20 +52,20 @@ class RoleChanges:
 
     def __init__(
         self,
-        registry: Registry,
+        membership: Membership,
         *,
         send: Callable[[Address, Message], None],
         reply: Callable[[Address, Message], None],
     ) -> None:
         """``send`` is for instances, ``answer`` for operators."""
-        self._registry = registry
+        self._membership = membership
         self._send = send
         self._reply = reply
         self._pending: dict[Address, SetRole] = {}
 
     def request_change(self, message: SetRole) -> None:
         """Send an instance its new role, or the operator the reason why not."""
-        named = self._registry.named(message.instance)
+        named = self._membership.named(message.instance)
         if reason := self._refusal(message, named):
             self._refuse(message, reason)
             return
@@ -87,7 +87,7 @@ class RoleChanges:
 
     def kept(self, message: RoleKept) -> None:
         """An instance keeps its role."""
-        if lease := self._registry.get(message.address):
+        if lease := self._membership.get(message.address):
             lease.next_role = None
         if pending := self._pending.pop(message.address, None):
             self._refuse(pending, message.reason)
@@ -105,7 +105,7 @@ class RoleChanges:
             return f"it is already changing to {lease.next_role}"
         if lease.role is message.role or message.force:
             return ""
-        others = [other.role for other in self._registry if other is not lease and other.next_role is None]
+        others = [other.role for other in self._membership if other is not lease and other.next_role is None]
         impact = role_change_impact(others, lease.role, message.role)
         return f"{impact}; use --force to change it anyway" if impact else ""
 

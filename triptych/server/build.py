@@ -12,6 +12,7 @@ from triptych.errors import StartError
 from triptych.layers.devices import check_ranks
 from triptych.layers.parallel import rank_device
 from triptych.messages.channel import Channel
+from triptych.messages.work import Capacity
 from triptych.server.build_encoder import encode_loop_factory
 from triptych.server.build_engine import build_engine
 from triptych.server.components import Components, layouts
@@ -42,6 +43,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel, 
         name=spec.name,
         role=role,
         layouts=layouts(model.row_layout, model.kv_layout, has_decoder=role.has_decoder),
+        capacity=Capacity(spec.engine.max_num_seqs, spec.encode.encode_batch_patches),
         channel=channel,
         frontend=frontend,
         lease=spec.lease,

@@ -95,8 +95,6 @@ class Frontend:
             fingerprint=builder.fingerprint,
             admission=config.frontend.admission,
             lease=config.lease,
-            engine=config.engine,
-            encode=config.encode,
             expects_encoders=expects_encoders and takes_media,
         )
         self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
@@ -157,7 +155,7 @@ class Frontend:
         self.router.end_all(InstanceLost("the service has ended"))
         # a frontend that is restarted alone leaves its instances to its successor
         stops = self.router.launcher_view.stopping or not self._supervised
-        for lease in self.router.registry:
+        for lease in self.router.membership:
             if stops:
                 with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
                     self.channel.send(lease.address, Stop())

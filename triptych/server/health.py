@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from triptych.errors import StartError
+from triptych.messages.work import Capacity
 from triptych.router.instance_metrics import InstanceCollector
-from triptych.router.registry import InstanceLease
+from triptych.router.membership import InstanceLease
 from triptych.server.pulse import Pulse
 from triptych.types import Address
 
@@ -110,7 +111,16 @@ class _Self:
     def __iter__(self) -> Iterator[InstanceLease]:
         pulse = self._server.pulse
         yield InstanceLease(
-            pulse.name, pulse.role, Address(""), 0, [], context_length=0, last_seen=0.0, stats=pulse.stats
+            name=pulse.name,
+            role=pulse.role,
+            address=Address(""),
+            pid=0,
+            incarnation=0,
+            layouts=[],
+            capacity=Capacity(1, 1),
+            context_length=0,
+            last_seen=0.0,
+            stats=pulse.stats,
         )
 
 

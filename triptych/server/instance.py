@@ -20,6 +20,7 @@ from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, RowLayout, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
+    Capacity,
     ChangeRole,
     Deregister,
     Draining,
@@ -92,6 +93,7 @@ class Instance:
         name: str,
         role: Role,
         layouts: list[RowLayout],
+        capacity: Capacity,
         channel: Channel,
         frontend: Address,
         lease: LeaseConfig,
@@ -106,6 +108,7 @@ class Instance:
         self.channel = channel
         self.frontend = frontend
         self._lease = lease
+        self._capacity = capacity
         self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
         self.handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
@@ -353,9 +356,10 @@ class Instance:
             address=self.channel.address,
             layouts=self.layouts,
             pid=os.getpid(),
+            incarnation=self._incarnation,
+            capacity=self._capacity,
             context_length=context_length,
             stats=self._stats(),
-            incarnation=self._incarnation,
         )
         self.send(self.frontend, register)
 

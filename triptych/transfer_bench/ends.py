@@ -23,7 +23,7 @@ from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, Grant, Offer, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import InstanceStats
-from triptych.messages.work import PeerLost, Register, Registered
+from triptych.messages.work import Capacity, PeerLost, Register, Registered
 from triptych.server.instance import Instance
 from triptych.stage_loop import Handlers
 from triptych.topology import Role
@@ -374,6 +374,7 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
             name=role.value,
             role=role,
             layouts=[Payload(1, 1).layout],
+            capacity=Capacity(),
             channel=channel,
             frontend=Address(frontend),
             lease=LEASE,

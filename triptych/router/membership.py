@@ -1,12 +1,12 @@
-"""Registered instances: leases, kept alive by heartbeats."""
+"""Membership: the registered instances, with their leases, roles and capacities."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
-from triptych.messages.work import Heartbeat, InstanceStatus, Register
-from triptych.topology import Role
+from triptych.messages.work import Capacity, Heartbeat, InstanceStatus, Register
+from triptych.topology import Role, Stage
 from triptych.types import Address
 
 
@@ -18,8 +18,11 @@ class InstanceLease:
     role: Role
     address: Address
     pid: int
+    incarnation: int
+    """Of two instances of one name, the one with the larger number was started later."""
     layouts: list[RowLayout]
     """The layouts of the rows that it sends or receives, one for each kind."""
+    capacity: Capacity
     context_length: int
     """The longest request that it can hold, in tokens; 0 without a decoder."""
     last_seen: float
@@ -28,16 +31,43 @@ class InstanceLease:
     """Cost of its assigned, unfinished work: plan cost for an encode instance, tokens for a language instance."""
     patches: int = 0
     """Patches of the media items among that work."""
+    num_long: int = 0
+    """Time-sliced media items among that work."""
     num_assigned: int = 0
     """Pieces of work that it has been assigned so far."""
+    num_stalling: int = 0
+    """Requests that it has and may be unable to start (``RequestState.may_stall``)."""
+    num_ready: int = 0
+    """Other requests that it has."""
+    draining: bool = False
+    """Whether it is about to leave and gets no new work."""
     stats: InstanceStats = field(default_factory=InstanceStats)
     """From its last heartbeat."""
     next_role: Role | None = None
     """The role it will have once it has drained; until then it gets no new work. None if it keeps its role."""
-    incarnation: int = 0
-    """Larger for a later process of the same name."""
-    draining: bool = False
-    """It leaves once it has finished its work, and gets no new work."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can be given another request that it can start at once."""
+        return self.num_ready < self.capacity.max_dispatched
+
+    @property
+    def has_stalling_room(self) -> bool:
+        """Whether it can be given another request that may stall. These have as many slots as the others, because a
+        stalled request computes nothing."""
+        return self.has_room and self.num_stalling < self.capacity.max_dispatched
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it stays and keeps its role."""
+        return self.next_role is None and not self.draining
+
+    def add_request(self, count: int, *, may_stall: bool) -> None:
+        """Add to its number of requests; ``count`` may be negative."""
+        if may_stall:
+            self.num_stalling += count
+        else:
+            self.num_ready += count
 
     def assign(self, cost: int) -> None:
         """Account for an assigned piece of work. ``cost`` is a whole number, so that the sum returns to exactly 0."""
@@ -59,12 +89,16 @@ class InstanceLease:
 
 
 @dataclass
-class Registry:
+class Membership:
     """All instances that hold a lease. Callers pass the time, in seconds."""
 
     expiry: float
     """Seconds without a heartbeat after which a lease is lost."""
+    hold: float = 0.0
+    """Seconds that a stage may lack an instance before it counts as gone."""
     _leases: dict[Address, InstanceLease] = field(default_factory=dict)
+    _last_served: dict[Stage, float] = field(default_factory=dict)
+    """When each stage last had an instance that takes work."""
 
     def add(self, message: Register, now: float) -> InstanceLease:
         """Add a lease and return it. A process that registers again while it holds one keeps it, with its work."""
@@ -77,11 +111,12 @@ class Registry:
             role=message.role,
             address=message.address,
             pid=message.pid,
+            incarnation=message.incarnation,
             layouts=message.layouts,
+            capacity=message.capacity,
             context_length=message.context_length,
             last_seen=now,
             stats=message.stats,
-            incarnation=message.incarnation,
             num_assigned=max((lease.num_assigned for lease in self if lease.role is message.role), default=0),
         )
         self._leases[lease.address] = lease
@@ -93,8 +128,19 @@ class Registry:
             lease.last_seen, lease.stats = now, message.stats
         return lease is not None
 
-    def remove(self, address: Address) -> InstanceLease | None:
-        return self._leases.pop(address, None)
+    def remove(self, lease: InstanceLease, now: float) -> None:
+        """Remove an instance that is gone."""
+        for stage in lease.role.stages:
+            self.serves(stage, now)  # it did, until now
+        del self._leases[lease.address]
+
+    def serves(self, stage: Stage, now: float) -> bool:
+        """Return whether work for a stage can be taken on: an instance runs it, or did a short time ago. Call a few
+        times a second."""
+        if any(stage in lease.role.stages and lease.takes_work for lease in self._leases.values()):
+            self._last_served[stage] = now
+            return True
+        return now - self._last_served.get(stage, float("-inf")) < self.hold
 
     def refresh_all(self, now: float) -> None:
         """Count every instance as seen now."""
@@ -146,6 +192,16 @@ class Registry:
         """Return the instances that prefill for others. ``begun`` is True for requests in flight."""
         return _taking_work([lease for lease in self if lease.role.sends_kv], begun=begun)
 
+    def serving_instances(self) -> list[InstanceLease]:
+        """Return the language instances that can take requests now. Decode-only ones need a prefill instance."""
+        prefilled = bool(self.prefill_instances())
+        return [lease for lease in self.decode_instances() if prefilled or not lease.role.takes_kv]
+
+    @property
+    def encode_batch_patches(self) -> int:
+        """Patches in one batch of an encode instance: the most that any has; 0 if there is none."""
+        return max((lease.capacity.encode_batch_patches for lease in self._leases.values()), default=0)
+
     def context_length(self) -> int | None:
         """Return the longest request, in tokens, that every language instance can hold; None if there is none."""
         return min((lease.context_length for lease in self if lease.role.has_decoder), default=None)
@@ -159,11 +215,16 @@ class Registry:
 
 def is_same(lease: InstanceLease, message: Register) -> bool:
     """Return whether a registration at a lease's address is from the same process, in the same role."""
-    return (lease.name, lease.pid, lease.role) == (message.name, message.pid, message.role)
+    return (lease.name, lease.pid, lease.incarnation, lease.role) == (
+        message.name,
+        message.pid,
+        message.incarnation,
+        message.role,
+    )
 
 
 def _taking_work(leases: list[InstanceLease], *, begun: bool) -> list[InstanceLease]:
     """Return the instances that aren't draining. For requests in flight, falls back to draining ones: a longer drain is
     better than a lost request."""
-    staying = [lease for lease in leases if lease.next_role is None and not lease.draining]
+    staying = [lease for lease in leases if lease.takes_work]
     return staying or leases if begun else staying

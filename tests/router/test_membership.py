@@ -1,0 +1,67 @@
+import msgspec
+
+from triptych.messages.rows import RowLayout
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import Capacity, Heartbeat, Register
+from triptych.router.membership import InstanceLease, Membership
+from triptych.router.placement import least_outstanding
+from triptych.topology import Role
+from triptych.types import Address
+
+LAYOUT = RowLayout("model", "float32", 4, 16)
+BUSY = InstanceStats(resident_bytes=3)
+
+
+def register(name: str, role: Role = Role.PD, pid: int = 1) -> Register:
+    return Register(name, role, Address(name), [LAYOUT], pid, pid, Capacity(32, 1024), 100)
+
+
+def lease(outstanding: int) -> InstanceLease:
+    return InstanceLease("x", Role.E, Address("x"), 1, 1, [LAYOUT], Capacity(), 100, 0.0, outstanding)
+
+
+def test_the_least_outstanding_is_chosen_and_the_first_of_equals() -> None:
+    leases = [lease(3), lease(1), lease(1)]
+    assert least_outstanding(leases) is leases[1]
+    assert least_outstanding([]) is None
+
+
+def test_a_lease_lasts_as_long_as_its_heartbeats() -> None:
+    membership = Membership(expiry=10.0)
+    silent, alive = membership.add(register("silent"), 0.0), membership.add(register("alive"), 0.0)
+    assert membership.refresh(Heartbeat(alive.address, BUSY), 9.0)
+    assert (silent.stats, alive.stats) == (InstanceStats(), BUSY)
+    assert membership.expired(10.0) == []
+    assert membership.expired(10.1) == [silent]
+    assert not membership.refresh(Heartbeat(Address("unknown"), BUSY), 9.0)
+
+
+def test_instances_are_found_by_what_they_run() -> None:
+    membership = Membership(expiry=10.0)
+    e, pd, epd = (membership.add(register(role.value, role), 0.0) for role in (Role.E, Role.PD, Role.EPD))
+    assert membership.encode_instances() == [e, epd]
+    assert membership.decode_instances() == [pd, epd]
+    membership.remove(e, 0.0)
+    assert membership.encode_instances() == [epd]
+    assert (membership.get(pd.address), len(membership)) == (pd, 2)
+
+
+def test_the_same_process_keeps_its_lease_and_another_starts_over() -> None:
+    membership = Membership(expiry=10.0)
+    first = membership.add(register("a"), 0.0)
+    assert membership.add(register("a"), 5.0) is first
+    assert first.last_seen == 5.0
+    assert membership.add(register("a", pid=2), 6.0) is not first
+
+
+def test_an_instance_whose_rows_differ_is_refused_with_the_difference() -> None:
+    membership = Membership(expiry=10.0)
+    e0 = membership.add(register("e0", Role.E), 0.0)
+    same, other = register("x"), msgspec.structs.replace(register("x"), layouts=[RowLayout("model", "float16", 4, 8)])
+    assert membership.incompatibility(same, LAYOUT.model) == ""
+    assert membership.incompatibility(same, "another") == "it serves another model than this frontend"
+    assert membership.incompatibility(other, "model").endswith(
+        "those of e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there"
+    )
+    membership.remove(e0, 0.0)
+    assert membership.incompatibility(other, "model") == ""

@@ -1,0 +1,231 @@
+"""What becomes of requests when instances are lost, drain, or are replaced: a router without sockets."""
+
+import pytest
+
+from tests.support.router_harness import D0, D1, E0, E1, P0, P1, PD0, PD1, RouterHarness, tokens_of
+from triptych.errors import InstanceLost, Unavailable
+from triptych.messages.work import (
+    Cancel,
+    Deregister,
+    Draining,
+    Encode,
+    Encoded,
+    EncodeNeeded,
+    Generate,
+    HandBack,
+    MissingItem,
+    PeerLost,
+    Prefill,
+    PrefillNeeded,
+    Register,
+    Stop,
+    Tokens,
+)
+from triptych.router.stream import TokenStream
+from triptych.topology import Role
+from triptych.types import Address, TransferId
+
+
+def encode_targets(harness: RouterHarness) -> list[tuple[Address, TransferId, int]]:
+    return [(to, message.transfer, message.first_row) for to, message in harness.of(Encode)]
+
+
+def ask_again(harness: RouterHarness, stream: TokenStream, transfer: TransferId, first_row: int) -> None:
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, first_row)]))
+
+
+def finish(harness: RouterHarness, stream: TokenStream) -> list[int]:
+    dispatch = harness.router.debug_state().requests[stream.request].generate.request
+    harness.router.handle(Tokens(dispatch, [7], finish_reason="stop"))
+    return tokens_of(stream)
+
+
+def test_items_of_a_lost_encode_instance_go_to_another_under_the_same_name() -> None:
+    harness = RouterHarness(E0, E1, PD0)
+    stream = harness.submit(1.0)
+    [transfer] = harness.need(stream, 0)
+    lost = encode_targets(harness)[0][0]
+    harness.router.handle(Deregister(lost))
+    assert harness.of(PeerLost)[-1] == (PD0, PeerLost(lost, [transfer]))
+    ask_again(harness, stream, transfer, first_row=3)
+    other = E1 if lost == E0 else E0
+    assert encode_targets(harness)[1:] == [(other, transfer, 3)]
+    harness.router.handle(Encoded(transfer, False, []))
+    assert finish(harness, stream) == [7]
+    assert harness.outstanding() == 0
+
+
+def test_rows_that_were_reported_but_have_not_landed_are_asked_for_again() -> None:
+    harness = RouterHarness(E0, E1, PD0)
+    stream = harness.submit(1.0)
+    [transfer] = harness.need(stream, 0)
+    lost = encode_targets(harness)[0][0]
+    harness.router.handle(Encoded(transfer, False, []))
+    harness.router.handle(Deregister(lost))
+    assert harness.of(PeerLost)[-1][1].transfers == [transfer]
+    ask_again(harness, stream, transfer, first_row=1)
+    assert len(encode_targets(harness)) == 2
+
+
+def test_items_wait_for_the_last_encode_instance_and_texts_go_on() -> None:
+    harness = RouterHarness(E0, PD0, restart_hold=5.0)
+    stream = harness.submit(1.0)
+    [transfer] = harness.need(stream, 0)
+    harness.router.handle(Deregister(E0))
+    ask_again(harness, stream, transfer, first_row=0)
+    assert finish(harness, harness.submit()) == [7]
+    later = harness.submit(1.0)
+    harness.wait(2, PD0)
+    harness.register(E0, pid=2)
+    harness.need(later, 0)
+    assert {name for _, name, _ in encode_targets(harness)} >= {transfer}
+    assert finish(harness, stream) == [7]
+    assert finish(harness, later) == [7]
+
+
+def test_items_are_given_up_when_no_encode_instance_returns() -> None:
+    harness = RouterHarness(E0, PD0, restart_hold=5.0)
+    stream = harness.submit(1.0)
+    [transfer] = harness.need(stream, 0)
+    harness.router.handle(Deregister(E0))
+    ask_again(harness, stream, transfer, first_row=0)
+    harness.wait(6, PD0)
+    with pytest.raises(InstanceLost):
+        tokens_of(stream)
+    with pytest.raises(Unavailable):
+        harness.submit(1.0)
+
+
+def test_a_request_that_waits_for_a_stage_at_its_deadline_gets_503_not_504() -> None:
+    harness = RouterHarness(E0, PD0, restart_hold=60.0)
+    harness.router.handle(Deregister(E0))
+    stream = harness.submit(1.0, timeout=2.0)
+    harness.need(stream, 0)
+    harness.wait(3, PD0)
+    with pytest.raises(Unavailable):
+        tokens_of(stream)
+
+
+def test_requests_wait_in_the_queue_while_the_only_language_instance_restarts() -> None:
+    harness = RouterHarness(PD0, restart_hold=5.0)
+    begun = harness.submit()
+    harness.router.handle(Tokens(begun.request, [5]))
+    harness.router.handle(Deregister(PD0))
+    queued = harness.submit()
+    assert harness.router.debug_state().queued == {begun.request, queued.request}
+    harness.wait(1)
+    harness.register(PD0, pid=2)
+    first, second = (message for _, message in harness.of(Generate)[-2:])
+    assert (first.generated, second.generated) == ([5], []), "the request that had begun goes first"
+    assert finish(harness, begun) == [5, 7]
+    assert finish(harness, queued) == [7]
+
+
+def test_a_request_is_given_up_after_three_instances_were_lost_while_they_worked_on_it() -> None:
+    harness = RouterHarness(PD0, restart_hold=60.0)
+    harmful = harness.submit()
+    for pid in (2, 3, 4):
+        harness.router.handle(Deregister(PD0))
+        harness.register(PD0, pid=pid)
+    with pytest.raises(InstanceLost, match="3 instances"):
+        tokens_of(harmful)
+    assert finish(harness, harness.submit()) == [7]
+
+
+def test_an_item_that_ends_its_encode_instances_is_given_up_and_others_are_not() -> None:
+    harness = RouterHarness(E0, PD0, restart_hold=60.0)
+    harmful, other = harness.submit(1.0), harness.submit(1.0)
+    [transfer] = harness.need(harmful, 0)
+    for pid in (2, 3, 4):
+        harness.router.handle(Deregister(E0))
+        harness.register(E0, pid=pid)
+        if pid < 4:
+            ask_again(harness, harmful, transfer, first_row=0)
+    with pytest.raises(InstanceLost, match="3 instances"):
+        tokens_of(harmful)
+    [wanted] = harness.need(other, 0)
+    harness.router.handle(Encoded(wanted, False, []))
+    assert finish(harness, other) == [7]
+
+
+def test_a_draining_instance_gets_nothing_new_and_its_work_that_has_not_begun_moves() -> None:
+    harness = RouterHarness(PD0, PD1)
+    streams = [harness.submit() for _ in range(4)]
+    at = {stream.request: to for (to, _), stream in zip(harness.of(Generate), streams, strict=True)}
+    mine = [stream for stream in streams if at[stream.request] == PD0]
+    harness.router.handle(Draining(PD0))
+    harness.router.handle(HandBack(PD0, [mine[1].request], []))
+    assert [(to, message.request) for to, message in harness.of(Generate)[4:]] == [(PD1, f"{mine[1].request}.1")]
+    assert harness.lease(PD0).num_ready == 1
+    harness.submit()
+    assert harness.of(Generate)[-1][0] == PD1
+    assert finish(harness, mine[0]) == [7], "what it has begun it finishes"
+    harness.router.handle(Deregister(PD0))
+    assert all(finish(harness, stream) == [7] for stream in streams if stream is not mine[0])
+    assert all(state.losses == 0 for state in harness.router.debug_state().requests.values())
+
+
+def test_items_that_a_draining_encode_instance_returns_go_to_another() -> None:
+    harness = RouterHarness(E0, E1, PD0)
+    stream = harness.submit(1.0, 1.0)
+    transfers = harness.need(stream, 0, 1)
+    at_e0 = [name for to, name, _ in encode_targets(harness) if to == E0]
+    harness.router.handle(Draining(E0))
+    harness.router.handle(HandBack(E0, [], [*at_e0, TransferId("unknown")]))
+    assert [(to, name) for to, name, _ in encode_targets(harness)[2:]] == [(E1, at_e0[0])]
+    for transfer in transfers:
+        harness.router.handle(Encoded(transfer, False, []))
+    assert finish(harness, stream) == [7]
+    assert harness.outstanding() == 0
+
+
+def test_a_prompt_that_a_draining_prefill_instance_returns_goes_to_another() -> None:
+    harness = RouterHarness(P0, P1, D0)
+    stream = harness.submit()
+    harness.router.handle(PrefillNeeded(stream.request, D0, TransferId("kv"), 0, []))
+    first = harness.of(Prefill)[-1][0]
+    harness.router.handle(Draining(first))
+    harness.router.handle(HandBack(first, [stream.request], []))
+    to, again = harness.of(Prefill)[-1]
+    assert (to, again.transfer) == (P1 if first == P0 else P0, "kv")
+
+
+def test_a_decode_instance_waits_for_the_prefill_instance_that_restarts() -> None:
+    harness = RouterHarness(P0, D0, restart_hold=5.0)
+    stream = harness.submit()
+    harness.router.handle(PrefillNeeded(stream.request, D0, TransferId("kv1"), 0, []))
+    harness.router.handle(Deregister(P0))
+    harness.router.handle(PrefillNeeded(stream.request, D0, TransferId("kv2"), 0, []))
+    assert len(harness.of(Prefill)) == 1
+    harness.register(P0, pid=2)
+    assert harness.of(Prefill)[-1][1].transfer == "kv2"
+    assert finish(harness, stream) == [7]
+    assert harness.outstanding() == 0
+
+
+def test_of_two_instances_of_one_name_the_older_is_told_to_stop() -> None:
+    harness = RouterHarness(D0, D1, P0)
+    stream = harness.submit()
+    (old, _), new = harness.of(Generate)[0], Address("elsewhere")
+    lease = harness.lease(old)
+    register = Register(lease.name, Role.D, new, lease.layouts, 9, 5, harness.capacity, 100)
+    harness.router.handle(register)
+    assert harness.of(Stop) == [(old, Stop())]
+    assert harness.router.membership.get(old) is None
+    moved = harness.of(Generate)[-1]
+    assert moved[1].request == f"{stream.request}.1"
+    harness.register(old, pid=1, incarnation=1)
+    assert harness.of(Stop)[-1] == (old, Stop())
+    assert harness.router.membership.get(old) is None, "an older one that wakes up stays out"
+    assert [one.address for one in harness.router.membership.named(lease.name)] == [new]
+
+
+def test_late_messages_of_a_request_that_moved_are_ignored() -> None:
+    harness = RouterHarness(PD0, PD1)
+    stream = harness.submit()
+    first = harness.of(Generate)[0][0]
+    harness.router.handle(Tokens(stream.request, [1]))
+    harness.router.handle(Deregister(first))
+    assert harness.of(Cancel)[-1] == (first, Cancel(stream.request))
+    harness.router.handle(Tokens(stream.request, [66], finish_reason="stop"))
+    assert finish(harness, stream) == [1, 7]

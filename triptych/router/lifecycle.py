@@ -1,0 +1,405 @@
+"""The life of requests in flight: admitted, queued, dispatched, recovered from lost instances, and ended."""
+
+import functools
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from triptych.config import AdmissionConfig
+from triptych.errors import InstanceLost, MediaNotServed, Overloaded, TriptychError, Unavailable
+from triptych.messages.codec import Message, Send
+from triptych.messages.work import (
+    Cancel,
+    Generate,
+    PlacedItem,
+    Prefill,
+    PrefillNeeded,
+    SamplingParams,
+    time_left,
+)
+from triptych.observe.metrics import Metrics
+from triptych.observe.requests import RequestRecord
+from triptych.observe.timeline import Interval
+from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.admission import Admission
+from triptych.router.encode_dispatcher import EncodeDispatcher
+from triptych.router.membership import InstanceLease, Membership
+from triptych.router.placement import least_outstanding
+from triptych.router.request_state import RemotePrefill, RequestPhase, RequestState
+from triptych.router.request_table import RequestTable
+from triptych.router.stream import TokenReader, TokenStream
+from triptych.topology import Stage
+from triptych.types import Address, RequestId
+
+log = logging.getLogger(__name__)
+
+MAX_LOSSES = 3
+"""Instances that may be lost while they work on one request. Bounded, because the request itself may end them."""
+LOST = "an instance that worked on this request was lost, and no other can continue it"
+MIN_QUEUE_SECONDS = 0.002
+"""Waits shorter than this (seconds) aren't recorded as queueing."""
+
+
+class RequestLifecycle:
+    """Owns the requests in flight, and moves them from one phase to the next.
+
+    ``notify`` sends a message and only logs a failure; ``send`` raises."""
+
+    def __init__(
+        self,
+        *,
+        address: Address,
+        send: Send,
+        notify: Callable[[Address, Message], None],
+        membership: Membership,
+        config: AdmissionConfig,
+        metrics: Metrics,
+        expects_encoders: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.requests = RequestTable()
+        self.admission = Admission(config, self.requests)
+        self.encodes = EncodeDispatcher(
+            membership=membership,
+            address=address,
+            send=notify,
+            rate=self.admission.forecast.encode_rate,
+            clock=clock,
+        )
+        self.draining = False
+        self._address = address
+        self._send = send
+        self._notify = notify
+        self._membership = membership
+        self._config = config
+        self._metrics = metrics
+        self._expects_encoders = expects_encoders
+        self._clock = clock
+
+    # ── admission ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(
+        self,
+        record: RequestRecord,
+        prompt: PlannedPrompt,
+        sampling: SamplingParams,
+        eos_token_ids: list[int],
+        cache_salt: str = "",
+        *,
+        timeout: float = math.inf,
+        priority: int = 0,
+        read: TokenReader | None = None,
+    ) -> TokenStream:
+        """Admit and queue a request, and return its token stream.
+
+        Lower ``priority`` goes first. ``timeout`` is in seconds, at most what is left of the service's own limit.
+        ``read`` filters each report and may end the answer early. Raises as ``preparing`` does."""
+        client = record.client
+        timeout = min(timeout, self._config.request_timeout - record.seconds_spent)
+        cost = self.admission.forecast.cost(len(prompt.tokens), sampling.max_tokens)
+        items_cost = sum(item.plan.cost for item in prompt.items)
+        expected = self._check(
+            bool(prompt.items), client=client, cost=cost, items_cost=items_cost, priority=priority, timeout=timeout
+        )
+        request = RequestId(secrets.token_hex(8))
+        generate = Generate(
+            request=request,
+            tokens=prompt.tokens,
+            positions=prompt.positions.prompt.astype("<f8").tobytes(),
+            next_position=prompt.positions.next_position,
+            items=[PlacedItem(item.key, item.placement, item.plan.rows_per_part) for item in prompt.items],
+            sampling=sampling,
+            eos_token_ids=eos_token_ids,
+            reply_to=self._address,
+            cache_salt=cache_salt,
+            client=client,
+        )
+        stream = TokenStream(request, record.begin_choice(len(prompt.tokens), len(prompt.items)), read)
+        self._metrics.admitted(stream.record)
+        now = self._clock()
+        state = RequestState(
+            id=request,
+            prompt=prompt,
+            generate=generate,
+            client=client,
+            priority=priority,
+            stream=stream,
+            submitted=now,
+            deadline=now + timeout,
+            expected=expected,
+            cost=cost,
+            items_cost=items_cost,
+        )
+        self.requests.add(state)
+        self.admission.add(state)
+        self.dispatch_queued()
+        return stream
+
+    @contextmanager
+    def preparing(
+        self, record: RequestRecord, *, has_media: bool, priority: int = 0, timeout: float | None = None
+    ) -> Iterator[None]:
+        """Hold an admission slot while the prompt is prepared, so that a request that can't be served never pays for
+        fetching or planning. ``submit`` checks again, since conditions may have changed.
+
+        ``timeout`` is in seconds, None for the service's own limit. Raises Overloaded if the service is full or the
+        answer is not expected in time, and RateLimited if the client is at its limit. Raises Unavailable if no instance
+        can serve the request now or soon, and MediaNotServed if the topology has no encode instance."""
+        self._check(has_media, client=record.client, priority=priority, timeout=timeout)
+        with self.admission.preparing(record.client):
+            yield
+
+    @contextmanager
+    def holding_slot(self, record: RequestRecord) -> Iterator[None]:
+        """Hold an admission slot for a request that needs no instance. Raises Overloaded if the service is full, and
+        RateLimited if the client is at its limit."""
+        try:
+            self.admission.check_capacity(record.client, self._clock())
+        except TriptychError as error:
+            self._metrics.rejected(error)
+            raise
+        with self.admission.preparing(record.client):
+            yield
+
+    def _check(self, has_media: bool, *, client: str, **known: Any) -> float:
+        """``Admission.check``, which also counts rejections."""
+        try:
+            if self.draining:
+                raise Overloaded("the service is shutting down", retry_after=5)
+            now = self._clock()
+            if unavailable := self.unavailable(has_media, now):
+                raise unavailable
+            backlog = self.encodes.cost_ahead(known.get("items_cost", 0.0)) if has_media else 0.0
+            return self.admission.check(client, has_media=has_media, now=now, encode_backlog=backlog, **known)
+        except TriptychError as error:
+            self._metrics.rejected(error)
+            raise
+
+    def unavailable(self, has_media: bool, now: float) -> TriptychError | None:
+        """Return why no instance can serve a request, now or soon; None if one can."""
+        members = self._membership
+        if has_media and not self._expects_encoders and not members.encode_instances():
+            return MediaNotServed("this service has no encode instance: it takes text alone")
+        for stage in Stage if has_media else (Stage.PREFILL, Stage.DECODE):
+            if not members.serves(stage, now):
+                return self.missing(stage)
+        return None
+
+    def missing(self, stage: Stage) -> Unavailable:
+        """Return the error of a request that needs a stage without an instance."""
+        if stage is Stage.ENCODE:
+            return Unavailable("no encode instance is ready, so only text can be served")
+        has_decoder = stage is Stage.PREFILL and self._membership.decode_instances()
+        return Unavailable(f"no {'prefill' if has_decoder else 'language'} instance is ready")
+
+    # ── dispatch ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def dispatch_queued(self) -> None:
+        """Dispatch queued requests to instances that have room, in the order of admission."""
+        while len(self.admission):
+            rooms = self._rooms()
+            if not any(rooms.values()):
+                return
+            request = self.admission.next(functools.partial(_has_room, rooms))
+            if request is None:
+                return
+            instance = least_outstanding(rooms[request.may_stall])
+            assert instance is not None
+            self._dispatch(request, instance)
+
+    def _rooms(self) -> dict[bool, list[InstanceLease]]:
+        """Return the instances that have room for a request that may stall, and for any other one."""
+        ready = [lease for lease in self._membership.serving_instances() if lease.has_room]
+        return {True: [lease for lease in ready if lease.has_stalling_room], False: ready}
+
+    def _dispatch(self, state: RequestState, instance: InstanceLease) -> None:
+        again = state.num_dispatches > 0
+        state.generate = msgspec.structs.replace(
+            state.generate,
+            request=RequestId(f"{state.id}.{state.num_dispatches}") if again else state.id,
+            generated=list(state.generated),
+            timeout=time_left(state.deadline, self._clock()),
+        )
+        try:
+            self._send(instance.address, state.generate)
+        except TriptychError as error:
+            self.admission.refund(state)
+            state.stream.record.error = type(error).__name__
+            self._remove(state, "error")
+            state.stream.put(error)
+            return
+        if again:
+            log.info("request %s moved to %s after %d tokens", state.id, instance.name, len(state.generated))
+        else:
+            state.dispatched = self._clock()
+            if (started := time.time()) - state.stream.record.submitted > MIN_QUEUE_SECONDS:
+                state.stream.intervals.append(Interval("queue", state.stream.record.submitted, started))
+        state.num_dispatches += 1
+        cost = len(state.generate.tokens) + state.generate.sampling.max_tokens
+        self.requests.assign(state, instance, cost)
+        self.update_phase(state)
+
+    def update_phase(self, state: RequestState) -> None:
+        """Set a dispatched request's phase; call whenever its items or tokens have changed."""
+        if self.encodes.is_pending(state.id):
+            phase = RequestPhase.ENCODING
+        elif state.stream.record.first_token:
+            phase = RequestPhase.DECODING
+        else:
+            phase = RequestPhase.PREFILLING
+        self.requests.enter(state, phase)
+        self.admission.phase_changed(self._clock())
+
+    def prefill(self, state: RequestState, needed: PrefillNeeded) -> None:
+        """Send a request's prompt to the least loaded prefill instance, for the decode instance that asks for it.
+        Without one, the request moves to an instance that prefills for itself, or waits."""
+        self.cancel_prefill(state)
+        self.encodes.release(state.id)  # its items were for the previous prefill instance
+        self.update_phase(state)
+        state.prefill_needed = needed
+        if (instance := least_outstanding(self._membership.prefill_instances(begun=True))) is None:
+            if self._membership.serving_instances():
+                self.requeue(state)
+                self.dispatch_queued()
+            elif not self._membership.serves(Stage.PREFILL, self._clock()):
+                self.fail_missing(state, Stage.PREFILL)
+            return
+        cost = max(0, len(state.generate.tokens) + len(needed.generated) - needed.first_token)
+        self.requests.assign_prefill(state, RemotePrefill(instance, cost, needed.transfer))
+        generate = msgspec.structs.replace(state.generate, timeout=time_left(state.deadline, self._clock()))
+        prefill = Prefill(generate, needed.generated, needed.consumer, needed.transfer, needed.first_token)
+        self._notify(instance.address, prefill)
+
+    def cancel_prefill(self, state: RequestState) -> None:
+        """Cancel a request's remote prefill, if it has one."""
+        if state.prefill is not None and self._membership.get(state.prefill.instance.address):
+            self._notify(state.prefill.instance.address, Cancel(state.generate.request))
+        self.requests.prefilled(state)
+
+    # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def requeue(self, state: RequestState) -> None:
+        """Continue a dispatched request on another language instance from the tokens received so far, once one has
+        room. Sampling is deterministic, so the same tokens follow. Call ``dispatch_queued`` afterwards."""
+        assert state.decode is not None
+        self._notify(state.decode.instance.address, Cancel(state.generate.request))
+        self.cancel_prefill(state)
+        self.requests.unassign(state)
+        self.encodes.release(state.id)
+        self.requests.enter(state, RequestPhase.QUEUED)
+        self.admission.phase_changed(self._clock())
+        self.admission.add(state)
+
+    def instance_lost(self, state: RequestState, why: str) -> bool:
+        """Count the loss of an instance that worked on a request. Fails the request and returns False if it may have
+        been the cause."""
+        state.losses += 1
+        if state.losses < MAX_LOSSES:
+            return True
+        self.fail(
+            state,
+            InstanceLost(
+                f"given up after {state.losses} instances were lost while they worked on it; the last one {why}"
+            ),
+        )
+        return False
+
+    def fail_unservable(self) -> None:
+        """Fail the requests that wait for a stage that no instance runs, or will run soon."""
+        now = self._clock()
+        missing = [stage for stage in Stage if not self._membership.serves(stage, now)]
+        if not missing:
+            return
+        if missing != [Stage.ENCODE] or self.admission.has_queued_items:
+            for state in self.admission.queued():
+                if unavailable := self.unavailable(bool(state.prompt.items), now):
+                    self.fail(state, InstanceLost(LOST) if state.losses else unavailable)
+        if Stage.ENCODE in missing:
+            for request in self.encodes.queued_requests():
+                if waiting := self.requests.get(request):
+                    self.fail_missing(waiting, Stage.ENCODE)
+        if Stage.PREFILL in missing:
+            for state in self.waiting_for_prefill():
+                self.fail_missing(state, Stage.PREFILL)
+
+    def fail_missing(self, state: RequestState, stage: Stage) -> None:
+        """Fail a dispatched request that needs a stage without an instance."""
+        self.fail(state, InstanceLost(LOST) if state.losses else self.missing(stage))
+
+    def waiting_for_prefill(self) -> list[RequestState]:
+        """Return the requests whose decode instance waits for a prefill instance."""
+        return [one for one in self.requests if one.prefill_needed is not None and one.prefill is None]
+
+    # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def cancel(self, request: RequestId) -> None:
+        """Abort a request whose client is gone. Does nothing if it has ended."""
+        if state := self.requests.get(request):
+            self.end_early(state, "abort")
+
+    def complete(self, request: RequestId) -> None:
+        """End a dispatched request whose answer is complete; it counts as stopped rather than aborted."""
+        state = self.requests.get(request)
+        if state is not None and state.num_dispatches:
+            self.end_early(state, "stop")
+
+    def fail(self, state: RequestState, error: TriptychError) -> None:
+        """End a request with an error."""
+        state.stream.record.error = type(error).__name__
+        self.end_early(state, "error")
+        state.stream.put(error)
+
+    def end_early(self, state: RequestState, reason: str) -> None:
+        """End a request, also at its instance."""
+        decode, dispatch = state.decode, state.generate.request
+        self.end(state, reason)
+        if decode is not None:
+            self._notify(decode.instance.address, Cancel(dispatch))
+
+    def end(self, state: RequestState, reason: str) -> None:
+        """Remove a request, set its finish reason unless it has one, and release its work."""
+        self._remove(state, reason)
+        self.encodes.dispatch()
+        self.dispatch_queued()
+
+    def _remove(self, state: RequestState, reason: str) -> None:
+        record, now = state.stream.record, self._clock()
+        record.finish_reason = record.finish_reason or reason
+        self._metrics.ended(record, time.time())
+        self.admission.remove(state)
+        if state.num_dispatches:
+            whole = record.finish_reason not in ("abort", "error")
+            self.admission.ended(state, record.num_tokens, now, whole=whole)
+        self.cancel_prefill(state)
+        self.requests.remove(state)
+        self.encodes.release(state.id)
+        self.admission.phase_changed(now)
+
+    def expire(self, late: TriptychError) -> None:
+        """Fail the requests whose deadline has passed with ``late``, or because of the stage that they wait for."""
+        now = self._clock()
+        for state in self.requests.overdue(now):
+            if not state.num_dispatches:
+                self.admission.record_duration(state, now, whole=False)
+            self.fail(state, self._missing_for(state) or late)
+
+    def _missing_for(self, state: RequestState) -> TriptychError | None:
+        """Return the error of a request that waits for a stage without an instance; None if it waits for none."""
+        members = self._membership
+        if state.phase is RequestPhase.QUEUED and not members.serving_instances():
+            return self.missing(Stage.PREFILL if members.decode_instances() else Stage.DECODE)
+        if state.phase is RequestPhase.ENCODING and not members.encode_instances(begun=True):
+            return self.missing(Stage.ENCODE)
+        if state.prefill_needed and state.prefill is None and not members.prefill_instances(begun=True):
+            return self.missing(Stage.PREFILL)
+        return None
+
+
+def _has_room(rooms: dict[bool, list[InstanceLease]], request: RequestState) -> bool:
+    return bool(rooms[request.may_stall])

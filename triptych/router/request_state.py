@@ -1,0 +1,104 @@
+"""The router's record of one request, from admission to its end."""
+
+import enum
+from dataclasses import dataclass, field
+
+from triptych.messages.work import Generate, PrefillNeeded
+from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.membership import InstanceLease
+from triptych.router.stream import TokenStream
+from triptych.types import RequestId, TransferId
+
+
+class RequestPhase(enum.StrEnum):
+    """Where a request is on its way. A request that is preempted, or whose instance is lost, goes back."""
+
+    QUEUED = "queued"
+    """No instance has it."""
+    ENCODING = "encoding"
+    """Its language instance waits for media."""
+    PREFILLING = "prefilling"
+    """Its language instance has everything it needs, and no token has arrived."""
+    DECODING = "decoding"
+    """Tokens have arrived."""
+    DONE = "done"
+
+
+COMPUTING = (RequestPhase.PREFILLING, RequestPhase.DECODING)
+"""Phases in which language instances can compute the request."""
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """Work that an instance was given for a request."""
+
+    instance: InstanceLease
+    cost: int
+    """On the instance's account, in tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class RemotePrefill(Assignment):
+    """A request's prompt, in flight at a prefill instance."""
+
+    transfer: TransferId
+    """Carries the KV to the decode instance."""
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request in flight. ``RequestTable`` changes ``phase``, ``decode`` and ``prefill``."""
+
+    id: RequestId
+    prompt: PlannedPrompt
+    generate: Generate
+    """What a language instance is sent, or was sent last. Each dispatch has a request id of its own, so that late
+    messages from an earlier instance are ignored."""
+    client: str
+    priority: int
+    stream: TokenStream
+    submitted: float
+    """When it was admitted, by the router's clock, in seconds."""
+    deadline: float
+    """When it must be answered, by the same clock."""
+    expected: float
+    """Forecast seconds from ``submitted`` to the complete answer; 0 if there was no forecast."""
+    cost: float
+    """Forecast cost, in prompt tokens."""
+    items_cost: float
+    """Cost of encoding its items, as their plans state it."""
+    phase: RequestPhase = RequestPhase.QUEUED
+    decode: Assignment | None = None
+    """At the language instance that answers it."""
+    prefill: RemotePrefill | None = None
+    prefill_needed: PrefillNeeded | None = None
+    """What its decode instance asked for last; None if it needs no prefill."""
+    dispatched: float | None = None
+    """When it was first dispatched, by the router's clock."""
+    num_dispatches: int = 0
+    losses: int = 0
+    """Instances that were lost while they worked on it."""
+    generated: list[int] = field(default_factory=list)
+    """The tokens received so far."""
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether an instance may be unable to start it at once: it has media, or a grammar to compile."""
+        return bool(self.prompt.items) or self.generate.sampling.grammar is not None
+
+    @property
+    def may_stall(self) -> bool:
+        """Whether its instance may still be unable to start it; False from the first token on."""
+        return self.needs_preparation and not self.stream.record.first_token
+
+    def works_on(self, instance: InstanceLease) -> bool:
+        """Return whether a language instance works on the request."""
+        return any(one is not None and one.instance is instance for one in (self.decode, self.prefill))
+
+    def seconds_computed(self, now: float) -> float | None:
+        """Seconds that instances report to have computed for it, at most the time since it was dispatched.
+
+        None if they reported nothing, as for an answer that was ended early. The time that has passed is no substitute:
+        it includes waiting for a slot, for pages and for media."""
+        reported = [one.end - one.start for one in self.stream.record.intervals if one.stage in ("prefill", "decode")]
+        return min(sum(reported), now - self.dispatched) if reported and self.dispatched is not None else None

@@ -1,0 +1,133 @@
+"""All requests in flight, with indexes. The only place that changes where a request is and which instance has it.
+
+Every operation takes time that doesn't depend on the number of requests in flight."""
+
+import heapq
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from triptych.router.membership import InstanceLease
+from triptych.router.request_state import COMPUTING, Assignment, RemotePrefill, RequestPhase, RequestState
+from triptych.types import Address, RequestId
+
+
+class RequestTable:
+    """Requests in flight by id, client, instance and deadline."""
+
+    def __init__(self) -> None:
+        self._requests: dict[RequestId, RequestState] = {}
+        self._num_of_client: Counter[str] = Counter()
+        self._num_in_phase: Counter[RequestPhase] = Counter()
+        self._by_instance: defaultdict[Address, dict[RequestId, RequestState]] = defaultdict(dict)
+        self._deadlines: list[tuple[float, int, RequestId]] = []
+        self._order = itertools.count()
+        self.computing_cost = 0.0
+        """Forecast cost of the requests that language instances can compute now."""
+
+    def add(self, state: RequestState) -> None:
+        """Add a request that is queued."""
+        self._requests[state.id] = state
+        self._num_of_client[state.client] += 1
+        self._num_in_phase[state.phase] += 1
+        heapq.heappush(self._deadlines, (state.deadline, next(self._order), state.id))
+
+    def remove(self, state: RequestState) -> None:
+        """Remove a request that has ended, and take it off its instances' accounts."""
+        self.unassign(state)
+        self.enter(state, RequestPhase.DONE)
+        self._num_in_phase[RequestPhase.DONE] -= 1
+        del self._requests[state.id]
+        self._num_of_client[state.client] -= 1
+        if not self._num_of_client[state.client]:
+            del self._num_of_client[state.client]
+        if len(self._deadlines) > 2 * len(self._requests) + 64:  # entries of requests that have ended
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
+            heapq.heapify(self._deadlines)
+
+    def enter(self, state: RequestState, phase: RequestPhase) -> None:
+        """Change a request's phase."""
+        before, state.phase = state.phase, phase
+        self._num_in_phase[before] -= 1
+        self._num_in_phase[phase] += 1
+        self.computing_cost += state.cost * ((phase in COMPUTING) - (before in COMPUTING))
+        if not self.num_computing:
+            self.computing_cost = 0.0  # sums and differences of floats don't return to exactly 0
+
+    def assign(self, state: RequestState, instance: InstanceLease, cost: int) -> None:
+        """Give a request to the language instance that will answer it."""
+        state.decode = Assignment(instance, cost)
+        instance.assign(cost)
+        instance.add_request(1, may_stall=state.may_stall)
+        self._by_instance[instance.address][state.id] = state
+
+    def assign_prefill(self, state: RequestState, prefill: RemotePrefill) -> None:
+        """Give a request's prompt to a prefill instance."""
+        state.prefill = prefill
+        prefill.instance.assign(prefill.cost)
+        self._by_instance[prefill.instance.address][state.id] = state
+
+    def prefilled(self, state: RequestState) -> None:
+        """Take a request's remote prefill, if it has one, off its instance's account: it is done, cancelled or lost."""
+        if (prefill := state.prefill) is not None:
+            state.prefill = state.prefill_needed = None
+            prefill.instance.outstanding -= prefill.cost
+            self._forget(state, prefill.instance)
+
+    def unassign(self, state: RequestState) -> None:
+        """Take a request off the accounts of its language instances."""
+        self.prefilled(state)
+        if (decode := state.decode) is not None:
+            state.decode = None
+            decode.instance.outstanding -= decode.cost
+            decode.instance.add_request(-1, may_stall=state.may_stall)
+            self._forget(state, decode.instance)
+
+    def first_token(self, state: RequestState) -> None:
+        """Note that a request's first token is about to be recorded: from now on it doesn't stall. Idempotent."""
+        if state.decode is not None and state.may_stall:
+            state.decode.instance.add_request(-1, may_stall=True)
+            state.decode.instance.add_request(1, may_stall=False)
+
+    def get(self, request: RequestId) -> RequestState | None:
+        return self._requests.get(request)
+
+    def current(self, dispatch: RequestId) -> RequestState | None:
+        """Return the request that was last dispatched under that id; None if there is none."""
+        state = self._requests.get(RequestId(dispatch.partition(".")[0]))
+        return state if state is not None and state.generate.request == dispatch else None
+
+    def at(self, instance: InstanceLease) -> list[RequestState]:
+        """Return the requests that a language instance works on."""
+        return [one for one in self._by_instance.get(instance.address, {}).values() if one.works_on(instance)]
+
+    def num_of_client(self, client: str) -> int:
+        return self._num_of_client[client]
+
+    @property
+    def num_computing(self) -> int:
+        """Requests that language instances can compute now."""
+        return sum(self._num_in_phase[phase] for phase in COMPUTING)
+
+    def num_in(self, phase: RequestPhase) -> int:
+        return self._num_in_phase[phase]
+
+    def overdue(self, now: float) -> Iterator[RequestState]:
+        """Yield the requests whose deadline has passed, each once. The caller must end it."""
+        while self._deadlines and self._deadlines[0][0] < now:
+            _, _, request = heapq.heappop(self._deadlines)
+            if (state := self._requests.get(request)) is not None:
+                yield state
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(list(self._requests.values()))
+
+    def _forget(self, state: RequestState, instance: InstanceLease) -> None:
+        if not state.works_on(instance):
+            held = self._by_instance[instance.address]
+            held.pop(state.id, None)
+            if not held:
+                del self._by_instance[instance.address]
