@@ -26,9 +26,9 @@ import numpy as np
 from bench.serve import Load, Sample, ask, request_body
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
-from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig, TransferConfig
 from triptych.models.registry import family_of, resolve
+from triptych.server.frontend import Frontend
 from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role
 from triptych.transfer_bench.measure import machine
@@ -59,7 +59,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, at_end: bool) -> No
 
 
 async def start(stack: AsyncExitStack, config: ServeConfig, *, at_end: bool) -> httpx.AsyncClient:
-    service = await stack.enter_async_context(LocalService(config, None, show=print))
+    service = await stack.enter_async_context(Frontend(config))
     client = await stack.enter_async_context(httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=None))
     context = multiprocessing.get_context("spawn")
     for role in (Role.P, Role.D):

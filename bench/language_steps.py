@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 
 from bench.serve import Load, ask, request_body
-from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
+from triptych.server.frontend import Frontend
 from triptych.topology import Role
 
 MODEL = "m"
@@ -46,7 +46,7 @@ async def overhead(folder: Path, engine: EngineConfig, batch: int) -> dict[str, 
     config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "spans.json")
-        async with LocalService(config, None, show=lambda _: None) as service:
+        async with Frontend(config) as service:
             arguments = (config, service.control, engine.threads, batch, out)
             process = multiprocessing.get_context("spawn").Process(target=run_instance, args=arguments, daemon=True)
             process.start()

@@ -28,8 +28,8 @@ from rich.console import Console
 from bench.preprocess import make_video
 from bench.serve import Load, Sample, ask, request_body
 from triptych.cli.waterfall import waterfall
-from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
+from triptych.server.frontend import Frontend
 from triptych.topology import Role
 from triptych.transfer_bench.measure import machine
 
@@ -59,7 +59,7 @@ def run_instance(config: ServeConfig, role: Role, join: str, waits: bool) -> Non
 class Setup:
     """A running service and its instances' processes."""
 
-    service: LocalService
+    service: Frontend
     client: httpx.AsyncClient
     processes: list[BaseProcess]
 
@@ -71,7 +71,7 @@ class Setup:
 
 
 async def start(stack: AsyncExitStack, config: ServeConfig, *, waits: bool) -> Setup:
-    service = await stack.enter_async_context(LocalService(config, None, show=print))
+    service = await stack.enter_async_context(Frontend(config))
     client = await stack.enter_async_context(httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=None))
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [

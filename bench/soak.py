@@ -40,7 +40,7 @@ def jpeg(number: int, side: int) -> str:
 
 def descendants(pid: int) -> dict[int, str]:
     """Return the names of a process and its descendants by process id."""
-    found = {pid: "frontend"}
+    found = {pid: "serve"}
     for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda one: int(one.name)):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])

@@ -12,7 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from scripts.generated import DOCS, table, with_region
 from triptych.observe.metrics import PREFIX, Metrics
-from triptych.router.instance_metrics import SERIES
+from triptych.router.instance_metrics import RESTARTS, RESTARTS_LABELS, RESTARTS_MEANING, SERIES
 
 PAGE = DOCS / "observability.md"
 PACKAGE = Path(__file__).parents[1] / "triptych"
@@ -26,7 +26,7 @@ def page() -> str:
 
 def content() -> str:
     """The tables."""
-    frontend = [*_frontend(), *_watched()]
+    frontend = [*_frontend(), *_watched(), _row(RESTARTS, "counter", RESTARTS_LABELS, RESTARTS_MEANING)]
     instances = [
         _row(series.name, "counter" if series.counts else "gauge", _labels_of(series), series.meaning)
         for series in SERIES

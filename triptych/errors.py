@@ -15,7 +15,8 @@
     ├── TransferError
     │   └── BlockError, RegionError
     ├── StartError
-    │   └── CheckpointError, TopologyError, ConfigError
+    │   ├── CheckpointError, TopologyError, ConfigError
+    │   └── InstanceRefused, FrontendSilent, ChildFailed
     └── BadAddress, BadMessage
 
 Each docstring first describes what happened, then what the client or the operator can do. ``triptych/api/errors.py``
@@ -23,6 +24,8 @@ maps errors to HTTP statuses.
 """
 
 import enum
+
+from triptych import exit_codes
 
 
 class TriptychError(Exception):
@@ -276,12 +279,17 @@ class StartError(TriptychError):
     The message, on the operator's terminal, names the flag, file or key to correct.
     """
 
+    exit_code = exit_codes.FAILED
+    """The exit code of a process that this error ends."""
+
 
 class CheckpointError(StartError):
     """The checkpoint folder can't be served.
 
     The message names the file or the key. ``triptych doctor MODEL`` checks a folder without starting a service.
     """
+
+    exit_code = exit_codes.CONFIG
 
 
 class TopologyError(StartError):
@@ -290,12 +298,45 @@ class TopologyError(StartError):
     Write counts and roles, such as ``1EPD``, ``1E1PD`` or ``1E1P1D``, with a role for each stage.
     """
 
+    exit_code = exit_codes.CONFIG
+
 
 class ConfigError(StartError):
     """A setting is invalid, or settings contradict each other.
 
     Correct the flag, environment variable or configuration key that the message names.
     """
+
+    exit_code = exit_codes.CONFIG
+
+
+class InstanceRefused(StartError):
+    """The frontend refuses the instance: it serves another model, or its rows don't fit those of other instances.
+
+    Start it with the model and the settings of the service.
+    """
+
+    exit_code = exit_codes.CONFIG
+
+
+class FrontendSilent(StartError):
+    """No frontend answers the instance.
+
+    Check that the frontend runs, its address, its ``--cluster-secret-file`` and the network between them.
+    """
+
+    exit_code = exit_codes.NO_FRONTEND
+
+
+class ChildFailed(StartError):
+    """A process of the service ended, and the service can't go on without it.
+
+    The message has the last line that the process wrote; correct what it names.
+    """
+
+    def __init__(self, message: str, exit_code: int = exit_codes.FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class BadAddress(TriptychError):

@@ -1,10 +1,10 @@
 """Interface between an instance and its stage loops."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from triptych.messages.stats import InstanceStats
-from triptych.messages.work import PeerLost
+from triptych.messages.work import HandBack, PeerLost
 from triptych.types import Address
 
 Handlers = Mapping[type[Any], Callable[[Any], object]]
@@ -50,3 +50,11 @@ class StageLoop(Protocol):
 
     def close(self) -> None:
         """Release the loop's own resources. What another loop may use again (weights, caches) stays."""
+
+
+@runtime_checkable
+class HandsBack(Protocol):
+    """A stage loop that can give up work that hasn't begun, so that its instance drains sooner."""
+
+    def hand_back(self) -> Mapping[Address, HandBack]:
+        """Drop the requests or items that haven't begun. Return them by the frontend that owns them."""

@@ -74,7 +74,7 @@ def test_topologies_that_encode_are_refused_at_start(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", str(folder), "--topology", topology, "--port", "0"])
-    assert ended.value.code == 1
+    assert ended.value.code == 78
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(
         rf"triptych: topology {topology} has instances that encode .* text-only model: try 1PD or 1P1D", line

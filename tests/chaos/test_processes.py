@@ -25,6 +25,7 @@ from tests.support.cluster import (
     whole_again,
 )
 from tests.support.commands import triptych
+from triptych import exit_codes
 
 LOSSES = ("instance_lost", "unavailable")
 slow = pytest.mark.slow
@@ -176,5 +177,5 @@ def test_broken_writes_are_mended_or_named(whole: Cluster) -> None:
 def test_an_instance_whose_rows_do_not_fit_is_refused(whole: Cluster) -> None:
     join = ("--role", "E", "--join", f"127.0.0.1:{whole.control}", "--name", "other")
     with triptych("serve", whole.folder, *FAST, *join, "--dtype", "bfloat16") as command:
-        assert command.end(30) == 1
+        assert command.end(30) == exit_codes.CONFIG
         assert re.search("rows of other don't fit those of (e|pd): dtype bfloat16 here, float32 there", command.text)

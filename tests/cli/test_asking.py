@@ -145,7 +145,7 @@ def test_a_whole_answer(serve: Callable[[int, str], None], capsys: pytest.Captur
 def test_a_picture_that_is_missing_is_named(start: Start, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["run", "demo", str(tmp_path / "nothing.png"), "What is it?"])
-    assert exit_.value.code == 1
+    assert exit_.value.code == 78
     assert "nothing.png" in capsys.readouterr().err
 
 

@@ -140,7 +140,7 @@ def test_a_folder_with_a_file_that_is_broken(
     (broken / name).write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(SystemExit) as ended:
         main(["doctor", str(broken), "--port", "0", "--device", "cpu"])
-    assert ended.value.code == 1
+    assert ended.value.code in (1, 78)
     said = capsys.readouterr()
     assert says in " ".join((said.out + said.err).replace("│", " ").split())
     assert "Traceback" not in said.err

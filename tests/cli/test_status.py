@@ -2,12 +2,14 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from triptych import exit_codes
 from triptych.cli import main
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
@@ -16,6 +18,8 @@ from triptych.messages.stats import Load, PoolUsage
 from triptych.messages.work import (
     GetStatus,
     InstanceStatus,
+    LaunchedInstance,
+    LaunchState,
     RoleRefused,
     RoleSet,
     SetRole,
@@ -48,7 +52,9 @@ def answer(message: Message) -> Message:
 
 
 @contextmanager
-def frontend(secret: bytes | None = None) -> Iterator[tuple[str, list[Message]]]:
+def frontend(
+    secret: bytes | None = None, launched: Sequence[LaunchedInstance] = ()
+) -> Iterator[tuple[str, list[Message]]]:
     """Its control address, and what it has been asked; the answers are above."""
     channel, asked, over = Channel(secret=secret), list[Message](), threading.Event()
 
@@ -57,7 +63,10 @@ def frontend(secret: bytes | None = None) -> Iterator[tuple[str, list[Message]]]
             for message in channel.receive(0.05):
                 assert isinstance(message, GetStatus | SetRole)
                 asked.append(message)
-                channel.send(message.reply_to, answer(message))
+                reply = answer(message)
+                if isinstance(reply, Status):
+                    reply = msgspec.structs.replace(reply, launched=list(launched))
+                channel.send(message.reply_to, reply)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -101,7 +110,7 @@ def test_what_makes_no_sense_is_refused(
     status: Callable[..., tuple[int, str, str]], arguments: list[str], says: str
 ) -> None:
     code, _, errors = status(*arguments)
-    assert code == 1
+    assert code == exit_codes.CONFIG
     assert says in errors
     assert len(errors.splitlines()) == 1
 
@@ -148,3 +157,23 @@ def test_only_operators_with_the_secret_get_an_answer(
         monkeypatch.undo()
         assert status("--control", control, *change, "--cluster-secret-file", str(files["right"]))[0] == 0
         assert len(asked) == 2
+
+
+def test_processes_that_have_not_joined_are_shown_with_their_restarts(
+    status: Callable[..., tuple[int, str, str]],
+) -> None:
+    launched = [
+        LaunchedInstance("frontend", None, LaunchState.READY, restarts=1),
+        LaunchedInstance("pd0", Role.PD, LaunchState.READY, restarts=3),
+        LaunchedInstance("e1", Role.E, LaunchState.RESTARTING, restarts=7, restart_in=2.25),
+        LaunchedInstance("e2", Role.E, LaunchState.FAILED),
+    ]
+    with frontend(launched=launched) as (control, _):
+        code, out, _ = status("--control", control)
+    assert code == 0
+    rows = {
+        words[0]: words for line in out.splitlines() if len(words := [*map(str.strip, line.strip("│").split("│"))]) > 6
+    }
+    assert rows["pd0"][-1] == "3"
+    assert (rows["e1"][1], rows["e1"][4], rows["e1"][-1]) == ("E", "restarts in 2.2 s", "7")
+    assert (rows["e2"][4], rows["frontend"][1], rows["frontend"][4]) == ("failed", "frontend", "ready")

@@ -48,7 +48,7 @@ def test_a_line_of_another_kind_is_passed_over(
 ) -> None:
     log = tmp_path / "log"
     log.write_text(f"{text}\n")
-    assert trace("--log", log) == (1, f"triptych: --log {log} has no requests\n")
+    assert trace("--log", log) == (78, f"triptych: --log {log} has no requests\n")
     log.write_text(f"{text}\n{json.dumps(LINE)}\n")
     assert trace("--log", log) == (0, "")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -71,7 +71,7 @@ def test_files_and_times_that_make_no_sense(trace: Callable[..., tuple[int, str]
         (("b", "--log", good), "has no request 'b'"),
     ):
         code, said = trace(*arguments)
-        assert code == 1
+        assert code == 78
         (line,) = said.splitlines()
         assert line.startswith("triptych: ")
         assert says in line

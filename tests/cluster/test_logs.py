@@ -13,6 +13,7 @@ import pytest
 
 from tests.cluster.conftest import MISSING_KEY
 from tests.support.commands import FAST, ROOT, picture_answer, triptych, wait_for
+from triptych import exit_codes
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", re.ASCII)
 NO_COMPILER = "the variable CC"
@@ -65,14 +66,14 @@ def test_text_has_times_too(folder: Path) -> None:
         command.wait_until_ready()
         command.wait_for_line(rf"^\[epd0\] {TIME.pattern} INFO loaded the decoder")
         command.wait_for_line(rf"^\[epd0\] {TIME.pattern} WARNING rank 1: {NO_COMPILER}")
-        command.wait_for_line(rf"^{TIME.pattern} INFO epd0 joined as EPD")
+        command.wait_for_line(rf"^\[frontend\] {TIME.pattern} INFO epd0 joined as EPD")
 
 
 def test_a_failed_instance_logs_the_reason_last(folder_without_a_key: Path) -> None:
     with triptych("serve", folder_without_a_key, *FAST, "--log-format", "json") as command:
-        assert command.end(60) == 1
+        assert command.end(60) == exit_codes.CONFIG
     last = objects(command.errors)[-1]
-    assert (last["level"], last["process"]) == ("critical", "frontend")
+    assert (last["level"], last["process"]) == ("critical", "serve")
     assert "instance pd0" in last["message"]
     assert MISSING_KEY in last["message"]
     assert any(MISSING_KEY in message for message in of(command.lines, "pd0"))
@@ -81,11 +82,11 @@ def test_a_failed_instance_logs_the_reason_last(folder_without_a_key: Path) -> N
 def test_it_is_a_setting_like_others(folder: Path, in_json: tuple[tuple[str, ...], dict[str, Any]]) -> None:
     flags, variables = in_json
     with triptych("serve", folder, "--port", "x", *flags, **variables) as command:
-        assert command.end(30) == 1
+        assert command.end(30) == exit_codes.CONFIG
     (only,) = objects(command.lines)
     assert only["message"] == "--port 'x' is not a whole number"
     with triptych("serve", folder, *flags, "--log-format", "xml") as command:
-        assert command.end(30) == 1
+        assert command.end(30) == exit_codes.CONFIG
     assert command.lines == ["triptych: --log-format xml is not one of text, json"]
 
 

@@ -10,13 +10,15 @@ import pytest
 
 from tests.cluster.conftest import MISSING_KEY
 from tests.support.commands import FAST, Command, one_line_error, picture_answer, stream_of, triptych, worker
+from triptych import exit_codes
 
-TWO_RANKS = (*FAST, "--topology", "1EPD", "--tensor-parallel-size", "2")
+TWO_RANKS = (*FAST, "--topology", "1EPD", "--restart", "never", "--tensor-parallel-size", "2")
 
 
 def ranks(command: Command) -> list[psutil.Process]:
-    """All instances' processes; beside them are those that decode media."""
-    return [child for child in command.descendants if "triptych.sandbox.child" not in child.cmdline()]
+    """All instances' processes; beside them are the frontend, and those that decode media."""
+    others = {"triptych.sandbox.child", "triptych.server.frontend_main"}
+    return [child for child in command.descendants if not others & set(child.cmdline())]
 
 
 def test_a_rank_that_is_killed_ends_the_service(folder: Path) -> None:
@@ -108,4 +110,4 @@ def test_a_size_that_does_not_divide(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_missing_key_is_one_line(folder_without_a_key: Path) -> None:
     with triptych("serve", folder_without_a_key, *TWO_RANKS) as command:
-        assert MISSING_KEY in one_line_error(command)
+        assert MISSING_KEY in one_line_error(command, exit_codes.CONFIG)

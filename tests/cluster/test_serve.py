@@ -14,6 +14,7 @@ import pytest
 from tests.cluster.conftest import MISSING_KEY
 from tests.support.checkpoints import make_checkpoint
 from tests.support.commands import FAST, one_line_error, picture_answer, stream_of, triptych, wait_for
+from triptych import exit_codes
 
 
 def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
@@ -23,7 +24,8 @@ def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
         assert command.wait_for_line(r"^\[e0\] .*loaded the encoder")
         assert command.wait_for_line(r"^\[pd0\] .*loaded the decoder")
         assert picture_answer(url, "tiny")
-        assert "libtorch" not in Path(f"/proc/{command.process.pid}/maps").read_text(), "the frontend has no torch"
+        for pid in (command.process.pid, command.child("frontend").pid):
+            assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text(), "supervisor and frontend have no torch"
         assert "libtorch" in Path(f"/proc/{command.child('e0').pid}/maps").read_text()
         with httpx.Client(base_url=url, trust_env=False) as idle, stream_of(url, "tiny", 1000) as lines:
             wait_for(lambda: idle.get("/ready").status_code == 200, 10, command)
@@ -32,12 +34,12 @@ def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
             assert list(lines)[-1] == "data: [DONE]"
             began = time.monotonic()
             assert command.end() == 0, command.text
-            assert time.monotonic() - began < 5, "a client that is only connected holds nothing up"
+            assert time.monotonic() - began < 15, "a client that is only connected holds nothing up"
         assert "Traceback" not in command.text
 
 
-def test_a_child_that_is_killed_takes_the_rest_down(folder: Path) -> None:
-    with triptych("serve", folder, *FAST) as command:
+def test_without_restarts_a_child_that_is_killed_takes_the_rest_down(folder: Path) -> None:
+    with triptych("serve", folder, *FAST, "--restart", "never") as command:
         url = command.wait_until_ready()
         with stream_of(url, "tiny", 4000) as lines:
             pid = command.child("pd0").pid
@@ -86,7 +88,7 @@ def test_instances_join_one_by_one(folder: Path, tmp_path: Path) -> None:
             door.wait_for_line("mine joined as PD")
             wait_for(lambda: httpx.get(f"{url}/ready", trust_env=False).status_code == 200, 10, door)
             assert picture_answer(url, "tiny")
-            assert "another model" in one_line_error(stranger)
+            assert "another model" in one_line_error(stranger, exit_codes.CONFIG)
             language.send(signal.SIGTERM)
             assert language.end() == 0
             door.wait_for_line("mine is leaving")
@@ -98,7 +100,7 @@ def test_instances_join_one_by_one(folder: Path, tmp_path: Path) -> None:
 
 def test_a_missing_key_is_named_on_the_terminal(folder_without_a_key: Path) -> None:
     with triptych("serve", folder_without_a_key, *FAST) as command:
-        message = one_line_error(command)
+        message = one_line_error(command, exit_codes.CONFIG)
         assert MISSING_KEY in message
         assert "instance pd0" in message
 
@@ -107,7 +109,7 @@ def test_a_missing_key_is_named_on_the_terminal(folder_without_a_key: Path) -> N
 def test_a_signal_during_the_start_leaves_nothing(folder: Path, when: signal.Signals) -> None:
     with triptych("serve", folder, *FAST) as command:
         supervisor = psutil.Process(command.process.pid)
-        wait_for(lambda: len(supervisor.children()) == 2, 20, command)
+        wait_for(lambda: len(supervisor.children()) == 3, 20, command)
         command.descendants = supervisor.children(recursive=True)
         command.send(when)
         assert command.end(10) == 0
@@ -127,4 +129,4 @@ def test_ports_that_are_in_use(folder: Path) -> None:
 
 def test_a_missing_shard_is_named(folder_without_a_shard: Path) -> None:
     with triptych("serve", folder_without_a_shard) as command:
-        assert "model-00001-of-00003.safetensors" in one_line_error(command)
+        assert "model-00001-of-00003.safetensors" in one_line_error(command, exit_codes.CONFIG)

@@ -227,7 +227,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_nonsense_covers_every_message_and_keeps_to_their_types() -> None:
     nonsense, kinds = Nonsense(0), set()
-    for _ in range(3000):
+    for _ in range(6000):
         message = nonsense.message()
         kinds.add(type(decode(encode(message))))
     assert kinds == set(KINDS)

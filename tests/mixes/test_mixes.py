@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import _free_port
+from tests.support.cluster import free_port
 from tests.support.commands import Command, triptych
 from tests.support.request_bodies import Request, Requests
 from tests.support.serving import image, image_part, wait_for
@@ -81,7 +81,7 @@ class Service:
 
 @contextmanager
 def service(folder: Path, topology: str) -> Iterator[Service]:
-    control = _free_port()
+    control = free_port()
     settings = ("--port", "0", "--control-port", str(control), "--threads", "1", "--dtype", "float32")
     room = ("--kv-cache-tokens", "8192", "--max-model-len", "512", "--log-level", "warning")
     with triptych("serve", folder, "--topology", topology, *TOPOLOGIES[topology], *settings, *room) as command:

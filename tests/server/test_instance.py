@@ -22,6 +22,8 @@ from triptych.messages.work import (
     Capacity,
     ChangeRole,
     Deregister,
+    Draining,
+    HandBack,
     Heartbeat,
     PeerLost,
     Register,
@@ -446,6 +448,74 @@ def test_one_without_other_hosts_keeps_its_role(start: Callable[..., InstanceHar
     harness.join()
     harness.send(ChangeRole(Role.P, 30.0))
     harness.await_count(RoleKept, 1)
+
+
+@dataclass
+class Giving(Recorder):
+    """A loop that gives up what hasn't begun."""
+
+    given: dict[Address, HandBack] = field(default_factory=dict)
+
+    def hand_back(self) -> dict[Address, HandBack]:
+        self.received.append("hand_back")
+        return self.given
+
+
+def test_a_drain_finishes_the_work_and_hands_back_what_has_not_begun(start: Callable[..., InstanceHarness]) -> None:
+    loop = Giving(idle=False)
+    harness = start(loop=loop)
+    harness.join()
+    address = harness.instance.channel.address
+    loop.given[harness.channel.address] = HandBack(address, [RequestId("waiting")], [TransferId("t")])
+    assert harness.instance.pulse.why_not_ready() == ""
+    harness.instance.drain()
+    harness.await_count(HandBack, 1)
+    drains = [message for message in harness.received if isinstance(message, Draining | HandBack)]
+    assert drains == [Draining(address), loop.given[harness.channel.address]]
+    assert harness.instance.pulse.why_not_ready() == "draining"
+    harness.send(cancel("still here"), ChangeRole(Role.P, 30.0))
+    harness.await_count(RoleKept, 1)
+    assert RoleKept(address, "it is draining") in harness.received
+    assert harness.count(Deregister) == 0
+    loop.idle = True
+    harness.end()
+    harness.await_count(Deregister, 1)
+    assert loop.received == ["hand_back", cancel("still here"), "close"]
+    assert harness.error is None
+
+
+def test_a_drain_ends_in_time_and_a_second_one_at_once(start: Callable[..., InstanceHarness]) -> None:
+    lease = LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=30.0, drain_timeout=0.2)
+    harness = start(lease, Recorder(idle=False))
+    harness.join()
+    harness.instance.drain()
+    harness.end()
+    other = start(loop=Recorder(idle=False))
+    other.join()
+    other.instance.drain()
+    other.await_count(Draining, 1)
+    other.instance.drain()
+    other.end()
+    other.await_count(Deregister, 1)
+
+
+def test_a_drain_that_loses_its_lease_has_nothing_left_to_do(start: Callable[..., InstanceHarness]) -> None:
+    harness = start(loop=Recorder(idle=False))
+    harness.join()
+    harness.instance.drain()
+    harness.await_count(Draining, 1)
+    harness.send(RegisterAgain())
+    harness.end()
+    assert harness.count(Register) == 1
+    assert harness.loop.received == ["on_lease_lost", "close"]
+
+
+def test_its_incarnation_is_its_supervisors_or_the_time_of_its_start(start: Callable[..., InstanceHarness]) -> None:
+    before = time.time_ns() // 10**6
+    harness = start()
+    harness.join()
+    (register,) = [message for message in harness.received if isinstance(message, Register)]
+    assert before <= register.incarnation <= time.time_ns() // 10**6
 
 
 def _last(messages: list[Message], kind: type) -> int:

@@ -121,7 +121,7 @@ class Streaming(Asking):
         self.answer.text += chunk["choices"][0]["delta"].get("content", "")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -137,7 +137,7 @@ class Cluster:
     stack: ExitStack
     roles: dict[str, str]
     ranks: dict[str, int] = field(default_factory=dict)
-    control: int = field(default_factory=_free_port)
+    control: int = field(default_factory=free_port)
     parts: dict[str, Command] = field(default_factory=dict)
     ended: list[Command] = field(default_factory=list)
     url: str = ""

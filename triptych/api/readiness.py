@@ -58,7 +58,7 @@ class Readiness:
         if self._router.draining:
             return "the service is shutting down"
         if not self._router.can_serve:
-            return "a stage has no instance"
+            return self._router.missing_stages() or "a stage has no instance"
         if self._shown_by_clients():
             return ""
         if self._age() > (FRESH_FAILURE_SECONDS if self._reason else FRESH_SECONDS) and self._probe is None:

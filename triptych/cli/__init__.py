@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from triptych import __version__
+from triptych import __version__, exit_codes
 from triptych.cli import bench, demo, doctor, flags, run, serve, status, trace
 from triptych.cli.sources import unknown_flags
 from triptych.config import LOG_FORMATS, ObserveConfig
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """Parser whose errors are one line: the usage of a command with all settings fills several screens."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(exit_codes.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def make_parser() -> Parser:
@@ -56,15 +56,15 @@ def main(arguments: list[str] | None = None) -> None:
         code = parsed.run(parsed)
     except StartError as error:
         logs.fatal(str(error))
-        code = 1
+        code = error.exit_code
     except KeyboardInterrupt:
-        code = 130
+        code = exit_codes.INTERRUPTED
     sys.exit(code)
 
 
 def _set_up_logs(parsed: argparse.Namespace) -> None:
     """Set up logs by the command's settings, if it has any. Raises ConfigError."""
-    name = "frontend" if parsed.command == "serve" else parsed.command
+    name = parsed.command
     if not hasattr(parsed, "log_format"):
         logs.set_up(logs.LogSettings(process=name))
         return

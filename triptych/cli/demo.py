@@ -15,7 +15,7 @@ from triptych.cli.starting import started, unless_lost
 from triptych.cluster.service import LocalService
 from triptych.config import ServeConfig
 from triptych.demo import PICTURES_DIR
-from triptych.errors import ConfigError, StartError
+from triptych.errors import ConfigError
 from triptych.topology import Topology
 
 SUMMARY = "serve the bundled model and ask it about the bundled pictures"
@@ -68,7 +68,7 @@ async def _run(config: ServeConfig, topology: Topology, count: int, verbose: boo
         picture = PICTURES_DIR / entry["pictures"][0]
         print(TRY_NEXT.format(url=service.url, picture=picture, question=entry["question"]), flush=True)
         if sys.stdout.isatty():
-            raise StartError(await service.lost)
+            raise await service.lost
         return 1 if None in answers else 0
 
 

@@ -11,12 +11,15 @@ from typing import Any
 
 from triptych.cli import flags
 from triptych.cluster.service import LocalService
+from triptych.cluster.service_manager import tell_service_manager
 from triptych.config import RENAMED_ROLES, ClusterConfig, ServeConfig, flag
 from triptych.errors import ConfigError
 from triptych.models.registry import identity_of
-from triptych.observe import logs
+from triptych.observe import logs, sd_notify
 from triptych.observe.machine import pin_to_cores
 from triptych.server import instance_main
+from triptych.server.frontend import Frontend
+from triptych.server.frontend_main import serve_frontend
 from triptych.topology import Role, Topology
 
 SUMMARY = "serve a model: all processes of a topology, or one instance that joins a frontend"
@@ -57,48 +60,59 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.role is None or arguments.role == FRONTEND:
         if arguments.join is not None:
             raise ConfigError("--join is for --role and an instance, such as --role E")
-        topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY) if arguments.role is None else None
-        if topology is not None:
-            config.engine.tensor_parallel_size.check(topology.roles)
+        if config.lease.health_port:
+            raise ConfigError("--health-port is for --role and an instance, such as --role E")
         identity_of(config.model)  # here, where a signal ends the process: a large checkpoint takes minutes to hash
+    if arguments.role == FRONTEND:
+        logs.rename(FRONTEND)
+        return asyncio.run(_serve_frontend(config))
+    if arguments.role is None:
+        topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY)
+        config.engine.tensor_parallel_size.check(topology.roles)
         return asyncio.run(_serve(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 
 
-async def _serve(config: ServeConfig, topology: Topology | None) -> int:
-    """Serve with the frontend and the instances of the topology, if any, until a signal or the end of an instance."""
+async def _serve(config: ServeConfig, topology: Topology) -> int:
+    """Supervise the frontend and the instances of the topology until a signal, or until the service can't go on."""
     interrupted, terminated = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, interrupted.set)
     loop.add_signal_handler(signal.SIGTERM, terminated.set)
     async with LocalService(config, topology, show=_print_line) as service:
+        manager = asyncio.create_task(tell_service_manager(service))
         ended = [asyncio.create_task(event.wait()) for event in (interrupted, terminated)]
         starting = asyncio.create_task(service.wait_until_ready())
         await asyncio.wait({starting, *ended}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            _announce(service, config, topology)
+            _announce(config, str(topology), service.url, service.control)
             endings: set[asyncio.Future[Any]] = {service.lost, *ended}
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-        starting.cancel()
-        for task in ended:
+        for task in (starting, manager, *ended):
             task.cancel()
+        sd_notify.send("STOPPING=1", "STATUS=ending")
         if service.lost.done() and not interrupted.is_set():
             log.error("%s; stopping the others", service.lost.result())
-            return 1
+            return service.lost.result().exit_code
         if terminated.is_set() and not interrupted.is_set():
-            log.info("SIGTERM: rejecting new requests; finishing those that are running")
             await service.drain(interrupted)
         return 0
 
 
-def _announce(service: LocalService, config: ServeConfig, topology: Topology | None) -> None:
-    what = str(topology) if topology else "the frontend alone"
-    _print_announcement(f"ready: {config.frontend.http.served_model_name} as {what} on {service.url}/v1")
+async def _serve_frontend(config: ServeConfig) -> int:
+    """Serve with a frontend in this process, which instances join by themselves."""
+    what = "the frontend alone"
+    await serve_frontend(lambda: Frontend(config), lambda one: _announce(config, what, one.url, one.control))
+    return 0
+
+
+def _announce(config: ServeConfig, what: str, url: str, control: str) -> None:
+    _print_announcement(f"ready: {config.frontend.http.served_model_name} as {what} on {url}/v1")
     trust = _given_flags(config.cluster)
-    join = ["triptych", "serve", str(config.model), "--role", "E", "--join", service.control, *trust]
+    join = ["triptych", "serve", str(config.model), "--role", "E", "--join", control, *trust]
     _print_announcement(f"instances can join with: {shlex.join(join)}")
-    status = ["triptych", "status", "--control", service.control, *trust]
+    status = ["triptych", "status", "--control", control, *trust]
     _print_announcement(f"to list instances and their load: {shlex.join(status)}")
 
 

@@ -28,7 +28,9 @@ async def started(
     kept: list[str] = []
     if not verbose:
         logging.getLogger("triptych").setLevel(logging.WARNING)
-    async with LocalService(config, topology, show=_print_error if verbose else kept.append) as service:
+    show = _print_error if verbose else kept.append
+    # a command that asks something wants the reason of a failure, not another try
+    async with LocalService(config, topology, show, restart=False) as service:
         try:
             with console.status(f"starting {topology}"):
                 await service.wait_until_ready()
@@ -46,7 +48,7 @@ async def unless_lost(service: LocalService, work: Coroutine[Any, Any, T]) -> T:
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if not working.done():
         working.cancel()
-        raise StartError(service.lost.result())
+        raise service.lost.result()
     return await working
 
 

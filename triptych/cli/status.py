@@ -13,7 +13,7 @@ from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
 from triptych.messages.stats import PoolUsage
-from triptych.messages.work import InstanceStatus, Status
+from triptych.messages.work import InstanceStatus, LaunchedInstance, LaunchState, Status
 from triptych.topology import Role
 
 SUMMARY = "show the instances of a running service, or change the role of one"
@@ -94,12 +94,25 @@ def _summary(status: Status) -> str:
 
 
 def _table(status: Status) -> Table:
-    table = Table("instance", "role", "process", "last heartbeat", "work", "pools")
+    table = Table("instance", "role", "process", "last heartbeat", "work", "pools", "restarts")
+    restarts = {one.name: str(one.restarts) for one in status.launched}
     for one in status.instances:
         heartbeat = f"{one.seconds_since_heartbeat:.1f} s ago"
         work = f"{one.load.running} running, {one.load.waiting} waiting"
-        table.add_row(one.name, _role(one), str(one.pid), heartbeat, work, "\n".join(map(_pool, one.load.pools)))
+        pools = "\n".join(map(_pool, one.load.pools))
+        table.add_row(one.name, _role(one), str(one.pid), heartbeat, work, pools, restarts.get(one.name, ""))
+    joined = {one.name for one in status.instances}
+    for process in status.launched:
+        if process.name not in joined:
+            role = str(process.role or "frontend")
+            table.add_row(process.name, role, "", "", _state(process), "", str(process.restarts))
     return table
+
+
+def _state(process: LaunchedInstance) -> str:
+    if process.state is LaunchState.RESTARTING:
+        return f"restarts in {process.restart_in:.1f} s"
+    return str(process.state)
 
 
 def _role(one: InstanceStatus) -> str:

@@ -1,20 +1,30 @@
-"""A whole service on one machine: the frontend in this process, an instance in each child process."""
+"""A whole service on one machine: a supervisor in this process, the frontend and the instances in child processes."""
 
 import asyncio
 import contextlib
+import os
+import signal
+import socket
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from triptych.checkpoint.config_files import load_config
-from triptych.cluster.local import LocalCluster, Print, wait_until_ready
-from triptych.config import ServeConfig
-from triptych.errors import TopologyError
-from triptych.heap import gc_frozen
+from triptych.cluster.child import ChildSpec, Print
+from triptych.cluster.frontend_link import FrontendLink
+from triptych.cluster.local import STOP_GRACE, LocalCluster
+from triptych.config import FrontendSpec, InstanceSpec, ServeConfig
+from triptych.errors import ChildFailed, StartError, TopologyError
 from triptych.models.registry import family_of
-from triptych.server.frontend import Frontend
+from triptych.server.http_socket import listen, url_of
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Topology
+
+LAST_RESPONSES = 3.0
+"""Seconds that a frontend may take to end, after its drain."""
+REPORT_SECONDS = 0.02
+"""Seconds in which a report arrives that must come before a signal."""
 
 
 def check_roles(model: Path, topology: Topology) -> None:
@@ -29,62 +39,140 @@ def check_roles(model: Path, topology: Topology) -> None:
 
 class LocalService:
     """A service that starts when this async context manager is entered and can be used after ``wait_until_ready``.
-    Without a topology it is a frontend alone, which instances join by themselves."""
 
-    def __init__(self, config: ServeConfig, topology: Topology | None, show: Print) -> None:
+    The HTTP socket is this process's. A frontend inherits it, so that connections wait while it is started again."""
+
+    def __init__(self, config: ServeConfig, topology: Topology, show: Print, *, restart: bool = True) -> None:
+        """``restart`` is False to end the service with any of its processes, whatever the settings say."""
+        check_installed("an instance")
+        check_roles(config.model, topology)
+        config.cluster.secret()
+        config.frontend.tls.check_files()
         self._config = config
-        self._topology = topology
-        if topology is not None:
-            check_installed("an instance")
-            check_roles(config.model, topology)
-        encodes = topology is None or any(role.encodes for role in topology.roles)
-        self._frontend = Frontend(config, expects_encoders=encodes)
-        specs = config.instances(topology, self._frontend.control) if topology else []
-        self._cluster = LocalCluster(specs, show) if topology else None
-        self._frozen = contextlib.ExitStack()
-        self.lost: asyncio.Future[str] = (
-            self._cluster.lost if self._cluster else asyncio.get_running_loop().create_future()
-        )
+        self._expects_encoders = any(role.encodes for role in topology.roles)
+        with contextlib.ExitStack() as stack:
+            self._http = stack.enter_context(listen(config.frontend.http))
+            port = config.frontend.http.control_port
+            self._reserved = stack.enter_context(_reserve(config.cluster.cluster_host, port))
+            # one, so far; each further one has a control address, and a socket made with SO_REUSEPORT
+            self._frontends = [self._frontend_child("frontend", self._http, self._reserved)]
+            children = [*self._frontends, *map(_instance_child, config.instances(topology, self.control))]
+            for child in children:
+                child.written(0)  # raises ConfigError now rather than later
+            self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
+            self._stack = stack.pop_all()
+        self.lost: asyncio.Future[ChildFailed] = self._cluster.lost
+        """Done, with an explanation, when the service can't go on."""
 
     @property
     def url(self) -> str:
-        return self._frontend.url
+        """Where the HTTP server listens."""
+        return url_of(self._http, self._config.frontend.tls)
 
     @property
     def control(self) -> str:
-        return self._frontend.control
+        """``HOST:PORT`` where instances join; the same for each incarnation of the frontend."""
+        host, port = self._reserved.getsockname()[:2]
+        return f"{f'[{host}]' if ':' in host else host}:{port}"
 
     async def __aenter__(self) -> "LocalService":
-        await self._frontend.__aenter__()
         try:
-            if self._cluster:
-                await self._cluster.start()
-        except BaseException as error:  # an interrupt too: no process is left behind
-            await self.__aexit__(type(error), error, error.__traceback__)
+            self._link = FrontendLink(self._cluster, [self.control], self._config.cluster)
+        except StartError:
+            self._stack.close()
             raise
+        self._cluster.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._frozen.close()
-        if self._cluster:
-            await self._cluster.stop()
-        await self._frontend.__aexit__(kind, error, trace)
+        await self._announce_end()
+        try:
+            await self._cluster.end(self._frontend_names, signal.SIGINT, LAST_RESPONSES)
+            await self._cluster.end(list(self._cluster.supervision.processes), signal.SIGINT, STOP_GRACE)
+        finally:
+            await self._link.close()
+            self._stack.close()
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the processes that aren't ready."""
+        return [one.name for one in self._cluster.launched() if one.state != "ready"]
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether all processes have been ready at one time."""
+        return self._cluster.supervision.was_complete
 
     async def wait_until_ready(self) -> None:
-        """Return once every instance has joined. Raises StartError when one ends before."""
-        if self._cluster and self._topology:
-            registry, expected = self._frontend.router.membership, len(self._topology.roles)
-            await wait_until_ready(self._cluster, lambda: len(registry) >= expected, self._config.lease.start_timeout)
-        self._frozen.enter_context(gc_frozen())
+        """Return once every instance has joined. Raises ChildFailed when a process ends before, and StartError on a
+        timeout."""
+        timeout = self._config.lease.start_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                while not self.was_ready:
+                    if self.lost.done():
+                        failure = self.lost.result()
+                        raise ChildFailed(f"before it was ready, {failure}", failure.exit_code)
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise StartError(f"the instances weren't ready within {timeout:g} s") from None
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Let running requests finish, until the drain timeout or until ``hurry`` is set."""
-        draining, hurried = asyncio.create_task(self._frontend.drain()), asyncio.create_task(hurry.wait())
-        first: set[asyncio.Future[Any]] = {draining, hurried, self.lost}
+        await self._announce_end()
+        timeout = self._config.lease.drain_timeout + LAST_RESPONSES
+        ending = asyncio.create_task(self._cluster.end(self._frontend_names, signal.SIGTERM, timeout))
+        hurried = asyncio.create_task(hurry.wait())
+        first: set[asyncio.Future[Any]] = {ending, hurried, self.lost}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        for task in (draining, hurried):
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await draining
+        hurried.cancel()
+        self._cluster.hurry(self._frontend_names)
+        await ending
+
+    @property
+    def _frontend_names(self) -> list[str]:
+        return [spec.name for spec in self._frontends]
+
+    async def _announce_end(self) -> None:
+        if not self._link.stopping:
+            self._link.stopping = True
+            self._link.report()
+            await asyncio.sleep(REPORT_SECONDS)
+
+    def _frontend_child(self, name: str, http: socket.socket, control: socket.socket) -> ChildSpec:
+        port = control.getsockname()[1]
+        spec = FrontendSpec(
+            config=replace(self._config, frontend=self._config.frontend.having({"control_port": port})),
+            expects_encoders=self._expects_encoders,
+            listener=http.fileno(),
+            supervisor=os.getpid(),
+        )
+        written = spec.to_bytes()
+        return ChildSpec(name, None, "triptych.server.frontend_main", lambda _: written, pass_fds=(http.fileno(),))
+
+
+def _instance_child(spec: InstanceSpec) -> ChildSpec:
+    def written(incarnation: int) -> bytes:
+        return replace(spec, supervisor=os.getpid(), incarnation=incarnation).to_bytes()
+
+    variables = {"OMP_NUM_THREADS": str(spec.engine.threads)}
+    return ChildSpec(spec.name, spec.role, "triptych.server.instance_main", written, variables)
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """Bind a socket that doesn't listen. No other process is given its port, and each frontend in turn can listen
+    there. Raises StartError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartError(f"can't listen on {host!r}: {error.strerror}") from None
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind(address)
+    except OSError as error:
+        reserved.close()
+        raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
+    return reserved

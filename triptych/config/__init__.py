@@ -9,6 +9,7 @@ from triptych.config.cpu_set import CpuSet
 from triptych.config.encode import EncodeConfig
 from triptych.config.engine import DTYPES, QUANTIZATIONS, EngineConfig
 from triptych.config.frontend import FrontendConfig
+from triptych.config.frontend_spec import FrontendSpec
 from triptych.config.http import HttpConfig
 from triptych.config.instance_spec import InstanceSpec
 from triptych.config.item_limits import ItemLimits
@@ -58,6 +59,7 @@ __all__ = [
     "EncodeConfig",
     "EngineConfig",
     "FrontendConfig",
+    "FrontendSpec",
     "HttpConfig",
     "InstanceSpec",
     "ItemLimits",

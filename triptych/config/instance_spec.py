@@ -35,6 +35,9 @@ class InstanceSpec:
     supervisor: int = 0
     """Process id of the parent whose end ends the instance, or 0 for none."""
 
+    incarnation: int = 0
+    """Larger for a later process of the same name; 0 for the time of its start, in milliseconds."""
+
     @property
     def num_ranks(self) -> int:
         """Processes that the instance consists of."""

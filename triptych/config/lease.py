@@ -1,9 +1,19 @@
 """Settings of how instances stay registered, start and end."""
 
+import math
 from dataclasses import dataclass
 
+from triptych.config.http import MAX_PORT
 from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
+
+MAX_RESTARTS = 10**6
+
+
+def _restart(text: str) -> str:
+    if text in ("always", "never") or (text.isascii() and text.isdecimal() and int(text) <= MAX_RESTARTS):
+        return text
+    raise ConfigError(f"{text!r} is neither always, never nor a number of restarts")
 
 
 @dataclass(frozen=True)
@@ -17,7 +27,25 @@ class LeaseConfig(Settings):
     drain_timeout: float = setting(
         30.0, "seconds that running requests may take to finish after SIGTERM", ge=0, also=("shutdown_timeout",)
     )
+    restart: str = setting(
+        "always",
+        "what serve does when one of its processes ends after the service was ready: start it again always, never (the "
+        "service ends) or at most this often before it has been ready for a minute",
+        parse=_restart,
+    )
+    health_port: int = setting(
+        0,
+        "port on --cluster-host at which an instance of --role answers /health, /ready and /metrics; 0 for none",
+        ge=0,
+        le=MAX_PORT,
+    )
+
+    @property
+    def max_restarts(self) -> float:
+        """How often a process is started again before it has recovered."""
+        return {"always": math.inf, "never": 0.0}[self.restart] if self.restart.isalpha() else float(self.restart)
 
     def check_together(self) -> None:
+        _restart(self.restart)
         if self.heartbeat >= self.lease_expiry:
             raise ConfigError(f"--heartbeat {self.heartbeat} must be shorter than --lease-expiry {self.lease_expiry}")

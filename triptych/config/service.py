@@ -55,8 +55,9 @@ class ServeConfig:
             threads=self.engine.threads_per_process(num_processes),
             kv_cache_memory=self.engine.kv_cache_memory.divided_by(num_decoders),
         )
+        lease = replace(self.lease, health_port=0)  # one port can't be that of several
         return [
-            replace(self, engine=share).instance(role, f"{role.value.lower()}{index}", join)
+            replace(self, engine=share, lease=lease).instance(role, f"{role.value.lower()}{index}", join)
             for role, count in topology.groups
             for index in range(count)
         ]

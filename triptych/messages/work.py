@@ -143,6 +143,65 @@ class RoleKept(Struct, frozen=True, tag=True):
     reason: str
 
 
+# ── supervisor ⇄ frontend ──────────────────────────────────────────────────────────────────────────────────
+
+
+class LaunchState(enum.StrEnum):
+    """What has become of a process that a supervisor started."""
+
+    STARTING = "starting"
+    """It runs, and hasn't joined."""
+    READY = "ready"
+    """It has joined."""
+    RESTARTING = "restarting"
+    """It has ended, and is started again after a delay."""
+    FAILED = "failed"
+    """It has ended, and is not started again."""
+
+
+class LaunchedInstance(Struct, frozen=True):
+    """An instance or a frontend, as its supervisor sees it."""
+
+    name: str
+    role: Role | None
+    """None for a frontend."""
+    state: LaunchState
+    restarts: Count = 0
+    """How often it was started again."""
+    restart_in: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
+    """Seconds until it is started again, if it is restarting."""
+    reasons: dict[str, Count] = {}
+    """Its restarts by why they were needed: a signal's name, ``exit_1``, ``out_of_memory``, …"""
+    incarnation: Count = 0
+    """Of the process that runs or, if none does, of the one that has ended."""
+
+
+class LauncherReport(Struct, frozen=True, tag=True):
+    """Supervisor → frontend: the processes that it keeps running. Sent regularly, and when one changes its state.
+    Answered by LauncherStatus."""
+
+    launcher: Address
+    """Of the supervisor, where the frontend answers."""
+    instances: Annotated[list[LaunchedInstance], Meta(max_length=10_000)]
+    stopping: bool = False
+    """The service is ending: at its end the frontend stops all instances, also those that joined by themselves."""
+
+
+class JoinedInstance(Struct, frozen=True):
+    """An instance that holds a lease."""
+
+    name: str
+    incarnation: Count
+
+
+class LauncherStatus(Struct, frozen=True, tag=True):
+    """Frontend → supervisor: the instances that have joined."""
+
+    pid: int
+    """The frontend's process id, by which an answer of an earlier frontend is recognised."""
+    joined: list[JoinedInstance]
+
+
 # ── operators: triptych status ⇄ frontend ──────────────────────────────────────────────────────────────────
 
 
@@ -178,6 +237,8 @@ class Status(Struct, frozen=True, tag=True):
     instances: list[InstanceStatus]
     model: ModelIdentity = ModelIdentity()
     """The model that all of them serve."""
+    launched: list[LaunchedInstance] = []
+    """The processes that a supervisor keeps running, whether they have joined or not."""
 
 
 class SetRole(Struct, frozen=True, tag=True):
@@ -451,6 +512,7 @@ class Cancel(Struct, frozen=True, tag=True):
 
 WorkMessage = (
     Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Draining | HandBack | Deregister
+    | LauncherReport | LauncherStatus
     | PeerLost | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | Encoded | EncodeFailed
     | Tokens | Failed | Cancel

@@ -42,11 +42,24 @@ def end_with_parent(parent: int) -> None:
 
 def describe_exit(code: int) -> str:
     """Describe how a process ended, from its exit code, which is negative for a signal."""
-    if code >= 0:
-        return f"ended with exit code {code}"
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as SIGKILL; for a number without a name, ``signal`` and the number."""
     with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def oom_kills(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return how many processes of this process's control group the kernel has killed because the group had no memory
+    left; 0 where that isn't counted."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        group = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+        lines = (line.split() for line in (root / group.lstrip("/") / "memory.events").read_text().splitlines())
+        return next(int(words[1]) for words in lines if words[0] == "oom_kill")
+    return 0
 
 
 def resident_bytes() -> int:

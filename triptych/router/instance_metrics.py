@@ -8,7 +8,8 @@ from prometheus_client.registry import Collector
 
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, ReceivePool, SenderCounters
 from triptych.observe.metrics import PREFIX
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.launcher_view import LauncherView
+from triptych.router.membership import InstanceLease
 
 Value = tuple[str, float]
 """The value of the series' own label, empty if it has none, and the sample."""
@@ -120,7 +121,7 @@ SERIES = [
 class InstanceCollector(Collector):
     """Collects the samples of all registered instances."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Iterable[InstanceLease]) -> None:
         self._membership = membership
 
     def collect(self) -> Iterator[Metric]:
@@ -135,3 +136,21 @@ class InstanceCollector(Collector):
                 for value, sample in series.values(lease):
                     metric.add_metric([lease.name, lease.role.value, *([value] if series.label else [])], sample)
             yield metric
+
+
+RESTARTS = "instance_restarts"
+RESTARTS_MEANING = "times that the supervisor has started an instance or the frontend again, by why it ended"
+RESTARTS_LABELS = ("instance", "reason")
+
+
+class RestartCollector(Collector):
+    """Collects how often processes were started again."""
+
+    def __init__(self, view: LauncherView) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        metric = CounterMetricFamily(PREFIX + RESTARTS, RESTARTS_MEANING, labels=RESTARTS_LABELS)
+        for (name, reason), count in self._view.restarts().items():
+            metric.add_metric([name, reason], count)
+        yield metric

@@ -7,6 +7,7 @@ from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Heartbeat, InstanceStatus, Register
+from triptych.router.launcher_view import LauncherView
 from triptych.topology import Role, Stage
 from triptych.types import Address
 
@@ -101,6 +102,8 @@ class Membership:
     hold: float = 0.0
     """Seconds that a stage may lack an instance before it counts as gone."""
     _leases: dict[Address, InstanceLease] = field(default_factory=dict)
+    launched: LauncherView = field(default_factory=LauncherView)
+    """What supervisors say of the processes that they keep running."""
     _last_served: dict[Stage, float] = field(default_factory=dict)
     """When each stage last had an instance that takes work."""
 
@@ -139,12 +142,13 @@ class Membership:
         del self._leases[lease.address]
 
     def serves(self, stage: Stage, now: float) -> bool:
-        """Return whether work for a stage can be taken on: an instance runs it, or did a short time ago. Call a few
-        times a second."""
+        """Return whether work for a stage can be taken on: an instance runs it, did a short time ago, or is being
+        restarted. Call a few times a second."""
         if any(stage in lease.role.stages and lease.takes_work for lease in self._leases.values()):
             self._last_served[stage] = now
             return True
-        return now - self._last_served.get(stage, float("-inf")) < self.hold
+        since = self._last_served.get(stage)
+        return since is not None and (now - since < self.hold or bool(self.launched.returning(stage, now)))
 
     def refresh_all(self, now: float) -> None:
         """Count every instance as seen now."""

@@ -1,6 +1,7 @@
 """The router: turns messages from instances and operators into steps in the life of requests."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,9 @@ from triptych.messages.work import (
     GetStatus,
     HandBack,
     Heartbeat,
+    JoinedInstance,
+    LauncherReport,
+    LauncherStatus,
     PeerLost,
     PrefillNeeded,
     Register,
@@ -35,7 +39,7 @@ from triptych.messages.work import (
 from triptych.observe.metrics import Metrics
 from triptych.router.debug import RouterState
 from triptych.router.encode_dispatcher import EncodeTask
-from triptych.router.instance_metrics import InstanceCollector
+from triptych.router.instance_metrics import InstanceCollector, RestartCollector
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.membership import InstanceLease, Membership, is_same
 from triptych.router.role_changes import RoleChanges
@@ -66,6 +70,9 @@ class Router:
         self.membership = Membership(lease.lease_expiry, admission.restart_hold)
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.membership))
+        self.launcher_view = self.membership.launched
+        """What supervisors say of the processes that they keep running."""
+        self.metrics.registry.register(RestartCollector(self.launcher_view))
         self._expects_encoders = expects_encoders
         self._send = send
         self._disconnect = disconnect
@@ -98,6 +105,7 @@ class Router:
             Draining: self._on_draining,
             HandBack: self._on_hand_back,
             Deregister: self._on_deregister,
+            LauncherReport: self._on_launcher_report,
             PrefillNeeded: self._on_prefill_needed,
             EncodeNeeded: self._on_encode_needed,
             Encoded: self._on_encoded,
@@ -253,8 +261,9 @@ class Router:
     def _on_get_status(self, message: GetStatus) -> None:
         now = self._clock()
         instances = [lease.status(now) for lease in self.membership]
-        can_serve = self.can_serve and not self.draining
-        status = Status(can_serve, self.draining, self.num_requests, instances, self._identity)
+        ready = self.can_serve and not self.draining
+        launched = self.launcher_view.processes(now)
+        status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched)
         self._reply(message.reply_to, status)
 
     def _reply(self, operator: Address, message: Message) -> None:
@@ -334,6 +343,23 @@ class Router:
         if lease := self.membership.get(message.address):
             log.info("%s is leaving", lease.name)
             self._remove_instance(lease, "has left")
+
+    def _on_launcher_report(self, message: LauncherReport) -> None:
+        now = self._clock()
+        self.launcher_view.update(message, now)
+        for lease in self.membership:
+            if self.launcher_view.has_ended(lease.name, lease.incarnation, now):
+                log.warning("%s has ended", lease.name)
+                self._remove_instance(lease, "has ended")
+        joined = [JoinedInstance(lease.name, lease.incarnation) for lease in self.membership]
+        self._notify(message.launcher, LauncherStatus(os.getpid(), joined))
+
+    def missing_stages(self) -> str:
+        """Return which stages have no instance, and when one is started again."""
+        needed = [stage for stage in Stage if self._expects_encoders or stage is not Stage.ENCODE]
+        served = {stage for lease in self.membership if lease.takes_work for stage in lease.role.stages}
+        now = self._clock()
+        return "; ".join(self.launcher_view.why_missing(stage, now) for stage in needed if stage not in served)
 
     def tick(self) -> None:
         """Expire leases and requests whose time has run out. Call a few times a second."""

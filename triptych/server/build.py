@@ -48,6 +48,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel, 
         channel=channel,
         frontend=frontend,
         lease=spec.lease,
+        incarnation=spec.incarnation,
     )
     ranks = _start_ranks(spec, model, instance)
     instance.at_end(ranks.close)

@@ -30,6 +30,7 @@ from triptych.prompt.media import MediaLimits, MediaSource
 from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.web import WebFetcher, WebLimits
 from triptych.router.router import Router
+from triptych.server.http_socket import listen, url_of
 
 if TYPE_CHECKING:
     from triptych.observe.traces import Traces
@@ -66,10 +67,14 @@ class Frontend:
     """Channel, router and HTTP server of one service, on the running event loop. An async context manager: inside,
     requests are served as soon as instances have joined at ``control``."""
 
-    def __init__(self, config: ServeConfig, *, expects_encoders: bool = True) -> None:
+    def __init__(
+        self, config: ServeConfig, *, expects_encoders: bool = True, listener: socket.socket | None = None
+    ) -> None:
         """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
 
-        ``expects_encoders`` is passed to the router, for a model that takes media."""
+        ``expects_encoders`` is passed to the router, for a model that takes media. ``listener`` is the HTTP server's
+        socket, of a supervisor that keeps it open and that stops the instances; None opens one."""
+        self._supervised = listener is not None
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
         caps = _media_caps(config.frontend.media)
@@ -77,7 +82,7 @@ class Frontend:
         secret = config.cluster.secret()
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
-        self._socket = _listen(config.frontend.http.host, config.frontend.http.port)
+        self._socket = listener or listen(config.frontend.http)
         try:
             self.channel = Channel(config.cluster.cluster_host, config.frontend.http.control_port, secret)
         except BadAddress as error:
@@ -124,9 +129,7 @@ class Frontend:
     @property
     def url(self) -> str:
         """Where the HTTP server listens."""
-        host, port = self._socket.getsockname()[:2]
-        scheme = "https" if self._config.frontend.tls.ssl_certfile else "http"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return url_of(self._socket, self._config.frontend.tls)
 
     @property
     def control(self) -> str:
@@ -144,14 +147,18 @@ class Frontend:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._take_messages()  # a supervisor may just have reported that the service ends
         ticking, serving = self._tasks
         self.router.draining = self._server.should_exit = True
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
         # requests that are still running get an error, not a stream that breaks off
         self.router.end_all(InstanceLost("the service has ended"))
+        # a frontend that is restarted alone leaves its instances to its successor
+        stops = self.router.launcher_view.stopping or not self._supervised
         for lease in self.router.membership:
-            with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
-                self.channel.send(lease.address, Stop())
+            if stops:
+                with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
+                    self.channel.send(lease.address, Stop())
             self.router.handle(Deregister(lease.address))
         ticking.cancel()
         await asyncio.gather(ticking, serving, return_exceptions=True)
@@ -229,20 +236,3 @@ def _open_traces(endpoint: str) -> "Traces | None":
     except ImportError:
         raise StartError("--otlp-traces-endpoint needs another package: pip install '.[otel]' in a checkout") from None
     return Traces(endpoint)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise StartError(f"can't listen on {host!r}: {error.strerror}") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        # a port that another process has bound but doesn't yet listen on is only refused here
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
-    return listener

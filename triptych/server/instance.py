@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from triptych.compute_thread import ComputeThread
 from triptych.config import LeaseConfig
-from triptych.errors import BlockError, StartError, TriptychError
+from triptych.errors import BlockError, FrontendSilent, InstanceRefused, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -24,6 +24,7 @@ from triptych.messages.work import (
     Capacity,
     ChangeRole,
     Deregister,
+    Draining,
     Heartbeat,
     PeerLost,
     Register,
@@ -34,7 +35,9 @@ from triptych.messages.work import (
     Stop,
 )
 from triptych.observe.machine import resident_bytes
-from triptych.stage_loop import StageLoop
+from triptych.server.drain import QUIET_SECONDS, Drain
+from triptych.server.pulse import DRAINING, MAX_SILENCE, NO_LEASE, Pulse
+from triptych.stage_loop import HandsBack, StageLoop
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -96,8 +99,11 @@ class Instance:
         channel: Channel,
         frontend: Address,
         lease: LeaseConfig,
+        incarnation: int = 0,
     ) -> None:
+        """``incarnation`` as in ``InstanceSpec``."""
         self.name = name
+        self._incarnation = incarnation or time.time_ns() // 10**6
         self.role = role
         self.compute = ComputeThread(channel.wake)
         self.layouts = layouts
@@ -106,7 +112,6 @@ class Instance:
         self._lease = lease
         self._model = model
         self._capacity = capacity
-        self._incarnation = int(time.time() * 1000)
         self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
         self.handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
@@ -119,6 +124,10 @@ class Instance:
         }
         self._loop_handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {}
         self._pending_role: _PendingRole | None = None
+        self.pulse = Pulse(name, role, max_silence=max(MAX_SILENCE, 4 * lease.heartbeat))
+        """Signs of life, for the instance's own HTTP port."""
+        self._asked_to_drain = False
+        self._drain: Drain | None = None
         self.registered = False
         self._stopping = False
         self._failure: StartError | None = None
@@ -163,6 +172,14 @@ class Instance:
         self._stopping = True
         self.channel.wake()
 
+    def drain(self) -> None:
+        """Make ``run`` return once the work in flight is done, or after the drain timeout; at once when called again.
+        May be called from any thread, and from a signal handler."""
+        if self._asked_to_drain:
+            self.stop()
+        self._asked_to_drain = True
+        self.channel.wake()
+
     def fail(self, failure: StartError) -> None:
         """Make ``run`` raise the failure soon, before a stage loop acts on anything else. May be called from any
         thread."""
@@ -170,8 +187,8 @@ class Instance:
         self.channel.wake()
 
     def run(self) -> None:
-        """Register, and serve until ``stop``. Raises StartError when the frontend refuses the instance, the failure
-        given to ``fail``, and what a stage loop raised when resetting hasn't helped."""
+        """Register, and serve until ``stop`` or the end of a drain. Raises StartError when the frontend refuses the
+        instance, the failure given to ``fail``, and what a stage loop raised when resetting hasn't helped."""
         self._last_heartbeat = time.monotonic()  # loading may have taken longer than a lease lasts
         self._register()
         try:
@@ -180,6 +197,7 @@ class Instance:
                 if not self.registered:
                     self._check_registration()
         finally:
+            self.pulse.not_ready = DRAINING
             # however it ends: the frontend needn't wait for the lease to expire
             self.send(self.frontend, Deregister(self.channel.address))
             self.compute.close()
@@ -190,7 +208,10 @@ class Instance:
 
     def _run_once(self) -> None:
         until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
-        messages = self.channel.receive(min(until_heartbeat, *(loop.next_advance for loop in self.loops)))
+        until_look = QUIET_SECONDS / 3 if self._drain else until_heartbeat
+        self._beat()
+        messages = self.channel.receive(min(until_heartbeat, until_look, *(loop.next_advance for loop in self.loops)))
+        self._beat()
         if self._failure is not None:
             raise self._failure
         self._check_lease()
@@ -198,11 +219,36 @@ class Instance:
             self._handle(message)
         self._advance()
         self._take_pending_role()
+        if self._asked_to_drain:
+            self._continue_drain()
         if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
             self._check_lease()
             self._last_heartbeat = time.monotonic()
-            self.send(self.frontend, Heartbeat(self.channel.address, self._stats()))
+            self.pulse.stats = self._stats()
+            self.send(self.frontend, Heartbeat(self.channel.address, self.pulse.stats))
             self._check_idle()
+
+    def _beat(self) -> None:
+        self.pulse.ticked, self.pulse.role = time.monotonic(), self.role
+        self.pulse.not_ready = DRAINING if self._drain else "" if self.registered else NO_LEASE
+
+    def _continue_drain(self) -> None:
+        """Begin the drain, or end the instance once it is over."""
+        now = time.monotonic()
+        if self._drain is None:
+            log.info("draining: finishing the work in flight, for at most %g s", self._lease.drain_timeout)
+            self._drain = Drain(now, self._lease.drain_timeout)
+            if self._pending_role is not None:
+                self._keep_role("it is draining")
+            self.send(self.frontend, Draining(self.channel.address))
+            for loop in self.loops:
+                if isinstance(loop, HandsBack):
+                    for frontend, message in loop.hand_back().items():
+                        self.send(frontend, message)
+        idle = not self.channel.pending and all(loop.idle for loop in self.loops)
+        if self._drain.is_over(now, idle=idle):
+            log.info("drained in %.2f s%s", now - self._drain.began, "" if idle else ", with work left")
+            self._stopping = True
 
     def _stats(self) -> InstanceStats:
         stats = InstanceStats(busy_seconds=self.compute.busy_seconds, resident_bytes=resident_bytes())
@@ -240,6 +286,9 @@ class Instance:
         self.registered = False
         self._pending_role = None  # the frontend answers the operator, because this instance has left
         self.send(self.frontend, Deregister(self.channel.address))
+        if self._drain is not None:
+            self._stopping = True  # there is nothing left to finish
+            return
         self._register()
 
     def _take_pending_role(self) -> None:
@@ -326,7 +375,7 @@ class Instance:
         self._remind_at = now + REMINDER_INTERVAL
         problem = f"no answer from the frontend at {self.frontend}: is it running, with the same --cluster-secret-file?"
         if now >= self._register_deadline:
-            raise StartError(problem)
+            raise FrontendSilent(problem)
         log.warning("%s", problem)
 
     def _on_register_again(self) -> None:
@@ -345,10 +394,12 @@ class Instance:
 
     def _on_refused(self, message: RegistrationRefused) -> None:
         if (message.name, message.pid) == (self.name, os.getpid()):  # another process may have used its address
-            raise StartError(f"the frontend refuses this instance: {message.reason}")
+            raise InstanceRefused(f"the frontend refuses this instance: {message.reason}")
 
     def _on_change_role(self, message: ChangeRole) -> None:
         try:
+            if self._asked_to_drain:
+                raise StartError("it is draining")
             if self.loop_builder is None:
                 raise StartError("it can't change its role")
             self.loop_builder.check_role(message.role)

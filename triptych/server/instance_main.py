@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 
+from triptych import exit_codes
 from triptych.config import InstanceSpec
 from triptych.errors import StartError
 from triptych.observe import logs
@@ -32,9 +33,9 @@ def main() -> None:
         run(spec)
     except StartError as error:
         logs.fatal(str(error))
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(exit_codes.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Runs one instance in this process."""
 
+import contextlib
 import signal
 from pathlib import Path
 
@@ -11,31 +12,48 @@ from triptych.errors import BadAddress, StartError
 from triptych.heap import gc_frozen, keep_freed_memory, share_heap
 from triptych.messages.channel import Channel, endpoint
 from triptych.server.build import build_instance
+from triptych.server.health import HealthServer
 from triptych.server.model_bundle import ModelBundle
+from triptych.server.pulse import Pulse
 
 
 def run_instance(spec: InstanceSpec) -> None:
-    """Load the role's part of the model, join the frontend and serve until ``Stop``. Raises StartError when the
-    instance can't start."""
+    """Load the role's part of the model, join the frontend and serve until ``Stop`` or the end of a drain. Raises
+    StartError when the instance can't start."""
     share_heap()
     torch.set_num_threads(spec.engine.threads)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception here wouldn't stop the thread that loads
     host, _, port = spec.join.rpartition(":")
-    try:
-        frontend = endpoint(host.strip("[]"), port)
-        channel = Channel(spec.cluster.cluster_host, secret=spec.cluster.secret())
-    except BadAddress as error:
-        raise StartError(str(error)) from None
-    try:
+    with contextlib.ExitStack() as stack:
+        loading = Pulse(spec.name, spec.role)
+        health = _open_health(spec, loading, stack)
+        try:
+            frontend = endpoint(host.strip("[]"), port)
+            channel = Channel(spec.cluster.cluster_host, secret=spec.cluster.secret())
+        except BadAddress as error:
+            raise StartError(str(error)) from None
+        stack.callback(channel.close)
+        stack.callback(_ignore_signals)
         model = ModelBundle(Checkpoint(Path(spec.model)), spec.engine)
         instance = build_instance(spec, model=model, channel=channel, frontend=frontend)
+        if health:
+            health.pulse = instance.pulse
         torch.set_num_threads(1)  # from here on this thread runs the loop, and the compute thread has its own number
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: instance.stop())
+        signal.signal(signal.SIGTERM, lambda *_: instance.drain())
+        signal.signal(signal.SIGINT, lambda *_: instance.stop())
         with gc_frozen():
             keep_freed_memory()
             instance.run()
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # handlers would wake a closed channel
-        channel.close()
+
+
+def _open_health(spec: InstanceSpec, pulse: Pulse, stack: contextlib.ExitStack) -> HealthServer | None:
+    if not spec.lease.health_port:
+        return None
+    health = HealthServer(spec.cluster.cluster_host, spec.lease.health_port, pulse)
+    stack.callback(health.close)
+    return health
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # handlers would wake a closed channel

@@ -53,7 +53,7 @@ def main() -> None:
         run_rank(spec)
     except StartError as error:
         logs.fatal(str(error))
-        os._exit(1)  # ends together with its sockets, so that rank 0 reports this cause and no other
+        os._exit(error.exit_code)  # ends together with its sockets, so that rank 0 reports this cause and no other
     except RuntimeError:
         time.sleep(0.2)  # if rank 0 has ended, the kernel ends this process before it logs an error
         raise

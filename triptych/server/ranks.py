@@ -21,7 +21,8 @@ from triptych import children
 from triptych.config import EngineConfig
 from triptych.engine.runner import Forward
 from triptych.engine.step_broadcast import send_step
-from triptych.errors import StartError
+from triptych.errors import ChildFailed, StartError
+from triptych.exit_codes import FAILED, PERMANENT
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import AfterLayer, ForwardBatch
 from triptych.layers.parallel import SINGLE_RANK, Group, ProcessGroup, ready_key, rendezvous
@@ -180,7 +181,8 @@ class ChildRanks:
         code = process.wait()
         if not self._closing:
             who = f"tensor-parallel rank {rank} of {self._size} (process {process.pid})"
-            self._fail(StartError(f"{who} {describe_exit(code)}"))
+            exit_code = code if code in PERMANENT else FAILED
+            self._fail(ChildFailed(f"{who} {describe_exit(code)}", exit_code))
 
     def _fail(self, failure: StartError) -> None:
         """Report the first failure; later ones follow from it. Threads that wait for a failure continue after the

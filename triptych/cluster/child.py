@@ -1,0 +1,124 @@
+"""One child process: its start, its output and its end."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from triptych import children
+from triptych.observe import logs
+from triptych.topology import Role
+
+LAST_WORDS = 1.0
+"""Seconds for the output of a process that has ended to arrive."""
+MAX_LINE = 2**20
+"""Bytes of the longest output line that is shown in full: one in JSON may hold a long traceback."""
+NOT_INHERITED = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+"""The service manager's variables, which are for the supervisor alone."""
+
+Print = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """How a child process is started, each time."""
+
+    name: str
+    role: Role | None
+    """None for a frontend."""
+    module: str
+    """What ``python -m`` runs."""
+    written: Callable[[int], bytes]
+    """Returns what is written to its standard input, for an incarnation."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Added to its environment."""
+    pass_fds: tuple[int, ...] = ()
+    """File descriptors that it inherits."""
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """What it is needed for, in the words of messages."""
+        names = {"E": "encode instance", "P": "prefill instance", "D": "decode instance"}
+        return frozenset({"frontend"} if self.role is None else (names[stage] for stage in self.role.stages))
+
+    def __str__(self) -> str:
+        return "the frontend" if self.name == "frontend" else f"instance {self.name}"
+
+
+class Child:
+    """A child process that runs, or has ended."""
+
+    def __init__(self, spec: ChildSpec, process: Process, show: Print) -> None:
+        self.last_line = ""
+        """The last line that it wrote."""
+        self._spec = spec
+        self._process = process
+        self._show = show
+        self._relay = asyncio.create_task(self._relay_output())
+
+    @classmethod
+    async def start(cls, spec: ChildSpec, incarnation: int, show: Print) -> "Child":
+        """Start the process. ``show`` is given each line that it writes. Raises OSError.
+
+        It asks the kernel to be killed when the thread that started it ends, so this must be a thread that stays."""
+        written = spec.written(incarnation)
+        kept = {name: value for name, value in children.environment().items() if name not in NOT_INHERITED}
+        # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
+        process = await asyncio.create_subprocess_exec(
+            *children.command(spec.module, "--name", spec.name),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env={**kept, "PYTHONUNBUFFERED": "1", **spec.variables},
+            cwd=children.FOLDER,
+            process_group=0,
+            pass_fds=spec.pass_fds,
+            limit=MAX_LINE,
+        )
+        assert process.stdin is not None
+        process.stdin.write(written)
+        process.stdin.close()
+        return cls(spec, process, show)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def wait(self) -> int:
+        """Return the exit code, negative for a signal, once the process has ended and its output is shown."""
+        code = await self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # what it started may still hold its output and its memory
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await self._relay
+        return code
+
+    async def _relay_output(self) -> None:
+        assert self._process.stdout is not None
+        while line := await _next_line(self._process.stdout):
+            shown, self.last_line = logs.relayed(line, self._spec.name)
+            # the child must be watched even when the output can't be written any more
+            with contextlib.suppress(OSError):
+                self._show(shown)
+
+
+async def _next_line(stream: asyncio.StreamReader) -> str:
+    """Return the next line without its end, or the empty string at the end of the output."""
+    try:
+        line = await stream.readline()
+    except ValueError:
+        return "(a line too long to show)"
+    return (line.decode(errors="replace").rstrip() or " ") if line else ""

@@ -1,0 +1,74 @@
+"""The supervisor's connection to its frontends: tells them what comes back, and hears from them who has joined."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from triptych.cluster.local import LocalCluster
+from triptych.config import ClusterConfig
+from triptych.errors import BadAddress, StartError, TriptychError
+from triptych.messages.channel import Channel, endpoint
+from triptych.messages.work import LauncherReport, LauncherStatus
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL = 0.5
+"""Seconds between two reports."""
+FIRST_INTERVAL = 0.05
+"""The same before the service was first ready, so that the start isn't longer than it has to be."""
+
+
+class FrontendLink:
+    """Exchanges reports with the frontends, on the running event loop."""
+
+    def __init__(self, cluster: LocalCluster, controls: Sequence[str], config: ClusterConfig) -> None:
+        """``controls`` are the frontends' control addresses (HOST:PORT). Raises StartError when this process can't
+        listen for answers."""
+        self.stopping = False
+        """Whether the frontends are told that the service ends."""
+        self._cluster = cluster
+        try:
+            self._frontends = [
+                endpoint(host.strip("[]"), port) for host, _, port in (text.rpartition(":") for text in controls)
+            ]
+            self._channel = Channel(config.cluster_host, secret=config.secret())
+        except BadAddress as error:
+            raise StartError(str(error)) from None
+        asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take_messages)
+        self._task = asyncio.create_task(self._report_regularly())
+
+    def report(self) -> None:
+        """Tell every frontend about all processes."""
+        report = LauncherReport(self._channel.address, self._cluster.launched(), self.stopping)
+        for frontend in self._frontends:
+            try:
+                self._channel.send(frontend, report)
+            except TriptychError as error:
+                log.warning("couldn't report to the frontend: %s", error)
+
+    async def close(self) -> None:
+        """Stop reporting, and close the connections."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        self._channel.close(linger=0)
+
+    async def _report_regularly(self) -> None:
+        while True:
+            self._take_messages()  # the descriptor doesn't signal what a send has taken in
+            self.report()
+            self._cluster.changed.clear()
+            interval = REPORT_INTERVAL if self._cluster.supervision.was_complete else FIRST_INTERVAL
+            try:
+                async with asyncio.timeout(interval):
+                    await self._cluster.changed.wait()
+            except TimeoutError:
+                continue
+
+    def _take_messages(self) -> None:
+        while True:
+            for message in self._channel.drain():
+                if isinstance(message, LauncherStatus):
+                    self._cluster.set_joined(message.pid, message.joined)
+            if not self._channel.pending:
+                return

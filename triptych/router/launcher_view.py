@@ -1,0 +1,83 @@
+"""What supervisors say of the processes that they keep running. Callers pass the time."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+
+from triptych.messages.work import LaunchedInstance, LauncherReport, LaunchState
+from triptych.topology import Stage
+from triptych.types import Address
+
+FRESH_SECONDS = 5.0
+"""Age up to which a report counts; supervisors send one every half second."""
+MAX_LAUNCHERS = 64
+"""Supervisors that are remembered: one for each machine, more than a service has."""
+
+STAGE_NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
+
+
+@dataclass
+class LauncherView:
+    """The last report of each supervisor."""
+
+    _reports: dict[Address, tuple[LauncherReport, float]] = field(default_factory=dict)
+    """With the time at which it came, the latest last."""
+
+    def update(self, report: LauncherReport, now: float) -> None:
+        """Take a report, which replaces the supervisor's earlier one."""
+        self._reports.pop(report.launcher, None)
+        self._reports[report.launcher] = report, now
+        if len(self._reports) > MAX_LAUNCHERS:
+            del self._reports[next(iter(self._reports))]
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a supervisor ends the service."""
+        return any(report.stopping for report, _ in self._reports.values())
+
+    def has_ended(self, name: str, incarnation: int, now: float) -> bool:
+        """Return whether a supervisor has seen the end of an instance, which its lease doesn't show yet."""
+        return any(
+            (one.name, one.incarnation) == (name, incarnation)
+            and one.state in (LaunchState.RESTARTING, LaunchState.FAILED)
+            for one in self.processes(now)
+        )
+
+    def returning(self, stage: Stage, now: float) -> dict[str, float]:
+        """Return the instances of a stage that are coming back, by name: the seconds until they are started, 0 for
+        those that are loading. They join some time after that."""
+        return {
+            one.name: one.restart_in
+            for one in self.processes(now)
+            if one.role is not None
+            and stage in one.role.stages
+            and one.state in (LaunchState.STARTING, LaunchState.RESTARTING)
+        }
+
+    def why_missing(self, stage: Stage, now: float) -> str:
+        """Describe a stage that has no instance: ``no encode instance: e0 restarts in 2 s``."""
+        returning = sorted(self.returning(stage, now).items(), key=lambda item: item[1])
+        when = (
+            f"{name} restarts in {math.ceil(left)} s" if left else f"{name} is starting" for name, left in returning
+        )
+        return f"no {STAGE_NAMES[stage]} instance" + "".join(f": {words}" for words in [", ".join(when)] if words)
+
+    def processes(self, now: float) -> list[LaunchedInstance]:
+        """Return all processes of recent reports, with the seconds left from now on."""
+        return [
+            msgspec.structs.replace(one, restart_in=max(0.0, one.restart_in - (now - received)))
+            for report, received in self._reports.values()
+            if now - received <= FRESH_SECONDS
+            for one in report.instances
+        ]
+
+    def restarts(self) -> Counter[tuple[str, str]]:
+        """Return how often processes were started again, by name and reason. Older reports count, too: a counter must
+        not go back."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for report, _ in self._reports.values():
+            for one in report.instances:
+                counts.update({(one.name, reason): count for reason, count in one.reasons.items()})
+        return counts
