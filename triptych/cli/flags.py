@@ -53,6 +53,15 @@ def add_model(parser: argparse.ArgumentParser, *, may_be_in_file: bool = False) 
     parser.add_argument("model", metavar="MODEL", help=meaning, nargs="?" if may_be_in_file else None)
 
 
+def add_control(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--control",
+        metavar="HOST:PORT",
+        required=True,
+        help="control address of the frontend, which it prints when it is ready",
+    )
+
+
 def known_names() -> set[str]:
     """Return the names of all settings."""
     return {name for group in CONFIG_GROUPS for item in dataclasses.fields(group) for name in names_of(item)}

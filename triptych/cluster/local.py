@@ -167,9 +167,9 @@ class LocalCluster:
         return new.why_ended if new is not None else ""
 
     def end_rollout(self) -> None:
-        """Forget which processes are old and new."""
-        self._old.clear()
-        self._new.clear()
+        """Forget which processes are old and new, but for those that still have to end."""
+        self._old = {name: one for name, one in self._old.items() if not one.has_ended}
+        self._new = {name: one for name, one in self._new.items() if one is not self._current[name]}
         self.changed.set()
 
     def _settle(self, name: str) -> None:

@@ -14,8 +14,10 @@ from triptych.checkpoint.config_files import load_config
 from triptych.cluster.child import ChildSpec, Print
 from triptych.cluster.frontend_link import FrontendLink
 from triptych.cluster.local import STOP_GRACE, LocalCluster
-from triptych.config import FrontendSpec, InstanceSpec, ServeConfig
-from triptych.errors import ChildFailed, StartError, TopologyError
+from triptych.cluster.rollouts import Plan
+from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed
+from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError
+from triptych.messages.work import StartRollout
 from triptych.models.registry import family_of
 from triptych.server.http_socket import listen, url_of
 from triptych.server.worker_extra import check_installed
@@ -49,16 +51,15 @@ class LocalService:
         config.cluster.secret()
         config.frontend.tls.check_files()
         self._config = config
+        self._topology = topology
         self._expects_encoders = any(role.encodes for role in topology.roles)
         with contextlib.ExitStack() as stack:
             self._http = stack.enter_context(listen(config.frontend.http))
             port = config.frontend.http.control_port
             self._reserved = stack.enter_context(_reserve(config.cluster.cluster_host, port))
             # one, so far; each further one has a control address, and a socket made with SO_REUSEPORT
-            self._frontends = [self._frontend_child("frontend", self._http, self._reserved)]
-            children = [*self._frontends, *map(_instance_child, config.instances(topology, self.control))]
-            for child in children:
-                child.written(0)  # raises ConfigError now rather than later
+            children = self._children(config)
+            self._frontend_names = [child.name for child in children if child.role is None]
             self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
             self._stack = stack.pop_all()
         self.lost: asyncio.Future[ChildFailed] = self._cluster.lost
@@ -77,7 +78,7 @@ class LocalService:
 
     async def __aenter__(self) -> "LocalService":
         try:
-            self._link = FrontendLink(self._cluster, [self.control], self._config.cluster)
+            self._link = FrontendLink(self._cluster, [self.control], self._config.cluster, self._plan_rollout)
         except StartError:
             self._stack.close()
             raise
@@ -131,26 +132,50 @@ class LocalService:
         self._cluster.hurry(self._frontend_names)
         await ending
 
-    @property
-    def _frontend_names(self) -> list[str]:
-        return [spec.name for spec in self._frontends]
-
     async def _announce_end(self) -> None:
+        await self._link.end_rollout()
         if not self._link.stopping:
             self._link.stopping = True
             self._link.report()
             await asyncio.sleep(REPORT_SECONDS)
 
-    def _frontend_child(self, name: str, http: socket.socket, control: socket.socket) -> ChildSpec:
-        port = control.getsockname()[1]
-        spec = FrontendSpec(
-            config=replace(self._config, frontend=self._config.frontend.having({"control_port": port})),
-            expects_encoders=self._expects_encoders,
-            listener=http.fileno(),
-            supervisor=os.getpid(),
+    def _plan_rollout(self, message: StartRollout) -> Plan:
+        """Return what replaces all processes. Raises ConfigError."""
+        if not self.was_ready or self._link.stopping:
+            raise ConfigError("the service isn't ready yet" if not self._link.stopping else "the service is ending")
+        config = changed(self._config, message.settings)
+        config.engine.tensor_parallel_size.check(self._topology.roles)
+        return Plan(
+            specs=sorted(self._children(config), key=lambda child: child.role is None),
+            surge=message.surge,
+            step_timeout=config.lease.start_timeout + config.lease.drain_timeout + LAST_RESPONSES,
+            drain_timeout=config.lease.drain_timeout + LAST_RESPONSES,
+            done=lambda: setattr(self, "_config", config),
         )
-        written = spec.to_bytes()
-        return ChildSpec(name, None, "triptych.server.frontend_main", lambda _: written, pass_fds=(http.fileno(),))
+
+    def _children(self, config: ServeConfig) -> list[ChildSpec]:
+        """Return how each process is started with these settings. Raises ConfigError."""
+        # one frontend, so far; each further one has a control address, and a socket made with SO_REUSEPORT
+        frontends = [self._frontend_child("frontend", config)]
+        children = [*frontends, *map(_instance_child, config.instances(self._topology, self.control))]
+        for child in children:
+            child.written(0)  # raises ConfigError now rather than later
+        return children
+
+    def _frontend_child(self, name: str, config: ServeConfig) -> ChildSpec:
+        port = self._reserved.getsockname()[1]
+        config = replace(config, frontend=config.frontend.having({"control_port": port}))
+
+        def written(incarnation: int) -> bytes:
+            return FrontendSpec(
+                config=config,
+                expects_encoders=self._expects_encoders,
+                listener=self._http.fileno(),
+                supervisor=os.getpid(),
+                awaits_instances=incarnation > 0 and self.was_ready,
+            ).to_bytes()
+
+        return ChildSpec(name, None, "triptych.server.frontend_main", written, pass_fds=(self._http.fileno(),))
 
 
 def _instance_child(spec: InstanceSpec) -> ChildSpec:

@@ -43,6 +43,13 @@ LAST_RESPONSES = 1
 """Seconds for responses to reach their clients at shutdown."""
 
 
+LAST_REQUESTS = 0.5
+"""Seconds for requests that clients have sent on idle connections to arrive, before these are closed."""
+MAX_WAIT = 5.0
+"""Most seconds until a frontend that was started again accepts connections, with or without instances."""
+_CLOSE = (b"connection", b"close")
+
+
 class _HttpServer(uvicorn.Server):
     """uvicorn without signal handlers: the command handles signals."""
 
@@ -68,13 +75,20 @@ class Frontend:
     requests are served as soon as instances have joined at ``control``."""
 
     def __init__(
-        self, config: ServeConfig, *, expects_encoders: bool = True, listener: socket.socket | None = None
+        self,
+        config: ServeConfig,
+        *,
+        expects_encoders: bool = True,
+        listener: socket.socket | None = None,
+        awaits_instances: bool = False,
     ) -> None:
         """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
 
         ``expects_encoders`` is passed to the router, for a model that takes media. ``listener`` is the HTTP server's
-        socket, of a supervisor that keeps it open and that stops the instances; None opens one."""
+        socket, of a supervisor that keeps it open and that stops the instances; None opens one. ``awaits_instances`` is
+        as in ``FrontendSpec``."""
         self._supervised = listener is not None
+        self._awaits_instances = awaits_instances
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
         caps = _media_caps(config.frontend.media)
@@ -141,7 +155,7 @@ class Frontend:
 
     async def __aenter__(self) -> "Frontend":
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)
-        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._server.serve([self._socket]))]
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._serve())]
         return self
 
     async def __aexit__(
@@ -150,6 +164,8 @@ class Frontend:
         self._take_messages()  # a supervisor may just have reported that the service ends
         ticking, serving = self._tasks
         self.router.draining = self._server.should_exit = True
+        if not self._server.started:
+            serving.cancel()
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
         # requests that are still running get an error, not a stream that breaks off
         self.router.end_all(InstanceLost("the service has ended"))
@@ -174,13 +190,44 @@ class Frontend:
             self._log.close()
 
     async def drain(self) -> None:
-        """Stop admitting requests, and wait for those that run, up to the drain timeout."""
-        self.router.draining = True
+        """Finish the requests that run, up to the drain timeout, and admit no others. A frontend that has a successor
+        rejects none: it accepts no connections, which wait for the successor, and ends those that it has."""
+        self._take_messages()  # a supervisor may just have reported that the service ends
+        if self._supervised and not self.router.launcher_view.stopping and self._server.started:
+            log.info("SIGTERM: leaving new connections to the next frontend; finishing the requests that are running")
+            ending = self._hand_over()
+        else:
+            log.info("SIGTERM: rejecting new requests; finishing those that are running")
+            self.router.draining = True
+            ending = self._wait_until_idle()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.lease.drain_timeout):
-                # a request may have ended while the HTTP server is still sending its response
-                while self.router.num_requests or self._server.server_state.tasks:
-                    await asyncio.sleep(TICK / 2)
+            await asyncio.wait_for(ending, self._config.lease.drain_timeout)
+
+    async def _hand_over(self) -> None:
+        """Close the listening socket, which the supervisor keeps open, and every connection after its next response."""
+        for server in self._server.servers:
+            server.close()
+        self._server.config.encoded_headers.append(_CLOSE)
+        state = self._server.server_state
+        state.default_headers = [*state.default_headers, _CLOSE]
+        await asyncio.sleep(LAST_REQUESTS)
+        for connection in list(state.connections):
+            connection.shutdown()  # at once, or after the response
+        await self._wait_until_idle()
+
+    async def _wait_until_idle(self) -> None:
+        # a request may have ended while the HTTP server is still sending its response
+        while self.router.num_requests or self._server.server_state.tasks:
+            await asyncio.sleep(TICK / 2)
+
+    async def _serve(self) -> None:
+        """Accept connections, once instances that run already have joined."""
+        if self._awaits_instances:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MAX_WAIT):
+                    while not self.router.can_serve:
+                        await asyncio.sleep(TICK / 5)
+        await self._server.serve([self._socket])
 
     def _take_messages(self) -> None:
         for message in self.channel.drain():
