@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-surge",
         action="store_true",
-        help="end each old instance before its replacement starts, where memory doesn't suffice for both; requests wait "
-        "while a stage has none",
+        help="end each old instance before its replacement starts, where memory doesn't suffice for both; requests "
+        "wait while a stage has none",
     )
     flags.add_group(parser, ClusterConfig)
 
