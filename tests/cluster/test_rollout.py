@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Asking
 from tests.support.commands import FAST, Command, one_line_error, picture_answer, stream_of, triptych
 from tests.support.serving import CHAT, image, image_part, text_part
@@ -180,6 +181,44 @@ def test_topologies_under_load(folder: Path, topology: str, arguments: tuple[str
 
 
 @pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another revision of the model."""
+    return make_checkpoint(tmp_path_factory.mktemp("revision") / "tiny", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("topology", "arguments"),
+    [
+        ("1E1PD", ()),
+        pytest.param("2E1P1D", ("--no-surge",), marks=pytest.mark.slow),
+        pytest.param("1EPD", (), marks=pytest.mark.slow),
+    ],
+)
+def test_every_answer_is_of_one_revision(
+    folder: Path, other_folder: Path, topology: str, arguments: tuple[str, ...]
+) -> None:
+    with triptych("serve", other_folder, *FAST, "--topology", topology) as alone:
+        new = answers(alone.wait_until_ready())
+    with triptych("serve", folder, *FAST, "--topology", topology) as service:
+        url = service.wait_until_ready()
+        old, before = answers(url), status(service)
+        assert old != new
+        with loaded(url, old, new):
+            roll(service, "--model", str(other_folder), *arguments)
+        assert answers(url) == new
+        after = whole_status(service)
+        assert after.model != before.model
+        assert {one.pid for one in after.instances}.isdisjoint(one.pid for one in before.instances)
+        with loaded(url, new):  # the new frontend is at the control address that the operator knows
+            roll(service, "--set", "max-num-seqs=6")
+        assert whole_status(service).model == after.model
+        with loaded(url, old, new):
+            roll(service, "--model", str(folder), *arguments)
+        assert answers(url) == old
+        assert "Traceback" not in service.text
+
+
+@pytest.fixture(scope="module")
 def service(folder: Path) -> Iterator[Command]:
     with triptych("serve", folder, *FAST) as command:
         command.wait_until_ready()
@@ -194,8 +233,8 @@ def test_a_replacement_that_cannot_start_leaves_the_old_one(service: Command, ar
     with rollout(service, "--set", "tensor-parallel-size=3", *arguments) as command:
         error = error_of(command, exit_codes.FAILED)
     found = re.fullmatch(
-        r"triptych: 1 of 3 replaced: pd0 stays as it was: the new process ended before it was ready: instance pd0 "
-        r"\(process \d+\) ended with exit code \d+: .+",
+        r"triptych: 1 of 3 replaced: pd0: the new process ended too early: instance pd0 \(process \d+\) ended with exit "
+        r"code \d+: .+; pd0 stays as it was",
         error,
     )
     assert found, error

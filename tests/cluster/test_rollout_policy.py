@@ -162,7 +162,7 @@ def test_an_old_process_stays_while_another_of_its_stage_is_down() -> None:
     made.take()
     made.processes["e1"].is_down_for = 5
     steps = [made.take() for _ in range(4)]
-    assert steps[-1] == Wait("waiting for another encode")
+    assert steps[-1] == Wait("e0", "waiting for another encode")
     assert made.retired == []
     assert isinstance(end(made), Finish)
 
@@ -176,7 +176,7 @@ def test_a_process_that_was_down_at_the_beginning_holds_nothing_up() -> None:
 def test_a_step_that_takes_too_long_ends_it(surge: bool) -> None:
     made = service("E", "PD", surge=surge, pd1=Simulated(starts_in=10**6))
     step = end(made)
-    assert step == GiveUp("pd1", "not within 30 s: the new pd1 is starting")
+    assert step == GiveUp("pd1", "not within 30 s: the new pd1 is starting", ("pd1",))
     assert made.policy.replaced == ["e0"]
 
 

@@ -8,7 +8,7 @@ from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
 from triptych.messages.work import RolloutProgress
 
-SUMMARY = "replace all processes of a running service one by one, with other settings if given"
+SUMMARY = "replace all processes of a running service: by new code, other settings or another revision of the model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="changes",
         help="a setting of instances that changes, as in max-num-seqs=64; may be repeated (default: none changes)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="another checkpoint of the same architecture, such as a later revision (default: the one that is served)",
     )
     parser.add_argument(
         "--no-surge",
@@ -34,9 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = flags.settings(ClusterConfig, arguments)
     flags.check_control("--control", arguments.control, cluster)
     changes = _changes(arguments.changes)
+    model = str(flags.model_folder(arguments.model)) if arguments.model else ""
     before = ""
     with ControlClient(arguments.control, cluster) as client:
-        for progress in client.rollout(changes, surge=not arguments.no_surge):
+        for progress in client.rollout(changes, surge=not arguments.no_surge, model=model):
             if (line := _line(progress)) != before:
                 before = line
                 print(line, flush=True)
@@ -58,4 +64,6 @@ def _changes(given: list[str]) -> dict[str, str]:
 
 
 def _line(progress: RolloutProgress) -> str:
+    if not progress.total:
+        return progress.text
     return f"{progress.replaced} of {progress.total} replaced: {progress.text}"

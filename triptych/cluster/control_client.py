@@ -65,11 +65,11 @@ class ControlClient:
         if isinstance(answer, RoleRefused):
             raise StartError(f"{instance} does not change its role to {role}: {answer.reason}")
 
-    def rollout(self, settings: Mapping[str, str], *, surge: bool) -> Iterator[RolloutProgress]:
-        """Yield what a rollout does, until all processes were replaced. ``settings`` and ``surge`` as in
-        ``StartRollout``. Raises ConfigError when it is refused, and StartError when it ends early."""
+    def rollout(self, settings: Mapping[str, str], *, surge: bool, model: str = "") -> Iterator[RolloutProgress]:
+        """Yield what a rollout does, until all processes were replaced. The arguments are as in ``StartRollout``.
+        Raises ConfigError when it is refused, and StartError when it ends early."""
         news = (RolloutProgress, RolloutEnded, RolloutRefused)
-        answer = self._ask(StartRollout(self._channel.address, dict(settings), surge), news, ANSWER_TIMEOUT)
+        answer = self._ask(StartRollout(self._channel.address, dict(settings), surge, model), news, ANSWER_TIMEOUT)
         while isinstance(answer, RolloutProgress):
             yield answer
             answer = self._wait_for(news, SUPERVISOR_TIMEOUT, "no news from the supervisor; the rollout may go on")

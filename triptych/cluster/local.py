@@ -76,6 +76,8 @@ class LocalCluster:
         """Processes that were replaced and finish their work, or have done so."""
         self._new: dict[str, SupervisedProcess] = {}
         """Processes that replace others in the rollout in progress."""
+        self._joined: dict[int, set[tuple[str, int]]] = {}
+        """Names and incarnations of the instances that hold a lease, by the process id of their frontend."""
         self._incarnations: dict[str, int] = {}
         """The last one of each name."""
         self._killing: set[asyncio.Task[None]] = set()
@@ -87,9 +89,12 @@ class LocalCluster:
 
     def set_joined(self, frontend_pid: int, joined: Collection[JoinedInstance]) -> None:
         """Take a frontend's list of the instances that hold a lease. The frontend itself is ready, too."""
-        held = {(one.name, one.incarnation) for one in joined}
+        self._joined[frontend_pid] = {(one.name, one.incarnation) for one in joined}
+        running = {process.child.pid for process in self._all() if process.child is not None}
+        self._joined = {pid: held for pid, held in self._joined.items() if pid in running}
+        held = set().union(*self._joined.values())
         for process in self._all():
-            is_frontend = process.child is not None and process.child.pid == frontend_pid
+            is_frontend = process.child is not None and process.child.pid in self._joined
             process.ready = is_frontend or (process.spec.name, process.incarnation) in held
             process.was_ready |= process.ready
         for name in self._current:
@@ -139,23 +144,38 @@ class LocalCluster:
         self._begin(process)
         self.changed.set()
 
+    def promote(self, spec: ChildSpec) -> None:
+        """Let the process of ``spec``, which may run already, take the place of the one of its name. That one works on,
+        but isn't started again."""
+        name = spec.name
+        new = self._new.setdefault(name, SupervisedProcess(spec, restarts=False))
+        if self._current[name] is new:
+            return
+        self._old[name] = self._current[name]
+        self._old[name].restarts = False
+        self._current[name] = new
+        self.supervision.started(name)
+        self._settle(name)
+        self.changed.set()
+
     def retire(self, spec: ChildSpec, timeout: float) -> None:
         """Make the process of that name finish its work and end, within ``timeout`` seconds. The one of ``spec``, which
         may run already, takes its place."""
-        name = spec.name
-        old = self._old[name] = self._current[name]
-        self._current[name] = self._new.setdefault(name, SupervisedProcess(spec, restarts=False))
-        self.supervision.started(name)
-        self._settle(name)
+        self.promote(spec)
+        old = self._old[spec.name]
         self._stop(old, signal.SIGTERM)
         killing = asyncio.create_task(_kill_after(old, timeout))
         self._killing.add(killing)
         killing.add_done_callback(self._killing.discard)
-        self.changed.set()
 
-    async def keep_old(self, name: str) -> str:
-        """End the process that was to replace the one of that name, which is kept, or started again if it was retired.
-        Return how the new one ended, if it did so by itself; else the empty string."""
+    def why_ended(self, name: str) -> str:
+        """Return how the new process of that name ended, if it did so by itself; otherwise the empty string."""
+        new = self._new.get(name)
+        return new.why_ended if new is not None else ""
+
+    async def keep_old(self, name: str) -> None:
+        """End the process that was to replace the one of that name, which is kept, or started again if it was
+        retired."""
         new, old = self._new.get(name), self._old.get(name)
         if new is not None:
             self._stop(new, signal.SIGTERM)
@@ -169,7 +189,9 @@ class LocalCluster:
     def end_rollout(self) -> None:
         """Forget which processes are old and new, but for those that still have to end."""
         self._old = {name: one for name, one in self._old.items() if not one.has_ended}
-        self._new = {name: one for name, one in self._new.items() if one is not self._current[name]}
+        self._new = {
+            name: one for name, one in self._new.items() if one is not self._current[name] and not one.has_ended
+        }
         self.changed.set()
 
     def _settle(self, name: str) -> None:
@@ -245,6 +267,8 @@ class LocalCluster:
                     process.waits = True
                     await asyncio.sleep(delay)
                     process.waits = False
+                    if not process.restarts:  # another has taken its place meanwhile
+                        return
                 case EndService(why, exit_code):
                     self._lose(ChildFailed(f"{who} {ended}{last_words}{'; ' * bool(why)}{why}", exit_code))
                     return

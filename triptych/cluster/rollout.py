@@ -46,15 +46,19 @@ class Retire:
 class Wait:
     """Look again soon."""
 
+    name: str
+    """The process that is being replaced."""
     why: str
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the rollout, and keep the old process of that name. Those that were replaced before stay new."""
+    """End the rollout, for what has become of one process. Those that were replaced before stay new."""
 
     name: str
     why: str
+    undo: tuple[str, ...]
+    """Processes whose old ones are kept, or started again."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,16 @@ class Finish:
     """Every process was replaced."""
 
 
-Step = Start | Retire | Wait | GiveUp | Finish
+@dataclass(frozen=True)
+class Switch:
+    """Let the new frontend and the new instances serve, and the old frontend finish its requests and end."""
+
+    frontend: str
+    instances: tuple[str, ...]
+    """The new ones that are ready."""
+
+
+Step = Start | Retire | Switch | Wait | GiveUp | Finish
 
 
 class Rollout:
@@ -99,7 +112,7 @@ class Rollout:
             self._since = now
             self._retired |= isinstance(step, Retire)
         elif now - self._since > self._timeout:
-            return GiveUp(name, f"not within {self._timeout:g} s: {step.why}")
+            return GiveUp(name, f"not within {self._timeout:g} s: {step.why}", (name,))
         return step
 
     def _begin_next(self, now: float) -> None:
@@ -111,16 +124,16 @@ class Rollout:
     def _step(self, name: str, seen: Mapping[str, Replacing]) -> Step:
         one, surge = seen[name], self._processes[name].surge
         if one.new is LaunchState.FAILED:
-            return GiveUp(name, "the new process ended before it was ready")
+            return GiveUp(name, "the new process ended too early", (name,))
         if one.new is None and (surge or (self._retired and not one.old_runs)):
             return Start(name)
         if self._retired and one.old_runs:
-            return Wait(f"{name} is finishing its work")
+            return Wait(name, f"the old {name} is finishing its work")
         if one.new is LaunchState.READY or (one.new is None and not self._retired):
             if missing := self._missing_without(name, seen):
-                return Wait(f"waiting for another {missing}")
+                return Wait(name, f"waiting for another {missing}")
             return Retire(name)
-        return Wait(f"the new {name} is starting")
+        return Wait(name, f"the new {name} is starting")
 
     def _missing_without(self, name: str, seen: Mapping[str, Replacing]) -> str:
         """Return a group of which too few others are ready to replace a process; empty if there is none."""

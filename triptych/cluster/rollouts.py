@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from triptych.cluster.child import ChildSpec
 from triptych.cluster.local import LocalCluster
-from triptych.cluster.rollout import Finish, GiveUp, Replaceable, Retire, Rollout, Start, Wait
-from triptych.errors import ConfigError, TriptychError
+from triptych.cluster.revision import Revision
+from triptych.cluster.rollout import Finish, GiveUp, Retire, Rollout, Start, Switch, Wait
+from triptych.errors import TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.work import RolloutEnded, RolloutProgress, RolloutRefused, StartRollout
 
@@ -26,27 +27,20 @@ class Plan:
     """What a rollout replaces processes by."""
 
     specs: Sequence[ChildSpec]
-    """The new processes, in the order in which they replace those of their names."""
-    surge: bool
-    """Whether a new instance runs beside the old one."""
-    step_timeout: float
-    """Seconds that each step of a replacement may take."""
+    """The new processes."""
+    policy: Rollout | Revision
     drain_timeout: float
     """Seconds after which an old process is killed."""
-    done: Callable[[], object]
-    """Called once all processes were replaced."""
-
-    @property
-    def policy(self) -> Rollout:
-        # the frontends share one socket for HTTP and one control address, which instances know
-        processes = {one.name: Replaceable(one.groups, self.surge and one.role is not None) for one in self.specs}
-        return Rollout(processes, self.step_timeout)
+    switch: Callable[[], object] = lambda: None
+    """Called when a new frontend takes over, before the old one ends."""
+    end: Callable[[bool], object] = lambda _: None
+    """Called at the end, with whether all processes were replaced."""
 
 
 class Rollouts:
     """The rollouts of a service, one at a time. Used by one event loop."""
 
-    def __init__(self, cluster: LocalCluster, plan: Callable[[StartRollout], Plan], send: Send) -> None:
+    def __init__(self, cluster: LocalCluster, plan: Callable[[StartRollout], Awaitable[Plan]], send: Send) -> None:
         """``plan`` raises TriptychError for a rollout that isn't possible. ``send`` reaches operators."""
         self.text = ""
         """What the rollout in progress does; empty without one."""
@@ -57,16 +51,15 @@ class Rollouts:
 
     def start(self, message: StartRollout) -> None:
         """Begin a rollout, or answer the operator why not."""
-        try:
-            if self._task is not None:
-                raise ConfigError(f"a rollout is in progress: {self.text}")
-            plan = self._plan(message)
-        except TriptychError as error:
-            log.warning("refused a rollout: %s", error)
-            self._answer(message, RolloutRefused(str(error)))
-            return
-        log.info("rolling out: replacing %s", ", ".join(one.name for one in plan.specs))
-        self._task = asyncio.create_task(self._run(message, plan))
+        if self._task is not None:
+            self._refuse(message, f"a rollout is in progress: {self.text}")
+        else:
+            self.text = "checking what it would change"
+            self._task = asyncio.create_task(self._run(message))
+
+    def _refuse(self, message: StartRollout, reason: str) -> None:
+        log.warning("refused a rollout: %s", reason)
+        self._answer(message, RolloutRefused(reason))
 
     async def close(self) -> None:
         """End the rollout in progress, if there is one. Its processes stay as they are."""
@@ -74,25 +67,37 @@ class Rollouts:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, message: StartRollout, plan: Plan) -> None:
-        policy, reason = plan.policy, "the service is ending"
+    async def _run(self, message: StartRollout) -> None:
         try:
-            reason = await self._take_steps(message, plan, policy)
-            if not reason:
-                plan.done()
+            planning = asyncio.ensure_future(self._plan(message))
+            while not (await asyncio.wait([planning], timeout=PROGRESS_INTERVAL))[0]:
+                self._answer(message, RolloutProgress(self.text, 0, 0))  # large files take long to identify
+            plan = planning.result()
+        except TriptychError as error:
+            self._refuse(message, str(error))
+        else:
+            await self._carry_out(message, plan)
+        finally:
+            self._task, self.text = None, ""
+
+    async def _carry_out(self, message: StartRollout, plan: Plan) -> None:
+        policy, reason = plan.policy, "the service is ending"
+        log.info("rolling out: replacing %s", ", ".join(one.name for one in plan.specs))
+        try:
+            reason = await self._take_steps(message, plan)
         except Exception:  # the operator must hear of it
             log.exception("a rollout failed")
             reason = "an internal error, which is in the log"
         finally:
-            self._task, self.text = None, ""
             self._cluster.end_rollout()
-            log.info("the rollout has ended: %d of %d replaced%s", len(policy.replaced), policy.total,
-                     f"; {reason}" if reason else "")  # fmt: skip
+            plan.end(not reason)
+            outcome = f"{len(policy.replaced)} of {policy.total} replaced{'; ' * bool(reason)}{reason}"
+            log.info("the rollout has ended: %s", outcome)
             self._answer(message, RolloutEnded(len(policy.replaced), policy.total, reason))
 
-    async def _take_steps(self, message: StartRollout, plan: Plan, policy: Rollout) -> str:
+    async def _take_steps(self, message: StartRollout, plan: Plan) -> str:
         """Return why the rollout ends early; empty if it doesn't."""
-        specs, told = {spec.name: spec for spec in plan.specs}, 0.0
+        specs, policy, told = {spec.name: spec for spec in plan.specs}, plan.policy, 0.0
         while True:
             now = time.monotonic()
             step = policy.next({name: self._cluster.replacing(name) for name in specs}, now)
@@ -104,11 +109,19 @@ class Rollouts:
                 case Retire(name):
                     self._cluster.retire(specs[name], plan.drain_timeout)
                     self.text = f"draining the old {name}"
-                case Wait(why):
+                case Switch(frontend, instances):
+                    for spec in plan.specs:  # no old one is started again
+                        self._cluster.promote(spec)
+                    plan.switch()
+                    self._cluster.retire(specs[frontend], plan.drain_timeout)
+                    self.text = f"{frontend} takes over, with {', '.join(instances)}"
+                case Wait(_, why):
                     self.text = why
-                case GiveUp(name, why):
-                    how = await self._cluster.keep_old(name)
-                    return f"{name} stays as it was: {why}{': ' + how if how else ''}"
+                case GiveUp(name, why, undo):
+                    how = self._cluster.why_ended(name)
+                    await asyncio.gather(*map(self._cluster.keep_old, undo))
+                    kept = f"; {', '.join(undo)} {'stays as it was' if len(undo) == 1 else 'stay as they were'}"
+                    return f"{name}: {why}{': ' + how if how else ''}{kept if undo else ''}"
                 case Finish():
                     return ""
             if self.text != before or now - told >= PROGRESS_INTERVAL:

@@ -190,6 +190,8 @@ class LauncherReport(Struct, frozen=True, tag=True):
     """The service is ending: at its end the frontend stops all instances, also those that joined by themselves."""
     rollout: Text = ""
     """What the rollout in progress does; empty without one."""
+    standby: bool = False
+    """The frontend that gets this accepts no connections yet: another one serves."""
 
 
 class JoinedInstance(Struct, frozen=True):
@@ -286,6 +288,8 @@ class StartRollout(Struct, frozen=True, tag=True):
     """Settings that change, by their own names, as text."""
     surge: bool = True
     """Start each new instance beside the old one; otherwise the old one ends first."""
+    model: Text = ""
+    """Folder of another checkpoint of the same architecture; empty for the one that is served."""
 
 
 class RolloutRefused(Struct, frozen=True, tag=True):

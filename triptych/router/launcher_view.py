@@ -37,6 +37,11 @@ class LauncherView:
         """Whether a supervisor ends the service."""
         return any(report.stopping for report, _ in self._reports.values())
 
+    @property
+    def standby(self) -> bool:
+        """Whether another frontend still serves, by what a supervisor says."""
+        return any(report.standby for report, _ in self._reports.values())
+
     def launchers(self, now: float) -> list[Address]:
         """Return the supervisors that sent a report recently."""
         return [launcher for launcher, (_, received) in self._reports.items() if now - received <= FRESH_SECONDS]

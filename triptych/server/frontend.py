@@ -19,7 +19,7 @@ from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, MediaConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
-from triptych.messages.channel import Channel
+from triptych.messages.channel import Channel, endpoint
 from triptych.messages.work import Deregister, Stop
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
@@ -81,14 +81,16 @@ class Frontend:
         expects_encoders: bool = True,
         listener: socket.socket | None = None,
         awaits_instances: bool = False,
+        takes_over: str = "",
     ) -> None:
         """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
 
         ``expects_encoders`` is passed to the router, for a model that takes media. ``listener`` is the HTTP server's
-        socket, of a supervisor that keeps it open and that stops the instances; None opens one. ``awaits_instances`` is
-        as in ``FrontendSpec``."""
+        socket, of a supervisor that keeps it open and that stops the instances; None opens one. ``awaits_instances``
+        and ``takes_over`` are as in ``FrontendSpec``."""
         self._supervised = listener is not None
         self._awaits_instances = awaits_instances
+        self._takes_over = takes_over
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
         caps = _media_caps(config.frontend.media)
@@ -156,13 +158,15 @@ class Frontend:
     async def __aenter__(self) -> "Frontend":
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._serve())]
+        if self._takes_over:
+            self._tasks.append(asyncio.create_task(self._take_over()))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._take_messages()  # a supervisor may just have reported that the service ends
-        ticking, serving = self._tasks
+        ticking, serving, *others = self._tasks
         self.router.draining = self._server.should_exit = True
         if not self._server.started:
             serving.cancel()
@@ -176,8 +180,9 @@ class Frontend:
                 with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
                     self.channel.send(lease.address, Stop())
             self.router.handle(Deregister(lease.address))
-        ticking.cancel()
-        await asyncio.gather(ticking, serving, return_exceptions=True)
+        for task in (ticking, *others):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         # responses that the server has cancelled still have to release their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
@@ -223,10 +228,11 @@ class Frontend:
     async def _serve(self) -> None:
         """Accept connections, once instances that run already have joined."""
         if self._awaits_instances:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(MAX_WAIT):
-                    while not self.router.can_serve:
-                        await asyncio.sleep(TICK / 5)
+            began = asyncio.get_running_loop().time()
+            while self.router.launcher_view.standby or not self.router.can_serve:
+                if not self.router.launcher_view.standby and asyncio.get_running_loop().time() > began + MAX_WAIT:
+                    break
+                await asyncio.sleep(TICK / 5)
         await self._server.serve([self._socket])
 
     def _take_messages(self) -> None:
@@ -237,6 +243,13 @@ class Frontend:
                 log.exception("couldn't handle %s", type(message).__name__)
         if self.channel.pending and not self._server.should_exit:  # the descriptor doesn't signal what is left
             asyncio.get_running_loop().call_soon(self._take_messages)
+
+    async def _take_over(self) -> None:
+        """Listen at the other control address as soon as it is free."""
+        host, _, port = self._takes_over.rpartition(":")
+        where = endpoint(host.strip("[]"), port)
+        while not self.channel.listen_too(where):
+            await asyncio.sleep(TICK)
 
     async def _tick(self) -> None:
         while True:

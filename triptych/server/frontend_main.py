@@ -56,6 +56,7 @@ def main() -> None:
                 expects_encoders=spec.expects_encoders,
                 listener=listener,
                 awaits_instances=spec.awaits_instances,
+                takes_over=spec.takes_over,
             )
 
         asyncio.run(serve_frontend(make, lambda _: log.info("serving")))
