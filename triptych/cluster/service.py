@@ -20,7 +20,7 @@ from triptych.cluster.rollout import Replaceable, Rollout
 from triptych.cluster.rollouts import Plan
 from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError, TriptychError
-from triptych.messages.work import StartRollout
+from triptych.messages.work import LaunchState, StartRollout
 from triptych.models.registry import family_of, identity_of
 from triptych.server.http_socket import listen, url_of
 from triptych.server.worker_extra import check_installed
@@ -103,7 +103,8 @@ class LocalService:
     @property
     def missing(self) -> list[str]:
         """Names of the processes that aren't ready."""
-        return [one.name for one in self._cluster.launched() if one.state != "ready"]
+        processes = self._cluster.supervision.processes
+        return [name for name, process in processes.items() if process.state is not LaunchState.READY]
 
     @property
     def was_ready(self) -> bool:
