@@ -184,7 +184,7 @@ class LocalCluster:
             await asyncio.wait([old.task])
             self._current[name] = SupervisedProcess(old.spec, restarts=True)
             self._begin(self._current[name])
-        return new.why_ended if new is not None else ""
+        self.changed.set()
 
     def end_rollout(self) -> None:
         """Forget which processes are old and new, but for those that still have to end."""
@@ -267,7 +267,7 @@ class LocalCluster:
                     process.waits = True
                     await asyncio.sleep(delay)
                     process.waits = False
-                    if not process.restarts:  # another has taken its place meanwhile
+                    if self._current[name] is not process:  # another has taken its place meanwhile
                         return
                 case EndService(why, exit_code):
                     self._lose(ChildFailed(f"{who} {ended}{last_words}{'; ' * bool(why)}{why}", exit_code))
