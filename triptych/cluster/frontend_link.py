@@ -19,6 +19,9 @@ REPORT_INTERVAL = 0.5
 FIRST_INTERVAL = 0.05
 """The same before the service was first ready, so that the start isn't longer than it has to be."""
 
+MAX_TEXT = 1000
+"""Characters of what reports say of a rollout; it may name many processes."""
+
 
 class FrontendLink:
     """Exchanges reports with the frontends, on the running event loop."""
@@ -61,7 +64,7 @@ class FrontendLink:
 
     def report(self) -> None:
         """Tell every frontend about all processes."""
-        launched, text = self._cluster.launched(), self._rollouts.text
+        launched, text = self._cluster.launched(), self._rollouts.text[:MAX_TEXT]
         for frontend, standby in self._frontends.items():
             report = LauncherReport(self._channel.address, launched, self.stopping, text, standby)
             try:

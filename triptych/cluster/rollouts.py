@@ -75,6 +75,9 @@ class Rollouts:
             plan = planning.result()
         except TriptychError as error:
             self._refuse(message, str(error))
+        except Exception:  # the operator must hear of it
+            log.exception("couldn't plan a rollout")
+            self._refuse(message, "an internal error, which is in the supervisor's log")
         else:
             await self._carry_out(message, plan)
         finally:
@@ -87,7 +90,7 @@ class Rollouts:
             reason = await self._take_steps(message, plan)
         except Exception:  # the operator must hear of it
             log.exception("a rollout failed")
-            reason = "an internal error, which is in the log"
+            reason = "an internal error, which is in the supervisor's log"
         finally:
             self._cluster.end_rollout()
             plan.end(not reason)

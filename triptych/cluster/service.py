@@ -260,6 +260,8 @@ def _step_timeout(config: ServeConfig) -> float:
 def _is_another_model(served: Path, new: Path, topology: Topology) -> bool:
     """Return whether a checkpoint contains another model than the one that is served. Takes long for large files.
     Raises CheckpointError when it can't be served, and ConfigError when its architecture is another."""
+    if not new.is_absolute():
+        raise ConfigError(f"{str(new)!r} is not an absolute path")
     before, after = load_config(served), load_config(new)
     if before.get("architectures") != after.get("architectures"):
         raise ConfigError(f"{new} has the architecture {after.get('architectures')}, not {before.get('architectures')}")
