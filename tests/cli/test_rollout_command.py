@@ -70,7 +70,7 @@ def test_what_makes_no_sense_is_refused(rollout: Run, arguments: list[str], says
 
 
 def test_each_step_is_printed_once(rollout: Run) -> None:
-    steps = [
+    steps: list[Message] = [
         RolloutProgress("checking what it would change", 0, 0),
         RolloutProgress("starting the new e0", 0, 2),
         RolloutProgress("starting the new e0", 0, 2),
