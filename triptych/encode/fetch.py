@@ -1,7 +1,7 @@
 """Fetches the files of items from the frontends that have them, piece by piece. Holds no socket and no clock.
 
-Each frontend has a window: what it has been asked for and hasn't sent. Pieces are asked for in order of the files, and
-of a file in order of offsets. A piece that is lost is asked for again, with all that follow it.
+Each frontend has a window: what it has been asked for and hasn't sent. Pieces are asked for file by file, and of a file
+in order of offsets. A piece that is lost is asked for again, with all that follow it.
 """
 
 from collections import Counter
@@ -26,6 +26,9 @@ ASK_AGAIN_SECONDS = 5.0
 """Time without a piece of a file after which the pieces under way count as lost for the first time. It doubles each
 time, so that a slow network isn't filled with repetitions."""
 
+MAX_REPEATS = 3
+"""Times that pieces are asked for again before the frontend counts as lost."""
+
 
 @dataclass(eq=False)
 class _Fetch:
@@ -42,8 +45,8 @@ class _Fetch:
     """Bytes of the pieces."""
     asked: int = 0
     """Bytes that have been asked for."""
-    patience: float = ASK_AGAIN_SECONDS
-    """Seconds without a piece after which those under way count as lost."""
+    repeats: int = 0
+    """Times since the last piece that those under way counted as lost."""
 
 
 class MediaFetcher:
@@ -71,8 +74,9 @@ class MediaFetcher:
         """Queue a job, which has a transfer, to have its file fetched; call ``advance`` afterwards."""
         self._tickets[job] = self._waiting.add(job, job.flow, job.size, kind=job.frontend)
 
-    def advance(self, now: float) -> None:
-        """Begin to fetch the files for which there is memory. Ask for pieces, also for those that got lost."""
+    def advance(self, now: float) -> set[Address]:
+        """Begin to fetch the files for which there is memory. Ask for pieces, also for those that got lost. Returns the
+        frontends that don't answer, whose transfers must leave their jobs."""
         while ticket := self._waiting.pop(self._has_room):
             job = ticket.work
             del self._tickets[job]
@@ -80,12 +84,17 @@ class MediaFetcher:
             self._held[job] = account
             self._held_bytes[account] += job.size
             self._begin(_Fetch(job, job.source, job.frontend, now))
+        silent = set()
         for fetch in self._fetches.values():
-            if fetch.asked > fetch.received and now - fetch.progressed > fetch.patience:
+            if fetch.asked > fetch.received and now - fetch.progressed > ASK_AGAIN_SECONDS * 2**fetch.repeats:
+                if fetch.repeats == MAX_REPEATS:
+                    silent.add(fetch.frontend)
                 fetch.asked = fetch.received
-                fetch.patience *= 2
+                fetch.repeats += 1
         for frontend in dict.fromkeys(fetch.frontend for fetch in self._fetches.values()):
-            self._ask(frontend, now)
+            if frontend not in silent:
+                self._ask(frontend, now)
+        return silent
 
     def receive(self, message: MediaBytes, now: float) -> tuple[EncodeJob, list[bytes]] | None:
         """Take a piece. Returns the job with the pieces of its file if that was the last one. Drops pieces that aren't
@@ -98,7 +107,7 @@ class MediaFetcher:
             raise InternalError("an item's file doesn't have the announced size")
         fetch.pieces.append(message.data)
         fetch.received += len(message.data)
-        fetch.progressed = now
+        fetch.progressed, fetch.repeats = now, 0
         self.num_bytes += len(message.data)
         if fetch.received < fetch.job.size:
             return None
@@ -149,20 +158,16 @@ class MediaFetcher:
         del self._fetches[fetch.source], self._of_job[fetch.job]
 
     def _ask(self, frontend: Address, now: float) -> None:
-        """Ask a frontend for the next pieces, within its window."""
-        room = WINDOW_BYTES
-        for fetch in self._fetches.values():
-            if fetch.frontend != frontend:
-                continue
-            room -= fetch.asked - fetch.received
+        """Ask a frontend for the next pieces, within its window. Short items' files go before long ones'."""
+        fetches = [fetch for fetch in self._fetches.values() if fetch.frontend == frontend]
+        room = WINDOW_BYTES - sum(fetch.asked - fetch.received for fetch in fetches)
+        for fetch in sorted(fetches, key=lambda one: one.job.long):
             while room > 0 and fetch.asked < fetch.job.size:
                 length = _piece(fetch.job, fetch.asked)
                 self._send(frontend, FetchMedia(fetch.source, fetch.asked, length, self._address))
                 fetch.asked += length
                 fetch.progressed = now
                 room -= length
-            if room <= 0:
-                return
 
 
 def _piece(job: EncodeJob, offset: int) -> int:

@@ -101,7 +101,7 @@ class EncodeLoop:
         self._wake = wake
         self._address = address
         self.send = send
-        self.fetcher = MediaFetcher(address, lambda to, message: self.send(to, message))
+        self.fetcher = MediaFetcher(address, send)
         self._workers = ThreadPoolExecutor(preprocessors.number, thread_name_prefix="preprocess")
         self.num_requested = 0
         """Encode messages received."""
@@ -127,7 +127,9 @@ class EncodeLoop:
         self._collect_batch()
         self._fail_expired()
         self._start_batch()
-        self.fetcher.advance(time.monotonic())
+        for frontend in self.fetcher.advance(time.monotonic()):
+            log.warning("the frontend at %s doesn't send the files of its items", frontend.removeprefix("tcp://"))
+            self.frontend_lost(frontend)
         self._start_preprocessing()
 
     next_advance = float("inf")
@@ -144,10 +146,10 @@ class EncodeLoop:
                 self.sender.abort(transfer, "the frontend that owns the request is gone")
 
     def hand_back(self) -> dict[Address, HandBack]:
-        """Give up the items that haven't begun. Returns them by the frontend that owns them. Consumers are told, because
-        only they can admit another producer to a transfer."""
+        """Give up the items that haven't begun. Returns them by the frontend that owns them. Consumers are told too,
+        because only they can admit another producer to a transfer."""
         handed_back: dict[Address, HandBack] = {}
-        for job in [job for job in self._jobs.values() if not self._has_begun(job)]:
+        for job in [job for job in self._jobs.values() if not job.preprocess_began]:
             self._drop(job)
             for transfer, frontend in job.transfers.items():
                 self.sender.abort(transfer, "the instance drains")
@@ -255,8 +257,8 @@ class EncodeLoop:
             self._scheduler.add(job)
 
     def _on_media_gone(self, message: MediaGone) -> None:
-        """Give up a transfer whose frontend doesn't have the file. The request has ended, another instance has the item,
-        or the consumer asks for it again."""
+        """Give up a transfer whose frontend doesn't have the file: the request has ended, or another instance has the
+        item. Otherwise the consumer asks for it again."""
         if self.fetcher.job_of(message.transfer) is not None:
             self.sender.abort(message.transfer, "the frontend doesn't have the item's file")
 
@@ -302,10 +304,6 @@ class EncodeLoop:
     def _is_active(self, job: EncodeJob) -> bool:
         """Whether the job is in progress: neither finished nor failed nor cancelled."""
         return self._jobs.get(job.key) is job
-
-    def _has_begun(self, job: EncodeJob) -> bool:
-        """Whether its preprocessing has begun, or waits for nothing but a thread."""
-        return job.preprocess_began > 0 or job in self._preprocessing.values()
 
     # ── preprocessing ────────────────────────────────────────────────────────────────────────────────────────
 
