@@ -103,8 +103,8 @@ def _encode(inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
 
 
 def run_instance(frontend: Address, pipe: Connection) -> None:
-    """Run an encode instance until the pipe is closed. It answers each message there with its counters, and begins to
-    count anew."""
+    """Run an encode instance until the pipe is closed. Each message there is answered with the
+    counters, which then start at 0 again."""
     channel = CountingChannel()
     instance = Instance(
         name="e",

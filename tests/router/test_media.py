@@ -46,7 +46,7 @@ def test_the_file_is_gone_with_the_request() -> None:
     (transfer,) = harness.need(stream, 0)
     harness.router.lifecycle.cancel(stream.request)
     assert fetch(harness, transfer) == [(E0, MediaGone(transfer))]
-    assert fetch(harness, TransferId("of nobody")) == [(E0, MediaGone(TransferId("of nobody")))]
+    assert fetch(harness, TransferId("unknown")) == [(E0, MediaGone(TransferId("unknown")))]
 
 
 def test_only_the_instance_that_was_given_an_item_gets_its_file() -> None:
@@ -86,7 +86,7 @@ def test_a_handed_back_item_goes_to_another_instance() -> None:
     harness.register(E1)
     harness.sent.clear()
     harness.lease(E0).draining = True
-    harness.router.handle(HandBack(E0, [], [transfer, TransferId("of nobody")]))
+    harness.router.handle(HandBack(E0, [], [transfer, TransferId("unknown")]))
     assert [(to, encode.transfer) for to, encode in harness.of(Encode)] == [(E1, transfer)]
     assert fetch(harness, transfer, E0) == [(E0, MediaGone(transfer))]
     assert harness.outstanding() == harness.lease(E1).outstanding + harness.lease(PD0).outstanding
