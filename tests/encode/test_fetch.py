@@ -197,7 +197,7 @@ def test_files_arrive_whole_whatever_becomes_of_the_messages(
     contents = {TransferId(str(n)): random.randbytes(size) for n, (size, _) in enumerate(files)}
     harness.add(*(job(size, (str(n), frontend)) for n, (size, frontend) in enumerate(files)))
     under_way: list[FetchMedia] = []
-    arrived = {}
+    arrived: dict[TransferId, bytes] = {}
     for turn in range(2000):
         under_way += [wanted for _, wanted in harness.take()]
         if not under_way:

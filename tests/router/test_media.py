@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.router_harness import E0, E1, PD0, RouterHarness
+from triptych.messages.codec import Message
 from triptych.messages.work import (
     MEDIA_PIECE_BYTES,
     Deregister,
@@ -100,7 +101,8 @@ def test_an_item_that_is_handed_back_is_in_one_place_in_either_order(order: str)
     (transfer,) = harness.need(stream, 0)
     harness.register(E1)
     harness.lease(E0).draining = True
-    messages = [HandBack(E0, [], [transfer]), EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=1)])]
+    again = [MissingItem(0, transfer, attempt=1)]
+    messages: list[Message] = [HandBack(E0, [], [transfer]), EncodeNeeded(stream.request, PD0, again)]
     for message in messages if order == "hand-back first" else reversed(messages):
         harness.router.handle(message)
     encode = harness.router.debug_state().encode

@@ -92,7 +92,7 @@ class EncodeHarness:
 
     def of(self, kind: type[Kind]) -> list[tuple[Address, Kind]]:
         """The messages of a type that were sent since the last call, with their receivers."""
-        found = [(to, message) for to, message in self.sent if isinstance(message, kind)]
+        found: list[tuple[Address, Kind]] = [(to, message) for to, message in self.sent if isinstance(message, kind)]
         self.sent = [entry for entry in self.sent if not isinstance(entry[1], kind)]
         return found
 

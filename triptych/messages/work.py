@@ -421,8 +421,8 @@ class Encode(Struct, frozen=True, tag=True):
     """The frontend that owns the request, and the file."""
     key: str
     plan: ItemPlan
-    size: Annotated[int, Meta(ge=1, le=MAX_FILE_MB * 2**20)]
-    """Of the file, in bytes."""
+    size: Annotated[int, Meta(ge=1, le=(MAX_FILE_MB + 1) * 2**20)]
+    """Of the file, in bytes. A list of frames, packed as one file, is somewhat larger than its frames."""
     first_row: Count = 0
     """The consumer has the rows before this one."""
     timeout: Timeout = NO_TIMEOUT
