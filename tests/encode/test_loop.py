@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.encode_harness import CONSUMER, HERE, PLAN, A, B, EncodeHarness
+from triptych.encode import fetch
 from triptych.errors import ErrorKind
 from triptych.messages.rows import Abort, Done, Offer, TransferSide
 from triptych.messages.stats import InstanceStats
@@ -109,6 +110,21 @@ def test_a_lost_frontends_item_that_is_being_preprocessed_is_dropped(harness: En
     harness.preprocessors.opened.set()
     assert harness.encoded() == []
     assert harness.loop.fetcher.held_bytes == 0
+
+
+def test_a_frontend_that_does_not_answer_counts_as_lost(
+    harness: EncodeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "ASK_AGAIN_SECONDS", 0.002)
+    harness.encode("first", A)
+    harness.encode("second", B)
+    harness.encode("alone", A, key="another")
+    harness.until(lambda: B in [to for to, message in harness.sent if isinstance(message, FetchMedia)])
+    asked = [to for to, _ in harness.of(FetchMedia)]
+    assert asked == [A] * 2 * (1 + fetch.MAX_REPEATS) + [B]
+    assert {abort.transfer for _, abort in harness.of(Abort)} == {"first", "alone"}
+    harness.handle(MediaBytes(TransferId("second"), 0, b"png"))
+    assert harness.encoded() == [(B, "second", False)]
 
 
 def test_the_consumers_end_of_the_first_transfer_moves_the_fetch(harness: EncodeHarness) -> None:

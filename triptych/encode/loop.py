@@ -127,9 +127,10 @@ class EncodeLoop:
         self._collect_batch()
         self._fail_expired()
         self._start_batch()
-        for frontend in self.fetcher.advance(time.monotonic()):
-            log.warning("the frontend at %s doesn't send the files of its items", frontend.removeprefix("tcp://"))
-            self.frontend_lost(frontend)
+        while silent := self.fetcher.advance(time.monotonic()):  # other frontends may have to be asked in their place
+            for frontend in silent:
+                log.warning("the frontend at %s doesn't send the files of its items", frontend.removeprefix("tcp://"))
+                self.frontend_lost(frontend)
         self._start_preprocessing()
 
     next_advance = float("inf")
@@ -246,10 +247,11 @@ class EncodeLoop:
         try:
             fetched = self.fetcher.receive(message, time.monotonic())
         except InternalError as error:
-            if (wronged := self.fetcher.job_of(message.transfer)) is not None:
-                failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error))
-                self.send(wronged.transfers[message.transfer], failed)
-                self._leave(wronged, message.transfer)
+            job = self.fetcher.job_of(message.transfer)
+            assert job is not None, "pieces of other files are dropped"
+            failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error))
+            self.send(job.transfers[message.transfer], failed)
+            self._leave(job, message.transfer)
             return
         if fetched is not None:
             job, pieces = fetched
