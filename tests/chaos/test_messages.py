@@ -1,0 +1,76 @@
+"""Messages arrive late, twice and in another order: every answer is right, nothing hangs, and nothing is left over."""
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.disorder import disturb
+from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+
+slow = pytest.mark.slow
+AT_ONCE = 16
+PICTURES = 24
+"""Pictures that the requests are about. Each request has a cache salt of its own, so no work is shared."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("messages") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def contents() -> list[object]:
+    pictures = [[image_part(image(96 + 32 * (n % 3), 96, n)), text_part("What is it?")] for n in range(PICTURES)]
+    return [*pictures, "Hello", "Tell me a story"]
+
+
+@pytest.fixture(scope="module")
+def right(folder: Path, contents: list[object]) -> list[str]:
+    """The answers of one process whose messages arrive in order."""
+    with served(folder, "1EPD") as service:
+        return [service.text(content, max_tokens=12) for content in contents]
+
+
+@pytest.fixture(scope="module", params=["1E1P1D", "2E2PD"])
+def service(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    with served(folder, request.param, request_timeout=60.0) as running:
+        yield running
+
+
+def channels_of(service: Served) -> list[object]:
+    return [service.running.frontend.channel, *(instance.channel for instance in service.running.instances)]
+
+
+@pytest.mark.parametrize(
+    ("share", "number"), [(0.01, 64), pytest.param(0.01, 2000, marks=slow), pytest.param(0.05, 500, marks=slow)]
+)
+def test_no_answer_is_lost_or_wrong(
+    service: Served, contents: list[object], right: list[str], share: float, number: int
+) -> None:
+    disturbed = disturb(channels_of(service), delay=share, duplicate=share, reorder=share)
+    wrong: list[tuple[int, int, str]] = []
+
+    def ask(n: int) -> None:
+        body = service.body(contents[n % len(contents)], max_tokens=12, cache_salt=f"{share} {n}")
+        with httpx.Client(base_url=service.url, trust_env=False, timeout=90) as client:
+            answer = client.post(CHAT, json=body)
+        text = answer.json()["choices"][0]["message"]["content"] if answer.status_code == 200 else answer.text
+        if text != right[n % len(contents)]:
+            wrong.append((n, answer.status_code, text))
+
+    try:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(ask, range(number)))
+        counts = sum((one.counts for one in disturbed), Counter[str]())
+        print(counts.total(), counts)
+        assert not wrong, (len(wrong), wrong[:5])
+        assert counts.total() > number / 4
+    finally:
+        for one in disturbed:
+            one.restore()
+    wait_for(service.everything_is_back, 5)
