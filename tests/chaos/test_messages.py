@@ -11,11 +11,23 @@ import pytest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.disorder import disturb
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
+from triptych.messages.channel import Channel
 
 slow = pytest.mark.slow
 AT_ONCE = 16
 PICTURES = 24
 """Pictures that the requests are about. Each request has a cache salt of its own, so no work is shared."""
+
+
+SAMPLING = {"max_tokens": 12, "logprobs": True}
+Answer = list[list[int]] | str
+
+
+def tokens_in(response: httpx.Response) -> Answer:
+    """The bytes of each token, or the error."""
+    if response.status_code != 200:
+        return f"{response.status_code}: {response.text}"
+    return [token["bytes"] for token in response.json()["choices"][0]["logprobs"]["content"]]
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +42,10 @@ def contents() -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def right(folder: Path, contents: list[object]) -> list[str]:
+def right(folder: Path, contents: list[object]) -> list[Answer]:
     """The answers of one process whose messages arrive in order."""
     with served(folder, "1EPD") as service:
-        return [service.text(content, max_tokens=12) for content in contents]
+        return [tokens_in(service.post(content, **SAMPLING)) for content in contents]
 
 
 @pytest.fixture(scope="module", params=["1E1P1D", "2E2PD"])
@@ -42,7 +54,7 @@ def service(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
         yield running
 
 
-def channels_of(service: Served) -> list[object]:
+def channels_of(service: Served) -> list[Channel]:
     return [service.running.frontend.channel, *(instance.channel for instance in service.running.instances)]
 
 
@@ -50,18 +62,17 @@ def channels_of(service: Served) -> list[object]:
     ("share", "number"), [(0.01, 64), pytest.param(0.01, 2000, marks=slow), pytest.param(0.05, 500, marks=slow)]
 )
 def test_no_answer_is_lost_or_wrong(
-    service: Served, contents: list[object], right: list[str], share: float, number: int
+    service: Served, contents: list[object], right: list[Answer], share: float, number: int
 ) -> None:
     disturbed = disturb(channels_of(service), delay=share, duplicate=share, reorder=share)
-    wrong: list[tuple[int, int, str]] = []
+    wrong: list[Answer] = []
 
     def ask(n: int) -> None:
-        body = service.body(contents[n % len(contents)], max_tokens=12, cache_salt=f"{share} {n}")
+        body = service.body(contents[n % len(contents)], cache_salt=f"{share} {n}", **SAMPLING)
         with httpx.Client(base_url=service.url, trust_env=False, timeout=90) as client:
-            answer = client.post(CHAT, json=body)
-        text = answer.json()["choices"][0]["message"]["content"] if answer.status_code == 200 else answer.text
-        if text != right[n % len(contents)]:
-            wrong.append((n, answer.status_code, text))
+            answer = tokens_in(client.post(CHAT, json=body))
+        if answer != right[n % len(contents)]:
+            wrong.append(answer)
 
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -31,12 +31,13 @@ def encode_targets(harness: RouterHarness) -> list[tuple[Address, TransferId, in
 
 
 def ask_again(harness: RouterHarness, stream: TokenStream, transfer: TransferId, first_row: int) -> None:
-    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, first_row)]))
+    missing = MissingItem(0, transfer, first_row, attempt=1)
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [missing], asked=1))
 
 
 def finish(harness: RouterHarness, stream: TokenStream) -> list[int]:
-    dispatch = harness.router.debug_state().requests[stream.request].generate.request
-    harness.router.handle(Tokens(dispatch, [7], finish_reason="stop"))
+    state = harness.router.debug_state().requests[stream.request]
+    harness.router.handle(Tokens(state.generate.request, [7], len(state.generated), finish_reason="stop"))
     return tokens_of(stream)
 
 
@@ -109,7 +110,7 @@ def test_a_request_that_waits_for_a_stage_at_its_deadline_gets_503_not_504() -> 
 def test_requests_wait_in_the_queue_while_the_only_language_instance_restarts() -> None:
     harness = RouterHarness(PD0, restart_hold=5.0)
     begun = harness.submit()
-    harness.router.handle(Tokens(begun.request, [5]))
+    harness.router.handle(Tokens(begun.request, [5], 0))
     harness.router.handle(Deregister(PD0))
     queued = harness.submit()
     assert harness.router.debug_state().queued == {begun.request, queued.request}
@@ -224,8 +225,8 @@ def test_late_messages_of_a_request_that_moved_are_ignored() -> None:
     harness = RouterHarness(PD0, PD1)
     stream = harness.submit()
     first = harness.of(Generate)[0][0]
-    harness.router.handle(Tokens(stream.request, [1]))
+    harness.router.handle(Tokens(stream.request, [1], 0))
     harness.router.handle(Deregister(first))
     assert harness.of(Cancel)[-1] == (first, Cancel(stream.request))
-    harness.router.handle(Tokens(stream.request, [66], finish_reason="stop"))
+    harness.router.handle(Tokens(stream.request, [66], 1, finish_reason="stop"))
     assert finish(harness, stream) == [1, 7]

@@ -426,7 +426,7 @@ def test_grants_that_overlap_end_their_transfer(fabric: str) -> None:
         region = w.buffer.handle(w.fabrics[0])
         sender = w.senders[item.producer]
         w.deliver_all()
-        sender.on_grant(Grant(item.transfer, 2, [Extent(2, 1)], region, False))
+        sender.on_grant(Grant(item.transfer, 2, [Extent(2, 1)], region, False, number=1))
         assert item.transfer not in sender
         w.deliver_all()
         w.finish()

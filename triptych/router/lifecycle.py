@@ -279,7 +279,7 @@ class RequestLifecycle:
     def cancel_prefill(self, state: RequestState) -> None:
         """Cancel a request's remote prefill, if it has one."""
         if state.prefill is not None and self._membership.get(state.prefill.instance.address):
-            self._notify(state.prefill.instance.address, Cancel(state.generate.request))
+            self._notify(state.prefill.instance.address, Cancel(state.generate.request, state.prefill.transfer))
         self.requests.prefilled(state)
 
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────

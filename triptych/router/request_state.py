@@ -7,7 +7,7 @@ from triptych.messages.work import Generate, PrefillNeeded
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.membership import InstanceLease
 from triptych.router.stream import TokenStream
-from triptych.types import RequestId, TransferId
+from triptych.types import Address, RequestId, TransferId
 
 
 class RequestPhase(enum.StrEnum):
@@ -94,6 +94,12 @@ class RequestState:
     def works_on(self, instance: InstanceLease) -> bool:
         """Return whether a language instance works on the request."""
         return any(one is not None and one.instance is instance for one in (self.decode, self.prefill))
+
+    def prefills(self, instance: Address, transfer: TransferId) -> bool:
+        """Return whether an instance prefills the request: remotely for that transfer or, if it is empty, for itself."""
+        if self.prefill is not None:
+            return (self.prefill.instance.address, self.prefill.transfer) == (instance, transfer)
+        return self.decode is not None and self.decode.instance.address == instance and not transfer
 
     def seconds_computed(self, now: float) -> float | None:
         """Seconds that instances report to have computed for it, at most the time since it was dispatched.
