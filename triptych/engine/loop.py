@@ -218,10 +218,10 @@ class EngineLoop:
         self._add_request(message, message.generated)
 
     def _on_prefill(self, message: Prefill) -> None:
-        active = self._active.get(message.generate.request)
-        if active is not None and active.prefill_transfer == message.transfer:
+        assert self._kv_sink is not None
+        if message.transfer in self._kv_sink:
             raise InvalidRequest("this prefill is under way")
-        if active is not None:
+        if active := self._active.get(message.generate.request):
             self._remove(active)  # the decode instance may have lost its pages, or received rows
         self._add_request(message.generate, message.generated, message)
 
