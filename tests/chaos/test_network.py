@@ -25,6 +25,9 @@ LEASE = 2.0
 ADDED = 3.0
 """Seconds by which a cut may delay answers, besides its own length."""
 TIMEOUT = 60.0
+LONG = 30.0
+REJOIN = 5.0
+"""Seconds within which instances join again when the network is back."""
 Answer = tuple[int, str]
 
 
@@ -65,6 +68,10 @@ class Hosts:
             self.here.reach(self.there)
         if "in" in directions:
             self.there.reach(self.here)
+
+    def wait_until_whole(self, seconds: float) -> None:
+        """Wait until all that were lost have joined again."""
+        wait_for(lambda: self.parts["door"].text.count("sent no heartbeat") + 4 <= self.num_joined(), seconds)
 
     def num_joined(self) -> int:
         return self.parts["door"].text.count(" joined as ")
@@ -145,4 +152,22 @@ def test_a_cut_delays_answers_and_loses_none(
     assert times[-1] - before[-1] <= ADDED + (seconds or LEASE)
     if hosts.num_joined() > joined or seconds == 0:
         print(f"joined again {time.monotonic() - ended:.2f} s after")
-    wait_for(lambda: hosts.parts["door"].text.count("sent no heartbeat") + 4 <= hosts.num_joined(), 20)
+    hosts.wait_until_whole(20)
+
+
+@slow
+def test_instances_join_again_soon_after_a_long_cut(hosts: Hosts, clients: ThreadPoolExecutor) -> None:
+    """Though TCP has waited longer and longer between its attempts, and would for up to two minutes."""
+    hosts.cut(*BOTH)
+    try:
+        time.sleep(LONG)
+    finally:
+        hosts.mend(*BOTH)
+    assert clients.submit(hosts.answer, "Hello").result()[0][0] == 200
+    began = time.monotonic()
+    hosts.wait_until_whole(20)
+    print(f"joined again {time.monotonic() - began:.2f} s after a cut of {LONG:g} s")
+    assert time.monotonic() - began < REJOIN
+    contents = hosts.contents()
+    right = [(200, hosts.reference.text(content)) for content in contents]
+    assert [answer for answer, _ in clients.map(hosts.answer, contents)] == right
