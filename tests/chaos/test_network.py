@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -146,7 +145,7 @@ def test_a_cut_delays_answers_and_loses_none(
     answers = [one.result(2 * TIMEOUT) for one in asked]
     ended = time.monotonic()
     times = sorted(took for _, took in answers)
-    print(f"usual {usual[-1]:.2f} s; {before[-1]:.2f} s, cut {seconds:g} {directions}: {times[0]:.2f} … {times[-1]:.2f} s")
+    print(f"alone {usual[-1]:.2f} s; all {before[-1]:.2f} s; cut {seconds:g} s {directions}: to {times[-1]:.2f} s")
     right = [(200, hosts.reference.text(content)) for content in contents]
     assert [answer for answer, _ in answers] == right
     assert times[-1] - before[-1] <= ADDED + (seconds or LEASE)

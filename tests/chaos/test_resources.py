@@ -99,6 +99,7 @@ def running(folder: Path) -> Iterator[Service]:
     with triptych("serve", folder, *FAST, *flags, *log, prefix=without_shared_memory()) as command:
         command.wait_for_line("^ready: ", START)
         yield Service(command.wait_until_ready(), control, command)
+        print(command.text)  # shown if something is wrong
         assert "while idle" not in command.text
         assert "Traceback" not in command.text
 

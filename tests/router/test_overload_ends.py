@@ -70,7 +70,8 @@ class Service:
                     [Interval("queue", 0.0, 1e6), Interval("decode", one.began, self.harness.now)] if over else []
                 )
                 reason = "length" if over else None
-                self.harness.router.handle(Tokens(one.generate.request, [1], one.num_tokens - 1, [], reason, intervals=intervals))
+                request, first = one.generate.request, one.num_tokens - 1
+                self.harness.router.handle(Tokens(request, [1], first, [], reason, intervals=intervals))
 
     def pass_time(self, seconds: float) -> None:
         """Nothing happens."""

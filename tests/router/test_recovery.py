@@ -221,6 +221,33 @@ def test_of_two_instances_of_one_name_the_older_is_told_to_stop() -> None:
     assert [one.address for one in harness.router.membership.named(lease.name)] == [new]
 
 
+@pytest.mark.parametrize("others", [1, 12])
+def test_a_request_that_ends_each_of_its_instances_takes_no_other_with_it(others: int) -> None:
+    """Though all of them were on each instance that was lost before."""
+    harness = RouterHarness(PD0, PD1, restart_hold=60.0, max_queue=20)
+    poison, *rest = [harness.submit() for _ in range(others + 1)]
+    streams = {stream.request: stream for stream in rest}
+    answered: dict[str, list[int]] = {}
+    pid = 1
+    for _ in range(100):
+        requests = harness.router.debug_state().requests
+        if not requests:
+            break
+        state = requests.get(poison.request)
+        if state is not None and state.decode is not None:
+            victim = state.decode.instance.address
+            harness.router.handle(Deregister(victim))
+            pid += 1
+            harness.register(victim, pid=pid)
+            continue
+        name = next(one.id for one in requests.values() if one.decode is not None)
+        answered[name] = finish(harness, streams[name])
+    with pytest.raises(InstanceLost, match="given up after 3"):
+        tokens_of(poison)
+    assert answered == {stream.request: [7] for stream in rest}
+    assert harness.outstanding() == 0
+
+
 def test_late_messages_of_a_request_that_moved_are_ignored() -> None:
     harness = RouterHarness(PD0, PD1)
     stream = harness.submit()

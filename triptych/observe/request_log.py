@@ -17,7 +17,6 @@ from triptych.errors import StartError
 from triptych.observe.requests import ChoiceRecord, RequestRecord
 from triptych.observe.timeline import Interval, as_json
 
-
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 10.0

@@ -43,6 +43,7 @@ from triptych.router.encode_dispatcher import EncodeTask
 from triptych.router.instance_metrics import InstanceCollector, RestartCollector
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.membership import InstanceLease, Membership, is_same
+from triptych.router.request_state import blamed
 from triptych.router.role_changes import RoleChanges
 from triptych.topology import Stage
 from triptych.types import Address
@@ -255,7 +256,8 @@ class Router:
         admission.generated(state, len(report.tokens), self.last_token, first=not state.generated)
         state.generated += report.tokens
         record.num_reused = max(record.num_reused, message.reused)
-        was_stalled = state.may_stall
+        frees_room = state.may_stall or state.on_trial
+        state.has_answered = True
         self._requests.first_token(state)
         self.metrics.received_tokens(record, len(report.tokens), time.time())
         if message.finish_reason is not None:
@@ -265,7 +267,7 @@ class Router:
             self.lifecycle.end_early(state, report.finish_reason)
         else:
             self.lifecycle.update_phase(state)
-            if was_stalled:
+            if frees_room:
                 self.lifecycle.dispatch_queued()
         state.stream.put(report)
 
@@ -411,8 +413,9 @@ class Router:
                 self.metrics.recovered("prefill")
         for other in self.membership:
             self._notify(other.address, PeerLost(lease.address, transfers))
+        suspects = blamed(affected.values())
         for state in affected.values():
-            if not self.lifecycle.instance_lost(state, why):
+            if state in suspects and not self.lifecycle.instance_lost(state, why):
                 continue
             if state.decode is not None and state.decode.instance is lease:
                 self.metrics.recovered("decode")
