@@ -106,7 +106,9 @@ def test_broken_writes_are_mended(
 ) -> None:
     """Of that share of all writes each is broken in one of six ways. An error with a name is rare, and a wrong answer
     never comes; ``service`` only says what to ask."""
-    broken = ",".join(f"{fault}={share / 6:.4f}" for fault in ("drop", "delay", "duplicate", "reorder", "corrupt", "half"))
+    broken = ",".join(
+        f"{fault}={share / 6:.4f}" for fault in ("drop", "delay", "duplicate", "reorder", "corrupt", "half")
+    )
     flags = (*FAST, "--topology", "1E1P1D", "--served-model-name", "tiny", "--inject-faults", f"{broken},seconds=0.2")
     with triptych("serve", folder, *flags) as command:
         command.wait_for_line("^ready: ", START)

@@ -51,7 +51,7 @@ class Hosts:
         return (response.status_code, text), time.monotonic() - began
 
     def contents(self) -> list[Any]:
-        """Questions about pictures that nobody has seen yet."""
+        """Questions about new pictures."""
         self.asked += AT_ONCE
         pictures = (image(96, 96, self.asked - number) for number in range(AT_ONCE))
         return [[image_part(picture), text_part("What is it?")] for picture in pictures]

@@ -30,7 +30,7 @@ NAMED = ("instance_lost", "unavailable", "internal_error", "overloaded")
 MARGIN = 2**20
 """Bytes of address space that a process still gets."""
 FULL = "/dev/full"
-FILL = "mount -t tmpfs -o size=64k none /dev/shm && head -c 65536 /dev/zero > /dev/shm/full; exec \"$@\""
+FILL = 'mount -t tmpfs -o size=64k none /dev/shm && head -c 65536 /dev/zero > /dev/shm/full; exec "$@"'
 
 
 @pytest.fixture(scope="module")

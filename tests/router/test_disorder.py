@@ -73,7 +73,7 @@ def test_another_decode_instance_may_ask_for_less_than_the_one_that_was_lost() -
     harness.router.handle(PrefillNeeded(stream.request, D0, KV, 0, [], asked=3))
     harness.router.handle(Deregister(D0))
     harness.register(P0, pid=2)
-    assert harness.of(Prefill) == [], "nobody waits for it"
+    assert harness.of(Prefill) == [], "no instance waits for it"
     harness.register(D0, pid=2)
     again = harness.of(Generate)[-1][1].request
     harness.router.handle(PrefillNeeded(again, D0, OTHER_KV, 0, [], asked=0))

@@ -15,7 +15,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 """Other processes can't see them, so they may be the same in every run."""
 CABLE = "cable0"
 NOWHERE = "02:00:00:00:00:01"
-"""A hardware address that nobody on the cable has."""
+"""A hardware address that neither end of the cable has."""
 NEW_NETWORK = 0x40000000
 """CLONE_NEWNET of setns(2)."""
 

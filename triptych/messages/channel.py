@@ -38,7 +38,7 @@ CLOSE_LINGER_MS = 1000
 HANDSHAKE_TIMEOUT_MS = 10_000
 """Milliseconds after which a connection that hasn't authenticated is closed."""
 UNACKNOWLEDGED_MS = 10_000
-"""Milliseconds after which a connection whose peer acknowledges nothing is given up and opened anew. The kernel would
+"""Milliseconds after which a connection whose peer acknowledges nothing is given up and opened again. The kernel would
 keep it and try less and less often, up to two minutes apart. Longer than a lease usually lasts, because messages may be
 lost with the connection."""
 CONNECT_TIMEOUT_MS = 1000
