@@ -1,9 +1,9 @@
 """A request that ends each instance that works on it: it is given up, and all others are answered."""
 
-import time
-from pathlib import Path
 import os
 import signal
+import time
+from pathlib import Path
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Asking, free_port, wait_for
