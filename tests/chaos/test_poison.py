@@ -25,7 +25,7 @@ def test_a_poison_request_is_given_up_after_three_placements_and_others_are_unha
     with triptych("serve", folder, *flags) as command, served(folder, "1PD") as reference:
         command.wait_for_line("^ready: ", START)
         url = command.wait_until_ready()
-        poison = Asking(url, "word " * 1200, max_tokens=1000)
+        poison = Asking(url, "word " * 400, max_tokens=1000)
         others = [Asking(url, f"Question {number}", max_tokens=24) for number in range(12)]
         killed: set[int] = set()
         deadline = time.monotonic() + 3 * START
