@@ -101,7 +101,7 @@ def test_a_late_hand_back_changes_nothing() -> None:
     (transfer,) = harness.need(stream, 0)
     harness.register(E1)
     harness.lease(E0).draining = True
-    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=1)]))
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=1)], asked=1))
     harness.router.handle(HandBack(E0, [], [transfer]))
     encode = harness.router.debug_state().encode
     assert [(one.instance.address, one.task.attempt) for one in encode.unfinished] == [(E1, 1)]
