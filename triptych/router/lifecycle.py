@@ -1,5 +1,6 @@
 """The life of requests in flight: admitted, queued, dispatched, recovered from lost instances, and ended."""
 
+import functools
 import logging
 import math
 import secrets
@@ -203,10 +204,10 @@ class RequestLifecycle:
             rooms = self._rooms()
             if not any(rooms.values()):
                 return
-            request = self.admission.next(lambda state, rooms=rooms: bool(self._room_for(state, rooms)))
+            request = self.admission.next(functools.partial(self._has_room, rooms))
             if request is None:
                 return
-            instance = least_outstanding(self._room_for(request, rooms))
+            instance = least_outstanding(self._with_room(rooms, request))
             assert instance is not None
             self._dispatch(request, instance)
 
@@ -215,7 +216,10 @@ class RequestLifecycle:
         ready = [lease for lease in self._membership.serving_instances() if lease.has_room]
         return {True: [lease for lease in ready if lease.has_stalling_room], False: ready}
 
-    def _room_for(self, state: RequestState, rooms: dict[bool, list[InstanceLease]]) -> list[InstanceLease]:
+    def _has_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> bool:
+        return bool(self._with_room(rooms, state))
+
+    def _with_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> list[InstanceLease]:
         """Return the instances that have room for a request. One that is to be tried goes where no other is."""
         having_room = rooms[state.may_stall]
         if state.losses < MAX_LOSSES - 1:
