@@ -2,7 +2,7 @@
 ``--max-num-seqs``), its environment variable (``TRIPTYCH_MAX_NUM_SEQS``) and its key in a file. ``cli/flags.py`` maps
 them onto the field."""
 
-from triptych.config.addresses import is_loopback, is_unspecified
+from triptych.config.addresses import is_loopback, is_unspecified, split_addresses
 from triptych.config.admission import AdmissionConfig
 from triptych.config.cluster import ClusterConfig
 from triptych.config.cpu_set import CpuSet
@@ -78,4 +78,5 @@ __all__ = [
     "is_unspecified",
     "names_of",
     "setting",
+    "split_addresses",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from triptych.encode.cache import EmbeddingRows
 from triptych.fair_queue import FairQueue, Ticket
 from triptych.models.base import EncoderInput
-from triptych.types import ItemPlan, TransferId
+from triptych.types import Address, ItemPlan, TransferId
 
 
 @dataclass(eq=False)
@@ -22,7 +22,8 @@ class EncodeJob:
     client: str = ""
     long: bool = False
     """Whether the item is preprocessed in several time slices."""
-    transfers: list[TransferId] = field(default_factory=list)
+    transfers: dict[TransferId, Address] = field(default_factory=dict)
+    """Those that need its rows, each with the frontend that is told of them."""
     deadline: float = 0.0
     """By ``time.monotonic``: after it, no transfer needs the rows any more."""
     part_names: list[str] = field(default_factory=list)

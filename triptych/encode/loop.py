@@ -85,7 +85,6 @@ class EncodeLoop:
         layout: RowLayout,
         compute: ComputeThread,
         wake: Callable[[], None],
-        frontend: Address,
         send: Send,
     ) -> None:
         self.preprocessors = preprocessors
@@ -97,7 +96,6 @@ class EncodeLoop:
         self._layout_digest = layout.digest
         self._compute = compute
         self._wake = wake
-        self._frontend = frontend
         self.send = send
         self._workers = ThreadPoolExecutor(preprocessors.number, thread_name_prefix="preprocess")
         self.num_requested = 0
@@ -132,7 +130,7 @@ class EncodeLoop:
         """Do nothing: the sender ends its transfers, and thereby the jobs that no other transfer needs."""
 
     def frontend_lost(self, frontend: Address) -> None:
-        """Do nothing: consumers abort the transfers of requests that are given up, which ends the jobs."""
+        """Do nothing: the sender ends its transfers, and thereby the jobs that no other transfer needs."""
 
     def on_lease_lost(self) -> None:
         """Do nothing: the sender ends all transfers, and thereby all jobs."""
@@ -178,7 +176,7 @@ class EncodeLoop:
             failed = EncodeFailed(
                 message.transfer, ErrorKind.PLAN_MISMATCH, "the parts of the plan don't add up to its rows"
             )
-            self.send(self._frontend, failed)
+            self.send(message.reply_to, failed)
             return
         self.sender.offer(
             message.transfer,
@@ -188,6 +186,7 @@ class EncodeLoop:
             on_end=lambda _: self._on_transfer_end(message.transfer),
             timeout=message.timeout,
             attempt=message.attempt,
+            owner=message.reply_to,
         )
         self.num_requested += 1
         key = row_name(self._layout_digest, message.key, message.cache_salt)
@@ -195,14 +194,13 @@ class EncodeLoop:
             if (parts := self._cache.get_item(key)) is not None:
                 for number, rows in enumerate(parts):
                     self._provide(message.transfer, message.plan, number, rows)
-                self.send(self._frontend, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
+                self.send(message.reply_to, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
                 return
             inputs, long = self._inputs(message), message.plan.is_time_sliced(self._queue.max_patches)
             job = EncodeJob(key, message.plan, inputs, received=now, client=message.client, long=long)
             self._jobs[job.key] = job
             self._scheduler.add(job)
-        if message.transfer not in job.transfers:  # an earlier attempt may still be ending
-            job.transfers.append(message.transfer)
+        job.transfers[message.transfer] = message.reply_to
         job.deadline = max(job.deadline, time.monotonic() + message.timeout)
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
@@ -213,7 +211,7 @@ class EncodeLoop:
             return  # only an earlier attempt has ended
         for job in list(self._jobs.values()):
             if transfer in job.transfers:
-                job.transfers.remove(transfer)
+                del job.transfers[transfer]
                 if not job.transfers:
                     self._drop(job)
 
@@ -369,8 +367,8 @@ class EncodeLoop:
         self._remove(job)
         self.num_encoded += job.encode_began > 0
         self._cache.put_item(job.key, tuple(job.part_names))
-        for transfer in job.transfers:
-            self.send(self._frontend, Encoded(transfer, not job.encode_began, _intervals(job)))
+        for transfer, frontend in job.transfers.items():
+            self.send(frontend, Encoded(transfer, not job.encode_began, _intervals(job)))
 
     def _fail(self, job: EncodeJob, error: BaseException) -> None:
         """Fail a job. The frontend decides whether to retry; if it doesn't, the consumer closes the transfer."""
@@ -380,8 +378,8 @@ class EncodeLoop:
             log.error("item %s failed", job.key[:16], exc_info=error)
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
         self._drop(job)
-        for transfer in job.transfers:
-            self.send(self._frontend, EncodeFailed(transfer, ErrorKind.of(error), message))
+        for transfer, frontend in job.transfers.items():
+            self.send(frontend, EncodeFailed(transfer, ErrorKind.of(error), message))
 
 
 def _intervals(job: EncodeJob) -> list[Interval]:

@@ -11,6 +11,7 @@ from triptych.errors import DeadlineExceeded, InternalError, TriptychError
 from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.work import (
+    ChangingRole,
     Deregister,
     Draining,
     Encoded,
@@ -20,6 +21,7 @@ from triptych.messages.work import (
     GetStatus,
     HandBack,
     Heartbeat,
+    HeartbeatReceived,
     JoinedInstance,
     LauncherReport,
     LauncherStatus,
@@ -74,6 +76,7 @@ class Router:
         """What supervisors say of the processes that they keep running."""
         self.metrics.registry.register(RestartCollector(self.launcher_view))
         self._expects_encoders = expects_encoders
+        self._address = address
         self._send = send
         self._disconnect = disconnect
         self._identity = identity
@@ -98,7 +101,7 @@ class Router:
         admitted = self.lifecycle.admission
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
         self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(self._encodes))
-        self._role_changes = RoleChanges(self.membership, send=self._notify, reply=self._reply)
+        self._role_changes = RoleChanges(self.membership, address=address, send=self._notify, reply=self._reply)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Register: self._on_register,
             Heartbeat: self._on_heartbeat,
@@ -112,6 +115,7 @@ class Router:
             EncodeFailed: self._on_encode_failed,
             Tokens: self._on_tokens,
             Failed: self._on_failed,
+            ChangingRole: self._role_changes.changing,
             RoleKept: self._role_changes.kept,
             SetRole: self._on_set_role,
             GetStatus: self._on_get_status,
@@ -175,8 +179,8 @@ class Router:
 
     def _on_encode_needed(self, message: EncodeNeeded) -> None:
         """A language instance lacks these items' embeddings: queue them for encoding."""
-        if (state := self._requests.current(message.request)) is None:
-            return
+        if (state := self._requests.current(message.request)) is None or state.decode is None:
+            return  # it has ended, or waits for another language instance
         if not self._can_encode():
             self.lifecycle.fail_missing(state, Stage.ENCODE)
             return
@@ -283,7 +287,7 @@ class Router:
         held = self.membership.get(message.address)
         if held is not None and not is_same(held, message):
             self._role_changes.registered(message)
-            self._remove_instance(held, "was replaced by another at its address, or changed its role")
+            self._remove_instance(held, "was replaced by another at its address, or has given up its work")
         if self._is_outdated(message):
             log.warning("told %s (process %d) to stop: a newer one of its name has joined", message.name, message.pid)
             self._notify(message.address, Stop())
@@ -291,12 +295,13 @@ class Router:
             return
         if incompatibility := self.membership.incompatibility(message, self._identity):
             log.warning("refused %s: %s", message.name, incompatibility)
-            self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility))
+            self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility, message.join))
             self._disconnect(message.address)
             return
         lease = self.membership.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
-        self._notify(lease.address, Registered(self._lease.lease_expiry))
+        registered = Registered(self._lease.lease_expiry, self._address, message.join, message.lease_number)
+        self._notify(lease.address, registered)
         if lease.role.prefills:
             for state in self.lifecycle.waiting_for_prefill():
                 assert state.prefill_needed is not None
@@ -313,8 +318,10 @@ class Router:
         return any(lease.incarnation > message.incarnation for lease in others)
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        if not self.membership.refresh(message, self._clock()):
-            self._notify(message.address, RegisterAgain())
+        if (lease := self.membership.refresh(message, self._clock())) is not None:
+            self._notify(lease.address, HeartbeatReceived(self._address, self.lifecycle.demand(lease)))
+        else:
+            self._notify(message.address, RegisterAgain(self._address))
             self._disconnect(message.address)  # it may have been refused, and be gone by now
 
     def _on_draining(self, message: Draining) -> None:
@@ -342,7 +349,7 @@ class Router:
     def _on_deregister(self, message: Deregister) -> None:
         if lease := self.membership.get(message.address):
             log.info("%s is leaving", lease.name)
-            self._remove_instance(lease, "has left")
+            self._remove_instance(lease, "has left", suspect=message.suspect)
 
     def _on_launcher_report(self, message: LauncherReport) -> None:
         now = self._clock()
@@ -375,11 +382,12 @@ class Router:
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))
         self.lifecycle.fail_unservable()
 
-    def _remove_instance(self, lease: InstanceLease, why: str) -> None:
+    def _remove_instance(self, lease: InstanceLease, why: str, *, suspect: bool = True) -> None:
         """Remove an instance that is gone, report that to the others, and recover its requests.
 
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
-        language instances that lack rows of it as an encode instance ask for the items again."""
+        language instances that lack rows of it as an encode instance ask for the items again. ``suspect`` as in
+        Deregister."""
         self.membership.remove(lease, self._clock())
         self._role_changes.lost(lease, why)
         self._encodes.consumer_lost(lease.address)
@@ -392,9 +400,9 @@ class Router:
                 self._requests.prefilled(state)
                 self.metrics.recovered("prefill")
         for other in self.membership:
-            self._notify(other.address, PeerLost(lease.address, transfers))
+            self._notify(other.address, PeerLost(lease.address, transfers, self._address))
         for state in affected.values():
-            if not self.lifecycle.instance_lost(state, why):
+            if suspect and not self.lifecycle.instance_lost(state, why):
                 continue
             if state.decode is not None and state.decode.instance is lease:
                 self.metrics.recovered("decode")

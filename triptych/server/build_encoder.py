@@ -47,7 +47,6 @@ def encode_loop_factory(
         layout=model.row_layout,
         compute=instance.compute,
         wake=instance.channel.wake,
-        frontend=instance.frontend,
         send=instance.send,
     )
 

@@ -20,7 +20,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, MediaConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
 from triptych.messages.channel import Channel
-from triptych.messages.work import Deregister, Stop
+from triptych.messages.work import Deregister, FrontendEnding
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
 from triptych.prompt.caps import AudioLimits, MediaCaps, VideoLimits
@@ -158,7 +158,7 @@ class Frontend:
         for lease in self.router.membership:
             if stops:
                 with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
-                    self.channel.send(lease.address, Stop())
+                    self.channel.send(lease.address, FrontendEnding(self.channel.address))
             self.router.handle(Deregister(lease.address))
         ticking.cancel()
         await asyncio.gather(ticking, serving, return_exceptions=True)
