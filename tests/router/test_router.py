@@ -304,7 +304,7 @@ def test_an_instance_with_another_model_is_rejected() -> None:
     assert [type(message) for _, message in harness.sent] == [RegistrationRefused]
     assert len(harness.router.membership) == 0
     harness.register(PD0)
-    assert harness.of(Registered) == [(PD0, Registered(10.0, FRONTEND))]
+    assert harness.of(Registered) == [(PD0, Registered(10.0, FRONTEND, "", 0))]
 
 
 def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_there() -> None:
@@ -314,13 +314,16 @@ def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_t
         (
             PD0,
             RegistrationRefused(
-                "pd0", 1, "the media rows of pd0 don't fit those of e0: dtype float16 here, float32 there (--dtype)"
+                "pd0",
+                1,
+                "the media rows of pd0 don't fit those of e0: dtype float16 here, float32 there (--dtype)",
+                "",
             ),
         )
     ]
     harness.router.handle(Deregister(E0))
     harness.register(PD0, dtype="float16")
-    assert harness.of(Registered) == [(E0, Registered(10.0, FRONTEND)), (PD0, Registered(10.0, FRONTEND))]
+    assert harness.of(Registered) == [(E0, Registered(10.0, FRONTEND, "", 0)), (PD0, Registered(10.0, FRONTEND, "", 0))]
 
 
 def test_a_suspended_frontend_renews_all_leases() -> None:

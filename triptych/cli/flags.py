@@ -27,6 +27,7 @@ from triptych.config import (
     flag,
     is_loopback,
     names_of,
+    split_addresses,
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
@@ -206,6 +207,17 @@ def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:
             f"{given_as} {address} may be another machine, which couldn't answer to {cluster.cluster_host}: give the "
             "address that it reaches this one at with --cluster-host"
         )
+
+
+def check_controls(given_as: str, addresses: str, cluster: ClusterConfig) -> list[str]:
+    """Return the addresses of a list that is separated by commas. Raises ConfigError for one that ``check_control``
+    rejects, and for one that is there twice."""
+    parts = split_addresses(addresses)
+    for number, address in enumerate(parts):
+        check_control(given_as, address, cluster)
+        if address in parts[:number]:
+            raise ConfigError(f"{given_as} names {address} twice")
+    return parts
 
 
 def topology(arguments: argparse.Namespace, config: ServeConfig, default: str) -> Topology:

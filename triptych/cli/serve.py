@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"run one process alone: an instance ({', '.join(Role)}) or the frontend ({FRONTEND}) (default: none)",
     )
     parser.add_argument(
-        "--join", metavar="HOST:PORT", help=f"control address of the frontend; required for any --role but {FRONTEND}"
+        "--join",
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="control address of the frontend, or of each of several frontends that share the instances; required for "
+        f"any --role but {FRONTEND}",
     )
     parser.add_argument("--name", help="name of this instance in logs and metrics (default: its role and process id)")
     flags.add_settings(parser)
@@ -126,7 +129,7 @@ def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str |
     """Run one instance in this process until the frontend or a signal ends it."""
     if join is None:
         raise ConfigError(f"--role {role} needs --join HOST:PORT")
-    flags.check_control("--join", join, config.cluster)
+    flags.check_controls("--join", join, config.cluster)
     name = name or f"{role.value.lower()}-{os.getpid()}"
     logs.rename(name)
     instance_main.run(config.instance(role, name, join))

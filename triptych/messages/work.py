@@ -96,10 +96,10 @@ class Registered(Struct, frozen=True, tag=True):
 
     expiry: Seconds
     """The lease expires after this time without a heartbeat, or without an answer to one."""
-    frontend: Address = Address("")
+    frontend: Address
     """The frontend's own address, which is ``reply_to`` in its requests."""
-    join: str = ""
-    lease_number: Count = 0
+    join: str
+    lease_number: Count
     """Both as in Register."""
 
 
@@ -109,7 +109,7 @@ class RegistrationRefused(Struct, frozen=True, tag=True):
     name: str
     pid: int
     reason: str
-    join: str = ""
+    join: str
     """As in Register."""
 
 
@@ -134,7 +134,7 @@ class HeartbeatReceived(Struct, frozen=True, tag=True):
 class RegisterAgain(Struct, frozen=True, tag=True):
     """Frontend → instance: you have no lease; register again."""
 
-    frontend: Address = Address("")
+    frontend: Address
 
 
 class FrontendEnding(Struct, frozen=True, tag=True):
@@ -175,7 +175,7 @@ class PeerLost(Struct, frozen=True, tag=True):
     address: Address
     transfers: list[TransferId]
     """Transfers that it was assigned and may never have offered."""
-    frontend: Address = Address("")
+    frontend: Address
 
 
 class Stop(Struct, frozen=True, tag=True):
@@ -200,7 +200,7 @@ class ChangeRole(Struct, frozen=True, tag=True):
     role: Role
     timeout: Seconds
     """If it is not idle by then, it answers RoleKept."""
-    frontend: Address = Address("")
+    frontend: Address
 
 
 class ChangingRole(Struct, frozen=True, tag=True):

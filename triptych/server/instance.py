@@ -240,7 +240,7 @@ class Instance:
                     for frontend, message in loop.hand_back().items():
                         self.send(frontend, message)
         idle = not self.channel.pending and all(loop.idle for loop in self.loops)
-        if self._drain.is_over(now, idle=idle):
+        if self._drain.is_over(now, idle=idle) or not self.frontends.registered:  # no lease: nothing left to finish
             log.info("drained in %.2f s%s", now - self._drain.began, "" if idle else ", with work left")
             self._stopping = True
 
