@@ -102,7 +102,9 @@ def shared(folder: Path, roles: dict[str, str]) -> Iterator[Shared]:
         assert "while idle" not in log, log
 
 
-@pytest.fixture(params=[{"e": "E", "pd": "PD"}, {"e": "E", "p": "P", "d": "D"}], ids=["1E1PD", "1E1P1D"], scope="module")
+@pytest.fixture(
+    params=[{"e": "E", "pd": "PD"}, {"e": "E", "p": "P", "d": "D"}], ids=["1E1PD", "1E1P1D"], scope="module"
+)
 def running(folder: Path, request: pytest.FixtureRequest) -> Iterator[Shared]:
     with shared(folder, request.param) as started:
         yield started

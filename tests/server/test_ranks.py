@@ -323,7 +323,6 @@ def test_an_instance_refuses_a_size_before_it_starts_anything(tmp_path: Path) ->
             InstanceSpec(model=str(tmp_path), role=Role.PD, name="pd0", join="127.0.0.1:1", engine=engine),
             model=ModelBundle(Checkpoint(make_checkpoint(tmp_path)), engine),
             channel=channel,
-            join=["127.0.0.1:1"],
         )
     channel.close()
     assert not [child for child in psutil.Process().children() if "triptych.server.rank_main" in child.cmdline()]

@@ -504,7 +504,8 @@ class Pair:
             for registered in _registrations(self._channel.receive(0.1)):
                 addresses[registered.role] = registered.address
                 self._channel.send(
-                    registered.address, Registered(LEASE.lease_expiry, self._channel.address, registered.join)
+                    registered.address,
+                    Registered(LEASE.lease_expiry, self._channel.address, registered.join, registered.lease_number),
                 )
             for role, pipe in self._pipes.items():
                 if pipe.poll():
