@@ -11,14 +11,11 @@ def divide(capacity: Capacity, demands: Sequence[Demand]) -> list[Credit]:
     A credit limits the work that a frontend has at the instance at a time, rather than what it may add until the next
     heartbeat: a request that ends makes room for the frontend's next one at once."""
     whole = capacity.whole
-    requests = [one.requests for one in demands]
-    items = [one.items for one in demands]
-    return [
-        Credit(*parts)
-        for parts in zip(
-            shares(whole.requests, requests), shares(whole.patches, items), shares(whole.long_items, items), strict=True
-        )
-    ]
+    requests = shares(whole.requests, [one.requests for one in demands])
+    # an item counts as at most one batch
+    patches = shares(whole.patches, [one.items * capacity.encode_batch_patches for one in demands])
+    long_items = shares(whole.long_items, [one.items for one in demands])
+    return [Credit(*parts) for parts in zip(requests, patches, long_items, strict=True)]
 
 
 def shares(capacity: int, demands: Sequence[int]) -> list[int]:

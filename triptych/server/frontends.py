@@ -275,6 +275,9 @@ class Frontends:
                     log.info("the frontend at %s has this instance: ready", one.lease.join)
 
     def _on_refused(self, message: RegistrationRefused) -> None:
+        own = self._registration()
+        if (message.name, message.pid) != (own.name, own.pid):
+            return  # another process may have used its address
         for one in self._all:
             if one.lease.join == message.join and not one.lease.held:
                 one.lease.refused(message.reason, self._clock())
