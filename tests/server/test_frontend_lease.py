@@ -196,7 +196,7 @@ def test_heartbeats_go_to_those_that_hold_a_lease_with_their_credits() -> None:
 
 def test_without_any_answer_it_ends_and_with_one_it_does_not() -> None:
     instance = Instance()
-    with pytest.raises(FrontendSilent, match="no answer from the frontend at 127.0.0.1:1"):
+    with pytest.raises(FrontendSilent, match=r"no answer from the frontend at 127\.0\.0\.1:1"):
         instance.wait(31.0)
     instance = Instance()
     instance.registered(B)

@@ -503,10 +503,8 @@ class Pair:
         while len(addresses) < len(self._pipes):
             for registered in _registrations(self._channel.receive(0.1)):
                 addresses[registered.role] = registered.address
-                self._channel.send(
-                    registered.address,
-                    Registered(LEASE.lease_expiry, self._channel.address, registered.join, registered.lease_number),
-                )
+                answer = Registered(LEASE.lease_expiry, self._channel.address, registered.join, registered.lease_number)
+                self._channel.send(registered.address, answer)
             for role, pipe in self._pipes.items():
                 if pipe.poll():
                     self._answer(role)
