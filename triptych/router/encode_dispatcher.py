@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.codec import Message
-from triptych.messages.work import LONG_ITEMS, Encode, time_left
+from triptych.messages.work import LONG_ITEMS, MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.forecast import Rate
 from triptych.router.membership import InstanceLease, Membership
@@ -18,6 +18,10 @@ from triptych.types import Address, ItemPlan, RequestId, TransferId
 
 LONG_ITEMS_PER_CLIENT = LONG_ITEMS - 1
 """Maximum of these items that may belong to one client, so that slots remain for other clients."""
+
+MAX_MEDIA_SENDS = 8
+"""Times that an instance may fetch an item's file. It asks again for what got lost. Bounded, because what it asks for
+and doesn't read stays in this process's memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +46,7 @@ class EncodeTask:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class InFlightEncode:
     """An item that has been dispatched to an encode instance."""
 
@@ -53,6 +57,8 @@ class InFlightEncode:
     """Whether it is encoded in time slices, alternating with other items."""
     patches: int
     """Patches counted against the instance's capacity; 0 if ``long``."""
+    num_bytes_sent: int = 0
+    """Of its file."""
 
     @property
     def cost(self) -> int:
@@ -176,7 +182,7 @@ class EncodeDispatcher:
             reply_to=self._address,
             key=item.key,
             plan=plan,
-            data=item.data,
+            size=len(item.data),
             first_row=task.first_row,
             attempt=task.attempt,
             timeout=time_left(task.deadline, now),
@@ -200,6 +206,17 @@ class EncodeDispatcher:
     def get(self, transfer: TransferId) -> InFlightEncode | None:
         """Return the item that was dispatched for that transfer; None if there is none or its request has ended."""
         return self._in_flight.get(transfer)
+
+    def media(self, wanted: FetchMedia) -> MediaBytes | MediaGone:
+        """Return the answer to an instance that asks for a piece of an item's file."""
+        encode = self._in_flight.get(wanted.transfer)
+        if encode is None or encode.instance.address != wanted.reply_to:
+            return MediaGone(wanted.transfer)
+        data = encode.task.item.data
+        encode.num_bytes_sent += wanted.length
+        if encode.num_bytes_sent > MAX_MEDIA_SENDS * max(len(data), MEDIA_PIECE_BYTES):
+            return MediaGone(wanted.transfer)
+        return MediaBytes(wanted.transfer, wanted.offset, data[wanted.offset : wanted.offset + wanted.length])
 
     def finish(self, encode: InFlightEncode, *, cached: bool) -> None:
         """Record that an item is encoded. A ``cached`` one is refunded to its client."""
