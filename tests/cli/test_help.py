@@ -107,6 +107,8 @@ def test_numbers_have_units() -> None:
         (["serve", "demo", "--role", "E", "--topology", "1EPD"], "triptych serve: argument --topology: not allowed"),
         (["doctor"], "triptych doctor: the following arguments are required: MODEL"),
         (["status"], "triptych status: the following arguments are required: --control"),
+        (["rollout"], "triptych rollout: the following arguments are required: --control"),
+        (["rollout", "--control", "a:1", "--sett", "a=1"], "triptych rollout: there is no --sett"),
         (["trace"], "triptych trace: the following arguments are required: --log"),
         (["bench"], "triptych bench: the following arguments are required: BENCH"),
         (["bench", "fly"], "triptych bench: argument BENCH: invalid choice: 'fly'"),

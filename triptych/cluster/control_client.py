@@ -2,18 +2,32 @@
 trusted (docs/decisions/0010-trust.md); clients of the HTTP port are not."""
 
 import time
+from collections import deque
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 from triptych.config import ClusterConfig
-from triptych.errors import BadAddress, StartError
+from triptych.errors import BadAddress, ConfigError, StartError
 from triptych.messages.channel import Channel, endpoint
 from triptych.messages.codec import Message
-from triptych.messages.work import GetStatus, RoleRefused, RoleSet, SetRole, Status
+from triptych.messages.work import (
+    GetStatus,
+    RoleRefused,
+    RoleSet,
+    RolloutEnded,
+    RolloutProgress,
+    RolloutRefused,
+    SetRole,
+    StartRollout,
+    Status,
+)
 from triptych.topology import Role
 
 ANSWER_TIMEOUT = 5.0
 """Seconds within which a running frontend answers."""
+SUPERVISOR_TIMEOUT = 15.0
+"""Seconds without news of a rollout after which its supervisor counts as gone; it sends some every second."""
 
 
 class ControlClient:
@@ -23,6 +37,7 @@ class ControlClient:
         """Raise StartError when this process can't listen for answers."""
         host, _, port = control.rpartition(":")
         self._control = control
+        self._received: deque[Message] = deque()
         try:
             self._frontend = endpoint(host.strip("[]"), port)
             self._channel = Channel(cluster.cluster_host, secret=cluster.secret())
@@ -50,13 +65,31 @@ class ControlClient:
         if isinstance(answer, RoleRefused):
             raise StartError(f"{instance} does not change its role to {role}: {answer.reason}")
 
+    def rollout(self, settings: Mapping[str, str], *, surge: bool, model: str = "") -> Iterator[RolloutProgress]:
+        """Yield what a rollout does, until all processes were replaced. The arguments are as in ``StartRollout``.
+        Raises ConfigError when it is refused, and StartError when it ends early."""
+        news = (RolloutProgress, RolloutEnded, RolloutRefused)
+        answer = self._ask(StartRollout(self._channel.address, dict(settings), surge, model), news, ANSWER_TIMEOUT)
+        while isinstance(answer, RolloutProgress):
+            yield answer
+            answer = self._wait_for(news, SUPERVISOR_TIMEOUT, "no news from the supervisor; the rollout may go on")
+        if isinstance(answer, RolloutRefused):
+            raise ConfigError(f"the rollout is refused: {answer.reason}")
+        if answer.reason:
+            raise StartError(f"{answer.replaced} of {answer.total} replaced: {answer.reason}")
+
     def _ask(self, question: Message, answers: tuple[type[Any], ...], timeout: float) -> Any:
-        deadline = time.monotonic() + timeout
         self._channel.send(self._frontend, question)
-        while (left := deadline - time.monotonic()) > 0:
-            for message in self._channel.receive(left):
-                if isinstance(message, answers):
+        silence = f"no answer from the frontend at {self._control}: is it running, with the same --cluster-secret-file?"
+        return self._wait_for(answers, timeout, silence)
+
+    def _wait_for(self, answers: tuple[type[Any], ...], timeout: float, silence: str) -> Any:
+        """Return the next message of these kinds. Raises StartError with ``silence`` when none comes in time."""
+        deadline = time.monotonic() + timeout
+        while True:
+            while self._received:
+                if isinstance(message := self._received.popleft(), answers):
                     return message
-        raise StartError(
-            f"no answer from the frontend at {self._control}: is it running, with the same --cluster-secret-file?"
-        )
+            if (left := deadline - time.monotonic()) <= 0:
+                raise StartError(silence)
+            self._received.extend(self._channel.receive(left))

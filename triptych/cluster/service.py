@@ -11,12 +11,17 @@ from types import TracebackType
 from typing import Any
 
 from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cluster.child import ChildSpec, Print
 from triptych.cluster.frontend_link import FrontendLink
 from triptych.cluster.local import STOP_GRACE, LocalCluster
-from triptych.config import FrontendSpec, InstanceSpec, ServeConfig
-from triptych.errors import ChildFailed, StartError, TopologyError
-from triptych.models.registry import family_of
+from triptych.cluster.revision import Revision
+from triptych.cluster.rollout import Replaceable, Rollout
+from triptych.cluster.rollouts import Plan
+from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed
+from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError, TriptychError
+from triptych.messages.work import LaunchState, StartRollout
+from triptych.models.registry import family_of, identity_of
 from triptych.server.http_socket import listen, url_of
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Topology
@@ -49,16 +54,16 @@ class LocalService:
         config.cluster.secret()
         config.frontend.tls.check_files()
         self._config = config
+        self._topology = topology
         self._expects_encoders = any(role.encodes for role in topology.roles)
         with contextlib.ExitStack() as stack:
             self._http = stack.enter_context(listen(config.frontend.http))
             port = config.frontend.http.control_port
-            self._reserved = stack.enter_context(_reserve(config.cluster.cluster_host, port))
+            self._first_reserved = stack.enter_context(_reserve(config.cluster.cluster_host, port))
+            self._reserved = self._first_reserved
             # one, so far; each further one has a control address, and a socket made with SO_REUSEPORT
-            self._frontends = [self._frontend_child("frontend", self._http, self._reserved)]
-            children = [*self._frontends, *map(_instance_child, config.instances(topology, self.control))]
-            for child in children:
-                child.written(0)  # raises ConfigError now rather than later
+            children = self._children(config, self._reserved)
+            self._frontend_names = [child.name for child in children if child.role is None]
             self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
             self._stack = stack.pop_all()
         self.lost: asyncio.Future[ChildFailed] = self._cluster.lost
@@ -72,12 +77,11 @@ class LocalService:
     @property
     def control(self) -> str:
         """``HOST:PORT`` where instances join; the same for each incarnation of the frontend."""
-        host, port = self._reserved.getsockname()[:2]
-        return f"{f'[{host}]' if ':' in host else host}:{port}"
+        return _address(self._first_reserved)
 
     async def __aenter__(self) -> "LocalService":
         try:
-            self._link = FrontendLink(self._cluster, [self.control], self._config.cluster)
+            self._link = FrontendLink(self._cluster, [self.control], self._config.cluster, self._plan_rollout)
         except StartError:
             self._stack.close()
             raise
@@ -93,12 +97,14 @@ class LocalService:
             await self._cluster.end(list(self._cluster.supervision.processes), signal.SIGINT, STOP_GRACE)
         finally:
             await self._link.close()
+            self._reserved.close()
             self._stack.close()
 
     @property
     def missing(self) -> list[str]:
         """Names of the processes that aren't ready."""
-        return [one.name for one in self._cluster.launched() if one.state != "ready"]
+        processes = self._cluster.supervision.processes
+        return [name for name, process in processes.items() if process.state is not LaunchState.READY]
 
     @property
     def was_ready(self) -> bool:
@@ -131,26 +137,86 @@ class LocalService:
         self._cluster.hurry(self._frontend_names)
         await ending
 
-    @property
-    def _frontend_names(self) -> list[str]:
-        return [spec.name for spec in self._frontends]
-
     async def _announce_end(self) -> None:
+        await self._link.end_rollout()
         if not self._link.stopping:
             self._link.stopping = True
             self._link.report()
             await asyncio.sleep(REPORT_SECONDS)
 
-    def _frontend_child(self, name: str, http: socket.socket, control: socket.socket) -> ChildSpec:
-        port = control.getsockname()[1]
-        spec = FrontendSpec(
-            config=replace(self._config, frontend=self._config.frontend.having({"control_port": port})),
-            expects_encoders=self._expects_encoders,
-            listener=http.fileno(),
-            supervisor=os.getpid(),
-        )
-        written = spec.to_bytes()
-        return ChildSpec(name, None, "triptych.server.frontend_main", lambda _: written, pass_fds=(http.fileno(),))
+    async def _plan_rollout(self, message: StartRollout) -> Plan:
+        """Return what replaces all processes. Raises ConfigError, and CheckpointError for a model that can't be
+        served."""
+        if not self.was_ready or self._link.stopping:
+            raise ConfigError("the service isn't ready yet" if not self._link.stopping else "the service is ending")
+        config = changed(self._config, message.settings)
+        config.engine.tensor_parallel_size.check(self._topology.roles)
+        if message.model:
+            config = replace(config, model=Path(message.model))
+            if await asyncio.to_thread(_is_another_model, self._config.model, config.model, self._topology):
+                return self._plan_revision(config, surge=message.surge)
+        specs = self._children(config, self._reserved)
+        # the frontends share one control address, which instances know
+        groups = {one.name: Replaceable(one.groups, message.surge and one.role is not None) for one in specs}
+        frontends = {one.name: groups.pop(one.name) for one in specs if one.role is None}
+
+        def end(complete: bool) -> None:
+            if complete:
+                self._config = config
+
+        return Plan(specs, Rollout(groups | frontends, _step_timeout(config)), _drain_timeout(config), end=end)
+
+    def _plan_revision(self, config: ServeConfig, *, surge: bool) -> Plan:
+        """Return what replaces all processes by those of another model, with a frontend and a control address of its
+        own. That frontend later listens at the first address, too, which operators know."""
+        before, after = self._reserved, _reserve(config.cluster.cluster_host, 0)
+        try:
+            specs = self._children(config, after)
+            self._link.add(_address(after), standby=True)
+        except TriptychError:
+            after.close()
+            raise
+        instances = {one.name: one.groups for one in specs if one.role is not None}
+        policy = Revision(self._frontend_names[0], instances, surge=surge, timeout=_step_timeout(config))
+
+        def switch() -> None:
+            self._config, self._reserved = config, after
+            self._link.add(_address(after))
+            self._link.report()
+
+        def end(_: bool) -> None:
+            unused = before if policy.switched else after
+            self._link.remove(_address(unused))
+            if unused is not self._first_reserved:
+                unused.close()
+
+        return Plan(specs, policy, _drain_timeout(config), switch, end)
+
+    def _children(self, config: ServeConfig, reserved: socket.socket) -> list[ChildSpec]:
+        """Return how each process is started with these settings, and a frontend whose control address is reserved.
+        Raises ConfigError."""
+        # one frontend, so far; each further one has a control address, and a socket made with SO_REUSEPORT
+        frontends = [self._frontend_child("frontend", config, reserved)]
+        children = [*frontends, *map(_instance_child, config.instances(self._topology, _address(reserved)))]
+        for child in children:
+            child.written(0)  # raises ConfigError now rather than later
+        return children
+
+    def _frontend_child(self, name: str, config: ServeConfig, reserved: socket.socket) -> ChildSpec:
+        port = reserved.getsockname()[1]
+        config = replace(config, frontend=config.frontend.having({"control_port": port}))
+
+        def written(incarnation: int) -> bytes:
+            return FrontendSpec(
+                config=config,
+                expects_encoders=self._expects_encoders,
+                listener=self._http.fileno(),
+                supervisor=os.getpid(),
+                takes_over="" if reserved is self._first_reserved else self.control,
+                awaits_instances=incarnation > 0 and self.was_ready,
+            ).to_bytes()
+
+        return ChildSpec(name, None, "triptych.server.frontend_main", written, pass_fds=(self._http.fileno(),))
 
 
 def _instance_child(spec: InstanceSpec) -> ChildSpec:
@@ -176,3 +242,27 @@ def _reserve(host: str, port: int) -> socket.socket:
         reserved.close()
         raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
     return reserved
+
+
+def _address(reserved: socket.socket) -> str:
+    host, port = reserved.getsockname()[:2]
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _drain_timeout(config: ServeConfig) -> float:
+    return config.lease.drain_timeout + LAST_RESPONSES
+
+
+def _step_timeout(config: ServeConfig) -> float:
+    return config.lease.start_timeout + _drain_timeout(config)
+
+
+def _is_another_model(served: Path, new: Path, topology: Topology) -> bool:
+    """Return whether a checkpoint contains another model than the one that is served. Takes long for large files.
+    Raises CheckpointError when it can't be served, and ConfigError when its architecture is another."""
+    before, after = load_config(served), load_config(new)
+    if before.get("architectures") != after.get("architectures"):
+        raise ConfigError(f"{new} has the architecture {after.get('architectures')}, not {before.get('architectures')}")
+    check_roles(new, topology)
+    read_folder(new)
+    return identity_of(served).difference(identity_of(new)) != ""

@@ -21,6 +21,10 @@ class FrontendSpec:
     frontend is started again."""
     supervisor: int
     """Process id of the parent whose end ends the frontend."""
+    takes_over: str = ""
+    """``HOST:PORT`` of another control address, where it listens, too, once no other frontend does; empty for none."""
+    awaits_instances: bool = False
+    """Whether instances run already: connections are accepted once they have joined."""
 
     def to_bytes(self) -> bytes:
         """Return the spec as MessagePack. Raises ConfigError for a path that isn't UTF-8."""

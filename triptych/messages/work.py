@@ -15,6 +15,7 @@ from triptych.topology import Role
 from triptych.types import Address, Count, ItemPlan, Placement, Positive, RequestId, TransferId
 
 Seconds = Annotated[float, Meta(gt=0, le=10**9)]
+Text = Annotated[str, Meta(max_length=4096)]
 
 # ── registration: instance ⇄ frontend ──────────────────────────────────────────────────────────────────────
 
@@ -233,6 +234,8 @@ class LaunchState(enum.StrEnum):
     """It has ended, and is started again after a delay."""
     FAILED = "failed"
     """It has ended, and is not started again."""
+    DRAINING = "draining"
+    """It is being replaced, and finishes its work."""
 
 
 class LaunchedInstance(Struct, frozen=True):
@@ -261,6 +264,10 @@ class LauncherReport(Struct, frozen=True, tag=True):
     instances: Annotated[list[LaunchedInstance], Meta(max_length=10_000)]
     stopping: bool = False
     """The service is ending: at its end the frontend stops all instances, also those that joined by themselves."""
+    rollout: Text = ""
+    """What the rollout in progress does; empty without one."""
+    standby: bool = False
+    """The frontend that gets this accepts no connections yet: another one serves."""
 
 
 class JoinedInstance(Struct, frozen=True):
@@ -315,6 +322,8 @@ class Status(Struct, frozen=True, tag=True):
     """The model that all of them serve."""
     launched: list[LaunchedInstance] = []
     """The processes that a supervisor keeps running, whether they have joined or not."""
+    rollout: Text = ""
+    """What the rollout in progress does; empty without one."""
 
 
 class SetRole(Struct, frozen=True, tag=True):
@@ -342,6 +351,45 @@ class RoleRefused(Struct, frozen=True, tag=True):
     instance: str
     role: Role
     reason: str
+
+
+# ── operators: triptych rollout ⇄ frontend ⇄ supervisor ────────────────────────────────────────────────────
+
+
+class StartRollout(Struct, frozen=True, tag=True):
+    """Operator → frontend → supervisor: replace all processes one by one. The supervisor answers the operator."""
+
+    reply_to: Address
+    settings: Annotated[dict[Text, Text], Meta(max_length=100)] = {}
+    """Settings that change, by their own names, as text."""
+    surge: bool = True
+    """Start each new instance beside the old one; otherwise the old one ends first."""
+    model: Text = ""
+    """Folder of another checkpoint of the same architecture; empty for the one that is served."""
+
+
+class RolloutRefused(Struct, frozen=True, tag=True):
+    """Frontend or supervisor → operator: nothing was replaced, for this reason."""
+
+    reason: str
+
+
+class RolloutProgress(Struct, frozen=True, tag=True):
+    """Supervisor → operator: what the rollout does. Sent regularly."""
+
+    text: str
+    replaced: Count
+    """Processes whose replacement is complete."""
+    total: Count
+
+
+class RolloutEnded(Struct, frozen=True, tag=True):
+    """Supervisor → operator: the rollout has ended."""
+
+    replaced: Count
+    total: Count
+    reason: str = ""
+    """Why not all processes were replaced; empty if they were."""
 
 
 # ── work: frontend ⇄ instances ─────────────────────────────────────────────────────────────────────────────
@@ -623,6 +671,7 @@ WorkMessage = (
     Register | Registered | RegistrationRefused | Heartbeat | HeartbeatReceived | RegisterAgain | Draining | HandBack
     | Deregister | FrontendEnding | LauncherReport | LauncherStatus
     | PeerLost | Stop | ChangeRole | ChangingRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
+    | StartRollout | RolloutRefused | RolloutProgress | RolloutEnded
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | FetchMedia | MediaBytes | MediaGone
     | Encoded | EncodeFailed
     | Tokens | Failed | Cancel

@@ -34,7 +34,9 @@ from triptych.messages.work import (
     RegistrationRefused,
     RoleKept,
     RoleRefused,
+    RolloutRefused,
     SetRole,
+    StartRollout,
     Status,
     Stop,
     Tokens,
@@ -121,6 +123,7 @@ class Router:
             RoleKept: self._role_changes.kept,
             SetRole: self._on_set_role,
             GetStatus: self._on_get_status,
+            StartRollout: self._on_start_rollout,
         }
 
     @property
@@ -273,7 +276,8 @@ class Router:
         instances = [lease.status(now) for lease in self.membership]
         ready = self.can_serve and not self.draining
         launched = self.launcher_view.processes(now)
-        status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched)
+        rollout = self.launcher_view.rollout(now)
+        status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched, rollout)
         self._reply(message.reply_to, status)
 
     def _reply(self, operator: Address, message: Message) -> None:
@@ -286,6 +290,17 @@ class Router:
             self._reply(message.reply_to, RoleRefused(message.instance, message.role, "the service is shutting down"))
         else:
             self._role_changes.request_change(message)
+
+    def _on_start_rollout(self, message: StartRollout) -> None:
+        """Pass it on to the supervisor, which answers the operator itself: this frontend is replaced, too."""
+        launchers = self.launcher_view.launchers(self._clock())
+        if self.draining:
+            self._reply(message.reply_to, RolloutRefused("the service is shutting down"))
+        elif len(launchers) != 1:
+            reason = "one supervisor is needed, which replaces what it has started with triptych serve"
+            self._reply(message.reply_to, RolloutRefused(f"{reason}; {len(launchers)} report to this frontend"))
+        else:
+            self._notify(launchers[0], message)
 
     # ── membership and time ──────────────────────────────────────────────────────────────────────────────────
 
@@ -316,12 +331,16 @@ class Router:
         self.lifecycle.dispatch_queued()
 
     def _is_outdated(self, message: Register) -> bool:
-        """Return whether a newer instance has the name of one that registers. Older ones are told to stop."""
+        """Return whether a newer instance has the name of one that registers. Older ones are told to stop, unless their
+        supervisor has both run: it replaces one by the other, and ends the older one itself."""
+        now = self._clock()
         others = [lease for lease in self.membership.named(message.name) if lease.address != message.address]
         for older in [lease for lease in others if lease.incarnation < message.incarnation]:
-            self._notify(older.address, Stop())
-            self._remove_instance(older, "was replaced by a newer process of its name")
-        return any(lease.incarnation > message.incarnation for lease in others)
+            if not self.launcher_view.keeps(older.name, older.incarnation, now):
+                self._notify(older.address, Stop())
+                self._remove_instance(older, "was replaced by a newer process of its name")
+        is_newest = all(lease.incarnation <= message.incarnation for lease in others)
+        return not is_newest and not self.launcher_view.keeps(message.name, message.incarnation, now)
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         if (lease := self.membership.refresh(message, self._clock())) is not None:
