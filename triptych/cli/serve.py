@@ -66,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         if config.lease.health_port:
             raise ConfigError("--health-port is for --role and an instance, such as --role E")
         identity_of(config.model)  # here, where a signal ends the process: a large checkpoint takes minutes to hash
+    if arguments.role is not None and config.frontend.http.frontends > 1:
+        raise ConfigError("--frontends is for a whole service; start each frontend of its own with --role frontend")
     if arguments.role == FRONTEND:
         logs.rename(FRONTEND)
         return asyncio.run(_serve_frontend(config))
@@ -90,6 +92,8 @@ async def _serve(config: ServeConfig, topology: Topology) -> int:
         if starting.done():
             starting.result()
             _announce(config, str(topology), service.url, service.control)
+            for number, url in enumerate(service.own_urls):
+                _print_announcement(f"frontend{number} alone, with its /metrics and /ready: {url}")
             endings: set[asyncio.Future[Any]] = {service.lost, *ended}
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
         for task in (starting, manager, *ended):

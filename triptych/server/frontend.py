@@ -80,14 +80,16 @@ class Frontend:
         *,
         expects_encoders: bool = True,
         listener: socket.socket | None = None,
+        own_listener: socket.socket | None = None,
         awaits_instances: bool = False,
         takes_over: str = "",
     ) -> None:
         """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
 
         ``expects_encoders`` is passed to the router, for a model that takes media. ``listener`` is the HTTP server's
-        socket, of a supervisor that keeps it open and that stops the instances; None opens one. ``awaits_instances``
-        and ``takes_over`` are as in ``FrontendSpec``."""
+        socket, of a supervisor that keeps it open and that stops the instances; None opens one. ``own_listener`` is
+        a second one, which no other frontend shares. ``awaits_instances`` and ``takes_over`` are as in
+        ``FrontendSpec``."""
         self._supervised = listener is not None
         self._awaits_instances = awaits_instances
         self._takes_over = takes_over
@@ -99,6 +101,7 @@ class Frontend:
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
         self._socket = listener or listen(config.frontend.http)
+        self._sockets = [self._socket, *([own_listener] if own_listener else [])]
         try:
             self.channel = Channel(config.cluster.cluster_host, config.frontend.http.control_port, secret)
         except BadAddress as error:
@@ -187,7 +190,8 @@ class Frontend:
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
         self.service.executor.close()
-        self._socket.close()
+        for listener in self._sockets:
+            listener.close()
         self.channel.close()
         if self._traces:
             await asyncio.to_thread(self._traces.close)
@@ -233,7 +237,7 @@ class Frontend:
                 if not self.router.launcher_view.standby and asyncio.get_running_loop().time() > began + MAX_WAIT:
                     break
                 await asyncio.sleep(TICK / 5)
-        await self._server.serve([self._socket])
+        await self._server.serve(self._sockets)
 
     def _take_messages(self) -> None:
         for message in self.channel.drain():
