@@ -57,9 +57,10 @@ def add_model(parser: argparse.ArgumentParser, *, may_be_in_file: bool = False) 
 def add_control(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--control",
-        metavar="HOST:PORT",
+        metavar="HOST:PORT[,HOST:PORT]",
         required=True,
-        help="control address of the frontend, which it prints when it is ready",
+        help="control address of the frontend, which it prints when it is ready; of several, the first that answers is "
+        "asked",
     )
 
 
