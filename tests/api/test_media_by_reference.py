@@ -73,5 +73,4 @@ def test_a_drain_gives_items_that_have_not_begun_to_another_instance(pair: Serve
         wait_for(lambda: len(leaving.debug_state().jobs) < before)
         pair.preprocessor.opened.set()
         assert {request.result().status_code for request in asked} == {200}
-    wait_for(pair.everything_is_back)
-    assert leaving.idle
+    wait_for(lambda: pair.everything_is_back() and leaving.idle)

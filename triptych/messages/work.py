@@ -167,7 +167,8 @@ class HandBack(Struct, frozen=True, tag=True):
     requests: list[RequestId]
     """Requests that a language instance was given."""
     transfers: list[TransferId]
-    """Items that an encode instance was given, by their transfers."""
+    """Items that an encode instance was given, by their transfers. Their consumers have been told, and ask for them
+    again: only a consumer can admit another producer."""
 
 
 class PeerLost(Struct, frozen=True, tag=True):

@@ -251,12 +251,13 @@ class EncodeDispatcher:
         return list(assigned), list(requests)
 
     def hand_back(self, instance: InstanceLease, transfers: Sequence[TransferId]) -> list[RequestId]:
-        """Queue again what an instance hasn't begun; call ``dispatch`` afterwards. Returns the requests concerned."""
+        """Forget what an instance was assigned and hasn't begun, at no cost to the clients; call ``dispatch``
+        afterwards. Returns the requests concerned, whose consumers ask for the items again."""
         returned = [one for transfer in transfers if (one := self._at[instance.address].get(transfer)) is not None]
         for encode in returned:
             if encode in self._unfinished:
                 self._queue.charge(encode.task.client, -encode.cost)
-            self.enqueue(encode.task)
+            self._release_item(self._requests[encode.task.request], encode.task.index)
         return [encode.task.request for encode in returned]
 
     def queued_requests(self) -> list[RequestId]:
