@@ -124,7 +124,7 @@ class Instance:
     def registered(self, *frontends: Address) -> None:
         """These frontends answer the last registration."""
         last = {to: message for to, message in self.wire.take(Register) if isinstance(message, Register)}
-        self.get(*(Registered(EXPIRY, one, last[one].join, last[one].lease_number) for one in frontends))
+        self.get(*(Registered(EXPIRY, one, last[one].join, last[one].resets) for one in frontends))
 
     def wait(self, seconds: float, *alive: Address, **demand: Demand) -> None:
         """Time passes, and these frontends answer heartbeats."""
@@ -145,7 +145,7 @@ def test_a_silent_frontend_loses_its_work_alone_and_is_asked_again_and_again() -
     instance.wait(5.0, B)
     again = instance.wire.take(Register)
     assert 5 <= len(again) <= 5.0 / RETRY_INTERVAL + 1
-    assert {(to, message.lease_number) for to, message in again if isinstance(message, Register)} == {(A, 1)}
+    assert {(to, message.resets) for to, message in again if isinstance(message, Register)} == {(A, 1)}
     assert len(instance.wire.disconnected) >= len(again) - 1, "or they would all be delivered in the end"
     assert instance.given_up == [A]
     instance.wait(BEAT, B)

@@ -157,7 +157,7 @@ class InstanceHarness:
         """The answer to its last registration."""
         register = self.received[_last(self.received, Register)]
         assert isinstance(register, Register)
-        return Registered(expiry, self.channel.address, register.join, register.lease_number)
+        return Registered(expiry, self.channel.address, register.join, register.resets)
 
     @property
     def register_again(self) -> RegisterAgain:

@@ -86,7 +86,7 @@ class Register(Struct, frozen=True, tag=True):
     join: str = ""
     """How the instance calls this frontend. It comes back in the answer: a frontend may be reached at another address
     than its own."""
-    lease_number: Count = 0
+    resets: Count = 0
     """How often the instance has given up this frontend's work. If this is more than in the lease that the frontend
     holds, that lease is lost."""
     credit: Credit | None = None
@@ -101,7 +101,7 @@ class Registered(Struct, frozen=True, tag=True):
     frontend: Address
     """The frontend's own address, which is ``reply_to`` in its requests."""
     join: str
-    lease_number: Count
+    resets: Count
     """Both as in Register."""
 
 
@@ -492,6 +492,9 @@ class PrefillNeeded(Struct, frozen=True, tag=True):
     """The consumer has the KV of the tokens before this one."""
     generated: list[int]
     """Tokens of the answer so far, to be prefilled after the prompt."""
+    asked: Count = 0
+    """How often the instance has asked for something that the request needs before. An earlier message that arrives
+    later, or again, is ignored."""
 
 
 class Prefill(Struct, frozen=True, tag=True):
@@ -526,6 +529,10 @@ class EncodeNeeded(Struct, frozen=True, tag=True):
     request: RequestId
     consumer: Address
     items: list[MissingItem]
+    prefill: TransferId = TransferId("")
+    """The transfer of the prefill that needs them; empty on an instance that decodes the request as well."""
+    asked: Count = 0
+    """As in PrefillNeeded."""
 
 
 MEDIA_PIECE_BYTES = 2**20
@@ -641,6 +648,8 @@ class Tokens(Struct, frozen=True, tag=True):
 
     request: RequestId
     tokens: list[int]
+    first: Count
+    """Number of tokens of the answer before these. What arrives twice is ignored, and what is missing is noticed."""
     logprobs: list[TokenLogprob] = []
     """One for each token, or empty."""
     finish_reason: str | None = None
@@ -666,6 +675,8 @@ class Cancel(Struct, frozen=True, tag=True):
     """Frontend → language instance: abort this request."""
 
     request: RequestId
+    prefill: TransferId = TransferId("")
+    """At a prefill instance: the transfer of the prefill to abort. A later prefill of the request goes on."""
 
 
 WorkMessage = (

@@ -50,10 +50,10 @@ class InstanceLease:
     """Whether it is about to leave and gets no new work."""
     credit: Credit = NO_CREDIT
     """What this frontend may have there at a time."""
-    lease_number: int = 0
-    """As in Register."""
     stats: InstanceStats = field(default_factory=InstanceStats)
     """From its last heartbeat."""
+    resets: int = 0
+    """As in Register."""
     next_role: Role | None = None
     """The role it will have once it has drained; until then it gets no new work. None if it keeps its role."""
 
@@ -131,7 +131,7 @@ class Membership:
             context_length=message.context_length,
             last_seen=now,
             credit=message.credit or message.capacity.whole,
-            lease_number=message.lease_number,
+            resets=message.resets,
             stats=message.stats,
             num_assigned=max((lease.num_assigned for lease in self if lease.role is message.role), default=0),
         )
@@ -236,12 +236,12 @@ class Membership:
 def is_same(lease: InstanceLease, message: Register) -> bool:
     """Return whether a registration is for a lease that is held: from the same process, in the same role, which still
     has the work that it was given."""
-    return (lease.name, lease.pid, lease.incarnation, lease.role, lease.lease_number) == (
+    return (lease.name, lease.pid, lease.incarnation, lease.role, lease.resets) == (
         message.name,
         message.pid,
         message.incarnation,
         message.role,
-        message.lease_number,
+        message.resets,
     )
 
 

@@ -1,5 +1,6 @@
 """Pool of sandboxed worker processes: requests in, results out; crashes and exceeded limits become errors."""
 
+import errno
 import itertools
 import logging
 import mmap
@@ -31,6 +32,8 @@ START_SECONDS = 60.0
 """Time for a worker to import its modules."""
 ATTEMPTS = 2
 """Attempts per item if its worker dies. The first death may have another cause."""
+EXHAUSTED = frozenset({errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EMFILE, errno.ENFILE})
+"""Errors of this process rather than of a worker: the item isn't at fault."""
 
 
 class _WorkerDied(Exception):
@@ -141,7 +144,8 @@ class _Worker:
         """Return the item's next result; None if there are no more.
 
         ``request`` must be given with the first call, and again after _ItemLost and _WorkerDied. Raises _WorkerDied and
-        _TimedOut, after which the process is gone, and what the handler raised.
+        _TimedOut, after which the process is gone, and what the handler raised. Raises MemoryError if this process has
+        no memory or descriptor left.
         """
         with self._lock:
             if self._closing:
@@ -185,6 +189,8 @@ class _Worker:
             self._end()
             if self._closing:
                 raise InternalError("the service is shutting down") from None
+            if isinstance(error, OSError) and error.errno in EXHAUSTED:
+                raise MemoryError(f"no memory for an item's result: {error}") from None
             log.warning("a worker died while processing an item: %s", error or type(error).__name__)
             raise _WorkerDied from None
         finally:

@@ -63,7 +63,7 @@ class FrontendLease:
 
     def accepts(self, message: Registered) -> bool:
         """Return whether an answer is to the last registration, rather than to one before the lease was lost."""
-        return message.join == self.join and message.lease_number == self.number
+        return message.join == self.join and message.resets == self.number
 
     def accepted(self, message: Registered, now: float) -> Address | None:
         """Record that the frontend holds the lease. Return the address that it had before, if it has another one."""

@@ -503,7 +503,7 @@ class Pair:
         while len(addresses) < len(self._pipes):
             for registered in _registrations(self._channel.receive(0.1)):
                 addresses[registered.role] = registered.address
-                answer = Registered(LEASE.lease_expiry, self._channel.address, registered.join, registered.lease_number)
+                answer = Registered(LEASE.lease_expiry, self._channel.address, registered.join, registered.resets)
                 self._channel.send(registered.address, answer)
             for role, pipe in self._pipes.items():
                 if pipe.poll():
