@@ -16,6 +16,7 @@ from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, Route
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
+    LONG_ITEMS,
     Deregister,
     Encode,
     Encoded,
@@ -27,7 +28,7 @@ from triptych.messages.work import (
 )
 from triptych.observe.timeline import Interval
 from triptych.router.admission import PROBE_PRIORITY
-from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CLIENT
+from triptych.router.encode_dispatcher import LONG_ITEMS_PER_CLIENT
 from triptych.router.forecast import MIN_SAMPLES
 from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId

@@ -23,6 +23,9 @@ from triptych.types import Address, ImageHeader, ItemPlan, Placement, Span, Tran
 
 Kind = TypeVar("Kind")
 
+FRONTEND = Address("frontend")
+"""The router\'s own address."""
+
 E0, E1, PD0, PD1, P0, P1, D0, D1, D2 = (
     Address(name) for name in ("e0", "e1", "pd0", "pd1", "p0", "p1", "d0", "d1", "d2")
 )
@@ -64,7 +67,7 @@ class RouterHarness:
         self.send: Callable[[Address, Message], None] = lambda to, message: self.sent.append((to, message))
         """Tests replace this to make sending fail."""
         self.router = Router(
-            address=Address("frontend"),
+            address=FRONTEND,
             send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
             disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
             identity=ModelIdentity(),

@@ -28,6 +28,7 @@ from triptych.config import (
     is_loopback,
     names_of,
     parse_value,
+    split_addresses,
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
@@ -56,9 +57,10 @@ def add_model(parser: argparse.ArgumentParser, *, may_be_in_file: bool = False) 
 def add_control(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--control",
-        metavar="HOST:PORT",
+        metavar="HOST:PORT[,HOST:PORT]",
         required=True,
-        help="control address of the frontend, which it prints when it is ready",
+        help="control address of the frontend, which it prints when it is ready; of several, the first that answers is "
+        "asked",
     )
 
 
@@ -216,6 +218,17 @@ def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:
             f"{given_as} {address} may be another machine, which couldn't answer to {cluster.cluster_host}: give the "
             "address that it reaches this one at with --cluster-host"
         )
+
+
+def check_controls(given_as: str, addresses: str, cluster: ClusterConfig) -> list[str]:
+    """Return the addresses of a list that is separated by commas. Raises ConfigError for one that ``check_control``
+    rejects, and for one that is there twice."""
+    parts = split_addresses(addresses)
+    for number, address in enumerate(parts):
+        check_control(given_as, address, cluster)
+        if address in parts[:number]:
+            raise ConfigError(f"{given_as} names {address} twice")
+    return parts
 
 
 def topology(arguments: argparse.Namespace, config: ServeConfig, default: str) -> Topology:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cluster = flags.settings(ClusterConfig, arguments)
-    flags.check_control("--control", arguments.control, cluster)
+    flags.check_controls("--control", arguments.control, cluster)
     changes = _changes(arguments.changes)
     model = str(flags.model_folder(arguments.model)) if arguments.model else ""
     before = ""

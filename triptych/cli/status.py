@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cluster = flags.settings(ClusterConfig, arguments)
-    flags.check_control("--control", arguments.control, cluster)
+    flags.check_controls("--control", arguments.control, cluster)
     changes = [_parse_change(text) for text in arguments.set_role]
     timeout = _seconds(arguments.drain_timeout)
     with ControlClient(arguments.control, cluster) as client:

@@ -1,13 +1,14 @@
 """Client of a running service's control socket, for operators. Every process that can connect to this socket is fully
 trusted (docs/decisions/0010-trust.md); clients of the HTTP port are not."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from triptych.config import ClusterConfig
+from triptych.config import ClusterConfig, split_addresses
 from triptych.errors import BadAddress, ConfigError, StartError
 from triptych.messages.channel import Channel, endpoint
 from triptych.messages.codec import Message
@@ -23,28 +24,37 @@ from triptych.messages.work import (
     Status,
 )
 from triptych.topology import Role
+from triptych.types import Address
 
 ANSWER_TIMEOUT = 5.0
 """Seconds within which a running frontend answers."""
+SEARCH_TIMEOUT = 2.0
+"""The same while several are tried in turn."""
 SUPERVISOR_TIMEOUT = 15.0
 """Seconds without news of a rollout after which its supervisor counts as gone; it sends some every second."""
 
 
 class ControlClient:
-    """A connection to the frontend whose control address is ``control`` (HOST:PORT). A context manager."""
+    """A connection to the frontend whose control address is ``control`` (HOST:PORT). Of several, separated by commas,
+    the first that answers is asked. A context manager."""
 
     def __init__(self, control: str, cluster: ClusterConfig) -> None:
         """Raise StartError when this process can't listen for answers."""
-        host, _, port = control.rpartition(":")
         self._control = control
         self._received: deque[Message] = deque()
         try:
-            self._frontend = endpoint(host.strip("[]"), port)
+            self._frontends = [_endpoint(one) for one in split_addresses(control)]
             self._channel = Channel(cluster.cluster_host, secret=cluster.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
 
     def __enter__(self) -> "ControlClient":
+        if len(self._frontends) > 1:
+            try:
+                self._frontends = [self._first_that_answers()]
+            except StartError:
+                self._channel.close(linger=0)
+                raise
         return self
 
     def __exit__(
@@ -79,9 +89,17 @@ class ControlClient:
             raise StartError(f"{answer.replaced} of {answer.total} replaced: {answer.reason}")
 
     def _ask(self, question: Message, answers: tuple[type[Any], ...], timeout: float) -> Any:
-        self._channel.send(self._frontend, question)
+        self._channel.send(self._frontends[0], question)
         silence = f"no answer from the frontend at {self._control}: is it running, with the same --cluster-secret-file?"
         return self._wait_for(answers, timeout, silence)
+
+    def _first_that_answers(self) -> Address:
+        for frontend in self._frontends:
+            self._channel.send(frontend, GetStatus(self._channel.address))
+            with contextlib.suppress(StartError):
+                self._wait_for((Status,), SEARCH_TIMEOUT, "")
+                return frontend
+        raise StartError(f"no answer from any frontend at {self._control}")
 
     def _wait_for(self, answers: tuple[type[Any], ...], timeout: float, silence: str) -> Any:
         """Return the next message of these kinds. Raises StartError with ``silence`` when none comes in time."""
@@ -93,3 +111,8 @@ class ControlClient:
             if (left := deadline - time.monotonic()) <= 0:
                 raise StartError(silence)
             self._received.extend(self._channel.receive(left))
+
+
+def _endpoint(control: str) -> Address:
+    host, _, port = control.rpartition(":")
+    return endpoint(host.strip("[]"), port)

@@ -92,7 +92,7 @@ class LocalCluster:
         self._joined[frontend_pid] = {(one.name, one.incarnation) for one in joined}
         running = {process.child.pid for process in self._all() if process.child is not None}
         self._joined = {pid: held for pid, held in self._joined.items() if pid in running}
-        held = set().union(*self._joined.values())
+        held = self._held()
         for process in self._all():
             is_frontend = process.child is not None and process.child.pid in self._joined
             process.ready = is_frontend or (process.spec.name, process.incarnation) in held
@@ -102,6 +102,14 @@ class LocalCluster:
         ready = {name for name, process in self._current.items() if process.ready}
         if self.supervision.set_ready(ready, self._clock()):
             self.changed.set()
+
+    def _held(self) -> set[tuple[str, int]]:
+        """Return the instances that all frontends have. One that is being replaced, or replaces another one, may have
+        instances of its own."""
+        current = {process.child.pid for process in self._current.values() if process.child is not None}
+        shared = [held for pid, held in self._joined.items() if pid in current]
+        others = [held for pid, held in self._joined.items() if pid not in current]
+        return set().union(*others, set.intersection(*shared) if shared else set())
 
     def launched(self) -> list[LaunchedInstance]:
         """Return the state of all processes, as frontends get it."""

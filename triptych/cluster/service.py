@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +19,11 @@ from triptych.cluster.local import STOP_GRACE, LocalCluster
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
 from triptych.cluster.rollouts import Plan
-from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed
+from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed, split_addresses
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError, TriptychError
 from triptych.messages.work import LaunchState, StartRollout
 from triptych.models.registry import family_of, identity_of
-from triptych.server.http_socket import listen, url_of
+from triptych.server.http_socket import listen, listen_all, url_of
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Topology
 
@@ -57,11 +58,18 @@ class LocalService:
         self._topology = topology
         self._expects_encoders = any(role.encodes for role in topology.roles)
         with contextlib.ExitStack() as stack:
-            self._http = stack.enter_context(listen(config.frontend.http))
-            port = config.frontend.http.control_port
-            self._first_reserved = stack.enter_context(_reserve(config.cluster.cluster_host, port))
+            http = config.frontend.http
+            self._listeners = [stack.enter_context(one) for one in listen_all(http)]
+            # each frontend can also be asked by itself, for its metrics
+            self._own = [
+                stack.enter_context(listen(replace(http, port=http.own_port and http.own_port + number)))
+                for number in range(http.frontends if http.frontends > 1 else 0)
+            ]
+            self._first_reserved = [
+                stack.enter_context(_reserve(config.cluster.cluster_host, http.control_port and http.control_port + n))
+                for n in range(http.frontends)
+            ]
             self._reserved = self._first_reserved
-            # one, so far; each further one has a control address, and a socket made with SO_REUSEPORT
             children = self._children(config, self._reserved)
             self._frontend_names = [child.name for child in children if child.role is None]
             self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
@@ -72,16 +80,23 @@ class LocalService:
     @property
     def url(self) -> str:
         """Where the HTTP server listens."""
-        return url_of(self._http, self._config.frontend.tls)
+        return url_of(self._listeners[0], self._config.frontend.tls)
+
+    @property
+    def own_urls(self) -> list[str]:
+        """Where each of several frontends alone is reached; empty for one frontend."""
+        return [url_of(one, self._config.frontend.tls) for one in self._own]
 
     @property
     def control(self) -> str:
-        """``HOST:PORT`` where instances join; the same for each incarnation of the frontend."""
-        return _address(self._first_reserved)
+        """``HOST:PORT`` where instances join, of each frontend, separated by commas; the same for each incarnation."""
+        return ",".join(map(_address, self._first_reserved))
 
     async def __aenter__(self) -> "LocalService":
         try:
-            self._link = FrontendLink(self._cluster, [self.control], self._config.cluster, self._plan_rollout)
+            self._link = FrontendLink(
+                self._cluster, split_addresses(self.control), self._config.cluster, self._plan_rollout
+            )
         except StartError:
             self._stack.close()
             raise
@@ -97,7 +112,8 @@ class LocalService:
             await self._cluster.end(list(self._cluster.supervision.processes), signal.SIGINT, STOP_GRACE)
         finally:
             await self._link.close()
-            self._reserved.close()
+            for reserved in self._reserved:
+                reserved.close()
             self._stack.close()
 
     @property
@@ -156,7 +172,7 @@ class LocalService:
             if await asyncio.to_thread(_is_another_model, self._config.model, config.model, self._topology):
                 return self._plan_revision(config, surge=message.surge)
         specs = self._children(config, self._reserved)
-        # the frontends share one control address, which instances know
+        # an old frontend and its successor have one control address, which instances know
         groups = {one.name: Replaceable(one.groups, message.surge and one.role is not None) for one in specs}
         frontends = {one.name: groups.pop(one.name) for one in specs if one.role is None}
 
@@ -169,9 +185,11 @@ class LocalService:
     def _plan_revision(self, config: ServeConfig, *, surge: bool) -> Plan:
         """Return what replaces all processes by those of another model, with a frontend and a control address of its
         own. That frontend later listens at the first address, too, which operators know."""
-        before, after = self._reserved, _reserve(config.cluster.cluster_host, 0)
+        if len(self._frontend_names) > 1:
+            raise ConfigError("another model needs a service with one frontend")
+        (before,), after = self._reserved, _reserve(config.cluster.cluster_host, 0)
         try:
-            specs = self._children(config, after)
+            specs = self._children(config, [after])
             self._link.add(_address(after), standby=True)
         except TriptychError:
             after.close()
@@ -180,43 +198,48 @@ class LocalService:
         policy = Revision(self._frontend_names[0], instances, surge=surge, timeout=_step_timeout(config))
 
         def switch() -> None:
-            self._config, self._reserved = config, after
+            self._config, self._reserved = config, [after]
             self._link.add(_address(after))
             self._link.report()
 
         def end(_: bool) -> None:
             unused = before if policy.switched else after
             self._link.remove(_address(unused))
-            if unused is not self._first_reserved:
+            if unused not in self._first_reserved:
                 unused.close()
 
         return Plan(specs, policy, _drain_timeout(config), switch, end)
 
-    def _children(self, config: ServeConfig, reserved: socket.socket) -> list[ChildSpec]:
-        """Return how each process is started with these settings, and a frontend whose control address is reserved.
+    def _children(self, config: ServeConfig, reserved: Sequence[socket.socket]) -> list[ChildSpec]:
+        """Return how each process is started with these settings, and frontends whose control addresses are reserved.
         Raises ConfigError."""
-        # one frontend, so far; each further one has a control address, and a socket made with SO_REUSEPORT
-        frontends = [self._frontend_child("frontend", config, reserved)]
-        children = [*frontends, *map(_instance_child, config.instances(self._topology, _address(reserved)))]
+        frontends = [self._frontend_child(number, config, one) for number, one in enumerate(reserved)]
+        join = ",".join(map(_address, reserved))
+        children = [*frontends, *map(_instance_child, config.instances(self._topology, join))]
         for child in children:
             child.written(0)  # raises ConfigError now rather than later
         return children
 
-    def _frontend_child(self, name: str, config: ServeConfig, reserved: socket.socket) -> ChildSpec:
+    def _frontend_child(self, number: int, config: ServeConfig, reserved: socket.socket) -> ChildSpec:
+        name = f"frontend{number}" if self._own else "frontend"
+        listener, own = self._listeners[number].fileno(), self._own[number].fileno() if self._own else None
         port = reserved.getsockname()[1]
         config = replace(config, frontend=config.frontend.having({"control_port": port}))
 
         def written(incarnation: int) -> bytes:
             return FrontendSpec(
+                name=name,
                 config=config,
                 expects_encoders=self._expects_encoders,
-                listener=self._http.fileno(),
+                listener=listener,
+                own_listener=own,
                 supervisor=os.getpid(),
-                takes_over="" if reserved is self._first_reserved else self.control,
+                takes_over="" if reserved in self._first_reserved else self.control,
                 awaits_instances=incarnation > 0 and self.was_ready,
             ).to_bytes()
 
-        return ChildSpec(name, None, "triptych.server.frontend_main", written, pass_fds=(self._http.fileno(),))
+        fds = (listener,) if own is None else (listener, own)
+        return ChildSpec(name, None, "triptych.server.frontend_main", written, pass_fds=fds)
 
 
 def _instance_child(spec: InstanceSpec) -> ChildSpec:

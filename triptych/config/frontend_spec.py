@@ -13,12 +13,16 @@ from triptych.errors import ConfigError
 class FrontendSpec:
     """All that a frontend needs as a child process. It may hold API keys, so it travels through a pipe."""
 
+    name: str = "frontend"
+    """Its name in logs and in ``triptych status``."""
     config: ServeConfig
     expects_encoders: bool
     """Whether the topology has encode instances."""
     listener: int
     """File descriptor of the listening HTTP socket, inherited from the supervisor. Connections wait there while the
     frontend is started again."""
+    own_listener: int | None = None
+    """The same of a socket that is this frontend's alone, where several share the other port."""
     supervisor: int
     """Process id of the parent whose end ends the frontend."""
     takes_over: str = ""

@@ -212,6 +212,7 @@ class EncodeLoop:
             on_end=lambda _: self._on_transfer_end(message.transfer),
             timeout=message.timeout,
             attempt=message.attempt,
+            owner=message.reply_to,
         )
         self.num_requested += 1
         if (job := self._jobs.get(key)) is None:  # the end of an earlier attempt may just have ended it

@@ -9,18 +9,12 @@ from dataclasses import dataclass, field
 
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.codec import Message
-from triptych.messages.work import MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
+from triptych.messages.work import LONG_ITEMS, MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.forecast import Rate
 from triptych.router.membership import InstanceLease, Membership
 from triptych.router.placement import least_outstanding
 from triptych.types import Address, ItemPlan, RequestId, TransferId
-
-ENCODE_BATCHES_AHEAD = 4
-"""Batches of patches in flight at an encode instance: one in the tower, the others being preprocessed."""
-
-LONG_ITEMS = 4
-"""Time-sliced items in flight at an encode instance, besides these. Bounded, because each keeps a decoder open."""
 
 LONG_ITEMS_PER_CLIENT = LONG_ITEMS - 1
 """Maximum of these items that may belong to one client, so that slots remain for other clients."""
@@ -119,9 +113,9 @@ class EncodeDispatcher:
         rate: Rate,
         clock: Callable[[], float],
     ) -> None:
-        """Each encode instance gets items while it has fewer than ``ENCODE_BATCHES_AHEAD`` of its batches in flight,
-        and fewer than ``LONG_ITEMS`` time-sliced items. Any other item counts as at most one batch. ``address`` is this
-        frontend's. ``rate`` is updated with the work done, in cost per second."""
+        """Each encode instance gets items while this frontend has less in flight there than its credit: patches,
+        where an item counts as at most one batch, and time-sliced items. ``address`` is this frontend's. ``rate`` is
+        updated with the work done, in cost per second."""
         self._membership = membership
         self._address = address
         self._send = send
@@ -162,18 +156,18 @@ class EncodeDispatcher:
         if not len(self._queue):
             return []
         instances = self._membership.encode_instances(begun=True)
-        return [one for one in instances if self._has_patches(one) or one.num_long < LONG_ITEMS]
+        return [one for one in instances if self._has_patches(one) or one.num_long < one.credit.long_items]
 
     @staticmethod
     def _has_patches(instance: InstanceLease) -> bool:
-        return instance.patches < ENCODE_BATCHES_AHEAD * instance.capacity.encode_batch_patches
+        return instance.patches < instance.credit.patches
 
     def _fits(self, task: EncodeTask, instance: InstanceLease) -> bool:
         """Return whether an encode instance has capacity for an item."""
         if not task.item.plan.is_time_sliced(instance.capacity.encode_batch_patches):
             return self._has_patches(instance)
         own = self._num_long[instance.address, task.client]
-        return instance.num_long < LONG_ITEMS and own < LONG_ITEMS_PER_CLIENT
+        return instance.num_long < instance.credit.long_items and own < LONG_ITEMS_PER_CLIENT
 
     def _dispatch_to(self, task: EncodeTask, instance: InstanceLease) -> None:
         item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
@@ -287,6 +281,10 @@ class EncodeDispatcher:
             pending=frozenset(filter(self.is_pending, self._requests)),
             queue=self._queue.debug_state(),
         )
+
+    def num_at(self, instance: InstanceLease) -> int:
+        """Return the number of items that an encode instance was assigned."""
+        return len(self._at.get(instance.address, ()))
 
     def __len__(self) -> int:
         """Number of queued items."""

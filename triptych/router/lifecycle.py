@@ -16,6 +16,7 @@ from triptych.errors import InstanceLost, MediaNotServed, Overloaded, TriptychEr
 from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
     Cancel,
+    Demand,
     Generate,
     PlacedItem,
     Prefill,
@@ -210,6 +211,11 @@ class RequestLifecycle:
             instance = least_outstanding(self._with_room(rooms, request))
             assert instance is not None
             self._dispatch(request, instance)
+
+    def demand(self, instance: InstanceLease) -> Demand:
+        """Return what there is for an instance: what it has, and all that waits."""
+        requests = instance.num_ready + instance.num_stalling + len(self.admission)
+        return Demand(requests, self.encodes.num_at(instance) + len(self.encodes))
 
     def _rooms(self) -> dict[bool, list[InstanceLease]]:
         """Return the instances that have room for a request that may stall, and for any other one."""

@@ -12,6 +12,7 @@ from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.work import (
     Cancel,
+    ChangingRole,
     Deregister,
     Draining,
     Encoded,
@@ -22,6 +23,7 @@ from triptych.messages.work import (
     GetStatus,
     HandBack,
     Heartbeat,
+    HeartbeatReceived,
     JoinedInstance,
     LauncherReport,
     LauncherStatus,
@@ -79,6 +81,7 @@ class Router:
         """What supervisors say of the processes that they keep running."""
         self.metrics.registry.register(RestartCollector(self.launcher_view))
         self._expects_encoders = expects_encoders
+        self._address = address
         self._send = send
         self._disconnect = disconnect
         self._identity = identity
@@ -103,7 +106,7 @@ class Router:
         admitted = self.lifecycle.admission
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
         self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(self._encodes))
-        self._role_changes = RoleChanges(self.membership, send=self._notify, reply=self._reply)
+        self._role_changes = RoleChanges(self.membership, address=address, send=self._notify, reply=self._reply)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Register: self._on_register,
             Heartbeat: self._on_heartbeat,
@@ -118,6 +121,7 @@ class Router:
             EncodeFailed: self._on_encode_failed,
             Tokens: self._on_tokens,
             Failed: self._on_failed,
+            ChangingRole: self._role_changes.changing,
             RoleKept: self._role_changes.kept,
             SetRole: self._on_set_role,
             GetStatus: self._on_get_status,
@@ -332,12 +336,13 @@ class Router:
             return
         if incompatibility := self.membership.incompatibility(message, self._identity):
             log.warning("refused %s: %s", message.name, incompatibility)
-            self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility))
+            self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility, message.join))
             self._disconnect(message.address)
             return
         lease = self.membership.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
-        self._notify(lease.address, Registered(self._lease.lease_expiry))
+        registered = Registered(self._lease.lease_expiry, self._address, message.join, message.resets)
+        self._notify(lease.address, registered)
         if lease.role.prefills:
             for state in self.lifecycle.waiting_for_prefill():
                 assert state.prefill_needed is not None
@@ -358,8 +363,10 @@ class Router:
         return not is_newest and not self.launcher_view.keeps(message.name, message.incarnation, now)
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        if not self.membership.refresh(message, self._clock()):
-            self._notify(message.address, RegisterAgain())
+        if (lease := self.membership.refresh(message, self._clock())) is not None:
+            self._notify(lease.address, HeartbeatReceived(self._address, self.lifecycle.demand(lease)))
+        else:
+            self._notify(message.address, RegisterAgain(self._address))
             self._disconnect(message.address)  # it may have been refused, and be gone by now
 
     def _on_draining(self, message: Draining) -> None:
@@ -387,7 +394,7 @@ class Router:
     def _on_deregister(self, message: Deregister) -> None:
         if lease := self.membership.get(message.address):
             log.info("%s is leaving", lease.name)
-            self._remove_instance(lease, "has left")
+            self._remove_instance(lease, "has left", suspect=message.suspect)
 
     def _on_launcher_report(self, message: LauncherReport) -> None:
         now = self._clock()
@@ -420,11 +427,12 @@ class Router:
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))
         self.lifecycle.fail_unservable()
 
-    def _remove_instance(self, lease: InstanceLease, why: str) -> None:
+    def _remove_instance(self, lease: InstanceLease, why: str, *, suspect: bool = True) -> None:
         """Remove an instance that is gone, report that to the others, and recover its requests.
 
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
-        language instances that lack rows of it as an encode instance ask for the items again."""
+        language instances that lack rows of it as an encode instance ask for the items again. ``suspect`` as in
+        Deregister."""
         self.membership.remove(lease, self._clock())
         self._role_changes.lost(lease, why)
         self._encodes.consumer_lost(lease.address)
@@ -437,8 +445,8 @@ class Router:
                 self._requests.prefilled(state)
                 self.metrics.recovered("prefill")
         for other in self.membership:
-            self._notify(other.address, PeerLost(lease.address, transfers))
-        suspects = blamed(affected.values())
+            self._notify(other.address, PeerLost(lease.address, transfers, self._address))
+        suspects = blamed(affected.values()) if suspect else []
         for state in affected.values():
             if state in suspects and not self.lifecycle.instance_lost(state, why):
                 continue

@@ -20,7 +20,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, MediaConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint
-from triptych.messages.work import Deregister, Stop
+from triptych.messages.work import Deregister, FrontendEnding
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
 from triptych.prompt.caps import AudioLimits, MediaCaps, VideoLimits
@@ -80,14 +80,16 @@ class Frontend:
         *,
         expects_encoders: bool = True,
         listener: socket.socket | None = None,
+        own_listener: socket.socket | None = None,
         awaits_instances: bool = False,
         takes_over: str = "",
     ) -> None:
         """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
 
         ``expects_encoders`` is passed to the router, for a model that takes media. ``listener`` is the HTTP server's
-        socket, of a supervisor that keeps it open and that stops the instances; None opens one. ``awaits_instances``
-        and ``takes_over`` are as in ``FrontendSpec``."""
+        socket, of a supervisor that keeps it open and that stops the instances; None opens one. ``own_listener`` is
+        a second one, which no other frontend shares. ``awaits_instances`` and ``takes_over`` are as in
+        ``FrontendSpec``."""
         self._supervised = listener is not None
         self._awaits_instances = awaits_instances
         self._takes_over = takes_over
@@ -99,6 +101,7 @@ class Frontend:
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
         self._socket = listener or listen(config.frontend.http)
+        self._sockets = [self._socket, *([own_listener] if own_listener else [])]
         try:
             self.channel = Channel(config.cluster.cluster_host, config.frontend.http.control_port, secret)
         except BadAddress as error:
@@ -178,7 +181,7 @@ class Frontend:
         for lease in self.router.membership:
             if stops:
                 with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
-                    self.channel.send(lease.address, Stop())
+                    self.channel.send(lease.address, FrontendEnding(self.channel.address))
             self.router.handle(Deregister(lease.address))
         for task in (ticking, *others):
             task.cancel()
@@ -187,7 +190,8 @@ class Frontend:
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
         self.service.executor.close()
-        self._socket.close()
+        for listener in self._sockets:
+            listener.close()
         self.channel.close()
         if self._traces:
             await asyncio.to_thread(self._traces.close)
@@ -233,7 +237,7 @@ class Frontend:
                 if not self.router.launcher_view.standby and asyncio.get_running_loop().time() > began + MAX_WAIT:
                     break
                 await asyncio.sleep(TICK / 5)
-        await self._server.serve([self._socket])
+        await self._server.serve(self._sockets)
 
     def _take_messages(self) -> None:
         for message in self.channel.drain():

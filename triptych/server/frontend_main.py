@@ -47,14 +47,16 @@ def main() -> None:
         end_with_parent(spec.supervisor)
         observe = spec.config.observe
         level = logging.getLevelNamesMapping()[observe.log_level.upper()]
-        logs.set_up(logs.LogSettings(observe.log_format, level, "frontend"))
+        logs.set_up(logs.LogSettings(observe.log_format, level, spec.name))
         listener = socket.socket(fileno=spec.listener)
+        own = None if spec.own_listener is None else socket.socket(fileno=spec.own_listener)
 
         def make() -> Frontend:
             return Frontend(
                 spec.config,
                 expects_encoders=spec.expects_encoders,
                 listener=listener,
+                own_listener=own,
                 awaits_instances=spec.awaits_instances,
                 takes_over=spec.takes_over,
             )
