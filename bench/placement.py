@@ -87,7 +87,7 @@ def chats(size: Size) -> Iterator[list[dict[str, Any]]]:
     held: list[Messages] = [[{"role": "system", "content": SYSTEM}] for _ in range(size.chats)]
     for turn in range(size.turns):
         for number, messages in enumerate(held):
-            shown = [picture(1000 * turn + number)] if turn in (0, 2) else []
+            shown = [picture(1000 * (turn + 1) + number)] if turn in (0, 2) else []
             messages.append({"role": "user", "content": [*shown, words(rng, 12)]})
         bodies = [body(list(messages)) for messages in held]
         rng.shuffle(bodies)
@@ -108,13 +108,20 @@ LOADS = {"chats": chats, "popular": popular}
 
 
 async def counters(client: httpx.AsyncClient) -> dict[str, dict[str, float]]:
-    """Return the counters of each instance, by its name and their own."""
+    """Return the counters of each instance, by its name and their own. Waits until heartbeats have brought them."""
     await asyncio.sleep(3 * HEARTBEAT)
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for line in (await client.get("/metrics")).text.splitlines():
         if series := re.fullmatch(r'triptych:(\w+)_total\{.*engine="(\w+)".*\} (\S+)', line):
             found[series[2]][series[1]] = float(series[3])
     return found
+
+
+def difference(after: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {
+        name: {counter: value - before[name].get(counter, 0.0) for counter, value in counts.items()}
+        for name, counts in after.items()
+    }
 
 
 def hit_rate(instances: Sequence[dict[str, float]], cache: str) -> float | None:
@@ -146,8 +153,9 @@ def summary(found: dict[str, dict[str, float]], samples: Sequence[Sample]) -> di
     }
 
 
-async def measure(topology: str, placement: str, load: str, size: Size, caches: int) -> dict[str, Any]:
-    """Start a service, ask it everything of a load and stop it. ``caches`` multiplies the size of its caches."""
+async def measure(topology: str, placement: str, size: Size, caches: int) -> list[dict[str, Any]]:
+    """Start a service, ask it everything of each load and stop it. ``caches`` multiplies the size of its caches."""
+    results = []
     config = ServeConfig(
         model=MODEL_DIR,
         engine=EngineConfig(threads=1, kv_cache_tokens=caches * KV_CACHE_TOKENS),
@@ -158,20 +166,22 @@ async def measure(topology: str, placement: str, load: str, size: Size, caches: 
     async with LocalService(config, Topology.parse(topology), show=lambda _: None) as service:
         await service.wait_until_ready()
         async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=600) as client:
-            samples = [
-                sample for bodies in LOADS[load](size) for sample in await closed_loop(client, bodies, size.concurrency)
-            ]
-            found = await counters(client)
-    setup = {"load": load, "topology": topology, "placement": placement if caches == 1 else "one instance"}
-    return setup | summary(found, samples)
+            before = await counters(client)
+            for name, load in LOADS.items():
+                samples = [one for bodies in load(size) for one in await closed_loop(client, bodies, size.concurrency)]
+                after = await counters(client)
+                setup = {"load": name, "topology": topology, "placement": placement if caches == 1 else "one instance"}
+                results.append(setup | summary(difference(after, before), samples))
+                before = after
+    return results
 
 
 async def compare(services: Sequence[str], size: Size) -> list[dict[str, Any]]:
-    results = []
-    for load in LOADS:
-        for topology in services:
-            results.append(await measure(SERVICES[topology], PLACEMENTS[0], load, size, 2))
-            results.extend([await measure(topology, placement, load, size, 1) for placement in PLACEMENTS])
+    results: list[dict[str, Any]] = []
+    for topology in services:
+        results += await measure(SERVICES[topology], PLACEMENTS[0], size, 2)
+        for placement in PLACEMENTS:
+            results += await measure(topology, placement, size, 1)
     return results
 
 
