@@ -5,7 +5,7 @@ role that has as much cache as two.
 about pictures of Zipf popularity, each time with another text before the picture, so that only encoder caches help; all
 caches together hold a part of the pictures.
 
-    python -m bench.placement [--quick] [--output FILE]
+    python -m bench.placement [--quick] [--rounds 3] [--output FILE]
 """
 
 import argparse
@@ -136,7 +136,8 @@ def busiest(instances: Sequence[dict[str, float]], counter: str) -> float | None
 
 
 def summary(found: dict[str, dict[str, float]], samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return hit rates by role, the share of the busiest instance of a role, and times to the first token."""
+    """Return hit rates by role, times to the first token, and the share that the busiest instance of a role has of the
+    prompt tokens or of the items: of those that were looked up, and of those that it encoded."""
     times = sorted(sample.ttft * 1000 for sample in samples if not sample.error)
     by_role: dict[str, list[dict[str, float]]] = defaultdict(list)
     for name, counts in found.items():
@@ -147,7 +148,10 @@ def summary(found: dict[str, dict[str, float]], samples: Sequence[Sample]) -> di
         "encoder_hit_rate": hit_rate(by_role["e"], "mm"),
         "items_encoded": sum(one["mm_items_encoded"] for one in by_role["e"]),
         "prefix_hit_rate": {role: hit_rate(instances, "prefix") for role, instances in language.items()},
-        "busiest_share": {"e": busiest(by_role["e"], "mm_cache_queries")}
+        "busiest_share": {
+            "e": busiest(by_role["e"], "mm_cache_queries"),
+            "e, encoded": busiest(by_role["e"], "mm_items_encoded"),
+        }
         | {role: busiest(instances, "prefix_cache_queries") for role, instances in language.items()},
         "ttft_ms": {"p50": statistics.median(times), "p99": times[int(0.99 * len(times))]},
     }
@@ -176,23 +180,28 @@ async def measure(topology: str, placement: str, size: Size, caches: int) -> lis
     return results
 
 
-async def compare(services: Sequence[str], size: Size) -> list[dict[str, Any]]:
+async def compare(services: Sequence[str], size: Size, rounds: int) -> list[dict[str, Any]]:
+    """Return the figures of every service. Services alternate within a round, because the machine's speed varies."""
     results: list[dict[str, Any]] = []
-    for topology in services:
-        results += await measure(SERVICES[topology], PLACEMENTS[0], size, 2)
-        for placement in PLACEMENTS:
-            results += await measure(topology, placement, size, 1)
+    for _ in range(rounds):
+        for topology in services:
+            results += await measure(SERVICES[topology], PLACEMENTS[0], size, 2)
+            for placement in PLACEMENTS:
+                results += await measure(topology, placement, size, 1)
     return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer requests, one topology")
+    parser.add_argument("--services", nargs="+", choices=SERVICES, default=list(SERVICES))
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     size = QUICK if options.quick else Size()
-    services = list(SERVICES)[-1:] if options.quick else list(SERVICES)
-    report({"size": vars(size), "results": asyncio.run(compare(services, size))}, options.output)
+    services = options.services[-1:] if options.quick else options.services
+    results = asyncio.run(compare(services, size, options.rounds))
+    report({"size": vars(size), "results": results}, options.output)
 
 
 if __name__ == "__main__":
