@@ -172,6 +172,8 @@ def test_items_that_a_draining_encode_instance_returns_go_to_another() -> None:
     at_e0 = [name for to, name, _ in encode_targets(harness) if to == E0]
     harness.router.handle(Draining(E0))
     harness.router.handle(HandBack(E0, [], [*at_e0, TransferId("unknown")]))
+    needed = MissingItem(transfers.index(at_e0[0]), at_e0[0], attempt=1)
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [needed]))  # the instance has told the consumer
     assert [(to, name) for to, name, _ in encode_targets(harness)[2:]] == [(E1, at_e0[0])]
     for transfer in transfers:
         harness.router.handle(Encoded(transfer, False, []))

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
+from triptych.config import MAX_FILE_MB
 from triptych.errors import ErrorKind
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
@@ -101,7 +102,8 @@ class HandBack(Struct, frozen=True, tag=True):
     requests: list[RequestId]
     """Requests that a language instance was given."""
     transfers: list[TransferId]
-    """Items that an encode instance was given, by their transfers."""
+    """Items that an encode instance was given, by their transfers. Their consumers have been told, and ask for them
+    again: only a consumer can admit another producer."""
 
 
 class PeerLost(Struct, frozen=True, tag=True):
@@ -403,8 +405,13 @@ class EncodeNeeded(Struct, frozen=True, tag=True):
     items: list[MissingItem]
 
 
+MEDIA_PIECE_BYTES = 2**20
+"""Maximum size of a piece of a media file. A larger one would hold the event loops, and delay other messages."""
+
+
 class Encode(Struct, frozen=True, tag=True):
-    """Frontend → encode instance: encode these bytes and offer the rows to a language instance, the ``consumer``.
+    """Frontend → encode instance: encode this item and offer the rows to a language instance, the ``consumer``. An
+    instance that lacks the rows asks for the item's file, with FetchMedia.
 
     Only requests of the same ``cache_salt`` share rows. The rows are of no use after ``timeout`` seconds. Encode
     instances share their time fairly among clients."""
@@ -412,10 +419,11 @@ class Encode(Struct, frozen=True, tag=True):
     transfer: TransferId
     consumer: Address
     reply_to: Address
-    """The frontend that owns the request."""
+    """The frontend that owns the request, and the file."""
     key: str
     plan: ItemPlan
-    data: bytes
+    size: Annotated[int, Meta(ge=1, le=(MAX_FILE_MB + 1) * 2**20)]
+    """Of the file, in bytes. A list of frames, packed as one file, is somewhat larger than its frames."""
     first_row: Count = 0
     """The consumer has the rows before this one."""
     timeout: Timeout = NO_TIMEOUT
@@ -423,6 +431,33 @@ class Encode(Struct, frozen=True, tag=True):
     client: str = ""
     attempt: Count = 0
     """As in MissingItem."""
+
+
+class FetchMedia(Struct, frozen=True, tag=True):
+    """Encode instance → frontend: send this piece of a transfer's file. Answered by MediaBytes or MediaGone."""
+
+    transfer: TransferId
+    offset: Count
+    """In bytes."""
+    length: Annotated[int, Meta(ge=1, le=MEDIA_PIECE_BYTES)]
+    """In bytes."""
+    reply_to: Address
+    """The instance, which must be the one that was given the item."""
+
+
+class MediaBytes(Struct, frozen=True, tag=True):
+    """Frontend → encode instance: a piece of a transfer's file."""
+
+    transfer: TransferId
+    offset: Count
+    data: Annotated[bytes, Meta(max_length=MEDIA_PIECE_BYTES)]
+
+
+class MediaGone(Struct, frozen=True, tag=True):
+    """Frontend → encode instance: it has no file for that transfer, because the request has ended or another instance
+    has the item."""
+
+    transfer: TransferId
 
 
 class Encoded(Struct, frozen=True, tag=True):
@@ -514,6 +549,7 @@ WorkMessage = (
     Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Draining | HandBack | Deregister
     | LauncherReport | LauncherStatus
     | PeerLost | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
-    | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | Encoded | EncodeFailed
+    | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | FetchMedia | MediaBytes | MediaGone
+    | Encoded | EncodeFailed
     | Tokens | Failed | Cancel
 )  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.codec import Message
-from triptych.messages.work import Encode, time_left
+from triptych.messages.work import MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.forecast import Rate
 from triptych.router.membership import InstanceLease, Membership
@@ -29,6 +29,10 @@ LONG_ITEMS = 4
 
 LONG_ITEMS_PER_CLIENT = LONG_ITEMS - 1
 """Maximum of these items that may belong to one client, so that slots remain for other clients."""
+
+MAX_MEDIA_SENDS = 8
+"""Times that an instance may fetch an item's file. It asks again for what got lost. Bounded, because what it asks for
+and doesn't read stays in this process's memory."""
 
 _SHORT, _LONG, _CACHED = "short", "long", "cached"
 """Kinds of queued items: those that are encoded at once, those in time slices, and those that an instance had cached
@@ -62,7 +66,7 @@ class EncodeTask:
         return f"{self.item.key}{self.cache_salt}".encode()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class InFlightEncode:
     """An item that has been dispatched to an encode instance."""
 
@@ -73,6 +77,8 @@ class InFlightEncode:
     """Whether it is encoded in time slices, alternating with other items."""
     patches: int
     """Patches counted against the instance's capacity; 0 if ``long``."""
+    num_bytes_sent: int = 0
+    """Of its file."""
 
     @property
     def cost(self) -> int:
@@ -225,7 +231,7 @@ class EncodeDispatcher:
             reply_to=self._address,
             key=item.key,
             plan=plan,
-            data=item.data,
+            size=len(item.data),
             first_row=task.first_row,
             attempt=task.attempt,
             timeout=time_left(task.deadline, now),
@@ -249,6 +255,17 @@ class EncodeDispatcher:
     def get(self, transfer: TransferId) -> InFlightEncode | None:
         """Return the item that was dispatched for that transfer; None if there is none or its request has ended."""
         return self._in_flight.get(transfer)
+
+    def media(self, wanted: FetchMedia) -> MediaBytes | MediaGone:
+        """Return the answer to an instance that asks for a piece of an item's file."""
+        encode = self._in_flight.get(wanted.transfer)
+        if encode is None or encode.instance.address != wanted.reply_to:
+            return MediaGone(wanted.transfer)
+        data = encode.task.item.data
+        encode.num_bytes_sent += wanted.length
+        if encode.num_bytes_sent > MAX_MEDIA_SENDS * max(len(data), MEDIA_PIECE_BYTES):
+            return MediaGone(wanted.transfer)
+        return MediaBytes(wanted.transfer, wanted.offset, data[wanted.offset : wanted.offset + wanted.length])
 
     def finish(self, encode: InFlightEncode, *, cached: bool) -> None:
         """Record that an item is encoded. A ``cached`` one is refunded to its client."""
@@ -291,12 +308,13 @@ class EncodeDispatcher:
         return list(assigned), list(requests)
 
     def hand_back(self, instance: InstanceLease, transfers: Sequence[TransferId]) -> list[RequestId]:
-        """Queue again what an instance hasn't begun; call ``dispatch`` afterwards. Returns the requests concerned."""
+        """Forget what an instance was assigned and hasn't begun, at no cost to the clients; call ``dispatch``
+        afterwards. Returns the requests concerned, whose consumers ask for the items again."""
         returned = [one for transfer in transfers if (one := self._at[instance.address].get(transfer)) is not None]
         for encode in returned:
             if encode in self._unfinished:
                 self._queue.charge(encode.task.client, -encode.cost)
-            self.enqueue(encode.task)
+            self._release_item(self._requests[encode.task.request], encode.task.index)
         return [encode.task.request for encode in returned]
 
     def queued_requests(self) -> list[RequestId]:

@@ -17,6 +17,7 @@ from triptych.messages.work import (
     EncodeFailed,
     EncodeNeeded,
     Failed,
+    FetchMedia,
     GetStatus,
     HandBack,
     Heartbeat,
@@ -108,6 +109,7 @@ class Router:
             LauncherReport: self._on_launcher_report,
             PrefillNeeded: self._on_prefill_needed,
             EncodeNeeded: self._on_encode_needed,
+            FetchMedia: self._on_fetch_media,
             Encoded: self._on_encoded,
             EncodeFailed: self._on_encode_failed,
             Tokens: self._on_tokens,
@@ -206,6 +208,10 @@ class Router:
         """Whether items of requests in flight can be encoded, now or soon."""
         soon = self.membership.serves(Stage.ENCODE, self._clock())
         return soon or bool(self.membership.encode_instances(begun=True))
+
+    def _on_fetch_media(self, message: FetchMedia) -> None:
+        """An encode instance lacks the rows of an item, and needs a piece of its file."""
+        self._notify(message.reply_to, self._encodes.media(message))
 
     def _on_encoded(self, message: Encoded) -> None:
         if (encode := self._encodes.get(message.transfer)) is None:
