@@ -256,7 +256,7 @@ def ask(harness: RouterHarness, content: list[int], items: tuple[PlannedItem, ..
 def answer(harness: RouterHarness, stream: TokenStream) -> Address:
     """Where a request went; it is answered."""
     (to,) = [to for to, message in harness.of(Generate) if message.request == stream.request]
-    harness.router.handle(Tokens(stream.request, [1], finish_reason="stop"))
+    harness.router.handle(Tokens(stream.request, [1], 0, finish_reason="stop"))
     return to
 
 
@@ -321,7 +321,7 @@ def test_a_lost_request_continues_elsewhere_and_its_chat_stays_there() -> None:
     ((first, _),) = harness.of(Generate)
     harness.router.handle(Deregister(first))
     ((_, again),) = [one for one in harness.of(Generate) if one[0] != first]
-    harness.router.handle(Tokens(again.request, [1], finish_reason="stop"))
+    harness.router.handle(Tokens(again.request, [1], 0, finish_reason="stop"))
     assert stream.record.finish_reason == "stop"
     harness.register(first, pid=2)
     assert answer(harness, ask(harness, turn(1, 2))) != first
@@ -367,7 +367,7 @@ class Encoding:
 
     def __init__(self, **settings: object) -> None:
         self.harness = router(E0, E1, PD0, **settings)
-        self.number = 0
+        self.streams: dict[TransferId, TokenStream] = {}
 
     def need(self, key: str, patches: int = 1, salt: str = "", *, long: bool = False) -> TransferId:
         """An item of a new request is to be encoded."""
@@ -375,8 +375,8 @@ class Encoding:
         rows = {"rows": 20, "rows_per_part": 10} if long else {}
         plan = msgspec.structs.replace(made.plan, grid=(patches, 1, 1), **rows)
         stream = ask(self.harness, [0, 0, 1], (replace(made, key=key, plan=plan),), salt)
-        self.number += 1
-        transfer = TransferId(f"t{self.number}")
+        transfer = TransferId(f"t{len(self.streams)}")
+        self.streams[transfer] = stream
         self.harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer)]))
         return transfer
 
@@ -388,9 +388,10 @@ class Encoding:
         self.harness.router.handle(Encoded(transfer, cached, []))
 
     def warm(self, key: str, **how: object) -> Address:
-        """An item is encoded. Returns where."""
+        """An item is encoded, and its request ends. Returns where."""
         transfer = self.need(key, **how)  # type: ignore[arg-type]
         self.encoded(transfer)
+        self.harness.router.lifecycle.cancel(self.streams[transfer].request)
         found = self.at(transfer)
         assert found is not None
         return found

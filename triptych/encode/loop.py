@@ -6,13 +6,13 @@ Items are processed part by part: a long item's first rows are sent before its l
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from triptych.compute_thread import ComputeThread
+from triptych.compute_thread import ComputeThread, started_executor
 from triptych.encode.cache import EmbeddingRows, EncoderCache, row_name
 from triptych.encode.fetch import MediaFetcher
 from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
@@ -102,7 +102,7 @@ class EncodeLoop:
         self._address = address
         self.send = send
         self.fetcher = MediaFetcher(address, send)
-        self._workers = ThreadPoolExecutor(preprocessors.number, thread_name_prefix="preprocess")
+        self._workers = started_executor(preprocessors.number, "preprocess")
         self.num_requested = 0
         """Encode messages received."""
         self.num_encoded = 0

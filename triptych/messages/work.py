@@ -55,6 +55,8 @@ class Register(Struct, frozen=True, tag=True):
     stats: InstanceStats = field(default_factory=InstanceStats)
     model: ModelIdentity = ModelIdentity()
     """The model that it serves."""
+    resets: Count = 0
+    """How often the process has given up its work. Work that it was given before a reset is lost."""
 
 
 class Registered(Struct, frozen=True, tag=True):
@@ -369,6 +371,9 @@ class PrefillNeeded(Struct, frozen=True, tag=True):
     """The consumer has the KV of the tokens before this one."""
     generated: list[int]
     """Tokens of the answer so far, to be prefilled after the prompt."""
+    asked: Count = 0
+    """How often the instance has asked for something that the request needs before. An earlier message that arrives
+    later, or again, is ignored."""
 
 
 class Prefill(Struct, frozen=True, tag=True):
@@ -403,6 +408,10 @@ class EncodeNeeded(Struct, frozen=True, tag=True):
     request: RequestId
     consumer: Address
     items: list[MissingItem]
+    prefill: TransferId = TransferId("")
+    """The transfer of the prefill that needs them; empty on an instance that decodes the request as well."""
+    asked: Count = 0
+    """As in PrefillNeeded."""
 
 
 MEDIA_PIECE_BYTES = 2**20
@@ -518,6 +527,8 @@ class Tokens(Struct, frozen=True, tag=True):
 
     request: RequestId
     tokens: list[int]
+    first: Count
+    """Number of tokens of the answer before these. What arrives twice is ignored, and what is missing is noticed."""
     logprobs: list[TokenLogprob] = []
     """One for each token, or empty."""
     finish_reason: str | None = None
@@ -543,6 +554,8 @@ class Cancel(Struct, frozen=True, tag=True):
     """Frontend → language instance: abort this request."""
 
     request: RequestId
+    prefill: TransferId = TransferId("")
+    """At a prefill instance: the transfer of the prefill to abort. A later prefill of the request goes on."""
 
 
 WorkMessage = (

@@ -54,6 +54,8 @@ class EncodeTask:
     """The consumer has the rows before this one."""
     attempt: int
     """As in MissingItem."""
+    asked: int
+    """As in EncodeNeeded."""
     deadline: float
     """When the embedding is of no use any more, by the router's clock, in seconds."""
     client: str
@@ -92,6 +94,11 @@ class _RequestItems:
     queued: dict[int, Ticket[EncodeTask]] = field(default_factory=dict)
     """By the item's index."""
     in_flight: dict[TransferId, InFlightEncode] = field(default_factory=dict)
+
+    def known(self, index: int) -> list[EncodeTask]:
+        """Return what was asked for last of the item of that index, queued or dispatched; empty if nothing was."""
+        queued = [self.queued[index].work] if index in self.queued else []
+        return queued + [one.task for one in self.in_flight.values() if one.task.index == index]
 
 
 @dataclass(frozen=True)
@@ -148,8 +155,10 @@ class EncodeDispatcher:
 
     def enqueue(self, task: EncodeTask) -> bool:
         """Queue an item; call ``dispatch`` afterwards. Return whether it replaces an earlier transfer of the same item,
-        as after a preemption."""
+        as after a preemption. Does nothing if the instance has asked for the item later or this is known already."""
         items = self._requests.setdefault(task.request, _RequestItems())
+        if any(known.asked >= task.asked for known in items.known(task.index)):
+            return False
         replaced = self._release_item(items, task.index)
         plan = task.item.plan
         kind = _LONG if plan.is_time_sliced(self._membership.encode_batch_patches) else _SHORT
