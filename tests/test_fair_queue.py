@@ -119,6 +119,30 @@ def test_work_that_may_not_start_is_passed_by_also_by_its_own_clients_other_work
     assert last.work == "a's picture"
 
 
+def test_only_the_kinds_that_may_start_are_looked_at() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.add("urgent", "a", 1, priority=-1, kind="long")
+    for number in range(3):
+        queue.add(f"long {number}", f"client {number}", 1, kind="long")
+    queue.add("short", "a", 1, kind="short")
+    seen: list[str] = []
+
+    def may_start(work: str) -> bool:
+        seen.append(work)
+        return True
+
+    assert [
+        ticket and ticket.work for ticket in (queue.pop(may_start, {"short"}), queue.pop(may_start, {"short"}))
+    ] == [
+        "short",
+        None,
+    ]
+    assert seen == ["short"]
+    ticket = queue.pop(kinds={"short", "long"})
+    assert ticket is not None
+    assert (ticket.work, len(queue)) == ("urgent", 3)
+
+
 def test_what_cost_more_than_was_thought_is_charged_for() -> None:
     queue: FairQueue[int] = FairQueue()
     for client in "ab":

@@ -92,6 +92,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "max_image_pixels": "7",
         "fabric": "shm",
         "checksum": "always",
+        "placement": "round-robin",
         "restart": "never",
         "mooncake_protocol": "rdma",
         "mooncake_devices": "mlx5_0",

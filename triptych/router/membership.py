@@ -7,6 +7,7 @@ from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Credit, Heartbeat, InstanceStatus, Register
+from triptych.router.caches import EncodedItems
 from triptych.router.launcher_view import LauncherView
 from triptych.topology import Role, Stage
 from triptych.types import Address
@@ -46,6 +47,8 @@ class InstanceLease:
     """Requests that it has and may be unable to start (``RequestState.may_stall``)."""
     num_ready: int = 0
     """Other requests that it has."""
+    encoded: EncodedItems = field(default_factory=EncodedItems)
+    """Items that are probably in its encoder cache."""
     draining: bool = False
     """Whether it is about to leave and gets no new work."""
     credit: Credit = NO_CREDIT
@@ -67,6 +70,16 @@ class InstanceLease:
         """Whether it can be given another request that may stall. These have as many slots as the others, because a
         stalled request computes nothing."""
         return self.has_room and self.num_stalling < self.credit.requests
+
+    @property
+    def encode_cache_bytes(self) -> int:
+        """Capacity of its encoder cache, as its last heartbeat says; 0 if unknown."""
+        return self.stats.encode.cache_max_bytes if self.stats.encode is not None else 0
+
+    @property
+    def media_row_bytes(self) -> int:
+        """Bytes of one embedding row; 0 if it neither sends nor receives any."""
+        return next((layout.row_bytes for layout in self.layouts if layout.kind is RowKind.MEDIA), 0)
 
     @property
     def takes_work(self) -> bool:
