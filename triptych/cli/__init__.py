@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from triptych import __version__, exit_codes
-from triptych.cli import bench, demo, doctor, flags, run, serve, status, trace
+from triptych.cli import bench, chaos, demo, doctor, flags, run, serve, status, trace
 from triptych.cli.sources import unknown_flags
 from triptych.config import LOG_FORMATS, ObserveConfig
 from triptych.errors import StartError
@@ -15,6 +15,7 @@ from triptych.observe import logs
 
 COMMANDS = {
     "serve": serve, "run": run, "demo": demo, "doctor": doctor, "status": status, "trace": trace, "bench": bench,
+    "chaos": chaos,
 }  # fmt: skip
 
 

@@ -1,0 +1,188 @@
+"""The faults: what each does to a service, with which load, and what must hold."""
+
+import asyncio
+import random
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from triptych.chaos.load import End, Kind, Outcome, Question
+from triptych.chaos.target import Target
+
+STOPPED_SECONDS = 10.0
+"""Seconds for which a process stands still."""
+BETWEEN_SECONDS = 1.0
+"""Seconds between two faults in a row."""
+PER_LOSS = 3.0
+"""Seconds that the loss of an instance may add to the 99th percentile."""
+PER_DRAIN = 1.0
+"""Seconds that a drain may add to the 99th percentile."""
+PER_RESTART = 30.0
+"""Seconds that the restart of a stage's only instance may add to the requests that need it."""
+NUM_REQUESTS = 64
+
+Act = Callable[[Target], Awaitable[None]]
+"""Does the fault, while requests are under way."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked during a fault, all of it at once unless ``concurrency`` is given."""
+
+    pictures: int = NUM_REQUESTS
+    """Questions about a picture, each another one."""
+    texts: int = 0
+    leaving: int = 0
+    """Further questions about pictures whose clients disconnect after a random time."""
+    concurrency: int = 0
+    """Requests at a time; 0 for all at once."""
+
+    def scaled(self, factor: float) -> "Load":
+        """Return a load with that many times the requests, at least one of each kind that it has."""
+        counts = [max(1, round(count * factor)) if count else 0 for count in (self.pictures, self.texts, self.leaving)]
+        return Load(*counts, concurrency=self.concurrency)
+
+    def questions(self, seconds: float) -> list[Question]:
+        """Return the questions, in the order in which they are sent. Clients that disconnect do so within
+        ``seconds``."""
+        rng = random.Random(self.leaving)
+        kinds = [Kind.PICTURE] * self.pictures + [Kind.TEXT] * self.texts
+        rng.shuffle(kinds)
+        waiting = [Question(number, kind) for number, kind in enumerate(kinds)]
+        leaving = [
+            Question(len(kinds) + number, Kind.PICTURE, rng.uniform(0.001, max(0.01, seconds)))
+            for number in range(self.leaving)
+        ]
+        # those that wait for their answers are among the others, from the first on
+        every = 1 + len(leaving) // max(1, len(waiting))
+        mixed: list[Question] = []
+        for index, question in enumerate(waiting):
+            mixed += [question, *leaving[index * every : (index + 1) * every]]
+        return mixed
+
+
+def must_answer(_: Outcome) -> bool:
+    """Every request must be answered."""
+    return False
+
+
+def may_lack_encoder(outcome: Outcome) -> bool:
+    """A question about a picture may end with 503, since no other instance can encode."""
+    return outcome.question.kind is Kind.PICTURE and outcome.end is End.ERROR and outcome.error == "unavailable"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a service under load."""
+
+    name: str
+    title: str
+    """For the report's table."""
+    topology: str
+    act: Act
+    limits: Mapping[Kind, float]
+    """Seconds that may be added to the 99th percentile, by kind of question. A kind without a limit isn't compared."""
+    load: Load = field(default_factory=Load)
+    at: float = 0.3
+    """When it happens, as a share of the time that the same questions took without it."""
+    may_fail: Callable[[Outcome], bool] = must_answer
+    """Whether an outcome that isn't a whole answer is allowed."""
+    retries: bool = False
+    """Whether clients whose connection ends ask again, and count as answered by what they get then."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the service that differ for this fault, by their names."""
+
+
+def signals(number: signal.Signals, *names: str) -> Act:
+    """Send a signal to each of these processes, at the same moment."""
+
+    async def act(target: Target) -> None:
+        for name in names:
+            target.send(name, number)
+
+    return act
+
+
+def in_a_row(number: signal.Signals, *names: str, seconds: float = BETWEEN_SECONDS) -> Act:
+    """Send a signal to these processes, one after the other."""
+
+    async def act(target: Target) -> None:
+        for index, name in enumerate(names):
+            if index:
+                await asyncio.sleep(seconds)
+            target.send(name, number)
+
+    return act
+
+
+def stands_still(name: str, seconds: float = STOPPED_SECONDS) -> Act:
+    """Stop a process for some time."""
+
+    async def act(target: Target) -> None:
+        target.send(name, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            target.send(name, signal.SIGCONT)
+
+    return act
+
+
+async def nothing(_: Target) -> None:
+    """The load itself is the fault."""
+
+
+def _limit(seconds: float) -> Mapping[Kind, float]:
+    return {Kind.PICTURE: seconds}
+
+
+ONE_OF_TWO = {"E": "2E1PD", "P": "1E2P1D", "D": "1E1P2D", "PD": "1E2PD", "EPD": "2EPD"}
+"""A topology with two instances of each role."""
+
+
+def _of_each_role() -> list[Fault]:
+    faults = []
+    for role, topology in ONE_OF_TWO.items():
+        low, name = role.lower(), f"{role.lower()}0"
+        of = f"one of two {role}"
+        kill, drain, stop = signals(signal.SIGKILL, name), signals(signal.SIGTERM, name), stands_still(name)
+        faults += [
+            Fault(f"kill-{low}", f"kill -9 of {of}", topology, kill, _limit(PER_LOSS)),
+            Fault(f"drain-{low}", f"SIGTERM (drain) of {of}", topology, drain, _limit(PER_DRAIN)),
+            Fault(f"stop-{low}", f"SIGSTOP of {of} for {STOPPED_SECONDS:g} s", topology, stop, _limit(PER_LOSS)),
+        ]
+    return faults
+
+
+def _several() -> list[Fault]:
+    kill = signal.SIGKILL
+    return [
+        Fault("kill-e-e", "kill -9 of two of three E in a row", "3E1PD", in_a_row(kill, "e0", "e1"),
+              _limit(2 * PER_LOSS)),
+        Fault("kill-pd-pd", "kill -9 of two of three PD in a row", "1E3PD", in_a_row(kill, "pd0", "pd1"),
+              _limit(2 * PER_LOSS)),
+        Fault("kill-e-and-p", "kill -9 of one of two E and of one of two P at the same moment", "2E2P1D",
+              signals(kill, "e0", "p0"), _limit(2 * PER_LOSS)),
+    ]  # fmt: skip
+
+
+FAULTS: Sequence[Fault] = (
+    *_of_each_role(),
+    *_several(),
+    Fault(
+        "kill-frontend", "kill -9 of the frontend: its connections end, and their clients ask again", "1E1PD",
+        signals(signal.SIGKILL, "frontend"), _limit(PER_LOSS), retries=True,
+    ),
+    Fault(
+        "kill-only-e", "kill -9 of the only E: texts go on, pictures wait for its restart", "1E1PD",
+        signals(signal.SIGKILL, "e0"), {Kind.TEXT: PER_DRAIN, Kind.PICTURE: PER_RESTART},
+        Load(pictures=NUM_REQUESTS // 2, texts=NUM_REQUESTS // 2), may_fail=may_lack_encoder,
+    ),
+    Fault("burst", "200 pictures at once on one E", "1E1PD", nothing, {}, Load(pictures=200)),
+    Fault(
+        "disconnects", "1,000 clients disconnect at random phases", "1E1PD", nothing, {}, Load(leaving=1000,
+        concurrency=NUM_REQUESTS),
+    ),
+)  # fmt: skip
+"""All faults, by topology, so that faults of the same one can share a service."""
