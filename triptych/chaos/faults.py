@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triptych.chaos.load import End, Kind, Outcome, Question
@@ -92,6 +92,13 @@ class Fault:
     """Whether clients whose connection ends ask again, and count as answered by what they get then."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the service that differ for this fault, by their names."""
+
+    def repeated(self, times: int) -> list["Fault"]:
+        """Return this fault that many times. It happens at its own moment once, and else earlier and later."""
+        if times == 1:
+            return [self]
+        moments = [self.at, *(index / times for index in range(1, times))]
+        return [replace(self, name=f"{self.name}-{index + 1}", at=at) for index, at in enumerate(moments)]
 
 
 def signals(number: signal.Signals, *names: str) -> Act:

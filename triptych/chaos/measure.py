@@ -143,16 +143,17 @@ async def _run_one(bench: Bench, service: LocalService, fault: Fault) -> Result:
     result = compare(fault, calm, await running, target.marks)
     if lost := [one for one in calm if one.end is not End.WHOLE]:
         result.failures.append(f"{len(lost)} lost without a fault: {_summary(one.error or one.end for one in lost)}")
-    result.failures += await _aftermath(bench, service, waiting, calm, before)
+    if missing := await _wait_until_whole(service, target):
+        result.failures.append(f"not ready after {WHOLE_TIMEOUT:g} s: {', '.join(missing)}")
+    else:
+        result.failures += await _aftermath(bench, service, waiting, calm, before)
     return result
 
 
 async def _aftermath(
     bench: Bench, service: LocalService, questions: list[Question], calm: list[Outcome], before: Held
 ) -> list[str]:
-    """Wait until the service is whole. Return what is wrong with its answers, and what it still holds."""
-    if missing := await _wait_until_whole(service):
-        return [f"not ready after {WHOLE_TIMEOUT:g} s: {', '.join(missing)}"]
+    """Return what is wrong with the answers of a service that is whole again, and what it still holds."""
     after = await send(Client(service.url, bench.model, CALM_CONCURRENCY), questions, _salt())
     right = {one.question.number: one.text for one in calm}
     wrong = [one for one in after if (one.end, one.text) != (End.WHOLE, right[one.question.number])]
@@ -187,15 +188,16 @@ async def _warm_up(bench: Bench, service: LocalService) -> None:
             raise StartError(f"the service doesn't answer without any fault: {reasons}")
 
 
-async def _wait_until_whole(service: LocalService) -> list[str]:
-    """Wait until every process is ready. Return the names of those that aren't in time."""
+async def _wait_until_whole(service: LocalService, target: Target) -> list[str]:
+    """Wait until every process is ready, those that take the places of ended ones, too. Return the names of those that
+    aren't in time."""
     for _ in range(round(WHOLE_TIMEOUT / POLL_SECONDS)):
         if service.lost.done():
             break
-        if not service.missing and await _is_ready(service.url):
+        if not target.ending and not service.missing and await _is_ready(service.url):
             return []
         await asyncio.sleep(POLL_SECONDS)
-    return service.missing or ["the frontend"]
+    return target.ending or service.missing or ["the frontend"]
 
 
 async def _is_ready(url: str) -> bool:

@@ -8,9 +8,9 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-WIDTH, HEIGHT = 192, 160
+WIDTH, HEIGHT = 448, 384
 COLOURS = ((220, 35, 35), (245, 215, 25), (40, 160, 60), (35, 85, 215), (135, 50, 165), (20, 20, 20))
-SHAPE_RADIUS = 22
+SHAPE_RADIUS = 52
 """Pixels from a shape's centre to its edge."""
 
 

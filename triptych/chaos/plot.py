@@ -58,7 +58,8 @@ def _line(start: float, end: float, y: float, colour: str, scale: float) -> str:
 def _marks(marks: Iterable[Mark], scale: float, seconds: float, height: int) -> Iterator[str]:
     for index, mark in enumerate(one for one in marks if one.at <= seconds):
         x = MARGIN + mark.at * scale
-        yield f"<line x1='{x:.1f}' y1='{TOP - 4}' x2='{x:.1f}' y2='{height - 30}' stroke='{MARKED}' stroke-width='1.5'/>"
+        ends = f"x1='{x:.1f}' y1='{TOP - 4}' x2='{x:.1f}' y2='{height - 30}'"
+        yield f"<line {ends} stroke='{MARKED}' stroke-width='1.5'/>"
         yield f"<text x='{x + 4:.1f}' y='{height - 40 - 14 * (index % 4)}' fill='{MARKED}'>{escape(mark.what)}</text>"
 
 

@@ -11,8 +11,10 @@ from triptych.chaos.load import Kind
 from triptych.chaos.measure import Result, percentile
 from triptych.chaos.plot import latency_plot
 
-HEADINGS = ("fault", "topology", "requests", "lost", "wrong", "allowed to fail", "p99 (s)", "added p99 (s)", "limit (s)",
-            "result")  # fmt: skip
+HEADINGS = (
+    "fault", "topology", "requests", "lost", "wrong", "allowed to fail", "p99 (s)", "added p99 (s)", "limit (s)",
+    "result",
+)  # fmt: skip
 
 
 def write(results: Sequence[Result], page: Path, command: str) -> None:
@@ -48,7 +50,8 @@ def _page(results: Sequence[Result], folder: str, command: str) -> Iterator[str]
     for result in results:
         yield "| " + " | ".join(_cells(result, folder)) + " |"
     for result in results:
-        yield f"\n## {result.fault.name}\n\n{result.fault.title}.\n\n![requests over time]({folder}/{result.fault.name}.svg)"
+        name = result.fault.name
+        yield f"\n## {name}\n\n{result.fault.title}.\n\n![requests over time]({folder}/{name}.svg)"
         yield from (f"\n- {failure}" for failure in result.failures)
 
 

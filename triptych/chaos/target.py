@@ -43,6 +43,7 @@ class Target:
 
     supervisor: int
     marks: list[Mark] = field(default_factory=list)
+    _ending: set[int] = field(default_factory=set)
     _began: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
@@ -59,7 +60,14 @@ class Target:
         if pid is None:
             raise StartError(f"no process {name} runs that could be sent {number.name}")
         self.mark(f"{number.name} {name}")
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            self._ending.add(pid)
         os.kill(pid, number)
+
+    @property
+    def ending(self) -> list[str]:
+        """The processes that a signal must end and that still run, by name."""
+        return [name for name, pid in _named_children(self.supervisor).items() if pid in self._ending]
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the running processes that consist of this prefix and a number, or nothing else."""
@@ -110,14 +118,22 @@ def _counts(supervisor: int) -> dict[str, int]:
     named = {SUPERVISOR: supervisor} | _named_children(supervisor)
     for name, pid in named.items():
         try:
-            links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+            links = [_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
             maps = Path(f"/proc/{pid}/maps").read_text().count("/memfd:triptych-")
         except OSError:  # it has just ended
             continue
+        links = [link for link in links if link]
         sockets = sum(link.startswith("socket:") for link in links)
         found |= {f"sockets of {name}": sockets, f"files of {name}": len(links) - sockets}
         found |= {f"shared memory of {name}": maps, f"processes of {name}": len(_descendants(pid))}
     return found
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # it has just been closed
+        return ""
 
 
 def _named_children(supervisor: int) -> dict[str, int]:

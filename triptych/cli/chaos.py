@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=NUM_REQUESTS,
         help=f"requests at once, at least {MIN_REQUESTS}; larger loads grow in proportion (default: {NUM_REQUESTS})",
     )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        help="times that each fault is run, each time at another moment of the load (default: 1)",
+    )
     parser.add_argument("--list", action="store_true", help="list the faults and run none")
     parser.add_argument("--verbose", action="store_true", help="show the logs of the services")
     flags.add_settings(parser)
@@ -57,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.requests < MIN_REQUESTS:
         raise ConfigError(f"--requests {arguments.requests} is too small: at least {MIN_REQUESTS}")
+    if arguments.repeat < 1:
+        raise ConfigError(f"--repeat {arguments.repeat} is too small: at least 1")
+    faults = [again for fault in faults for again in fault.repeated(arguments.repeat)]
     config = flags.serve_config(arguments)
     pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
