@@ -23,6 +23,7 @@ from triptych.messages.work import (
     ChangeRole,
     Deregister,
     Draining,
+    Generate,
     HandBack,
     Heartbeat,
     PeerLost,
@@ -31,6 +32,7 @@ from triptych.messages.work import (
     Registered,
     RegistrationRefused,
     RoleKept,
+    SamplingParams,
     Stop,
 )
 from triptych.server import instance as instances
@@ -59,7 +61,7 @@ class Recorder:
 
     @property
     def handlers(self) -> Handlers:
-        return {Cancel: self._on_cancel}
+        return {Cancel: self._on_cancel, Generate: self.received.append}
 
     def _on_cancel(self, message: Cancel) -> None:
         self.received.append(message)
@@ -188,6 +190,10 @@ def cancel(name: str) -> Cancel:
     return Cancel(RequestId(name))
 
 
+def work(name: str) -> Generate:
+    return Generate(RequestId(name), [1], b"", 1, [], SamplingParams(max_tokens=1), [], Address("tcp://frontend"))
+
+
 def once(work: Callable[[], object]) -> Callable[[], object]:
     """The work, the first time only."""
     left = [work]
@@ -242,6 +248,16 @@ def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callab
     harness.send(Registered(30.0), RegisterAgain(), cancel("very last"))
     _until(lambda: cancel("very last") in harness.loop.received)
     assert harness.loop.received.count("on_lease_lost") == 2, "a new lease that is lost is another matter"
+
+
+def test_work_of_a_lease_that_was_lost_is_dropped(start: Callable[..., InstanceHarness]) -> None:
+    """A process that was stopped may read it only after it has given up all that it worked on."""
+    harness = start()
+    harness.join()
+    before, after = work("before"), work("after")
+    harness.send(RegisterAgain(), before, Registered(30.0), after)
+    _until(lambda: after in harness.loop.received)
+    assert harness.loop.received == ["on_lease_lost", after]
 
 
 def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: Callable[..., InstanceHarness]) -> None:

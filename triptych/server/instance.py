@@ -25,8 +25,11 @@ from triptych.messages.work import (
     ChangeRole,
     Deregister,
     Draining,
+    Encode,
+    Generate,
     Heartbeat,
     PeerLost,
+    Prefill,
     Register,
     RegisterAgain,
     Registered,
@@ -337,6 +340,11 @@ class Instance:
         handler = self.handlers.get(key) or self._loop_handlers.get(key)
         if handler is None:
             log.warning("%s is not for a %s instance", type(message).__name__, self.role)
+            return
+        if isinstance(message, Generate | Prefill | Encode) and not self.registered:
+            # sent before the lease was lost, and read after it, as by a process that was stopped: no frontend would
+            # cancel it, since its request has been given to another instance
+            log.info("dropped %s: it is of a lease that was lost", type(message).__name__)
             return
         try:
             handler(message)
