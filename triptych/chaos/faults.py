@@ -68,8 +68,9 @@ def must_answer(_: Outcome) -> bool:
 
 
 def may_lack_encoder(outcome: Outcome) -> bool:
-    """A question about a picture may end with 503, since no other instance can encode."""
-    return outcome.question.kind is Kind.PICTURE and outcome.end is End.ERROR and outcome.error == "unavailable"
+    """A question about a picture may end with an error of status 503, since no other instance can encode."""
+    is_error = outcome.end is End.ERROR and outcome.error in ("unavailable", "instance_lost")
+    return is_error and outcome.question.kind is Kind.PICTURE
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,14 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "kill-frontend", "kill -9 of the frontend: its connections end, and their clients ask again", "1E1PD",
         signals(signal.SIGKILL, "frontend"), _limit(PER_LOSS), retries=True,
+    ),
+    Fault(
+        "drain-frontend", "SIGTERM (drain) of the frontend: it answers, and the next one takes over", "1E1PD",
+        signals(signal.SIGTERM, "frontend"), _limit(PER_DRAIN),
+    ),
+    Fault(
+        "stop-frontend", f"SIGSTOP of the frontend for {STOPPED_SECONDS:g} s", "1E1PD", stands_still("frontend"),
+        _limit(STOPPED_SECONDS + PER_LOSS),
     ),
     Fault(
         "kill-only-e", "kill -9 of the only E: texts go on, pictures wait for its restart", "1E1PD",
