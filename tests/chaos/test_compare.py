@@ -1,14 +1,14 @@
 """What the comparison of two runs finds, and how it is shown."""
 
 import signal
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from triptych.chaos import report
-from triptych.chaos.faults import FAULTS, Fault, Load, may_lack_encoder, nothing, signals
+from triptych.chaos.faults import FAULTS, Fault, Workload, may_lack_encoder, nothing, signals
 from triptych.chaos.load import End, Kind, Outcome, Question
 from triptych.chaos.measure import compare, percentile
 from triptych.chaos.pictures import picture
@@ -84,13 +84,13 @@ def test_faults_are_well_formed() -> None:
 
 
 def test_a_load_asks_each_question_once() -> None:
-    questions = Load(pictures=3, texts=2, leaving=10).questions(2.0)
+    questions = Workload(pictures=3, texts=2, leaving=10).questions(2.0)
     assert sorted(one.number for one in questions) == list(range(15))
     leaving = [one.leaves_after for one in questions if one.leaves_after is not None]
     assert len(leaving) == 10
     assert 0 < min(leaving) < max(leaving) <= 2.0
-    assert Load(64, 0, 1000).scaled(0.25) == Load(16, 0, 250)
-    assert Load(4, 1).scaled(0.1) == Load(1, 1)
+    assert Workload(64, 0, 1000).scaled(0.25) == Workload(16, 0, 250)
+    assert Workload(4, 1).scaled(0.1) == Workload(1, 1)
 
 
 def test_pictures_are_unique_files() -> None:

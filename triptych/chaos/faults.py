@@ -27,7 +27,7 @@ Act = Callable[[Target], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """What is asked during a fault, all of it at once unless ``concurrency`` is given."""
 
     pictures: int = NUM_REQUESTS
@@ -38,10 +38,10 @@ class Load:
     concurrency: int = 0
     """Requests at a time; 0 for all at once."""
 
-    def scaled(self, factor: float) -> "Load":
+    def scaled(self, factor: float) -> "Workload":
         """Return a load with that many times the requests, at least one of each kind that it has."""
         counts = [max(1, round(count * factor)) if count else 0 for count in (self.pictures, self.texts, self.leaving)]
-        return Load(*counts, concurrency=self.concurrency)
+        return Workload(*counts, concurrency=self.concurrency)
 
     def questions(self, seconds: float) -> list[Question]:
         """Return the questions, in the order in which they are sent. Clients that disconnect do so within
@@ -84,7 +84,7 @@ class Fault:
     act: Act
     limits: Mapping[Kind, float]
     """Seconds that may be added to the 99th percentile, by kind of question. A kind without a limit isn't compared."""
-    load: Load = field(default_factory=Load)
+    load: Workload = field(default_factory=Workload)
     at: float = 0.3
     """When it happens, as a share of the time that the same questions took without it."""
     may_fail: Callable[[Outcome], bool] = must_answer
@@ -193,11 +193,11 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "kill-only-e", "kill -9 of the only E: texts go on, pictures wait for its restart", "1E1PD",
         signals(signal.SIGKILL, "e0"), {Kind.TEXT: PER_DRAIN, Kind.PICTURE: PER_RESTART},
-        Load(pictures=NUM_REQUESTS // 2, texts=NUM_REQUESTS // 2), may_fail=may_lack_encoder,
+        Workload(pictures=NUM_REQUESTS // 2, texts=NUM_REQUESTS // 2), may_fail=may_lack_encoder,
     ),
-    Fault("burst", "200 pictures at once on one E", "1E1PD", nothing, {}, Load(pictures=200)),
+    Fault("burst", "200 pictures at once on one E", "1E1PD", nothing, {}, Workload(pictures=200)),
     Fault(
-        "disconnects", "1,000 clients disconnect at random phases", "1E1PD", nothing, {}, Load(leaving=1000,
+        "disconnects", "1,000 clients disconnect at random phases", "1E1PD", nothing, {}, Workload(leaving=1000,
         concurrency=NUM_REQUESTS),
     ),
 )  # fmt: skip

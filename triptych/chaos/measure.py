@@ -31,7 +31,7 @@ CALM_CONCURRENCY = 16
 
 
 @dataclass
-class Result:
+class FaultResult:
     """What a fault did."""
 
     fault: Fault
@@ -62,14 +62,14 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def compare(fault: Fault, calm: list[Outcome], outcomes: list[Outcome], marks: list[Mark]) -> Result:
+def compare(fault: Fault, calm: list[Outcome], outcomes: list[Outcome], marks: list[Mark]) -> FaultResult:
     """Return what a fault did to the answers and to their times."""
     right = {one.question.number: one.text for one in calm if one.end is End.WHOLE}
     waited = [one for one in outcomes if one.question.leaves_after is None]
     lost = [one for one in waited if one.end is not End.WHOLE and not fault.may_fail(one)]
     whole = [one for one in waited if one.end is End.WHOLE]
     wrong = [one for one in whole if one.text != right.get(one.question.number)]
-    result = Result(fault, calm, outcomes, marks, lost, wrong)
+    result = FaultResult(fault, calm, outcomes, marks, lost, wrong)
     if lost:
         result.failures.append(f"{len(lost)} lost: {_summary(one.error or one.end for one in lost)}")
     if wrong:
@@ -102,7 +102,7 @@ class Bench:
     """Called with each line that the service's processes write."""
 
 
-async def run_faults(bench: Bench, faults: Sequence[Fault], done: Callable[[Result], None]) -> list[Result]:
+async def run_faults(bench: Bench, faults: Sequence[Fault], done: Callable[[FaultResult], None]) -> list[FaultResult]:
     """Run the faults, one service for those in sequence that need the same one. ``done`` is called after each. Raises
     StartError when a service can't be started."""
     results = []
@@ -127,7 +127,7 @@ async def _service(bench: Bench, topology: str, settings: Mapping[str, Any]) -> 
         yield service
 
 
-async def _run_one(bench: Bench, service: LocalService, fault: Fault) -> Result:
+async def _run_one(bench: Bench, service: LocalService, fault: Fault) -> FaultResult:
     """Run a fault between two runs without it: one to compare with, and one after which nothing more may be held."""
     load = fault.load.scaled(bench.num_requests / NUM_REQUESTS)
     target = Target(os.getpid())

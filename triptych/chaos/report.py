@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from triptych.chaos.load import Kind
-from triptych.chaos.measure import Result, percentile
+from triptych.chaos.measure import FaultResult, percentile
 from triptych.chaos.plot import latency_plot
 
 HEADINGS = (
@@ -17,7 +17,7 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def write(results: Sequence[Result], page: Path, command: str) -> None:
+def write(results: Sequence[FaultResult], page: Path, command: str) -> None:
     """Write the page, and the drawings into a folder beside it. Raises OSError."""
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
@@ -28,13 +28,13 @@ def write(results: Sequence[Result], page: Path, command: str) -> None:
     page.write_text("\n".join(_page(results, folder.name, command)) + "\n")
 
 
-def line(result: Result) -> str:
+def line(result: FaultResult) -> str:
     """Return one line about a result, for a terminal."""
     said = "; ".join(result.failures) or "holds"
     return f"{result.fault.name} ({result.fault.topology}): added p99 {_added(result)} s: {said}"
 
 
-def _page(results: Sequence[Result], folder: str, command: str) -> Iterator[str]:
+def _page(results: Sequence[FaultResult], folder: str, command: str) -> Iterator[str]:
     failed = sum(bool(result.failures) for result in results)
     yield "# Faults under load\n"
     now = datetime.datetime.now(datetime.UTC)
@@ -55,7 +55,7 @@ def _page(results: Sequence[Result], folder: str, command: str) -> Iterator[str]
         yield from (f"\n- {failure}" for failure in result.failures)
 
 
-def _cells(result: Result, folder: str) -> Iterator[str]:
+def _cells(result: FaultResult, folder: str) -> Iterator[str]:
     fault = result.fault
     yield f"[{fault.title}]({folder}/{fault.name}.svg)"
     yield fault.topology
@@ -69,12 +69,12 @@ def _cells(result: Result, folder: str) -> Iterator[str]:
     yield "holds" if not result.failures else "**fails**: " + re.sub(r"\|", "/", "; ".join(result.failures))
 
 
-def _p99(result: Result, kind: Kind) -> float:
+def _p99(result: FaultResult, kind: Kind) -> float:
     seconds = [one.seconds for one in result.outcomes if one.question.kind is kind and one.end == "whole"]
     return percentile(seconds, 0.99) if seconds else math.nan
 
 
-def _added(result: Result) -> str:
+def _added(result: FaultResult) -> str:
     return _by_kind({kind: result.added_p99(kind) for kind in Kind})
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from triptych.chaos import report
 from triptych.chaos.faults import FAULTS, NUM_REQUESTS, Fault
-from triptych.chaos.measure import Bench, Result, run_faults
+from triptych.chaos.measure import Bench, FaultResult, run_faults
 from triptych.cli import flags
 from triptych.errors import ConfigError, StartError
 from triptych.observe.machine import pin_to_cores
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     kept: list[str] = []
     bench = Bench(config, name, arguments.requests, _print_error if arguments.verbose else kept.append)
 
-    def done(result: Result) -> None:
+    def done(result: FaultResult) -> None:
         console.print(report.line(result), markup=False, highlight=False)
         if result.failures:
             _keep_log(arguments.report, result.fault, kept)
