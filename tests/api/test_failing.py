@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.support.serving import CHAT, Served, image, image_part, served, wait_
 from triptych.config import ItemLimits
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
-from triptych.messages.work import Deregister
+from triptych.messages.work import Deregister, RegisterAgain
+from triptych.server.instance import Instance
 
 
 @pytest.fixture
@@ -126,20 +128,22 @@ def test_a_declared_length_is_refused_before_the_body_arrives(small: Served) -> 
 
 def test_without_an_encoder_text_is_served_and_images_are_not(small: Served) -> None:
     frontend, (encoder, language) = small.running.frontend, small.running.instances
-    _leave(small, encoder.channel.address)
-    response = small.post([image_part()])
-    the_error(response, 503, None, "unavailable")
-    the_error(small.post([image_part(b"no image")]), 503, None, "unavailable")
-    assert "retry-after" in response.headers
-    assert small.text()
-    with small.client() as client:
-        assert client.get("/ready").status_code == 503
-        assert client.get("/health").status_code == 200
+    with _not_registering_again(encoder):
+        _leave(small, encoder.channel.address)
+        response = small.post([image_part()])
+        the_error(response, 503, None, "unavailable")
+        the_error(small.post([image_part(b"no image")]), 503, None, "unavailable")
+        assert "retry-after" in response.headers
+        assert small.text()
+        with small.client() as client:
+            assert client.get("/ready").status_code == 503
+            assert client.get("/health").status_code == 200
     # the encoder's next heartbeat brings it back
     wait_for(lambda: len(frontend.router.membership) == 2)
     assert small.text([image_part()])
-    _leave(small, language.channel.address)
-    the_error(small.post(), 503, None, "unavailable")
+    with _not_registering_again(language):
+        _leave(small, language.channel.address)
+        the_error(small.post(), 503, None, "unavailable")
     wait_for(lambda: len(frontend.router.membership) == 2)
 
 
@@ -199,6 +203,17 @@ def test_ending_the_service_ends_streams_with_an_error_event(folder: Path) -> No
         idle.get("/health")
     idle.close()
     busy.close()
+
+
+@contextmanager
+def _not_registering_again(instance: Instance) -> Iterator[None]:
+    """An instance ignores that the frontend asks it to register again."""
+    again = (RegisterAgain, None)
+    handler, instance.handlers[again] = instance.handlers[again], lambda _: None
+    try:
+        yield
+    finally:
+        instance.handlers[again] = handler
 
 
 def _leave(service: Served, address: Any) -> None:
