@@ -89,8 +89,8 @@ def test_a_load_asks_each_question_once() -> None:
     leaving = [one.leaves_after for one in questions if one.leaves_after is not None]
     assert len(leaving) == 10
     assert 0 < min(leaving) < max(leaving) <= 2.0
-    assert Workload(64, 0, 1000).scaled(0.25) == Workload(16, 0, 250)
-    assert Workload(4, 1).scaled(0.1) == Workload(1, 1)
+    assert Workload(64, 0, 1000, 64).scaled(0.25) == Workload(16, 0, 250, 16)
+    assert Workload(4, 1, 0, 4).scaled(0.1) == Workload(1, 1, 0, 1)
 
 
 def test_pictures_are_unique_files() -> None:

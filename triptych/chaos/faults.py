@@ -21,6 +21,9 @@ PER_DRAIN = 1.0
 PER_RESTART = 30.0
 """Seconds that the restart of a stage's only instance may add to the requests that need it."""
 NUM_REQUESTS = 64
+"""Requests at once."""
+ROUNDS = 2
+"""Questions that each client asks, one after the other: the second ones arrive during or after the fault."""
 
 Act = Callable[[Target], Awaitable[None]]
 """Does the fault, while requests are under way."""
@@ -28,20 +31,20 @@ Act = Callable[[Target], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked during a fault, all of it at once unless ``concurrency`` is given."""
+    """What is asked during a fault."""
 
-    pictures: int = NUM_REQUESTS
+    pictures: int = ROUNDS * NUM_REQUESTS
     """Questions about a picture, each another one."""
     texts: int = 0
     leaving: int = 0
     """Further questions about pictures whose clients disconnect after a random time."""
-    concurrency: int = 0
-    """Requests at a time; 0 for all at once."""
+    concurrency: int = NUM_REQUESTS
+    """Requests at once; each further one is sent when an earlier one ends."""
 
     def scaled(self, factor: float) -> "Workload":
         """Return a load with that many times the requests, at least one of each kind that it has."""
-        counts = [max(1, round(count * factor)) if count else 0 for count in (self.pictures, self.texts, self.leaving)]
-        return Workload(*counts, concurrency=self.concurrency)
+        counts = (self.pictures, self.texts, self.leaving, self.concurrency)
+        return Workload(*(max(1, round(count * factor)) if count else 0 for count in counts))
 
     def questions(self, seconds: float) -> list[Question]:
         """Return the questions, in the order in which they are sent. Clients that disconnect do so within
@@ -193,12 +196,11 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "kill-only-e", "kill -9 of the only E: texts go on, pictures wait for its restart", "1E1PD",
         signals(signal.SIGKILL, "e0"), {Kind.TEXT: PER_DRAIN, Kind.PICTURE: PER_RESTART},
-        Workload(pictures=NUM_REQUESTS // 2, texts=NUM_REQUESTS // 2), may_fail=may_lack_encoder,
+        Workload(pictures=NUM_REQUESTS, texts=NUM_REQUESTS), may_fail=may_lack_encoder,
     ),
-    Fault("burst", "200 pictures at once on one E", "1E1PD", nothing, {}, Workload(pictures=200)),
+    Fault("burst", "200 pictures at once on one E", "1E1PD", nothing, {}, Workload(pictures=200, concurrency=200)),
     Fault(
-        "disconnects", "1,000 clients disconnect at random phases", "1E1PD", nothing, {}, Workload(leaving=1000,
-        concurrency=NUM_REQUESTS),
+        "disconnects", "1,000 clients disconnect at random phases", "1E1PD", nothing, {}, Workload(NUM_REQUESTS, leaving=1000),
     ),
 )  # fmt: skip
 """All faults, by topology, so that faults of the same one can share a service."""

@@ -1,4 +1,4 @@
-"""Sends questions to a service over HTTP, all at once or a few at a time, and records what came when."""
+"""Sends questions to a service over HTTP, many at once, and records what came when."""
 
 import asyncio
 import json
@@ -100,8 +100,8 @@ class Client:
 
     url: str
     model: str
-    concurrency: int = 0
-    """Requests at a time; 0 for all at once."""
+    concurrency: int
+    """Requests at once; each further one is sent when an earlier one ends."""
     retries: bool = False
     """Whether a client whose connection ends asks again."""
 
@@ -121,7 +121,7 @@ class _Run:
 async def send(client: Client, questions: Sequence[Question], salt: str) -> list[Outcome]:
     """Send all questions and return their outcomes, in the same order. ``salt`` must differ from that of earlier runs,
     so that nothing that they left in a cache is used."""
-    slots = asyncio.Semaphore(client.concurrency or len(questions))
+    slots = asyncio.Semaphore(client.concurrency)
     bodies = [question.body(client.model, salt) for question in questions]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=client.url, trust_env=False, timeout=None, limits=limits) as http:

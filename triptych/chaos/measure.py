@@ -27,7 +27,7 @@ RETURN_TIMEOUT = 15.0
 """Seconds after the last answer in which what was held must be released."""
 POLL_SECONDS = 0.1
 CALM_CONCURRENCY = 16
-"""Requests at a time where no latency is compared."""
+"""Requests at once where no latency is compared."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Bench:
     model: str
     """The model's name in requests."""
     num_requests: int = NUM_REQUESTS
-    """Requests where a fault's load has ``NUM_REQUESTS``; others grow in proportion."""
+    """Requests at once where a fault's load has ``NUM_REQUESTS``; all its numbers are in proportion."""
     show: Print = print
     """Called with each line that the service's processes write."""
 
@@ -182,7 +182,7 @@ async def _warm_up(bench: Bench, service: LocalService) -> None:
     """Let every instance connect to the others and use its memory for the first time."""
     questions = [Question(number, kind) for kind in Kind for number in range(CALM_CONCURRENCY)]
     for _ in range(2):
-        answered = await send(Client(service.url, bench.model), questions, _salt())
+        answered = await send(Client(service.url, bench.model, len(questions)), questions, _salt())
         if failed := [one for one in answered if one.end is not End.WHOLE]:
             reasons = _summary(one.error or one.end for one in failed)
             raise StartError(f"the service doesn't answer without any fault: {reasons}")

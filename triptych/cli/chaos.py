@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=int,
         default=NUM_REQUESTS,
-        help=f"requests at once, at least {MIN_REQUESTS}; larger loads grow in proportion (default: {NUM_REQUESTS})",
+        help=f"requests at once, at least {MIN_REQUESTS}; all loads are in proportion (default: {NUM_REQUESTS})",
     )
     parser.add_argument(
         "--repeat",
