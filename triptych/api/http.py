@@ -41,6 +41,14 @@ class BoundedHttp(HttpToolsProtocol):
             self._half_closed = HalfCloseWatcher(self.transport, self._may_write)
         return True
 
+    def end_soon(self) -> bool:
+        """Close the connection once its request is answered, at once if none is being answered. Return False, and do
+        nothing, while its first request hasn't begun: its client would get no answer at all."""
+        if self.cycle is None:
+            return False
+        self.shutdown()
+        return True
+
     def _may_write(self) -> bool:
         return not (self.pipeline or self.cycle.response_started or self.flow.write_paused)
 

@@ -187,7 +187,7 @@ FAULTS: Sequence[Fault] = (
     ),
     Fault(
         "drain-frontend", "SIGTERM (drain) of the frontend: it answers, and the next one takes over", "1E1PD",
-        signals(signal.SIGTERM, "frontend"), _limit(PER_DRAIN),
+        signals(signal.SIGTERM, "frontend"), _limit(PER_LOSS),
     ),
     Fault(
         "stop-frontend", f"SIGSTOP of the frontend for {STOPPED_SECONDS:g} s", "1E1PD", stands_still("frontend"),
@@ -200,7 +200,8 @@ FAULTS: Sequence[Fault] = (
     ),
     Fault("burst", "200 pictures at once on one E", "1E1PD", nothing, {}, Workload(pictures=200, concurrency=200)),
     Fault(
-        "disconnects", "1,000 clients disconnect at random phases", "1E1PD", nothing, {}, Workload(NUM_REQUESTS, leaving=1000),
+        "disconnects", "1,000 clients disconnect at random phases", "1E1PD", nothing, {},
+        Workload(NUM_REQUESTS, leaving=1000),
     ),
 )  # fmt: skip
 """All faults, by topology, so that faults of the same one can share a service."""

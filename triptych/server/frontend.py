@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 TICK = 0.1
 """Seconds between two checks of leases and deadlines."""
+FIRST_REQUEST_SECONDS = 1.0
+"""Seconds that a frontend with a successor waits for the first requests of connections that it has accepted."""
 LAST_RESPONSES = 1
 """Seconds for responses to reach their clients at shutdown."""
 
@@ -174,13 +177,30 @@ class Frontend:
             self._log.close()
 
     async def drain(self) -> None:
-        """Stop admitting requests, and wait for those that run, up to the drain timeout."""
-        self.router.draining = True
+        """Wait for the requests that run, up to the drain timeout, and take no further ones. They are rejected when the
+        service ends, and left to the successor when the supervisor starts this frontend again."""
+        self._take_messages()  # the supervisor may just have reported that the service ends
+        has_successor = self._supervised and not self.router.launcher_view.stopping
+        if has_successor:
+            for server in self._server.servers:
+                server.close()  # the supervisor's socket lets connections wait
+        else:
+            self.router.draining = True
+        silence_ends = time.monotonic() + FIRST_REQUEST_SECONDS
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.lease.drain_timeout):
-                # a request may have ended while the HTTP server is still sending its response
-                while self.router.num_requests or self._server.server_state.tasks:
+                while True:
+                    silent = has_successor and self._end_connections() and time.monotonic() < silence_ends
+                    # a request may have ended while the HTTP server is still sending its response
+                    if not (silent or self.router.num_requests or self._server.server_state.tasks):
+                        return
                     await asyncio.sleep(TICK / 2)
+
+    def _end_connections(self) -> bool:
+        """Close connections once their requests are answered. Return whether some haven't sent one yet."""
+        connections = [one for one in self._server.server_state.connections if isinstance(one, BoundedHttp)]
+        silent = [connection for connection in connections if not connection.end_soon()]
+        return bool(silent)
 
     def _take_messages(self) -> None:
         for message in self.channel.drain():
