@@ -3,6 +3,7 @@
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,9 +19,9 @@ from triptych.topology import Topology
 FAULT = Fault("kill-e", "kill -9 of E", "1E1PD", nothing, {Kind.PICTURE: 3.0})
 
 
-def outcome(number: int, seconds: float = 1.0, **fields: object) -> Outcome:
+def outcome(number: int, seconds: float = 1.0, **fields: Any) -> Outcome:
     made = Outcome(Question(number, Kind.PICTURE), 0.0, End.WHOLE, seconds / 2, seconds, status=200, text=f"a {number}")
-    return replace(made, **fields)  # type: ignore[arg-type]
+    return replace(made, **fields)
 
 
 CALM = [outcome(number) for number in range(4)]
@@ -42,7 +43,7 @@ def test_a_run_like_the_one_without_the_fault_holds() -> None:
         ({"ended": 4.5}, "p99 of pictures + 3.5 s exceeds 3 s"),
     ],
 )
-def test_what_does_not_hold_is_named(fields: dict[str, object], failure: str) -> None:
+def test_what_does_not_hold_is_named(fields: dict[str, Any], failure: str) -> None:
     outcomes = [outcome(0, **fields), *(outcome(number) for number in range(1, 4))]
     assert compare(FAULT, CALM, outcomes, []).failures == [failure]
 
@@ -50,8 +51,8 @@ def test_what_does_not_hold_is_named(fields: dict[str, object], failure: str) ->
 def test_only_what_a_fault_allows_may_fail() -> None:
     fault = replace(FAULT, may_fail=may_lack_encoder)
     text = replace(outcome(1), question=Question(1, Kind.TEXT))
-    failed = {"end": End.ERROR, "error": "unavailable"}
-    result = compare(fault, CALM, [outcome(0, **failed), replace(text, **failed)], [])  # type: ignore[arg-type]
+    failed: dict[str, Any] = {"end": End.ERROR, "error": "unavailable"}
+    result = compare(fault, CALM, [outcome(0, **failed), replace(text, **failed)], [])
     assert [one.question.number for one in result.lost] == [1]
     assert result.num_allowed == 1
     assert compare(fault, CALM, [outcome(0, text="no picture")], []).wrong, "an answer without the picture is wrong"

@@ -44,10 +44,10 @@ class BoundedHttp(HttpToolsProtocol):
     def end_soon(self) -> bool:
         """Close the connection once its request is answered, at once if none is being answered. Return False, and do
         nothing, while its first request hasn't begun: its client would get no answer at all."""
-        if self.cycle is None:
-            return False
-        self.shutdown()
-        return True
+        has_begun = bool(self.cycle)
+        if has_begun:
+            self.shutdown()
+        return has_begun
 
     def _may_write(self) -> bool:
         return not (self.pipeline or self.cycle.response_started or self.flow.write_paused)

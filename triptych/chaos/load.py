@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import httpx
 
@@ -186,7 +187,7 @@ async def _attempt(run: _Run, outcome: Outcome, body: bytes) -> None:
     raise httpx.RemoteProtocolError("the stream ended early")
 
 
-async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, object] | None]:
+async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
     """Yield the stream's objects, then None if it ends as it must."""
     async for line in response.aiter_lines():
         if line == "data: [DONE]":
@@ -196,7 +197,5 @@ async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, object] |
             yield json.loads(line.removeprefix("data: "))
 
 
-def _code(body: dict[str, object]) -> str:
-    error = body["error"]
-    assert isinstance(error, dict)
-    return str(error["code"])
+def _code(body: dict[str, Any]) -> str:
+    return str(body["error"]["code"])

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +105,7 @@ async def _busy(url: str) -> dict[str, float]:
             text = (await http.get("/metrics")).text
     except httpx.TransportError as error:
         return {f"no metrics: {type(error).__name__}": 1.0}
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if (name := sample.name.removeprefix(PREFIX)) in ZERO_WHEN_IDLE and sample.value:
