@@ -6,7 +6,9 @@ from html import escape
 from triptych.chaos.load import End, Outcome
 from triptych.chaos.target import Mark
 
-WIDTH, MARGIN, TOP, ROW = 860, 44, 56, 5
+WIDTH, MARGIN, TOP = 860, 44, 56
+ROW, MAX_ROWS_HEIGHT = 5.0, 640.0
+"""Height of a request's line, and of all of them together, at most."""
 FONT = "font-family='system-ui, sans-serif' font-size='12'"
 INK, GRID, WAITING, ANSWERING, FAILED, CALM, MARKED = (
     "#1f2937", "#e5e7eb", "#cbd5e1", "#4f46e5", "#dc2626", "#16a34a", "#d97706",
@@ -22,14 +24,15 @@ def latency_plot(title: str, calm: Iterable[Outcome], outcomes: Sequence[Outcome
     shown = sorted(outcomes, key=lambda one: one.ended)
     usual = sorted(one.ended for one in calm)
     seconds = max([one.ended for one in shown] + usual + [0.1]) * 1.02
-    height = TOP + ROW * len(shown) + 40
+    row = min(ROW, MAX_ROWS_HEIGHT / max(1, len(shown)))
+    height = round(TOP + row * len(shown) + 40)
     scale = (WIDTH - 2 * MARGIN) / seconds
     step = next((tick for tick in TICKS if seconds / tick <= MAX_TICKS), TICKS[-1])
     parts = [*_axis(seconds, step, scale, height), *_legend(title)]
     for index, one in enumerate(shown):
-        parts += _request(one, TOP + ROW * index, scale)
+        parts += _request(one, TOP + row * index, scale, 0.8 * row)
     points = " ".join(
-        f"{MARGIN + end * scale:.1f},{TOP + ROW * len(shown) * (index + 0.5) / len(usual):.1f}"
+        f"{MARGIN + end * scale:.1f},{TOP + row * len(shown) * (index + 0.5) / len(usual):.1f}"
         for index, end in enumerate(usual)
     )
     parts.append(f"<polyline points='{points}' fill='none' stroke='{CALM}' stroke-width='1.5'/>")
@@ -42,17 +45,13 @@ def latency_plot(title: str, calm: Iterable[Outcome], outcomes: Sequence[Outcome
     )
 
 
-def _request(one: Outcome, y: float, scale: float) -> Iterator[str]:
+def _request(one: Outcome, y: float, scale: float, height: float) -> Iterator[str]:
     begun = one.ended if one.first_token is None else one.first_token
     ended_well = one.end in (End.WHOLE, End.LEFT)
-    yield _line(one.sent, begun, y, WAITING if ended_well else FAILED, scale)
-    if begun < one.ended:
-        yield _line(begun, one.ended, y, ANSWERING if ended_well else FAILED, scale)
-
-
-def _line(start: float, end: float, y: float, colour: str, scale: float) -> str:
-    x, length = MARGIN + start * scale, max(0.5, (end - start) * scale)
-    return f"<rect x='{x:.1f}' y='{y}' width='{length:.1f}' height='{ROW - 1}' fill='{colour}'/>"
+    for start, end, usual in ((one.sent, begun, WAITING), (begun, one.ended, ANSWERING)):
+        if end > start:
+            x, length, colour = MARGIN + start * scale, (end - start) * scale, usual if ended_well else FAILED
+            yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{length:.1f}' height='{height:.1f}' fill='{colour}'/>"
 
 
 def _marks(marks: Iterable[Mark], scale: float, seconds: float, height: int) -> Iterator[str]:
