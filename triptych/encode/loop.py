@@ -348,7 +348,9 @@ class EncodeLoop:
             self._scheduler.slice_ended(job, job.slice_seconds)
             if not self._is_active(job):
                 continue
-            if error := future.exception():
+            if isinstance(error := future.exception(), MemoryError):
+                raise error  # which ends the instance: it would fail item after item, each only after a while
+            if error:
                 self._fail(job, error)
                 continue
             for part in future.result():

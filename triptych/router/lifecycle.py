@@ -207,7 +207,7 @@ class RequestLifecycle:
             request = self.admission.next(functools.partial(self._has_room, rooms))
             if request is None:
                 return
-            instance = least_outstanding(self._room_for(request, rooms))
+            instance = least_outstanding(self._with_room(rooms, request))
             assert instance is not None
             self._dispatch(request, instance)
 
@@ -217,9 +217,9 @@ class RequestLifecycle:
         return {True: [lease for lease in ready if lease.has_stalling_room], False: ready}
 
     def _has_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> bool:
-        return bool(self._room_for(state, rooms))
+        return bool(self._with_room(rooms, state))
 
-    def _room_for(self, state: RequestState, rooms: dict[bool, list[InstanceLease]]) -> list[InstanceLease]:
+    def _with_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> list[InstanceLease]:
         """Return the instances that have room for a request. One that is to be tried goes where no other is."""
         having_room = rooms[state.may_stall]
         if state.losses < MAX_LOSSES - 1:

@@ -266,6 +266,9 @@ class Instance:
         try:
             for loop in self.loops:
                 loop.advance()
+        except MemoryError:
+            log.error("this instance has no memory left; exiting")
+            raise
         except Exception:
             log.exception("this instance failed; aborting the work in flight")
             self._failures.append(time.monotonic())
