@@ -477,7 +477,7 @@ STEPS: dict[str, Callable[[RouterHarness, TokenStream], object]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(data: st.DataObject) -> None:
     harness = harness_of(E0, E1, PD0, PD1, max_num_seqs=1, encode_batch_patches=1, max_queue=12)

@@ -428,7 +428,7 @@ ENDINGS: list[Callable[[RouterHarness, TokenStream], None]] = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_costs_settle_to_zero_however_requests_end(data: st.DataObject) -> None:
     harness = RouterHarness(E0, E1, PD0, PD1)
