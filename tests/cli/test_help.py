@@ -113,6 +113,8 @@ def test_numbers_have_units() -> None:
         (["bench"], "triptych bench: the following arguments are required: BENCH"),
         (["bench", "fly"], "triptych bench: argument BENCH: invalid choice: 'fly'"),
         (["bench", "transfer", "--fabric", "rdma"], "triptych bench transfer: argument --fabric: invalid choice"),
+        (["chaos"], "triptych chaos: the following arguments are required: MODEL"),
+        (["chaos", "demo", "--requests", "many"], "triptych chaos: argument --requests: invalid int value: 'many'"),
         (["bench", "transfer", "--quik"], "triptych bench transfer: there is no --quik"),
     ],
 )

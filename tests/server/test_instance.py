@@ -23,6 +23,7 @@ from triptych.messages.work import (
     ChangeRole,
     Deregister,
     Draining,
+    Generate,
     HandBack,
     Heartbeat,
     PeerLost,
@@ -31,6 +32,7 @@ from triptych.messages.work import (
     Registered,
     RegistrationRefused,
     RoleKept,
+    SamplingParams,
     Stop,
 )
 from triptych.server import instance as instances
@@ -59,7 +61,7 @@ class Recorder:
 
     @property
     def handlers(self) -> Handlers:
-        return {Cancel: self._on_cancel}
+        return {Cancel: self._on_cancel, Generate: self.received.append}
 
     def _on_cancel(self, message: Cancel) -> None:
         self.received.append(message)
@@ -201,6 +203,10 @@ def cancel(name: str) -> Cancel:
     return Cancel(RequestId(name))
 
 
+def work(name: str, owner: Address) -> Generate:
+    return Generate(RequestId(name), [1], b"", 1, [], SamplingParams(max_tokens=1), [], owner)
+
+
 def once(work: Callable[[], object]) -> Callable[[], object]:
     """The work, the first time only."""
     left = [work]
@@ -255,6 +261,19 @@ def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callab
     harness.send(harness.registered(), harness.register_again, cancel("very last"))
     _until(lambda: cancel("very last") in harness.loop.received)
     assert harness.loop.received.count(harness.channel.address) == 2, "a new lease that is lost is another matter"
+
+
+def test_work_of_a_lease_that_was_lost_is_dropped(start: Callable[..., InstanceHarness]) -> None:
+    """A process that was stopped may read it only after it has given up all that it worked on."""
+    harness = start()
+    harness.join()
+    frontend = harness.channel.address
+    before, other, after = work("before", frontend), work("other", Address("tcp://another")), work("after", frontend)
+    harness.send(harness.register_again, before)
+    harness.await_count(Register, 2)
+    harness.send(harness.registered(), other, after)
+    _until(lambda: after in harness.loop.received)
+    assert harness.loop.received == [harness.channel.address, after]
 
 
 def test_a_registration_that_is_not_answered_is_repeated(start: Callable[..., InstanceHarness]) -> None:
@@ -482,7 +501,7 @@ def test_a_drain_finishes_the_work_and_hands_back_what_has_not_begun(start: Call
     harness.await_count(HandBack, 1)
     drains = [message for message in harness.received if isinstance(message, Draining | HandBack)]
     assert drains == [Draining(address), loop.given[harness.channel.address]]
-    assert harness.instance.pulse.why_not_ready() == "draining"
+    _until(lambda: harness.instance.pulse.why_not_ready() == "draining")
     harness.send(cancel("still here"), harness.change_role(Role.P))
     harness.await_count(RoleKept, 1)
     assert RoleKept(address, "it is draining") in harness.received

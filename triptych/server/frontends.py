@@ -103,6 +103,10 @@ class Frontends:
         """Whether any frontend holds a lease."""
         return bool(self._held)
 
+    def holds(self, address: Address) -> bool:
+        """Return whether the frontend at that address holds a lease."""
+        return any(one.lease.address == address for one in self._held)
+
     @property
     def ended(self) -> bool:
         """Whether every frontend has said that it ends."""

@@ -25,7 +25,10 @@ from triptych.messages.work import (
     ChangeRole,
     ChangingRole,
     Draining,
+    Encode,
+    Generate,
     PeerLost,
+    Prefill,
     Register,
     RoleKept,
     Stop,
@@ -337,6 +340,11 @@ class Instance:
         if handler is None:
             log.warning("%s is not for a %s instance", type(message).__name__, self.role)
             return
+        if (owner := _owner(message)) and not self.frontends.holds(owner):
+            # sent before the lease was lost, and read after it, as by a process that was stopped: that frontend won't
+            # cancel it, since it has given the request to another instance
+            log.info("dropped %s: it is of a lease that was lost", type(message).__name__)
+            return
         try:
             handler(message)
         except StartError:
@@ -384,3 +392,14 @@ class Instance:
             loop.peer_lost(message)
         if self.frontends.peer_lost(message):
             self.channel.disconnect(message.address)
+
+
+def _owner(message: Message) -> Address | None:
+    """Return the frontend whose work a message is; None for other messages."""
+    match message:
+        case Generate() | Encode():
+            return message.reply_to
+        case Prefill():
+            return message.generate.reply_to
+        case _:
+            return None
