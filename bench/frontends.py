@@ -84,7 +84,9 @@ class Stub:
     def _answer(self, message: Generate) -> None:
         tokens = [WORD] * message.sampling.max_tokens
         try:
-            self._channel.send(message.reply_to, Tokens(message.request, tokens, finish_reason="length"))
+            self._channel.send(
+                message.reply_to, Tokens(message.request, tokens, len(message.generated), finish_reason="length")
+            )
         except TriptychError:
             return  # the frontend has ended
 

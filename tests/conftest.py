@@ -12,5 +12,5 @@ if not torch.cuda.is_available():
 pytest.register_assert_rewrite("tests.support")
 
 # how long one example takes says nothing on a machine that runs other tests at the same time
-hypothesis.settings.register_profile("without deadlines")
+hypothesis.settings.register_profile("without deadlines", deadline=None)
 hypothesis.settings.load_profile("without deadlines")
