@@ -193,7 +193,7 @@ class Frontends:
         if refused and (timed_out or len(refused) == len(self._all)):
             raise InstanceRefused(f"the frontend refuses this instance: {refused[0].lease.refusal}")
         if timed_out:
-            raise FrontendSilent(self._problem(self._all[0]))
+            raise FrontendSilent("; ".join(map(self._problem, self._all)))
         for one in self._all:
             if not (one.lease.held or self.leaving) and now >= one.remind_at:
                 one.remind_at = now + REMINDER_INTERVAL

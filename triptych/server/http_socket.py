@@ -15,10 +15,12 @@ def listen_all(http: HttpConfig) -> list[socket.socket]:
     them, also while no process accepts there. Raises StartError."""
     if http.frontends == 1:
         return [listen(http)]
+    # the first finds a free port; one that another service shares among its frontends is refused
     listeners = [listen(http, shared=True)]
+    bound = replace(http, port=listeners[0].getsockname()[1])
     try:
         for _ in range(http.frontends - 1):
-            listeners.append(listen(replace(http, port=listeners[0].getsockname()[1]), shared=True))
+            listeners.append(listen(bound, shared=True, joins=True))
     except StartError:
         for listener in listeners:
             listener.close()
@@ -26,19 +28,19 @@ def listen_all(http: HttpConfig) -> list[socket.socket]:
     return listeners
 
 
-def listen(http: HttpConfig, *, shared: bool = False) -> socket.socket:
-    """Return a socket that listens on the configured address, which other sockets of this user may have as well if it
-    is ``shared``. Raises StartError when that isn't possible."""
+def listen(http: HttpConfig, *, shared: bool = False, joins: bool = False) -> socket.socket:
+    """Return a socket that listens on the configured address. If it is ``shared``, others may join it there; one that
+    ``joins`` may be such another. Raises StartError when that isn't possible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise StartError(f"can't listen on {http.host!r}: {error.strerror}") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, joins)
         listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         # a port that another process has bound but doesn't yet listen on is only refused here
         listener.listen(BACKLOG)
     except OSError as error:
