@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.cluster.rollout import Finish, GiveUp, Replaceable, Replacing, Retire, Rollout, Start, Step, Wait
-from triptych.messages.work import LaunchState
+from triptych.messages.operations import LaunchState
 
 TIMEOUT = 30.0
 STAGES = {
