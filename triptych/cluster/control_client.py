@@ -10,7 +10,7 @@ from typing import Any
 
 from triptych.config import ClusterConfig, split_addresses
 from triptych.errors import BadAddress, ConfigError, FrontendSilent, StartError
-from triptych.messages.channel import Channel, endpoint
+from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.codec import Message
 from triptych.messages.operations import (
     GetStatus,
@@ -43,7 +43,7 @@ class ControlClient:
         self._control = control
         self._received: deque[Message] = deque()
         try:
-            self._frontends = [_endpoint(one) for one in split_addresses(control)]
+            self._frontends = [endpoint_of(one) for one in split_addresses(control)]
             self._channel = Channel(cluster.cluster_host, secret=cluster.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
@@ -112,8 +112,3 @@ class ControlClient:
             if (left := deadline - time.monotonic()) <= 0:
                 raise FrontendSilent(silence)
             self._received.extend(self._channel.receive(left))
-
-
-def _endpoint(control: str) -> Address:
-    host, _, port = control.rpartition(":")
-    return endpoint(host.strip("[]"), port)

@@ -29,8 +29,8 @@ class AdmissionConfig(Settings):
     )
     placement: str = setting(
         "affinity",
-        "how instances are chosen. affinity: the one that probably has the item, or the prompt's prefix, cached, unless "
-        "it has much more work than others; least-loaded: the one with the least work; round-robin: in turns",
+        "how instances are chosen. affinity: the one that probably has the item or the prefix cached, unless it "
+        "has much more work than others; least-loaded: the one with the least work; round-robin: in turns",
         choices=PLACEMENTS,
     )
     restart_hold: float = setting(
