@@ -65,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--requests {arguments.requests} is too small: at least {MIN_REQUESTS}")
     if arguments.repeat < 1:
         raise ConfigError(f"--repeat {arguments.repeat} is too small: at least 1")
-    _write([], arguments.report)  # rather refused now than after minutes
     faults = [again for fault in faults for again in fault.repeated(arguments.repeat)]
     config = flags.serve_config(arguments)
     pin_to_cores(config.engine.cpus.cores)
@@ -73,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0, "own_port": 0}))
     if not arguments.verbose:
         logging.getLogger("triptych").setLevel(logging.ERROR)
+    _write([], arguments.report)  # rather refused now than after minutes
     kept: list[str] = []
     bench = Bench(config, name, arguments.requests, _print_error if arguments.verbose else kept.append)
 
