@@ -29,7 +29,7 @@ from triptych.models.registry import family_of, resolve
 from triptych.transfer_bench.measure import machine
 
 CPU = torch.device("cpu")
-FORMATS = {"fp16": WEIGHT_FORMATS["auto"], "float32": WEIGHT_FORMATS["float32"], "int8": QUANTIZED_FORMATS["int8"]}
+FORMATS = {"fp16": WEIGHT_FORMATS["float16"], "float32": WEIGHT_FORMATS["float32"], "int8": QUANTIZED_FORMATS["int8"]}
 TOKENS = (1, 8)
 READ_BYTES = 2**28
 SIDE = 448

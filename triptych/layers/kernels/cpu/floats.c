@@ -6,18 +6,13 @@
  */
 #include <omp.h>
 
-#include "products.h"
-#include "vectors.h"
+#include "panels.h"
 
 #ifdef __AVX512F__
 #define TOKENS 12
 #else
 #define TOKENS 6
 #endif
-#define OUTPUTS FLOAT_OUTPUTS
-#define AHEAD 4096           /* prefetch distance in bytes of weights: hardware prefetchers stop at the end of a page */
-#define BLOCK 512            /* tokens multiplied by all weights before the next block: few enough to stay in the cache */
-#define AT_ONCE (512 * 1024) /* bytes of weights per task when there are few tokens */
 
 const int float_outputs = OUTPUTS;
 
@@ -27,14 +22,6 @@ typedef struct {
     float *output;
     int64_t stride, tokens;
 } Rows;
-
-/* Stores outputs of an incomplete panel. Not inlined, because hundreds of copies would take long to compile. */
-static __attribute__((noinline)) void keep_some(floats sum, const Linear *linear, float *outputs, int64_t first) {
-    int64_t left = linear->outputs - first;
-    if (left <= 0) return;
-    if (linear->bias) sum += load(linear->bias + first, left);
-    store(outputs + first, sum, left);
-}
 
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count,
@@ -57,21 +44,7 @@ inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int
             sums[token][1] += high * value;
         }
     }
-    int64_t output = panel * OUTPUTS;
-    int is_whole = output + OUTPUTS <= linear->outputs;
-    floats bias[2] = {};
-    if (is_whole && linear->bias) memcpy(bias, linear->bias + output, sizeof bias);
-#pragma GCC unroll 12
-    for (int token = 0; token < count; token++) {
-        float *outputs = rows->output + (first + token) * linear->outputs;
-        if (is_whole) {
-            *(floats *)(outputs + output) = sums[token][0] + bias[0];
-            *(floats *)(outputs + output + LANES) = sums[token][1] + bias[1];
-        } else {
-            keep_some(sums[token][0], linear, outputs, output);
-            keep_some(sums[token][1], linear, outputs, output + LANES);
-        }
-    }
+    keep(sums, linear, rows->output + first * linear->outputs, panel, count);
 }
 
 inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count,
@@ -108,7 +81,7 @@ void float_together(const Linear *linear, const float *input, int64_t stride, fl
                      tokens * (block + 1) / blocks - first};
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic, at_once) nowait
-        for (int64_t panel = 0; panel < (linear->outputs + OUTPUTS - 1) / OUTPUTS; panel++)
+        for (int64_t panel = 0; panel < panels_of(linear); panel++)
             multiply_panel(linear, &rows, panel);
     }
 #pragma omp barrier
