@@ -1,4 +1,4 @@
-"""A model in several weight formats: how long it takes to encode a picture, to prefill a prompt and to decode, as ratios
+"""A model in several weight formats: how long encoding, prefill and decoding take, as ratios
 to the first format, and how far its answers are from those in float32.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
