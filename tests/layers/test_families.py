@@ -111,7 +111,7 @@ def test_tower_rows_are_as_exact_as_transformers(
     if how == "without kernels":
         monkeypatch.setattr(native, "library", lambda: None)
         for found in ("pointwise.compiled_kernels", "attention.tower.paged_attention"):
-            monkeypatch.setattr(f"triptych.layers.{found}", lambda: None)
+            monkeypatch.setattr(f"triptych.layers.{found}", lambda *_: None)
     weights, dtype = (WEIGHT_FORMATS["bfloat16"], torch.bfloat16) if how == "in bfloat16" else (FP32, torch.float32)
     folder, grids = tiny(name, "published"), [item.grid for item in IMAGES]
     ours = torch.cat(load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU).encode(IMAGES))

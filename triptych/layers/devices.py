@@ -60,7 +60,10 @@ def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[s
         if (quantized := QUANTIZED_FORMATS.get(engine.quantization)) is None:
             return plain
         return replace(
-            quantized, pack_high_precision=plain.pack_high_precision, high_precision_dtype=plain.high_precision_dtype
+            quantized,
+            pack_high_precision=plain.pack_high_precision,
+            high_precision_dtype=plain.high_precision_dtype,
+            bf16_attention=plain.bf16_attention,
         )
     if engine.quantization != "none":
         raise ConfigError(f"--quantization {engine.quantization} is for CPUs only; this instance runs on {device}")
@@ -116,10 +119,11 @@ def _most_common(tensors: Mapping[str, TensorInfo]) -> str:
     return max(num_bytes, key=num_bytes.__getitem__, default="")
 
 
-def attention_for(device: torch.device) -> AttentionBackend:
-    """Return the attention backend of a device. Raises ConfigError for a GPU without Triton."""
+def attention_for(device: torch.device, in_bf16: bool = False) -> AttentionBackend:
+    """Return the attention backend of a device; ``in_bf16`` is as in ``PagedAttention``. Raises ConfigError for a
+    GPU without Triton."""
     if device.type == "cpu":
-        return CpuAttention(paged_attention())
+        return CpuAttention(paged_attention(in_bf16))
     try:
         from triptych.layers.attention.triton_backend import TritonAttention
     except ImportError as error:
